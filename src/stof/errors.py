@@ -1,0 +1,80 @@
+"""Every error STOF raises on purpose, in one place.
+
+A message says what was given, what is accepted, and what to do next. All classes derive from
+`StofError`, and from the built-in a caller would expect (`ValueError`, `TypeError`, ...), so existing
+`except ValueError` code keeps working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class StofError(Exception):
+    """Base of all errors raised by STOF."""
+
+
+class ShapeError(StofError, ValueError):
+    """Tensors, masks or plans whose shapes disagree."""
+
+
+class DtypeError(StofError, TypeError):
+    """A dtype that is not supported, or dtypes that differ where they must agree."""
+
+
+class DeviceError(StofError, ValueError):
+    """Tensors on different devices, or a plan that lives on another device than the inputs."""
+
+
+class HeadCountError(ShapeError):
+    """Query heads that are not a multiple of key/value heads."""
+
+
+class ArgumentError(StofError, ValueError):
+    """A scalar or option outside its range (a NaN scale, a negative window, ...)."""
+
+
+class MaskError(StofError, ValueError):
+    """A mask that cannot be built from the arguments given."""
+
+
+class MaskFunctionError(MaskError):
+    """A user's mask function raised, or returned something that is not a boolean tensor."""
+
+
+class MaskSyntaxError(MaskError):
+    """Text that does not parse as a mask expression."""
+
+
+class UnknownMaskError(MaskSyntaxError):
+    """A name in a mask expression that is no known pattern; the message has the nearest valid name."""
+
+
+class LayoutError(StofError, ValueError):
+    """A layout that is inconsistent; lists every problem found."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        listed = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"the layout does not validate ({len(self.problems)} problem(s)):\n{listed}")
+
+
+class PlanFileError(StofError, ValueError):
+    """A plan file that is corrupt, of another version, or does not validate."""
+
+
+class PlanMismatchError(ShapeError):
+    """A plan used with lengths, batch or heads other than those it was made for."""
+
+
+class UnsupportedError(StofError, NotImplementedError):
+    """No implementation can run this call; lists every reason of every implementation."""
+
+    def __init__(self, summary: str, reasons: Mapping[str, Sequence[str]]) -> None:
+        self.reasons = {name: tuple(why) for name, why in reasons.items()}
+        listed = "\n".join(f"  - {name}: {'; '.join(why)}" for name, why in self.reasons.items())
+        super().__init__(f"{summary}\n{listed}")
+
+
+class MissingDependencyError(StofError, ImportError):
+    """An optional package is needed for this feature; the message says how to install it."""

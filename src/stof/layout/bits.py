@@ -1,0 +1,39 @@
+"""Bitmaps: one bit per score, 32 columns to an int32 word, lowest bit first."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+_LITTLE_ENDIAN = sys.byteorder == "little"
+
+
+def words(columns: int) -> int:
+    """int32 words that hold one row of `columns` bits."""
+    return -(-columns // 32)
+
+
+def pack(keep: Tensor) -> Tensor:
+    """Bool `[..., N]` to int32 `[..., ceil(N / 32)]`; bit `c % 32` of word `c // 32` is column `c`."""
+    columns = keep.shape[-1]
+    padded = words(columns) * 32
+    if padded != columns:
+        keep = torch.nn.functional.pad(keep, (0, padded - columns))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=keep.device)
+    bytes_ = keep.contiguous().view(torch.uint8).view(*keep.shape[:-1], padded // 8, 8)
+    packed = (bytes_ * weights).sum(-1, dtype=torch.uint8)
+    if not _LITTLE_ENDIAN:
+        packed = packed.view(*packed.shape[:-1], -1, 4).flip(-1).flatten(-2)
+    return packed.contiguous().view(torch.int32)
+
+
+def unpack(packed: Tensor, columns: int) -> Tensor:
+    """Inverse of `pack`: int32 `[..., W]` to bool `[..., columns]`."""
+    bytes_ = packed.contiguous().view(torch.uint8)
+    if not _LITTLE_ENDIAN:
+        bytes_ = bytes_.view(*bytes_.shape[:-1], -1, 4).flip(-1).flatten(-2)
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (bytes_[..., None] >> shifts) & 1
+    return bits.flatten(-2)[..., :columns].to(torch.bool)

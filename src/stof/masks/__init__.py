@@ -1,0 +1,48 @@
+"""Masks: what may attend to what, as composable values. See `docs/masks.md` for the cookbook."""
+
+from stof.masks.base import Mask
+from stof.masks.index import Index
+from stof.masks.parse import PATTERNS, parse
+from stof.masks.patterns import (
+    bigbird,
+    causal,
+    dilated_window,
+    documents,
+    full,
+    global_tokens,
+    longformer,
+    neighborhood_2d,
+    padding,
+    per_head,
+    prefix_lm,
+    random_blocks,
+    sink_tokens,
+    sliding_window,
+    strided,
+)
+from stof.masks.tensors import from_block_mask, from_dense, from_function
+
+__all__ = [
+    "PATTERNS",
+    "Index",
+    "Mask",
+    "bigbird",
+    "causal",
+    "dilated_window",
+    "documents",
+    "from_block_mask",
+    "from_dense",
+    "from_function",
+    "full",
+    "global_tokens",
+    "longformer",
+    "neighborhood_2d",
+    "padding",
+    "parse",
+    "per_head",
+    "prefix_lm",
+    "random_blocks",
+    "sink_tokens",
+    "sliding_window",
+    "strided",
+]

@@ -1,0 +1,287 @@
+"""Masks as values: the expression tree (`&`, `|`, `~`) and what every mask can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stof.errors import MaskError, ShapeError
+from stof.masks.index import Index
+
+
+class Mask(ABC):
+    """What may attend to what: `keep[b, h, i, j]` is true when query `i` sees key `j`.
+
+    Masks are immutable values. They compose with `&` (both keep), `|` (either keeps) and `~` (inverted);
+    two masks built the same way are equal and hash alike, which is what plans are cached by. A mask knows
+    no lengths: the same value serves every `q_len` and `kv_len` that its own data allow.
+    """
+
+    @abstractmethod
+    def evaluate(self, index: Index) -> Tensor:
+        """Bool tensor broadcastable to `[B, H, Q, K]`, true where the score is kept.
+
+        A leading dimension larger than 1 means that the mask depends on the batch (or head) index.
+        """
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        """Raise `ShapeError` when this mask's own data do not fit the lengths."""
+
+    @property
+    def batch(self) -> int:
+        """Batch size this mask is bound to, 1 when it is the same for every sequence."""
+        return 1
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads this mask is bound to, 1 when it is the same for every head."""
+        return 1
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether equality implies the same mask, so that plans may be cached by value."""
+        return True
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        """`(mask_batch, mask_heads)`, each 1 or the full size, for a call with `batch` and `heads`.
+
+        Raises:
+            ShapeError: the mask is bound to another batch size or number of heads.
+        """
+        del device
+        for name, own, given in (("batch size", self.batch, batch), ("number of heads", self.heads, heads)):
+            if own not in (1, given):
+                raise ShapeError(
+                    f"the mask is bound to a {name} of {own}, the inputs have {given}; "
+                    f"give a mask for {given} (or one that does not depend on it)"
+                )
+        return self.batch, self.heads
+
+    def to_dense(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Exact dense form: bool `[mask_batch, mask_heads, q_len, kv_len]`; for tests and pictures.
+
+        Memory grows with `q_len * kv_len`. `batch` and `heads` matter only to masks that depend on them.
+        """
+        kv_len = q_len if kv_len is None else kv_len
+        check_lengths(q_len, kv_len)
+        self.check(q_len, kv_len)
+        batch = self.batch if batch is None else batch
+        heads = self.heads if heads is None else heads
+        mask_batch, mask_heads = self.dims(batch, heads, device)
+        index = Index.make(
+            torch.arange(q_len, device=device),
+            torch.arange(kv_len, device=device),
+            q_len=q_len,
+            kv_len=kv_len,
+            b=torch.arange(mask_batch, device=device),
+            h=torch.arange(mask_heads, device=device),
+        )
+        return self.evaluate(index).expand(mask_batch, mask_heads, q_len, kv_len).contiguous()
+
+    def with_query_offset(self, offset: int) -> Mask:
+        """The mask seen by queries that start at position `offset` (a KV cache holding `offset` keys).
+
+        Query `i` of the call is treated as position `i + offset`; keys keep their positions.
+        """
+        if offset < 0:
+            raise MaskError(f"a query offset is >= 0, got {offset}")
+        return self if offset == 0 else QueryOffset(self, offset)
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(_flatten(And, (self, other))) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(_flatten(Or, (self, other))) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        return self.mask if isinstance(self, Not) else Not(self)
+
+    def __bool__(self) -> bool:
+        raise MaskError("a mask has no truth value; compose masks with & | ~ instead of and / or / not")
+
+
+def check_lengths(q_len: int, kv_len: int) -> None:
+    """Raise `ShapeError` unless both lengths are positive and rows and columns fit int32 indices."""
+    for name, value in (("q_len", q_len), ("kv_len", kv_len)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ShapeError(f"{name} is an int, got {type(value).__name__} {value!r}")
+        if not 0 < value < 2**31:
+            raise ShapeError(f"{name} is between 1 and 2**31 - 1, got {value}")
+
+
+def _flatten(kind: type[And] | type[Or], masks: Sequence[Mask]) -> tuple[Mask, ...]:
+    out: list[Mask] = []
+    for mask in masks:
+        out.extend(mask.masks if isinstance(mask, kind) else (mask,))
+    return tuple(out)
+
+
+def _agreed(sizes: Sequence[int], what: str) -> int:
+    """The one size above 1 that all parts of an expression agree on, else 1."""
+    bound = {size for size in sizes if size != 1}
+    if len(bound) > 1:
+        raise ShapeError(f"masks bound to different {what} cannot be combined: {sorted(bound)}")
+    return bound.pop() if bound else 1
+
+
+@dataclass(frozen=True)
+class Composite(Mask):
+    """Several masks combined; the base of `And`, `Or` and `Stack`."""
+
+    masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        _agreed([mask.batch for mask in self.masks], "batch sizes")
+        _agreed([mask.heads for mask in self.masks], "numbers of heads")
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        for mask in self.masks:
+            mask.check(q_len, kv_len)
+
+    @property
+    def batch(self) -> int:
+        return _agreed([mask.batch for mask in self.masks], "batch sizes")
+
+    @property
+    def heads(self) -> int:
+        return _agreed([mask.heads for mask in self.masks], "numbers of heads")
+
+    @property
+    def cacheable(self) -> bool:
+        return all(mask.cacheable for mask in self.masks)
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        super().dims(batch, heads, device)
+        parts = [mask.dims(batch, heads, device) for mask in self.masks]
+        return max(part[0] for part in parts), max(part[1] for part in parts)
+
+
+@dataclass(frozen=True)
+class And(Composite):
+    """Kept where every part keeps."""
+
+    def evaluate(self, index: Index) -> Tensor:
+        out = self.masks[0].evaluate(index)
+        for mask in self.masks[1:]:
+            out = out & mask.evaluate(index)
+        return out
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({m!r})" if isinstance(m, Or) else repr(m) for m in self.masks)
+
+
+@dataclass(frozen=True)
+class Or(Composite):
+    """Kept where any part keeps."""
+
+    def evaluate(self, index: Index) -> Tensor:
+        out = self.masks[0].evaluate(index)
+        for mask in self.masks[1:]:
+            out = out | mask.evaluate(index)
+        return out
+
+    def __repr__(self) -> str:
+        return " | ".join(repr(m) for m in self.masks)
+
+
+@dataclass(frozen=True)
+class Wrapped(Mask):
+    """A mask that changes one other mask; the base of `Not` and `QueryOffset`."""
+
+    mask: Mask
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        self.mask.check(q_len, kv_len)
+
+    @property
+    def batch(self) -> int:
+        return self.mask.batch
+
+    @property
+    def heads(self) -> int:
+        return self.mask.heads
+
+    @property
+    def cacheable(self) -> bool:
+        return self.mask.cacheable
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        return self.mask.dims(batch, heads, device)
+
+    def _operand(self) -> str:
+        """The inner mask's repr, in parentheses where a postfix or prefix operator needs them."""
+        text = repr(self.mask)
+        return f"({text})" if isinstance(self.mask, And | Or) else text
+
+
+@dataclass(frozen=True)
+class Not(Wrapped):
+    """Kept where the inner mask drops."""
+
+    def evaluate(self, index: Index) -> Tensor:
+        return ~self.mask.evaluate(index)
+
+    def __repr__(self) -> str:
+        return f"~{self._operand()}"
+
+
+@dataclass(frozen=True)
+class QueryOffset(Wrapped):
+    """The inner mask with query positions moved by `offset` (tokens already in the KV cache)."""
+
+    offset: int
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        self.mask.check(q_len + self.offset, kv_len)
+
+    def evaluate(self, index: Index) -> Tensor:
+        return self.mask.evaluate(index.shifted(self.offset))
+
+    def __repr__(self) -> str:
+        inner = f"({self.mask!r})" if isinstance(self.mask, And | Or | Not) else repr(self.mask)
+        return f"{inner}.with_query_offset({self.offset})"
+
+
+@dataclass(frozen=True)
+class PerHead(Composite):
+    """One mask per query head: head `h` uses `masks[h]`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bound = [repr(mask) for mask in self.masks if mask.heads != 1]
+        if bound:
+            raise MaskError(f"per_head() takes masks that do not depend on the head, got {bound}")
+
+    @property
+    def heads(self) -> int:
+        return len(self.masks)
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        Mask.dims(self, batch, heads, device)
+        return max(mask.dims(batch, 1, device)[0] for mask in self.masks), len(self.masks)
+
+    def evaluate(self, index: Index) -> Tensor:
+        kept = {mask: mask.evaluate(index) for mask in dict.fromkeys(self.masks)}
+        shape = torch.broadcast_shapes(*(t.shape for t in kept.values()), index.q.shape, index.kv.shape)
+        rows = [kept[self.masks[h]].expand(shape[0], 1, *shape[2:]) for h in index.h.flatten().tolist()]
+        return torch.cat(rows, dim=1)
+
+    def __repr__(self) -> str:
+        return f"per_head([{', '.join(map(repr, self.masks))}])"
+
+
+def identity_key(tensor: Tensor) -> Hashable:
+    """Key of a tensor's present contents: the object and its in-place version."""
+    return id(tensor), tensor._version

@@ -1,0 +1,55 @@
+"""The coordinates a mask is evaluated on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Coordinates of a rectangle of attention scores, ready for broadcasting.
+
+    Attributes:
+        b: batch indices, int64 `[B, 1, 1, 1]`.
+        h: query-head indices, int64 `[1, H, 1, 1]`.
+        q: query positions, int64 `[1, 1, Q, 1]` (any order, for permuted rows).
+        kv: key positions, int64 `[1, 1, 1, K]`.
+        q_len: number of queries of the whole attention problem.
+        kv_len: number of keys of the whole attention problem.
+    """
+
+    b: Tensor
+    h: Tensor
+    q: Tensor
+    kv: Tensor
+    q_len: int
+    kv_len: int
+
+    @staticmethod
+    def make(
+        q: Tensor,
+        kv: Tensor,
+        *,
+        q_len: int,
+        kv_len: int,
+        b: Tensor | None = None,
+        h: Tensor | None = None,
+    ) -> Index:
+        """Build from 1-D index tensors (`b` and `h` default to the single index 0)."""
+        zero = torch.zeros(1, dtype=torch.int64, device=q.device)
+        b = zero if b is None else b
+        h = zero if h is None else h
+        return Index(
+            b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), q.view(1, 1, -1, 1), kv.view(1, 1, 1, -1), q_len, kv_len
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    def shifted(self, rows: int) -> Index:
+        """The same rectangle with query positions moved by `rows`."""
+        return replace(self, q=self.q + rows, q_len=self.q_len + rows)

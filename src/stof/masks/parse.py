@@ -1,0 +1,104 @@
+"""Text to mask: the inverse of a mask's repr, for command lines and configuration files.
+
+Only calls of named patterns, literals and `& | ~` are read; nothing is executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Callable
+
+from stof.errors import MaskSyntaxError, StofError, UnknownMaskError
+from stof.masks import patterns
+from stof.masks.base import Mask
+
+PATTERNS: dict[str, Callable[..., Mask]] = {
+    fn.__name__: fn
+    for fn in (
+        patterns.full,
+        patterns.causal,
+        patterns.sliding_window,
+        patterns.dilated_window,
+        patterns.strided,
+        patterns.global_tokens,
+        patterns.sink_tokens,
+        patterns.random_blocks,
+        patterns.longformer,
+        patterns.bigbird,
+        patterns.prefix_lm,
+        patterns.documents,
+        patterns.padding,
+        patterns.neighborhood_2d,
+        patterns.per_head,
+    )
+}
+
+
+def parse(text: str) -> Mask:
+    """The mask that `text` describes, e.g. `"sliding_window(511) | global_tokens(64)"`.
+
+    A bare name means a call without arguments: `"causal"` is `causal()`.
+
+    Raises:
+        MaskSyntaxError: not a mask expression, or arguments the pattern does not take.
+        UnknownMaskError: an unknown pattern; the message names the nearest valid one.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError as error:
+        raise MaskSyntaxError(
+            f"{text!r} is not a mask expression ({error.msg}); "
+            'write e.g. "longformer(window=64, global_tokens=64) & causal()"'
+        ) from None
+    mask = _mask(tree.body)
+    return mask
+
+
+def _mask(node: ast.expr) -> Mask:
+    match node:
+        case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
+            return _mask(left) & _mask(right)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _mask(left) | _mask(right)
+        case ast.UnaryOp(op=ast.Invert(), operand=operand):
+            return ~_mask(operand)
+        case ast.Name(id=name):
+            return _call(name, [], {})
+        case ast.Call(func=ast.Attribute(value=inner, attr="with_query_offset"), args=args, keywords=keywords):
+            values, named = _arguments(args, keywords)
+            return _checked("with_query_offset", _mask(inner).with_query_offset, values, named)
+        case ast.Call(func=ast.Name(id="per_head"), args=[ast.List(elts=items)], keywords=[]):
+            return patterns.per_head([_mask(item) for item in items])
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+            return _call(name, *_arguments(args, keywords))
+    raise MaskSyntaxError(
+        f"{ast.unparse(node)!r} is not part of a mask expression; use pattern calls combined with & | ~"
+    )
+
+
+def _arguments(args: list[ast.expr], keywords: list[ast.keyword]) -> tuple[list[object], dict[str, object]]:
+    try:
+        named = {str(k.arg): ast.literal_eval(k.value) for k in keywords}
+        return [ast.literal_eval(arg) for arg in args], named
+    except ValueError:
+        raise MaskSyntaxError("arguments of a pattern are literals: numbers, true/false, lists of numbers") from None
+
+
+def _call(name: str, args: list[object], named: dict[str, object]) -> Mask:
+    if name not in PATTERNS:
+        near = difflib.get_close_matches(name, PATTERNS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UnknownMaskError(f"unknown mask {name!r}; {hint}Known masks: {', '.join(PATTERNS)}")
+    return _checked(name, PATTERNS[name], args, named)
+
+
+def _checked(
+    name: str, fn: Callable[..., Mask], args: list[object], named: dict[str, object]
+) -> Mask:
+    try:
+        return fn(*args, **named)
+    except StofError:
+        raise
+    except TypeError as error:
+        raise MaskSyntaxError(f"{name}: {str(error).replace('()', '', 1)}") from None

@@ -1,0 +1,206 @@
+"""Named masks. Positions are 0-based; `i` is the query position, `j` the key position.
+
+Every function returns a `Mask` value; see `docs/masks.md` for pictures and recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from torch import Tensor
+
+from stof.errors import MaskError
+from stof.masks import rules
+from stof.masks.base import Mask, PerHead
+
+Ints = Sequence[int] | Tensor
+
+
+def _integer(what: str, value: object, low: int, high: int = 2**31 - 1) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise MaskError(f"{what} is an int, got {type(value).__name__} {value!r}")
+    number = int(value.__index__())
+    if not low <= number <= high:
+        raise MaskError(f"{what} is between {low} and {high}, got {number}")
+    return number
+
+
+def _integers(what: str, values: object, low: int) -> tuple[int, ...]:
+    if isinstance(values, Tensor):
+        if values.is_floating_point() or values.is_complex() or values.ndim > 1:
+            raise MaskError(f"{what} is a 1-D integer tensor, got {values.dtype} of shape {list(values.shape)}")
+        values = values.reshape(-1).tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        values = (values,)
+    if not values:
+        raise MaskError(f"{what} is empty; give one value per sequence")
+    return tuple(_integer(what, value, low) for value in values)
+
+
+def full() -> Mask:
+    """Every query sees every key."""
+    return rules.Full()
+
+
+def causal() -> Mask:
+    """Keys at or before the query: `j <= i`. For a KV cache add `.with_query_offset(cached)`."""
+    return rules.Causal()
+
+
+def sliding_window(left: int, right: int = 0) -> Mask:
+    """`i - left <= j <= i + right`, the convention of FlashAttention's `window_size=(left, right)`.
+
+    A causal window of 512 keys counting the query itself is `sliding_window(511)`.
+    """
+    return rules.SlidingWindow(_integer("left", left, 0), _integer("right", right, 0))
+
+
+def dilated_window(left: int, right: int = 0, *, dilation: int) -> Mask:
+    """Every `dilation`-th key of a window: `i - left <= j <= i + right` and `(i - j) % dilation == 0`.
+
+    Source: Longformer (arXiv 2004.05150), section 3.1, dilated sliding window.
+    """
+    return rules.DilatedWindow(
+        _integer("left", left, 0), _integer("right", right, 0), _integer("dilation", dilation, 1)
+    )
+
+
+def strided(local: int, stride: int, width: int = 1, *, causal: bool = True) -> Mask:
+    """The last `local` keys, and the last `width` keys of every `stride` as summaries.
+
+    Causal: `j <= i and (i - j < local or j % stride >= stride - width)`; otherwise `|i - j| < local` or a
+    summary key. Source: Sparse Transformers (arXiv 1904.10509), section 4.3, "fixed" attention.
+    """
+    stride = _integer("stride", stride, 1)
+    return rules.Strided(
+        _integer("local", local, 0), stride, _integer("width", width, 0, stride), bool(causal)
+    )
+
+
+def global_tokens(tokens: int | Ints) -> Mask:
+    """Global tokens see everything and are seen by everyone: the first `tokens`, or the positions listed."""
+    if isinstance(tokens, int):
+        return rules.GlobalTokens(_integer("tokens", tokens, 0))
+    return rules.GlobalTokens(tuple(sorted(set(_integers("tokens", tokens, 0)))))
+
+
+def sink_tokens(tokens: int) -> Mask:
+    """The first `tokens` keys, seen by every later query: `j < tokens and j <= i`.
+
+    Combine with a window as `sliding_window(511) | sink_tokens(16)`. Source: StreamingLLM
+    (arXiv 2309.17453), section 3.2.
+    """
+    return rules.SinkTokens(_integer("tokens", tokens, 0))
+
+
+def random_blocks(blocks: int, *, block_size: int = 64, seed: int = 0) -> Mask:
+    """Each block of `block_size` queries sees `blocks` random, distinct key blocks of the same size.
+
+    The choice depends on `seed`, the row block and the number of key blocks alone: it is the same on every
+    device. Source: Big Bird (arXiv 2007.14062), section 2.
+    """
+    return rules.RandomBlocks(
+        _integer("blocks", blocks, 1), _integer("block_size", block_size, 1), _integer("seed", seed, 0)
+    )
+
+
+def longformer(window: int, global_tokens: int | Ints = 0) -> Mask:
+    """`|i - j| <= window`, plus global tokens. Source: Longformer (arXiv 2004.05150), section 3.1."""
+    return sliding_window(window, window) | _global(global_tokens)
+
+
+def bigbird(
+    window: int, global_tokens: int | Ints = 0, *, blocks: int = 3, block_size: int = 64, seed: int = 0
+) -> Mask:
+    """Longformer's mask plus `random_blocks`. Source: Big Bird (arXiv 2007.14062), section 2."""
+    return longformer(window, global_tokens) | random_blocks(blocks, block_size=block_size, seed=seed)
+
+
+_global = global_tokens  # `longformer` has a parameter of that name
+
+
+def prefix_lm(prefix: int | Ints) -> Mask:
+    """The first `prefix` keys are seen by all, the rest causally; one int, or one per sequence."""
+    return rules.PrefixLM(_integers("prefix", prefix, 0))
+
+
+def padding(lengths: int | Ints) -> Mask:
+    """Keys before each sequence's length: `j < lengths[b]`. A length of 0 leaves the sequence empty."""
+    return rules.Padding(_integers("lengths", lengths, 0))
+
+
+def documents(
+    ids: Sequence[int] | Sequence[Sequence[int]] | Tensor | None = None,
+    *,
+    cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | Tensor | None = None,
+) -> Mask:
+    """Packed documents: a query sees the keys of its own document only.
+
+    Args:
+        ids: document of each token, `[S]` or `[B, S]`; negative ids are padding and see nothing.
+        cu_seqlens: cumulative lengths starting at 0, `[n + 1]` (or one such list per sequence), as in
+            FlashAttention's variable-length interface. Give exactly one of the two.
+    """
+    if (ids is None) == (cu_seqlens is None):
+        raise MaskError("documents() takes either ids or cu_seqlens, exactly one of them")
+    if ids is not None:
+        rows = _rows("ids", ids)
+        return _documents(tuple(_runs(_integers("ids", row, -(2**31))) for row in rows))
+    out = []
+    for row in _rows("cu_seqlens", cu_seqlens):
+        ends = _integers("cu_seqlens", row, 0)
+        if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+            raise MaskError(f"cu_seqlens starts at 0 and never decreases, got {list(ends)[:8]}")
+        steps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        out.append(tuple(enumerate(length for length in steps if length)))
+    return _documents(tuple(out))
+
+
+def _rows(what: str, values: object) -> list[object]:
+    if isinstance(values, Tensor):
+        if values.is_floating_point() or values.is_complex() or values.ndim not in (1, 2):
+            raise MaskError(
+                f"{what} is an integer tensor [S] or [B, S], got {values.dtype} of shape {list(values.shape)}"
+            )
+        values = values.tolist()
+    if not isinstance(values, Sequence) or not values:
+        raise MaskError(f"{what} is a non-empty list or integer tensor, got {values!r}")
+    nested = [isinstance(row, Sequence | Tensor) for row in values]
+    if any(nested) and not all(nested):
+        raise MaskError(f"{what} is one list, or a list of lists; got a mixture")
+    return list(values) if nested[0] else [values]
+
+
+def _runs(ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((doc, len(list(group))) for doc, group in groupby(ids))
+
+
+def _documents(runs: tuple[tuple[tuple[int, int], ...], ...]) -> Mask:
+    lengths = {sum(length for _, length in row) for row in runs}
+    if len(lengths) != 1 or 0 in lengths:
+        raise MaskError(f"every sequence of a documents mask has the same, positive length, got {lengths}")
+    return rules.Documents(runs)
+
+
+def neighborhood_2d(height: int, width: int, kernel: int | tuple[int, int]) -> Mask:
+    """Tokens of a `height x width` grid (row-major) see the `kernel` neighbourhood around them.
+
+    `kernel` is odd, or an odd pair (rows, columns); the neighbourhood is cut at the borders.
+    Source: Neighborhood Attention (arXiv 2204.07143), without its shift at the borders.
+    """
+    pair = (kernel, kernel) if isinstance(kernel, int) else tuple(kernel)
+    if len(pair) != 2:
+        raise MaskError(f"kernel is an odd int or a pair of odd ints, got {kernel!r}")
+    rows, columns = (_integer("kernel", size, 1) for size in pair)
+    if rows % 2 == 0 or columns % 2 == 0:
+        raise MaskError(f"kernel sizes are odd (they have a centre), got {kernel!r}")
+    return rules.Neighborhood2D(_integer("height", height, 1), _integer("width", width, 1), (rows, columns))
+
+
+def per_head(masks: Sequence[Mask]) -> Mask:
+    """One mask per query head, in head order; equal masks share one layout."""
+    masks = tuple(masks)
+    if not masks or not all(isinstance(mask, Mask) for mask in masks):
+        raise MaskError("per_head() takes a non-empty list of masks, one per query head")
+    return masks[0] if len(masks) == 1 else PerHead(masks)

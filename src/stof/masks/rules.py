@@ -1,0 +1,258 @@
+"""The value classes behind the named patterns. Users build them through `stof.masks.<name>(...)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from stof.errors import ShapeError
+from stof.masks.base import Mask
+from stof.masks.index import Index
+
+
+class Rule(Mask):
+    """A named pattern: a frozen dataclass whose repr is the call that builds it."""
+
+    name: ClassVar[str]
+
+    def __repr__(self) -> str:
+        shown = (f"{f.name}={_show(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
+        return f"{self.name}({', '.join(shown)})"
+
+
+def _show(value: object) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_show, value)) + "]"
+    return repr(value)
+
+
+def _per_batch(values: tuple[int, ...], index: Index) -> Tensor:
+    """`values[b]` as `[B, 1, 1, 1]`, or one value for all sequences."""
+    table = torch.tensor(values, dtype=torch.int64, device=index.device)
+    return table.view(1, 1, 1, 1) if len(values) == 1 else table[index.b]
+
+
+@dataclass(frozen=True, repr=False)
+class Full(Rule):
+    name = "full"
+
+    def evaluate(self, index: Index) -> Tensor:
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=index.device)
+
+
+@dataclass(frozen=True, repr=False)
+class Causal(Rule):
+    name = "causal"
+
+    def evaluate(self, index: Index) -> Tensor:
+        return index.q >= index.kv
+
+
+@dataclass(frozen=True, repr=False)
+class SlidingWindow(Rule):
+    name = "sliding_window"
+    left: int
+    right: int
+
+    def evaluate(self, index: Index) -> Tensor:
+        distance = index.q - index.kv
+        return (distance <= self.left) & (distance >= -self.right)
+
+
+@dataclass(frozen=True, repr=False)
+class DilatedWindow(Rule):
+    name = "dilated_window"
+    left: int
+    right: int
+    dilation: int
+
+    def evaluate(self, index: Index) -> Tensor:
+        distance = index.q - index.kv
+        near = (distance <= self.left) & (distance >= -self.right)
+        return near & (torch.remainder(distance, self.dilation) == 0)
+
+
+@dataclass(frozen=True, repr=False)
+class Strided(Rule):
+    name = "strided"
+    local: int
+    stride: int
+    width: int
+    causal: bool
+
+    def evaluate(self, index: Index) -> Tensor:
+        distance = index.q - index.kv
+        summary = torch.remainder(index.kv, self.stride) >= self.stride - self.width
+        if self.causal:
+            return (distance >= 0) & ((distance < self.local) | summary)
+        return (distance.abs() < self.local) | summary
+
+
+@dataclass(frozen=True, repr=False)
+class GlobalTokens(Rule):
+    name = "global_tokens"
+    tokens: int | tuple[int, ...]
+
+    def evaluate(self, index: Index) -> Tensor:
+        if isinstance(self.tokens, int):
+            return (index.q < self.tokens) | (index.kv < self.tokens)
+        chosen = torch.tensor(self.tokens, dtype=torch.int64, device=index.device)
+        return torch.isin(index.q, chosen) | torch.isin(index.kv, chosen)
+
+
+@dataclass(frozen=True, repr=False)
+class SinkTokens(Rule):
+    name = "sink_tokens"
+    tokens: int
+
+    def evaluate(self, index: Index) -> Tensor:
+        return (index.kv < self.tokens) & (index.q >= index.kv)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 31-bit integer hash (multiply-xorshift), the same on every device and torch version."""
+    for factor in (0x45D9F3B, 0x2C1B3C6D):
+        x = ((x ^ (x >> 16)) * factor) & 0x7FFFFFFF
+    return x ^ (x >> 15)
+
+
+@dataclass(frozen=True, repr=False)
+class RandomBlocks(Rule):
+    name = "random_blocks"
+    blocks: int
+    block_size: int
+    seed: int
+
+    def evaluate(self, index: Index) -> Tensor:
+        kv_blocks = -(-index.kv_len // self.block_size)
+        row_block = torch.div(index.q, self.block_size, rounding_mode="floor")
+        kv_block = torch.div(index.kv, self.block_size, rounding_mode="floor")
+        chosen = self.choose(row_block.flatten(), kv_blocks)
+        keep = torch.zeros(1, 1, row_block.numel(), 1, dtype=torch.bool, device=index.device)
+        for column in chosen.unbind(1):
+            keep = keep | (column.view(1, 1, -1, 1) == kv_block)
+        return keep
+
+    def choose(self, row_block: Tensor, kv_blocks: int) -> Tensor:
+        """Distinct key blocks of each row block `[R, min(blocks, kv_blocks)]` (Floyd's sampling)."""
+        picked: list[Tensor] = []
+        for turn, top in enumerate(range(kv_blocks - min(self.blocks, kv_blocks), kv_blocks)):
+            key = row_block * 1_000_003 + turn * 7_919 + (self.seed & 0xFFFF_FFFF) * 104_729
+            draw = torch.remainder(_mix(_mix(key & 0x7FFFFFFF) + 0x9E3779B), top + 1)
+            taken = torch.zeros_like(draw, dtype=torch.bool)
+            for earlier in picked:
+                taken |= earlier == draw
+            picked.append(torch.where(taken, top, draw))
+        return torch.stack(picked, dim=1)
+
+
+@dataclass(frozen=True, repr=False)
+class PrefixLM(Rule):
+    name = "prefix_lm"
+    prefix: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        return len(self.prefix)
+
+    def evaluate(self, index: Index) -> Tensor:
+        return (index.kv < _per_batch(self.prefix, index)) | (index.q >= index.kv)
+
+
+@dataclass(frozen=True, repr=False)
+class Padding(Rule):
+    name = "padding"
+    lengths: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        del q_len
+        if max(self.lengths) > kv_len:
+            raise ShapeError(
+                f"padding lengths up to {max(self.lengths)} do not fit kv_len {kv_len}; "
+                "lengths count the valid keys of each sequence"
+            )
+
+    def evaluate(self, index: Index) -> Tensor:
+        return index.kv < _per_batch(self.lengths, index)
+
+
+@dataclass(frozen=True, repr=False)
+class Documents(Rule):
+    name = "documents"
+    # One run-length list per sequence: ((id, length), ...); an id below 0 is padding and sees nothing.
+    runs: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def batch(self) -> int:
+        return len(self.runs)
+
+    @property
+    def length(self) -> int:
+        return sum(length for _, length in self.runs[0])
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        if self.length != kv_len or q_len > kv_len:
+            raise ShapeError(
+                f"the documents cover {self.length} tokens, the call has q_len {q_len} and kv_len {kv_len}; "
+                "give one id per key (negative ids for padding), and no more queries than keys"
+            )
+
+    def evaluate(self, index: Index) -> Tensor:
+        device = index.device
+        rows = []
+        for runs in self.runs:
+            ids = torch.tensor([run[0] for run in runs], dtype=torch.int64, device=device)
+            counts = torch.tensor([run[1] for run in runs], dtype=torch.int64, device=device)
+            rows.append(torch.repeat_interleave(ids, counts, output_size=self.length))
+        table = torch.stack(rows)
+        b = index.b if len(rows) > 1 else torch.zeros_like(index.b)[:1]
+        # Rows past the last document (a query offset beyond it) belong to no document.
+        inside = index.q < self.length
+        q_doc = table[b, index.q.clamp(max=self.length - 1)]
+        return (q_doc == table[b, index.kv]) & (q_doc >= 0) & inside
+
+    def __repr__(self) -> str:
+        """Cumulative lengths where the documents are numbered in order, else one id per token."""
+        ordered = all(tuple(doc for doc, _ in runs) == tuple(range(len(runs))) for runs in self.runs)
+        if ordered:
+            shown = [tuple(_running_sum(length for _, length in runs)) for runs in self.runs]
+            return f"documents(cu_seqlens={_show(shown[0] if len(shown) == 1 else tuple(shown))})"
+        ids = [tuple(doc for doc, length in runs for _ in range(length)) for runs in self.runs]
+        return f"documents({_show(ids[0] if len(ids) == 1 else tuple(ids))})"
+
+
+def _running_sum(lengths: object) -> list[int]:
+    sums = [0]
+    for length in lengths:  # type: ignore[attr-defined]
+        sums.append(sums[-1] + length)
+    return sums
+
+
+@dataclass(frozen=True, repr=False)
+class Neighborhood2D(Rule):
+    name = "neighborhood_2d"
+    height: int
+    width: int
+    kernel: tuple[int, int]
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        tokens = self.height * self.width
+        if kv_len != tokens or q_len > tokens:
+            raise ShapeError(
+                f"a {self.height}x{self.width} neighbourhood has {tokens} tokens, "
+                f"the call has q_len {q_len} and kv_len {kv_len}"
+            )
+
+    def evaluate(self, index: Index) -> Tensor:
+        dy = torch.div(index.q, self.width, rounding_mode="floor") - torch.div(
+            index.kv, self.width, rounding_mode="floor"
+        )
+        dx = torch.remainder(index.q, self.width) - torch.remainder(index.kv, self.width)
+        return (dy.abs() <= self.kernel[0] // 2) & (dx.abs() <= self.kernel[1] // 2)

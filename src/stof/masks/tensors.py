@@ -1,0 +1,228 @@
+"""Masks made from a user's function, a dense tensor, or a FlexAttention `BlockMask`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stof.errors import DtypeError, MaskError, MaskFunctionError, ShapeError
+from stof.masks.base import Mask, identity_key
+from stof.masks.index import Index
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, repr=False)
+class FunctionMask(Mask):
+    """A user's `(b, h, q_idx, kv_idx) -> bool` function, called on broadcastable index tensors."""
+
+    fn: MaskFunction
+    q_len: int | None = None
+    kv_len: int | None = None
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        for name, own, given in (("q_len", self.q_len, q_len), ("kv_len", self.kv_len, kv_len)):
+            if own is not None and own != given:
+                raise ShapeError(f"the mask was made for {name} {own}, the call has {given}")
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        """Found by asking the function for one score of every batch entry and head."""
+        origin = torch.zeros(1, dtype=torch.int64, device=device)
+        index = Index.make(
+            origin,
+            origin,
+            q_len=1,
+            kv_len=1,
+            b=torch.arange(batch, device=device),
+            h=torch.arange(heads, device=device),
+        )
+        shape = self.evaluate(index).shape
+        return int(shape[0]), int(shape[1])
+
+    def evaluate(self, index: Index) -> Tensor:
+        name = getattr(self.fn, "__name__", repr(self.fn))
+        try:
+            keep = self.fn(index.b, index.h, index.q, index.kv)
+        except Exception as error:
+            raise MaskFunctionError(
+                f"the mask function {name} raised {type(error).__name__}: {error}. It is called with "
+                "int64 index tensors b [B,1,1,1], h [1,H,1,1], q_idx [1,1,Q,1], kv_idx [1,1,1,K] and combines "
+                "them elementwise (use & | ~ and torch.where, not and / or / if)"
+            ) from error
+        if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
+            got = f"a {keep.dtype} tensor" if isinstance(keep, Tensor) else f"{type(keep).__name__}"
+            raise MaskFunctionError(
+                f"the mask function {name} returned {got}; return a torch.bool tensor, true where the key is seen"
+            )
+        sizes = (index.b.shape[0], index.h.shape[1], index.q.shape[2], index.kv.shape[3])
+        if keep.ndim > 4 or any(
+            own not in (1, size) for own, size in zip(reversed(keep.shape), reversed(sizes), strict=False)
+        ):
+            raise MaskFunctionError(
+                f"the mask function {name} returned shape {list(keep.shape)}, "
+                f"which does not broadcast to {list(sizes)}"
+            )
+        return keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
+
+    def __repr__(self) -> str:
+        return f"from_function(<{getattr(self.fn, '__qualname__', repr(self.fn))}>)"
+
+
+def from_function(fn: MaskFunction) -> Mask:
+    """A mask from a function `(b, h, q_idx, kv_idx) -> bool tensor`, e.g. FlexAttention's `mask_mod`.
+
+    The function gets broadcastable int64 tensors and combines them elementwise; tensors it indexes must be on
+    the device the plan is built on. Whether it depends on `b` or `h` is found by calling it. Two masks are
+    equal when they hold the same function object, so a function whose captured tensors change in place must
+    be wrapped anew.
+
+    Raises:
+        MaskFunctionError: when evaluated, if the function raises or returns something other than a bool tensor.
+    """
+    if not callable(fn):
+        raise MaskError(f"from_function() takes a function (b, h, q_idx, kv_idx), got {type(fn).__name__}")
+    return FunctionMask(fn)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DenseMask(Mask):
+    """A bool tensor `[B|1, H|1, Sq, Skv]`."""
+
+    keep: Tensor
+
+    @property
+    def batch(self) -> int:
+        return int(self.keep.shape[0])
+
+    @property
+    def heads(self) -> int:
+        return int(self.keep.shape[1])
+
+    @property
+    def cacheable(self) -> bool:
+        return not self.keep.is_inference()  # inference tensors do not record in-place changes
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        if (q_len, kv_len) != tuple(self.keep.shape[2:]):
+            raise ShapeError(
+                f"the dense mask is {list(self.keep.shape)}, the call has q_len {q_len} and kv_len {kv_len}"
+            )
+
+    def evaluate(self, index: Index) -> Tensor:
+        keep = self.keep.to(index.device)
+        zero = torch.zeros_like(index.b)[:1]
+        b = index.b if self.batch > 1 else zero
+        h = index.h if self.heads > 1 else zero.view(1, 1, 1, 1)
+        return keep[b, h, index.q, index.kv]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DenseMask):
+            return NotImplemented
+        return self is other or (self._key() == other._key() and self.cacheable)
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> object:
+        return identity_key(self.keep) if self.cacheable else id(self)
+
+    def __repr__(self) -> str:
+        return f"from_dense(<bool {list(self.keep.shape)}>)"
+
+
+def from_dense(keep: Tensor) -> Mask:
+    """A mask from a bool tensor `[Sq, Skv]`, `[H, Sq, Skv]` or `[B|1, H|1, Sq, Skv]`; true = seen.
+
+    The tensor is held, not copied. Two masks are equal when they hold the same, unchanged tensor.
+
+    Raises:
+        DtypeError: not a bool tensor (additive float masks belong in `bias`).
+        MaskError: fewer than 2 or more than 4 dimensions, an empty dimension, or rows/columns expanded with
+            stride 0 or overlapping memory.
+    """
+    if not isinstance(keep, Tensor):
+        raise MaskError(f"from_dense() takes a torch.Tensor, got {type(keep).__name__}")
+    if keep.dtype != torch.bool:
+        raise DtypeError(
+            f"a dense mask is torch.bool (true = seen), got {keep.dtype}; "
+            "an additive float mask goes into `bias=`, or becomes boolean with `mask == 0`"
+        )
+    if not 2 <= keep.ndim <= 4 or 0 in keep.shape:
+        raise MaskError(f"a dense mask is [Sq, Skv] up to [B, H, Sq, Skv], none of them 0; got {list(keep.shape)}")
+    rows, columns = keep.shape[-2:]
+    row_stride, column_stride = keep.stride()[-2:]
+    overlaps = (
+        (columns > 1 and column_stride == 0)
+        or (rows > 1 and row_stride == 0)
+        or (rows > 1 and columns > 1 and min(row_stride * rows, column_stride * columns) > 0
+            and abs(row_stride) < abs(column_stride) * columns and abs(column_stride) < abs(row_stride) * rows)
+    )
+    if overlaps:
+        raise MaskError(
+            f"the dense mask's rows or columns share memory (strides {list(keep.stride())}, shape "
+            f"{list(keep.shape)}): an expanded or as_strided view changes in unexpected places when written. "
+            "Pass mask.contiguous(), or a named mask such as padding(lengths)"
+        )
+    return DenseMask(keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape)))
+
+
+def from_block_mask(block_mask: Any) -> Mask:
+    """A mask from FlexAttention's `BlockMask`: its `mask_mod`, its lengths, batch and heads.
+
+    The exact element mask is taken (`mask_mod`), so a coarse BLOCK_SIZE loses nothing.
+
+    Raises:
+        MaskError: not a `BlockMask`.
+    """
+    mask_mod = getattr(block_mask, "mask_mod", None)
+    lengths = getattr(block_mask, "seq_lengths", None)
+    if mask_mod is None or lengths is None or not hasattr(block_mask, "kv_num_blocks"):
+        raise MaskError(
+            f"from_block_mask() takes torch.nn.attention.flex_attention.BlockMask, got {type(block_mask).__name__}"
+        )
+    return BlockMaskMask(mask_mod, int(lengths[0]), int(lengths[1]), _Held(block_mask))
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Carries an object through a frozen dataclass, compared by identity."""
+
+    value: Any
+
+
+@dataclass(frozen=True, repr=False)
+class BlockMaskMask(FunctionMask):
+    """A `BlockMask`: kept where both its block lists and its `mask_mod` keep, as FlexAttention computes."""
+
+    held: _Held | None = None
+
+    def evaluate(self, index: Index) -> Tensor:
+        assert self.held is not None
+        block_mask = self.held.value
+        rows, columns = block_mask.BLOCK_SIZE
+        partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+        full = torch.zeros_like(partial)
+        if block_mask.full_kv_num_blocks is not None:
+            full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        b = index.b if partial.shape[0] > 1 else torch.zeros_like(index.b)[:1]
+        h = index.h if partial.shape[1] > 1 else torch.zeros_like(index.h)[:, :1]
+        at = (
+            b,
+            h,
+            torch.div(index.q, rows, rounding_mode="floor"),
+            torch.div(index.kv, columns, rounding_mode="floor"),
+        )
+        return full.to(index.device)[at] | (partial.to(index.device)[at] & super().evaluate(index))
+
+
+def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """Bool `[B, H, row blocks, key blocks]`: which blocks a padded index list names."""
+    slots = torch.arange(indices.shape[-1], device=indices.device)
+    named = slots < counts[..., None]
+    out = torch.zeros(*indices.shape[:-1], indices.shape[-1] + 1, dtype=torch.bool, device=indices.device)
+    target = torch.where(named, indices.long(), indices.shape[-1])
+    return out.scatter_(-1, target, True)[..., :-1]
