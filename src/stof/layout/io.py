@@ -1,0 +1,77 @@
+"""Layouts on disk: one safetensors file, refused unless every invariant holds."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from stof.errors import LayoutError, PlanFileError, StofError
+from stof.layout.config import LayoutConfig
+from stof.layout.layout import Layout
+
+FORMAT = "stof-layout"
+VERSION = 1
+
+
+def save_layout(layout: Layout, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:
+    """Write `layout` to `path` atomically; `extra` strings travel in the header."""
+    from safetensors.torch import save_file
+
+    config = layout.config
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "q_len": layout.q_len,
+        "kv_len": layout.kv_len,
+        "block_m": config.block_m,
+        "block_n": config.block_n,
+        "slab": config.slab,
+        "extra": dict(extra or {}),
+    }
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in layout.tensors().items()}
+    try:
+        save_file(tensors, partial, metadata={FORMAT: json.dumps(header)})
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_layout(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> tuple[Layout, dict[str, str]]:
+    """Read what `save_layout` wrote: the layout on `device`, and the extra strings.
+
+    Raises:
+        FileNotFoundError: no such file.
+        PlanFileError: not a layout file, another version, truncated, or inconsistent in any way.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    source = Path(path)
+    if not source.is_file():
+        raise FileNotFoundError(f"no plan file at {source}")
+    advice = "make it again with plan.save(path)"
+    try:
+        with safe_open(source, framework="pt") as file:
+            header = json.loads((file.metadata() or {})[FORMAT])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        if header["version"] != VERSION:
+            raise PlanFileError(
+                f"{source} has format version {header['version']}, this is version {VERSION}; {advice}"
+            )
+        config = LayoutConfig(header["block_m"], header["block_n"], header["slab"])
+        layout = Layout(q_len=int(header["q_len"]), kv_len=int(header["kv_len"]), config=config, **tensors)
+        layout.validate()
+        return layout.to(device), {str(k): str(v) for k, v in header["extra"].items()}
+    except LayoutError as error:
+        raise PlanFileError(f"{source} is corrupt: {error}\n{advice}") from error
+    except StofError:
+        raise
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+        raise PlanFileError(f"{source} is not a plan file ({type(error).__name__}: {error}); {advice}") from error
