@@ -20,12 +20,13 @@ from stof.masks.patterns import (
     sliding_window,
     strided,
 )
-from stof.masks.tensors import from_block_mask, from_dense, from_function
+from stof.masks.tensors import as_mask, from_block_mask, from_dense, from_function
 
 __all__ = [
     "PATTERNS",
     "Index",
     "Mask",
+    "as_mask",
     "bigbird",
     "causal",
     "dilated_window",

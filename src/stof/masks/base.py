@@ -46,6 +46,11 @@ class Mask(ABC):
         """Whether equality implies the same mask, so that plans may be cached by value."""
         return True
 
+    @property
+    def binds_late(self) -> bool:
+        """Whether `dims` must be asked with the sizes of a call (functions; named patterns know)."""
+        return False
+
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         """`(mask_batch, mask_heads)`, each 1 or the full size, for a call with `batch` and `heads`.
 
@@ -162,6 +167,10 @@ class Composite(Mask):
     def cacheable(self) -> bool:
         return all(mask.cacheable for mask in self.masks)
 
+    @property
+    def binds_late(self) -> bool:
+        return any(mask.binds_late for mask in self.masks)
+
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         super().dims(batch, heads, device)
         parts = [mask.dims(batch, heads, device) for mask in self.masks]
@@ -216,6 +225,10 @@ class Wrapped(Mask):
     @property
     def cacheable(self) -> bool:
         return self.mask.cacheable
+
+    @property
+    def binds_late(self) -> bool:
+        return self.mask.binds_late
 
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         return self.mask.dims(batch, heads, device)

@@ -12,6 +12,8 @@ from torch import Tensor
 from stof.errors import DtypeError, MaskError, MaskFunctionError, ShapeError
 from stof.masks.base import Mask, identity_key
 from stof.masks.index import Index
+from stof.masks.parse import parse
+from stof.masks.patterns import full
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -28,6 +30,10 @@ class FunctionMask(Mask):
         for name, own, given in (("q_len", self.q_len, q_len), ("kv_len", self.kv_len, kv_len)):
             if own is not None and own != given:
                 raise ShapeError(f"the mask was made for {name} {own}, the call has {given}")
+
+    @property
+    def binds_late(self) -> bool:
+        return True
 
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         """Found by asking the function for one score of every batch entry and head."""
@@ -226,3 +232,26 @@ def _listed(counts: Tensor, indices: Tensor) -> Tensor:
     out = torch.zeros(*indices.shape[:-1], indices.shape[-1] + 1, dtype=torch.bool, device=indices.device)
     target = torch.where(named, indices.long(), indices.shape[-1])
     return out.scatter_(-1, target, True)[..., :-1]
+
+
+def as_mask(value: Any) -> Mask:
+    """A mask from anything that describes one: a mask, a bool tensor, a `BlockMask`, a mask function, or text.
+
+    None means no mask: every query sees every key.
+    """
+    if isinstance(value, Mask):
+        return value
+    if value is None:
+        return full()
+    if isinstance(value, Tensor):
+        return from_dense(value)
+    if isinstance(value, str):
+        return parse(value)
+    if hasattr(value, "kv_num_blocks") and hasattr(value, "mask_mod"):
+        return from_block_mask(value)
+    if callable(value):
+        return from_function(value)
+    raise MaskError(
+        f"a mask is a stof mask, a bool tensor, a FlexAttention BlockMask, a function (b, h, q_idx, kv_idx), "
+        f"text or None; got {type(value).__name__}"
+    )

@@ -1,0 +1,215 @@
+"""The public operator: `attention` and `plan`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from stof.errors import ArgumentError
+from stof.layout import LayoutConfig
+from stof.masks import Mask
+from stof.masks.tensors import as_mask
+from stof.ops import attention_op
+from stof.plans import Plan, make_plan
+from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, candidates, choose
+from stof.validation import check_bias, check_plan, check_scale, check_sinks, check_softcap, check_tensors
+
+
+def plan(
+    mask: Mask | Tensor | str | Any,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str | None = None,
+    config: LayoutConfig | None = None,
+    row_order: Tensor | None = None,
+) -> Plan:
+    """Compile a mask once, to run it many times.
+
+    Plans of equal masks, lengths and device are cached (128 plans, 256 MiB, least recently used dropped).
+
+    Args:
+        mask: a mask from `stof.masks`, a bool tensor, a FlexAttention `BlockMask`, a function or text.
+        q_len, kv_len: lengths in tokens; `kv_len` defaults to `q_len`.
+        batch, heads: sizes of the calls to come; needed only by masks that depend on them.
+        device: where the calls will run; default torch's default device.
+        config: block sizes and gathering; default by device.
+        row_order: int64 `[q_len]`, see `stof.layout.orders`.
+
+    Raises:
+        ShapeError: the mask does not fit the lengths, batch or heads.
+        MaskFunctionError: the mask function raised or returned a non-bool.
+    """
+    where = torch.device(device) if device is not None else torch.get_default_device()
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    return make_plan(
+        as_mask(mask),
+        q_len,
+        q_len if kv_len is None else kv_len,
+        batch=batch,
+        heads=heads,
+        device=where,
+        config=config,
+        row_order=row_order,
+    )
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_or_plan: Mask | Plan | Tensor | str | Any = None,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_or_plan: Mask | Plan | Tensor | str | Any = None,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_or_plan: Mask | Plan | Tensor | str | Any = None,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scaled dot-product attention under any mask; forward only.
+
+    `softmax(softcap(scale * q @ k^T) + bias)` over the keys the mask keeps, times `v`. Source: STOF
+    (arXiv 2506.06095), section 4.1; sinks as in StreamingLLM-style models (one extra logit in the denominator).
+
+    Args:
+        q: queries `[B, H, Sq, D]`; float16, bfloat16, float32 or float64; any strides.
+        k: keys `[B, Hkv, Skv, D]`, same dtype and device; `H` is a multiple of `Hkv`.
+        v: values `[B, Hkv, Skv, Dv]`.
+        mask_or_plan: what each query sees: a mask (compiled and cached by value), a plan from `stof.plan`, a bool
+            tensor, a FlexAttention `BlockMask`, a mask function, text, or None for everything.
+        scale: factor on the scores, default `1 / sqrt(D)`.
+        bias: added to the scores, broadcastable to `[B, H, Sq, Skv]` (T5 position bias, ALiBi).
+        softcap: scores become `softcap * tanh(score / softcap)` before the bias is added.
+        sinks: `[H]`, logits of attention sinks.
+        return_lse: also return the log-sum-exp of the kept scores.
+        implementation: force one of `stof.selection.IMPLEMENTATIONS`; default the first that can run the call.
+
+    Returns:
+        `out [B, H, Sq, Dv]` in q's dtype, or `(out, lse)` with lse `[B, H, Sq]` in float32 (float64 for float64
+        inputs). Rows that keep no key give 0 and -inf, never NaN.
+
+    Raises:
+        ShapeError, HeadCountError, DtypeError, DeviceError: tensors that disagree.
+        PlanMismatchError: a plan made for other lengths, batch or heads.
+        ArgumentError: a scale, softcap or implementation outside what is accepted.
+        UnsupportedError: no implementation can run the call; lists every reason.
+    """
+    q, k, v = _autocast(q, k, v)
+    check_tensors(q, k, v)
+    factor = check_scale(scale, q.shape[-1])
+    cap = check_softcap(softcap)
+    bias = check_bias(bias, q, k.shape[2])
+    sinks = check_sinks(sinks, q)
+    ready = _planned(mask_or_plan, q, k)
+    call = _call_spec(ready, q, k, v, bias, cap, sinks)
+    name = choose(call) if implementation is None else _forced(implementation, call)
+    prepared = ready.prepared(name)
+    out, lse = attention_op(
+        q, k, v, prepared.tensors, prepared.sizes, bias, sinks, factor, cap, name
+    )
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_or_plan: Mask | Plan | Tensor | str | Any = None,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> list[Candidate]:
+    """Every implementation in order of preference with all its reasons to refuse this call; nothing runs."""
+    check_tensors(q, k, v)
+    ready = _planned(mask_or_plan, q, k)
+    return candidates(_call_spec(ready, q, k, v, bias, check_softcap(softcap), sinks))
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, inputs take its dtype, as for PyTorch's own attention (float64 stays)."""
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _planned(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
+    if not isinstance(mask_or_plan, Plan):
+        return make_plan(
+            as_mask(mask_or_plan),
+            q.shape[2],
+            k.shape[2],
+            batch=q.shape[0],
+            heads=q.shape[1],
+            device=q.device,
+            config=None,
+            row_order=None,
+        )
+    check_plan(mask_or_plan, q, k)
+    return mask_or_plan
+
+
+def _call_spec(
+    ready: Plan, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softcap: float, sinks: Tensor | None
+) -> CallSpec:
+    return CallSpec(
+        device=q.device.type,
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        has_bias=bias is not None,
+        has_softcap=softcap > 0,
+        has_sinks=sinks is not None,
+        permuted_rows=ready.permuted_rows,
+    )
+
+
+def _forced(name: str, call: CallSpec) -> str:
+    if name not in IMPLEMENTATIONS:
+        raise ArgumentError(f"unknown implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
+    refusals = IMPLEMENTATIONS[name].capabilities.refusals(call)
+    if refusals:
+        raise ArgumentError(f"implementation {name!r} cannot run this call: {'; '.join(refusals)}")
+    return name

@@ -1,0 +1,74 @@
+"""`torch.library` operators: schemas, fakes, and the jump to an implementation.
+
+`stof::attention` takes whatever tensors the chosen implementation prepared from the layout, so every kernel, present
+and future, shares this one schema. Compilers see an opaque, functional operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stof.errors import UnsupportedError
+from stof.kernels.cpu.attention import empty_output
+from stof.selection.implementations import IMPLEMENTATIONS, Options
+
+
+@torch.library.custom_op("stof::attention", mutates_args=())
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: list[Tensor],
+    sizes: list[int],
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    """Masked attention on a prepared layout; arguments are checked by `stof.attention`, not here.
+
+    Args:
+        q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, Dv]`.
+        layout, sizes: what `implementation` prepared from the layout (`PreparedLayout`).
+        bias: None, or 4-D and broadcastable to `[B, H, Sq, Skv]`.
+        sinks: None or `[H]`.
+        scale, softcap: floats, softcap 0 for none.
+        implementation: a name of `stof.selection.IMPLEMENTATIONS`.
+
+    Returns:
+        `(out [B, H, Sq, Dv], lse [B, H, Sq])`; lse is float64 for float64 inputs, else float32.
+    """
+    impl = IMPLEMENTATIONS[implementation]
+    return impl.run(q, k, v, layout, sizes, Options(scale, softcap, bias, sinks))
+
+
+@attention_op.register_fake
+def _attention_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: list[Tensor],
+    sizes: list[int],
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return empty_output(q, v), q.new_empty(q.shape[:-1], dtype=lse_dtype)
+
+
+def _no_backward(ctx: Any, *grads: Tensor) -> Any:
+    raise UnsupportedError(
+        "stof.attention computes forward passes only, and a backward pass reached it; run inference under "
+        "torch.inference_mode(), and train with another attention implementation for now",
+        {"row_block": ["no backward"], "reference": ["no backward"]},
+    )
+
+
+attention_op.register_autograd(_no_backward)

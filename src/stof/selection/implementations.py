@@ -1,0 +1,126 @@
+"""The implementations of attention: capabilities, how each prepares a layout, and how it runs.
+
+To add one: write the kernel under `stof.kernels`, then one entry here. `prepare` turns a layout into the tensors
+the kernel reads (once per plan), `run` gets exactly those tensors back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stof.kernels.cpu import Schedule, make_schedule, row_block_attention
+from stof.kernels.reference import reference_attention
+from stof.layout import Layout
+from stof.selection.capabilities import Capabilities
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedLayout:
+    """A layout in the form one implementation reads.
+
+    Attributes:
+        implementation: name of the implementation.
+        tensors: its own tensors; their meaning is the implementation's business.
+        sizes: its own integers.
+    """
+
+    implementation: str
+    tensors: list[Tensor]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Scalars and optional tensors of a call, as kernels take them."""
+
+    scale: float
+    softcap: float
+    bias: Tensor | None
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute masked attention.
+
+    Attributes:
+        name: what `explain` and benchmarks print.
+        summary: one line for people.
+        capabilities: what it can run.
+        prepare: layout -> the tensors and integers `run` needs.
+        run: `(q, k, v, tensors, sizes, options) -> (out, lse)`, shapes as the operator's.
+    """
+
+    name: str
+    summary: str
+    capabilities: Capabilities
+    prepare: Callable[[Layout], tuple[list[Tensor], list[int]]]
+    run: Callable[[Tensor, Tensor, Tensor, list[Tensor], list[int], Options], tuple[Tensor, Tensor]]
+
+
+def _prepare_row_block(layout: Layout) -> tuple[list[Tensor], list[int]]:
+    return make_schedule(layout).tensors(), []
+
+
+def _run_row_block(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
+) -> tuple[Tensor, Tensor]:
+    del sizes
+    return row_block_attention(
+        q,
+        k,
+        v,
+        Schedule(*tensors),
+        scale=options.scale,
+        bias=options.bias,
+        softcap=options.softcap,
+        sinks=options.sinks,
+    )
+
+
+def _prepare_reference(layout: Layout) -> tuple[list[Tensor], list[int]]:
+    return [layout.to_dense()], []
+
+
+def _run_reference(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
+) -> tuple[Tensor, Tensor]:
+    del sizes
+    return reference_attention(
+        q,
+        k,
+        v,
+        tensors[0],
+        scale=options.scale,
+        bias=options.bias,
+        softcap=options.softcap,
+        sinks=options.sinks,
+    )
+
+
+# In order of preference: the first that refuses nothing runs.
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    impl.name: impl
+    for impl in (
+        Implementation(
+            name="row_block",
+            summary="PyTorch's fused attention per row block, on the columns it needs",
+            capabilities=Capabilities(devices=(), dtypes=FLOATS),
+            prepare=_prepare_row_block,
+            run=_run_row_block,
+        ),
+        Implementation(
+            name="reference",
+            summary="dense attention in plain PyTorch, memory grows with q_len * kv_len",
+            capabilities=Capabilities(devices=(), dtypes=FLOATS),
+            prepare=_prepare_reference,
+            run=_run_reference,
+        ),
+    )
+}

@@ -1,0 +1,110 @@
+"""The operator's contract on its arguments: one check per rule, each error says what was given and what to do."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from stof.errors import ArgumentError, DeviceError, DtypeError, HeadCountError, PlanMismatchError, ShapeError
+from stof.plans import Plan
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q `[B, H, Sq, D]`, k `[B, Hkv, Skv, D]`, v `[B, Hkv, Skv, Dv]`: shapes, dtype and device."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise DtypeError(f"{name} is a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.ndim != 4 or 0 in tensor.shape:
+            raise ShapeError(
+                f"{name} is [batch, heads, length, head_dim] with no size 0, got {list(tensor.shape)}; "
+                "unsqueeze missing dimensions, and transpose(1, 2) tensors that are [batch, length, heads, head_dim]"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise DtypeError(f"{name} is float16, bfloat16, float32 or float64, got {tensor.dtype}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise DtypeError(
+            f"q, k and v share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them with .to(q.dtype)"
+        )
+    if not q.device == k.device == v.device:
+        raise DeviceError(f"q, k and v share one device, got {q.device}, {k.device}, {v.device}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ShapeError(
+            f"k and v share batch, heads and length, got {list(k.shape[:3])} and {list(v.shape[:3])}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ShapeError(f"q and k share batch and head_dim, got q {list(q.shape)} and k {list(k.shape)}")
+    if q.shape[1] % k.shape[1]:
+        raise HeadCountError(
+            f"query heads are a multiple of key/value heads (grouped-query attention), "
+            f"got {q.shape[1]} and {k.shape[1]}"
+        )
+
+
+def check_plan(plan: Plan, q: Tensor, k: Tensor) -> None:
+    """The plan was made for these lengths, batch, heads and device."""
+    lengths, given = (plan.q_len, plan.kv_len), (q.shape[2], k.shape[2])
+    if lengths != given:
+        raise PlanMismatchError(
+            f"the plan was made for q_len {lengths[0]} and kv_len {lengths[1]}, the inputs have {given[0]} and "
+            f"{given[1]}; make one with stof.plan(mask, {given[0]}, {given[1]}), or pass the mask itself"
+        )
+    if plan.mask_batch not in (1, q.shape[0]) or plan.mask_heads not in (1, q.shape[1]):
+        raise PlanMismatchError(
+            f"the plan's mask has batch {plan.mask_batch} and {plan.mask_heads} heads, the inputs have "
+            f"{q.shape[0]} and {q.shape[1]}; each must be 1 or equal"
+        )
+    if plan.device != q.device:
+        raise DeviceError(
+            f"the plan is on {plan.device}, the inputs on {q.device}; move it once with plan.to({str(q.device)!r})"
+        )
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The factor on the scores, default `1 / sqrt(head_dim)`."""
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, Tensor) or not math.isfinite(scale):
+        raise ArgumentError(f"scale is a finite float or None for 1/sqrt(head_dim), got {scale!r}")
+    return float(scale)
+
+
+def check_softcap(softcap: float | None) -> float:
+    """The bound on the scaled scores, 0.0 for none."""
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, Tensor) or not math.isfinite(softcap) or softcap <= 0:
+        raise ArgumentError(f"softcap is a finite float above 0 or None, got {softcap!r}")
+    return float(softcap)
+
+
+def check_bias(bias: Tensor | None, q: Tensor, kv_len: int) -> Tensor | None:
+    """The bias with 4 dimensions, each 1 or the full size."""
+    if bias is None:
+        return None
+    if bias.dtype not in _DTYPES:
+        hint = "; a boolean mask is the mask argument" if bias.dtype == torch.bool else ""
+        raise DtypeError(f"bias is a floating-point tensor, got {bias.dtype}{hint}")
+    if bias.device != q.device:
+        raise DeviceError(f"bias is on {bias.device}, the inputs on {q.device}")
+    full = (q.shape[0], q.shape[1], q.shape[2], kv_len)
+    shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+    if bias.ndim > 4 or any(own not in (1, size) for own, size in zip(shape, full, strict=True)):
+        raise ShapeError(f"bias broadcasts to [B, H, Sq, Skv] = {list(full)}, got {list(bias.shape)}")
+    return bias.view(shape) if bias.ndim < 4 else bias
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """One logit per query head."""
+    if sinks is None:
+        return None
+    if sinks.dtype not in _DTYPES:
+        raise DtypeError(f"sinks is a floating-point tensor, got {sinks.dtype}")
+    if tuple(sinks.shape) != (q.shape[1],):
+        raise ShapeError(f"sinks holds one logit per query head [{q.shape[1]}], got {list(sinks.shape)}")
+    if sinks.device != q.device:
+        raise DeviceError(f"sinks is on {sinks.device}, the inputs on {q.device}")
+    return sinks
