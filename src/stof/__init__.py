@@ -1,13 +1,12 @@
 """STOF: attention under any mask, and operator fusion for the rest of the model.
 
-    out = stof.attention(q, k, v, stof.masks.sliding_window(256) | stof.masks.global_tokens(64))
+out = stof.attention(q, k, v, stof.masks.sliding_window(256) | stof.masks.global_tokens(64))
 """
 
 from stof import errors, masks
 from stof.attention import attention, explain, plan
 from stof.layout import Layout, LayoutConfig
-from stof.plans import PLAN_CACHE as plan_cache
-from stof.plans import Plan
+from stof.plans import Plan, plan_cache
 
 __version__ = "0.1.0"
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from stof.errors import ArgumentError
 from stof.layout import LayoutConfig
 from stof.masks import Mask
+from stof.masks.parse import mask_by_key
 from stof.masks.tensors import as_mask
-from stof.ops import attention_op
+from stof.ops import attention_op, empty_results, no_backward
 from stof.plans import Plan, make_plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, candidates, choose
 from stof.validation import check_bias, check_plan, check_scale, check_sinks, check_softcap, check_tensors
@@ -138,14 +139,70 @@ def attention(
     cap = check_softcap(softcap)
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
-    ready = _planned(mask_or_plan, q, k)
-    call = _call_spec(ready, q, k, v, bias, cap, sinks)
-    name = choose(call) if implementation is None else _forced(implementation, call)
-    prepared = ready.prepared(name)
-    out, lse = attention_op(
-        q, k, v, prepared.tensors, prepared.sizes, bias, sinks, factor, cap, name
-    )
+    if torch.compiler.is_compiling() and not isinstance(mask_or_plan, Plan):
+        # Planning is no graph code: the operator finds the mask by its key, which the compiler guards on.
+        key = as_mask(mask_or_plan).key
+        out, lse = masked_attention_op(q, k, v, key, bias, sinks, factor, cap, implementation or "")
+    else:
+        ready = _planned(mask_or_plan, q, k)
+        out, lse = _run(q, k, v, ready, bias, sinks, factor, cap, implementation)
     return (out, lse) if return_lse else out
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ready: Plan,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    implementation: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Choose an implementation for checked arguments and run it."""
+    call = _call_spec(ready, q, k, v, bias, softcap, sinks)
+    name = choose(call) if not implementation else _forced(implementation, call)
+    prepared = ready.prepared(name)
+    return attention_op(q, k, v, prepared.tensors, prepared.sizes, bias, sinks, scale, softcap, name)
+
+
+@torch.library.custom_op("stof::masked_attention", mutates_args=())
+def masked_attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: str,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    """`stof::attention` for compiled code that holds a mask, not a plan: `mask` is the mask's key.
+
+    The plan is looked up (or built once) when the operator runs; `implementation` is "" for the default.
+    """
+    ready = _planned(mask_by_key(mask), q, k)
+    return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation)
+
+
+@masked_attention_op.register_fake
+def _masked_attention_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: str,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    return empty_results(q, v)
+
+
+masked_attention_op.register_autograd(no_backward)
 
 
 def explain(

@@ -59,11 +59,17 @@ def _attention_fake(
     softcap: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
+    return empty_results(q, v)
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` as every implementation returns them, uninitialised."""
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return empty_output(q, v), q.new_empty(q.shape[:-1], dtype=lse_dtype)
 
 
-def _no_backward(ctx: Any, *grads: Tensor) -> Any:
+def no_backward(ctx: Any, *grads: Tensor) -> Any:
+    """The autograd formula of the operators: a clear error."""
     raise UnsupportedError(
         "stof.attention computes forward passes only, and a backward pass reached it; run inference under "
         "torch.inference_mode(), and train with another attention implementation for now",
@@ -71,4 +77,4 @@ def _no_backward(ctx: Any, *grads: Tensor) -> Any:
     )
 
 
-attention_op.register_autograd(_no_backward)
+attention_op.register_autograd(no_backward)

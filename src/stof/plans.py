@@ -135,7 +135,7 @@ class PlanCache:
             return CacheInfo(len(self._plans), self._bytes, self._hits, self._misses)
 
 
-PLAN_CACHE = PlanCache(max_entries=128, max_bytes=2**28)
+plan_cache = PlanCache(max_entries=128, max_bytes=2**28)
 
 
 def make_plan(
@@ -152,17 +152,16 @@ def make_plan(
     """Build, or find in the cache when the mask is a value and rows keep their order."""
     config = default_config(device) if config is None else config
     key: Hashable = None
-    if mask.cacheable and row_order is None:
+    versions = mask.versions
+    if versions is not None and row_order is None:
         # The sizes matter only to masks that must be asked whether they depend on them.
         sizes = (batch, heads) if mask.binds_late else mask.dims(batch, heads)
-        key = (mask, q_len, kv_len, sizes, str(device), config)
-        found = PLAN_CACHE.get(key)
+        key = (mask.key, versions, q_len, kv_len, sizes, str(device), config)
+        found = plan_cache.get(key)
         if found is not None:
             return found
-    layout = build_layout(
-        mask, q_len, kv_len, config, batch=batch, heads=heads, device=device, row_order=row_order
-    )
+    layout = build_layout(mask, q_len, kv_len, config, batch=batch, heads=heads, device=device, row_order=row_order)
     plan = Plan(layout, repr(mask))
     if key is not None:
-        PLAN_CACHE.put(key, plan)
+        plan_cache.put(key, plan)
     return plan

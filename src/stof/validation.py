@@ -32,9 +32,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.device == k.device == v.device:
         raise DeviceError(f"q, k and v share one device, got {q.device}, {k.device}, {v.device}")
     if k.shape[:3] != v.shape[:3]:
-        raise ShapeError(
-            f"k and v share batch, heads and length, got {list(k.shape[:3])} and {list(v.shape[:3])}"
-        )
+        raise ShapeError(f"k and v share batch, heads and length, got {list(k.shape[:3])} and {list(v.shape[:3])}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ShapeError(f"q and k share batch and head_dim, got q {list(q.shape)} and k {list(k.shape)}")
     if q.shape[1] % k.shape[1]:

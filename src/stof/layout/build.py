@@ -73,9 +73,7 @@ def _checked_order(row_order: Tensor | None, q_len: int, device: torch.device | 
     if row_order is None:
         return None
     if row_order.dtype not in (torch.int32, torch.int64) or row_order.shape != (q_len,):
-        raise ArgumentError(
-            f"row_order is an integer tensor [{q_len}], got {row_order.dtype} {list(row_order.shape)}"
-        )
+        raise ArgumentError(f"row_order is an integer tensor [{q_len}], got {row_order.dtype} {list(row_order.shape)}")
     row_order = row_order.to(device=device, dtype=torch.int64)
     if not torch.equal(row_order.sort().values, torch.arange(q_len, device=device)):
         raise ArgumentError("row_order is not a permutation of 0 .. q_len - 1")
@@ -147,7 +145,7 @@ class _Pattern:
 def _compile_strip(strip: _Strip, config: LayoutConfig) -> _Pattern:
     """Choose and pack the tiles of some row blocks (contiguous tiles are slabs as wide as the tile)."""
     keep = strip.keep
-    count, block_m, kv_len = keep.shape
+    count, _block_m, kv_len = keep.shape
     slab, per_tile = config.slab_columns, config.slabs_per_tile
     kept = keep.sum(1, dtype=torch.int32)  # [n, kv_len] kept scores of each column
     slabs = -(-kv_len // slab)
@@ -255,5 +253,3 @@ def _shared(bitmaps: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.equal(flat[first[number]], flat):  # two bitmaps with one hash: keep them all apart
         return bitmaps, torch.arange(len(bitmaps), device=bitmaps.device)
     return bitmaps[first], number
-
-

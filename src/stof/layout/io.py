@@ -42,9 +42,7 @@ def save_layout(layout: Layout, path: str | os.PathLike[str], extra: Mapping[str
         partial.unlink(missing_ok=True)
 
 
-def load_layout(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu"
-) -> tuple[Layout, dict[str, str]]:
+def load_layout(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tuple[Layout, dict[str, str]]:
     """Read what `save_layout` wrote: the layout on `device`, and the extra strings.
 
     Raises:
@@ -62,9 +60,7 @@ def load_layout(
             header = json.loads((file.metadata() or {})[FORMAT])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         if header["version"] != VERSION:
-            raise PlanFileError(
-                f"{source} has format version {header['version']}, this is version {VERSION}; {advice}"
-            )
+            raise PlanFileError(f"{source} has format version {header['version']}, this is version {VERSION}; {advice}")
         config = LayoutConfig(header["block_m"], header["block_n"], header["slab"])
         layout = Layout(q_len=int(header["q_len"]), kv_len=int(header["kv_len"]), config=config, **tensors)
         layout.validate()

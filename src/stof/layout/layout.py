@@ -7,6 +7,7 @@ columns, permuted rows and shared patterns as `docs/architecture.md` describes.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,8 @@ class Layout:
 
     def to(self, device: torch.device | str) -> Layout:
         """The same layout with its tensors on `device`."""
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)
 
     def tile_row_block(self) -> Tensor:
         """int64 `[T]`: the row block (pattern included) each tile belongs to."""
@@ -122,9 +124,7 @@ class Layout:
         """The mask back as bool `[mask_batch, mask_heads, q_len, kv_len]`; exact inverse of building."""
         block_m, block_n = self.config.block_m, self.config.block_n
         # One spare row and column swallow the writes of padding.
-        dense = torch.zeros(
-            self.patterns, self.q_len + 1, self.kv_len + 1, dtype=torch.bool, device=self.device
-        )
+        dense = torch.zeros(self.patterns, self.q_len + 1, self.kv_len + 1, dtype=torch.bool, device=self.device)
         owner = self.tile_row_block()
         rows = self.rows().view(-1, block_m)
         chunk = max(1, 2**24 // (block_m * block_n))
@@ -143,9 +143,7 @@ class Layout:
     def tile_keep(self, tiles: Tensor) -> Tensor:
         """bool `[t, block_m, block_n]`: the scores of these tiles that count (full tiles: all)."""
         number = self.tile_bitmap[tiles].long()
-        keep = torch.ones(
-            len(tiles), self.config.block_m, self.config.block_n, dtype=torch.bool, device=self.device
-        )
+        keep = torch.ones(len(tiles), self.config.block_m, self.config.block_n, dtype=torch.bool, device=self.device)
         partial = number >= 0
         keep[partial] = bits.unpack(self.bitmaps[number[partial]], self.config.block_n)
         return keep

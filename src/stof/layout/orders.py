@@ -23,7 +23,5 @@ def by_patch(height: int, width: int, patch_height: int, patch_width: int) -> Te
     y = torch.arange(height)[:, None].expand(height, width)
     x = torch.arange(width)[None, :].expand(height, width)
     across = -(-width // patch_width)
-    key = torch.div(y, patch_height, rounding_mode="floor") * across + torch.div(
-        x, patch_width, rounding_mode="floor"
-    )
+    key = torch.div(y, patch_height, rounding_mode="floor") * across + torch.div(x, patch_width, rounding_mode="floor")
     return torch.argsort(key.flatten(), stable=True)

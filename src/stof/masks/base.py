@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stof.errors import MaskError, ShapeError
 from stof.masks.index import Index
+
+# Masks holding functions or tensors that are alive in this process, so that a compiled graph can name one by key.
+_ALIVE: WeakValueDictionary[str, Mask] = WeakValueDictionary()
 
 
 class Mask(ABC):
@@ -19,7 +25,26 @@ class Mask(ABC):
     Masks are immutable values. They compose with `&` (both keep), `|` (either keeps) and `~` (inverted);
     two masks built the same way are equal and hash alike, which is what plans are cached by. A mask knows
     no lengths: the same value serves every `q_len` and `kv_len` that its own data allow.
+
+    Attributes:
+        key: the repr, which identifies the value: it is what equality and hashing use.
     """
+
+    key: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", repr(self))  # the dataclasses are frozen
+        if "<" in self.key:  # text alone cannot rebuild it
+            _ALIVE[self.key] = self
+
+    def __eq__(self, other: object) -> bool:
+        return self.key == other.key if isinstance(other, Mask) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @abstractmethod
+    def __repr__(self) -> str: ...
 
     @abstractmethod
     def evaluate(self, index: Index) -> Tensor:
@@ -30,6 +55,7 @@ class Mask(ABC):
 
     def check(self, q_len: int, kv_len: int) -> None:
         """Raise `ShapeError` when this mask's own data do not fit the lengths."""
+        del q_len, kv_len  # most masks hold no data that could disagree
 
     @property
     def batch(self) -> int:
@@ -42,9 +68,9 @@ class Mask(ABC):
         return 1
 
     @property
-    def cacheable(self) -> bool:
-        """Whether equality implies the same mask, so that plans may be cached by value."""
-        return True
+    def versions(self) -> tuple[int, ...] | None:
+        """In-place versions of the tensors held; None when changes cannot be seen, so plans are not cached."""
+        return ()
 
     @property
     def binds_late(self) -> bool:
@@ -141,7 +167,7 @@ def _agreed(sizes: Sequence[int], what: str) -> int:
     return bound.pop() if bound else 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Composite(Mask):
     """Several masks combined; the base of `And`, `Or` and `Stack`."""
 
@@ -150,6 +176,7 @@ class Composite(Mask):
     def __post_init__(self) -> None:
         _agreed([mask.batch for mask in self.masks], "batch sizes")
         _agreed([mask.heads for mask in self.masks], "numbers of heads")
+        super().__post_init__()
 
     def check(self, q_len: int, kv_len: int) -> None:
         for mask in self.masks:
@@ -164,8 +191,9 @@ class Composite(Mask):
         return _agreed([mask.heads for mask in self.masks], "numbers of heads")
 
     @property
-    def cacheable(self) -> bool:
-        return all(mask.cacheable for mask in self.masks)
+    def versions(self) -> tuple[int, ...] | None:
+        parts = [mask.versions for mask in self.masks]
+        return None if None in parts else tuple(itertools.chain.from_iterable(p for p in parts if p))
 
     @property
     def binds_late(self) -> bool:
@@ -177,7 +205,7 @@ class Composite(Mask):
         return max(part[0] for part in parts), max(part[1] for part in parts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class And(Composite):
     """Kept where every part keeps."""
 
@@ -191,7 +219,7 @@ class And(Composite):
         return " & ".join(f"({m!r})" if isinstance(m, Or) else repr(m) for m in self.masks)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Or(Composite):
     """Kept where any part keeps."""
 
@@ -205,7 +233,7 @@ class Or(Composite):
         return " | ".join(repr(m) for m in self.masks)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Wrapped(Mask):
     """A mask that changes one other mask; the base of `Not` and `QueryOffset`."""
 
@@ -223,8 +251,8 @@ class Wrapped(Mask):
         return self.mask.heads
 
     @property
-    def cacheable(self) -> bool:
-        return self.mask.cacheable
+    def versions(self) -> tuple[int, ...] | None:
+        return self.mask.versions
 
     @property
     def binds_late(self) -> bool:
@@ -239,7 +267,7 @@ class Wrapped(Mask):
         return f"({text})" if isinstance(self.mask, And | Or) else text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Not(Wrapped):
     """Kept where the inner mask drops."""
 
@@ -250,7 +278,7 @@ class Not(Wrapped):
         return f"~{self._operand()}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class QueryOffset(Wrapped):
     """The inner mask with query positions moved by `offset` (tokens already in the KV cache)."""
 
@@ -267,15 +295,15 @@ class QueryOffset(Wrapped):
         return f"{inner}.with_query_offset({self.offset})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class PerHead(Composite):
     """One mask per query head: head `h` uses `masks[h]`."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         bound = [repr(mask) for mask in self.masks if mask.heads != 1]
         if bound:
             raise MaskError(f"per_head() takes masks that do not depend on the head, got {bound}")
+        super().__post_init__()
 
     @property
     def heads(self) -> int:
@@ -295,6 +323,19 @@ class PerHead(Composite):
         return f"per_head([{', '.join(map(repr, self.masks))}])"
 
 
-def identity_key(tensor: Tensor) -> Hashable:
-    """Key of a tensor's present contents: the object and its in-place version."""
-    return id(tensor), tensor._version
+_NUMBERS = WeakIdKeyDictionary()
+_COUNTER = itertools.count(1)
+
+
+def identity(value: object) -> int:
+    """A number for an object that has no value of its own (a tensor, a function), the same while it lives."""
+    number = _NUMBERS.get(value)
+    if number is None:
+        number = next(_COUNTER)
+        _NUMBERS[value] = number
+    return int(number)
+
+
+def find_mask(key: str) -> Mask | None:
+    """The living mask with this key."""
+    return _ALIVE.get(key)

@@ -42,9 +42,7 @@ class Index:
         zero = torch.zeros(1, dtype=torch.int64, device=q.device)
         b = zero if b is None else b
         h = zero if h is None else h
-        return Index(
-            b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), q.view(1, 1, -1, 1), kv.view(1, 1, 1, -1), q_len, kv_len
-        )
+        return Index(b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), q.view(1, 1, -1, 1), kv.view(1, 1, 1, -1), q_len, kv_len)
 
     @property
     def device(self) -> torch.device:

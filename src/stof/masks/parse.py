@@ -9,9 +9,9 @@ import ast
 import difflib
 from collections.abc import Callable
 
-from stof.errors import MaskSyntaxError, StofError, UnknownMaskError
+from stof.errors import MaskError, MaskSyntaxError, StofError, UnknownMaskError
 from stof.masks import patterns
-from stof.masks.base import Mask
+from stof.masks.base import Mask, find_mask
 
 PATTERNS: dict[str, Callable[..., Mask]] = {
     fn.__name__: fn
@@ -35,6 +35,24 @@ PATTERNS: dict[str, Callable[..., Mask]] = {
 }
 
 
+def mask_by_key(key: str) -> Mask:
+    """The mask whose `key` this is: a living one, else a named pattern built again from its text.
+
+    Raises:
+        MaskError: the key names a function or tensor that no longer exists.
+    """
+    found = find_mask(key)
+    if found is not None:
+        return found
+    try:
+        return parse(key)
+    except MaskSyntaxError:
+        raise MaskError(
+            f"the mask {key} no longer exists; keep a reference to masks made from functions or tensors for as long "
+            "as compiled code uses them"
+        ) from None
+
+
 def parse(text: str) -> Mask:
     """The mask that `text` describes, e.g. `"sliding_window(511) | global_tokens(64)"`.
 
@@ -51,8 +69,7 @@ def parse(text: str) -> Mask:
             f"{text!r} is not a mask expression ({error.msg}); "
             'write e.g. "longformer(window=64, global_tokens=64) & causal()"'
         ) from None
-    mask = _mask(tree.body)
-    return mask
+    return _mask(tree.body)
 
 
 def _mask(node: ast.expr) -> Mask:
@@ -93,9 +110,7 @@ def _call(name: str, args: list[object], named: dict[str, object]) -> Mask:
     return _checked(name, PATTERNS[name], args, named)
 
 
-def _checked(
-    name: str, fn: Callable[..., Mask], args: list[object], named: dict[str, object]
-) -> Mask:
+def _checked(name: str, fn: Callable[..., Mask], args: list[object], named: dict[str, object]) -> Mask:
     try:
         return fn(*args, **named)
     except StofError:

@@ -6,7 +6,7 @@ Every function returns a `Mask` value; see `docs/masks.md` for pictures and reci
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from torch import Tensor
 
@@ -73,9 +73,7 @@ def strided(local: int, stride: int, width: int = 1, *, causal: bool = True) -> 
     summary key. Source: Sparse Transformers (arXiv 1904.10509), section 4.3, "fixed" attention.
     """
     stride = _integer("stride", stride, 1)
-    return rules.Strided(
-        _integer("local", local, 0), stride, _integer("width", width, 0, stride), bool(causal)
-    )
+    return rules.Strided(_integer("local", local, 0), stride, _integer("width", width, 0, stride), bool(causal))
 
 
 def global_tokens(tokens: int | Ints) -> Mask:
@@ -150,9 +148,9 @@ def documents(
     out = []
     for row in _rows("cu_seqlens", cu_seqlens):
         ends = _integers("cu_seqlens", row, 0)
-        if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+        if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in pairwise(ends)):
             raise MaskError(f"cu_seqlens starts at 0 and never decreases, got {list(ends)[:8]}")
-        steps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        steps = [b - a for a, b in pairwise(ends)]
         out.append(tuple(enumerate(length for length in steps if length)))
     return _documents(tuple(out))
 

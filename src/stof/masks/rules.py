@@ -35,7 +35,7 @@ def _per_batch(values: tuple[int, ...], index: Index) -> Tensor:
     return table.view(1, 1, 1, 1) if len(values) == 1 else table[index.b]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Full(Rule):
     name = "full"
 
@@ -43,7 +43,7 @@ class Full(Rule):
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=index.device)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Causal(Rule):
     name = "causal"
 
@@ -51,7 +51,7 @@ class Causal(Rule):
         return index.q >= index.kv
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SlidingWindow(Rule):
     name = "sliding_window"
     left: int
@@ -62,7 +62,7 @@ class SlidingWindow(Rule):
         return (distance <= self.left) & (distance >= -self.right)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DilatedWindow(Rule):
     name = "dilated_window"
     left: int
@@ -75,7 +75,7 @@ class DilatedWindow(Rule):
         return near & (torch.remainder(distance, self.dilation) == 0)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Strided(Rule):
     name = "strided"
     local: int
@@ -91,7 +91,7 @@ class Strided(Rule):
         return (distance.abs() < self.local) | summary
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GlobalTokens(Rule):
     name = "global_tokens"
     tokens: int | tuple[int, ...]
@@ -103,7 +103,7 @@ class GlobalTokens(Rule):
         return torch.isin(index.q, chosen) | torch.isin(index.kv, chosen)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SinkTokens(Rule):
     name = "sink_tokens"
     tokens: int
@@ -119,7 +119,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RandomBlocks(Rule):
     name = "random_blocks"
     blocks: int
@@ -149,7 +149,7 @@ class RandomBlocks(Rule):
         return torch.stack(picked, dim=1)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(Rule):
     name = "prefix_lm"
     prefix: tuple[int, ...]
@@ -162,7 +162,7 @@ class PrefixLM(Rule):
         return (index.kv < _per_batch(self.prefix, index)) | (index.q >= index.kv)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Padding(Rule):
     name = "padding"
     lengths: tuple[int, ...]
@@ -183,7 +183,7 @@ class Padding(Rule):
         return index.kv < _per_batch(self.lengths, index)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Documents(Rule):
     name = "documents"
     # One run-length list per sequence: ((id, length), ...); an id below 0 is padding and sees nothing.
@@ -235,7 +235,7 @@ def _running_sum(lengths: object) -> list[int]:
     return sums
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Neighborhood2D(Rule):
     name = "neighborhood_2d"
     height: int

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import DtypeError, MaskError, MaskFunctionError, ShapeError
-from stof.masks.base import Mask, identity_key
+from stof.masks.base import Mask, identity
 from stof.masks.index import Index
 from stof.masks.parse import parse
 from stof.masks.patterns import full
@@ -18,7 +18,7 @@ from stof.masks.patterns import full
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FunctionMask(Mask):
     """A user's `(b, h, q_idx, kv_idx) -> bool` function, called on broadcastable index tensors."""
 
@@ -69,13 +69,13 @@ class FunctionMask(Mask):
             own not in (1, size) for own, size in zip(reversed(keep.shape), reversed(sizes), strict=False)
         ):
             raise MaskFunctionError(
-                f"the mask function {name} returned shape {list(keep.shape)}, "
-                f"which does not broadcast to {list(sizes)}"
+                f"the mask function {name} returned shape {list(keep.shape)}, which does not broadcast to {list(sizes)}"
             )
         return keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
 
     def __repr__(self) -> str:
-        return f"from_function(<{getattr(self.fn, '__qualname__', repr(self.fn))}>)"
+        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
+        return f"from_function(<{name} #{identity(self.fn)}>)"
 
 
 def from_function(fn: MaskFunction) -> Mask:
@@ -96,48 +96,37 @@ def from_function(fn: MaskFunction) -> Mask:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseMask(Mask):
-    """A bool tensor `[B|1, H|1, Sq, Skv]`."""
+    """A bool tensor `[Sq, Skv]` up to `[B|1, H|1, Sq, Skv]`; the very object is kept, its identity is its value."""
 
     keep: Tensor
 
     @property
     def batch(self) -> int:
-        return int(self.keep.shape[0])
+        return int(self.keep.shape[0]) if self.keep.ndim == 4 else 1
 
     @property
     def heads(self) -> int:
-        return int(self.keep.shape[1])
+        return int(self.keep.shape[-3]) if self.keep.ndim > 2 else 1
 
     @property
-    def cacheable(self) -> bool:
-        return not self.keep.is_inference()  # inference tensors do not record in-place changes
+    def versions(self) -> tuple[int, ...] | None:
+        return None if self.keep.is_inference() else (self.keep._version,)
 
     def check(self, q_len: int, kv_len: int) -> None:
-        if (q_len, kv_len) != tuple(self.keep.shape[2:]):
+        if (q_len, kv_len) != tuple(self.keep.shape[-2:]):
             raise ShapeError(
                 f"the dense mask is {list(self.keep.shape)}, the call has q_len {q_len} and kv_len {kv_len}"
             )
 
     def evaluate(self, index: Index) -> Tensor:
-        keep = self.keep.to(index.device)
+        keep = self.keep.view((1,) * (4 - self.keep.ndim) + tuple(self.keep.shape)).to(index.device)
         zero = torch.zeros_like(index.b)[:1]
         b = index.b if self.batch > 1 else zero
         h = index.h if self.heads > 1 else zero.view(1, 1, 1, 1)
         return keep[b, h, index.q, index.kv]
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, DenseMask):
-            return NotImplemented
-        return self is other or (self._key() == other._key() and self.cacheable)
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> object:
-        return identity_key(self.keep) if self.cacheable else id(self)
-
     def __repr__(self) -> str:
-        return f"from_dense(<bool {list(self.keep.shape)}>)"
+        return f"from_dense(<bool {list(self.keep.shape)} #{identity(self.keep)}>)"
 
 
 def from_dense(keep: Tensor) -> Mask:
@@ -164,8 +153,13 @@ def from_dense(keep: Tensor) -> Mask:
     overlaps = (
         (columns > 1 and column_stride == 0)
         or (rows > 1 and row_stride == 0)
-        or (rows > 1 and columns > 1 and min(row_stride * rows, column_stride * columns) > 0
-            and abs(row_stride) < abs(column_stride) * columns and abs(column_stride) < abs(row_stride) * rows)
+        or (
+            rows > 1
+            and columns > 1
+            and min(row_stride * rows, column_stride * columns) > 0
+            and abs(row_stride) < abs(column_stride) * columns
+            and abs(column_stride) < abs(row_stride) * rows
+        )
     )
     if overlaps:
         raise MaskError(
@@ -173,7 +167,7 @@ def from_dense(keep: Tensor) -> Mask:
             f"{list(keep.shape)}): an expanded or as_strided view changes in unexpected places when written. "
             "Pass mask.contiguous(), or a named mask such as padding(lengths)"
         )
-    return DenseMask(keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape)))
+    return DenseMask(keep)
 
 
 def from_block_mask(block_mask: Any) -> Mask:
@@ -190,25 +184,17 @@ def from_block_mask(block_mask: Any) -> Mask:
         raise MaskError(
             f"from_block_mask() takes torch.nn.attention.flex_attention.BlockMask, got {type(block_mask).__name__}"
         )
-    return BlockMaskMask(mask_mod, int(lengths[0]), int(lengths[1]), _Held(block_mask))
+    return BlockMaskMask(mask_mod, int(lengths[0]), int(lengths[1]), block_mask)
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """Carries an object through a frozen dataclass, compared by identity."""
-
-    value: Any
-
-
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockMaskMask(FunctionMask):
     """A `BlockMask`: kept where both its block lists and its `mask_mod` keep, as FlexAttention computes."""
 
-    held: _Held | None = None
+    block_mask: Any = None
 
     def evaluate(self, index: Index) -> Tensor:
-        assert self.held is not None
-        block_mask = self.held.value
+        block_mask = self.block_mask
         rows, columns = block_mask.BLOCK_SIZE
         partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
         full = torch.zeros_like(partial)
@@ -223,6 +209,9 @@ class BlockMaskMask(FunctionMask):
             torch.div(index.kv, columns, rounding_mode="floor"),
         )
         return full.to(index.device)[at] | (partial.to(index.device)[at] & super().evaluate(index))
+
+    def __repr__(self) -> str:
+        return f"from_block_mask(<{self.q_len}x{self.kv_len} #{identity(self.block_mask)}>)"
 
 
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:

@@ -22,9 +22,7 @@ class Candidate:
 
 def candidates(call: CallSpec) -> list[Candidate]:
     """All implementations in order of preference, each with all its reasons to refuse."""
-    return [
-        Candidate(name, tuple(impl.capabilities.refusals(call))) for name, impl in IMPLEMENTATIONS.items()
-    ]
+    return [Candidate(name, tuple(impl.capabilities.refusals(call))) for name, impl in IMPLEMENTATIONS.items()]
 
 
 def choose(call: CallSpec) -> str:
@@ -37,9 +35,7 @@ def choose(call: CallSpec) -> str:
     for candidate in weighed:
         if not candidate.refusals:
             return candidate.name
-    raise UnsupportedError(
-        f"no implementation can run this call ({call})", {c.name: c.refusals for c in weighed}
-    )
+    raise UnsupportedError(f"no implementation can run this call ({call})", {c.name: c.refusals for c in weighed})
 
 
 def default_config(device: torch.device) -> LayoutConfig:

@@ -124,9 +124,7 @@ def _narrow(bias: Tensor, batches: slice, heads: slice) -> Tensor:
     return bias if bias.shape[1] == 1 else bias[:, heads]
 
 
-def _run_step(
-    call: _Call, step: list[int], schedule: Schedule, masks: _MaskReader, order: Tensor | None
-) -> None:
+def _run_step(call: _Call, step: list[int], schedule: Schedule, masks: _MaskReader, order: Tensor | None) -> None:
     """Compute one step and write its rows of `call.out` and `call.lse`."""
     span = slice(step[ROW_START], step[ROW_STOP])
     rows = span if order is None else order[span].to(call.q.device)
@@ -177,10 +175,10 @@ def _attend(
             q, k, v, 0.0, False, attn_mask=added, scale=call.scale
         )
         if empty is not None:  # the fused operator reports 0 for rows that keep nothing
-            lse = lse.view(batch, heads, height).masked_fill(empty, -torch.inf)
+            lse = lse.reshape(batch, heads, height).masked_fill(empty, -torch.inf)
     else:
         out, lse = _plain(q, k, v, added, call.scale, call.softcap)
-    return out.view(batch, heads, height, -1), lse.reshape(batch, heads, height)
+    return out.reshape(batch, heads, height, -1), lse.reshape(batch, heads, height)
 
 
 def _rows_and_columns(bias: Tensor, rows: slice | Tensor, columns: slice | Tensor) -> Tensor:

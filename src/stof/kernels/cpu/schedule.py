@@ -122,9 +122,7 @@ class _Writer:
         self._mask_offset = 0
         self._seen: dict[bytes, int] = {}
 
-    def add(
-        self, pattern: int, rows: tuple[int, int], columns: Tensor, keep: Tensor | None, *, merge: bool
-    ) -> None:
+    def add(self, pattern: int, rows: tuple[int, int], columns: Tensor, keep: Tensor | None, *, merge: bool) -> None:
         count = len(columns)
         first, offset = int(columns[0]) if count else 0, 0
         if count and int(columns[-1]) - first + 1 != count:
