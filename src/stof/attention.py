@@ -222,9 +222,12 @@ def explain(
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, inputs take its dtype, as for PyTorch's own attention (float64 stays)."""
+    """Under autocast, inputs take its dtype, as for PyTorch's own attention; any float64 among them stays."""
+    if not isinstance(q, Tensor) or not torch.amp.is_autocast_available(q.device.type):
+        return q, k, v
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+    castable = (torch.float16, torch.bfloat16, torch.float32)
+    if not torch.is_autocast_enabled(kind) or not all(getattr(x, "dtype", None) in castable for x in (q, k, v)):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     return q.to(dtype), k.to(dtype), v.to(dtype)

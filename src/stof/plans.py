@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stof.errors import DeviceError
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.io import load_layout, save_layout
 from stof.masks import Mask
-from stof.selection import IMPLEMENTATIONS, PreparedLayout, default_config
+from stof.masks.base import check_sizes
+from stof.selection import IMPLEMENTATIONS, PreparedLayout, default_config, default_implementation
 
 
 class Plan:
@@ -25,7 +27,7 @@ class Plan:
         mask_text: repr of the mask it was made from.
     """
 
-    def __init__(self, layout: Layout, mask_text: str, implementation: str = "row_block") -> None:
+    def __init__(self, layout: Layout, mask_text: str) -> None:
         self.layout = layout
         self.mask_text = mask_text
         self.q_len = layout.q_len
@@ -35,7 +37,8 @@ class Plan:
         self.device = layout.device
         self.permuted_rows = layout.row_order is not None
         self._prepared: dict[str, PreparedLayout] = {}
-        self.prepared(implementation)
+        # Prepared now, not at the first call: compiled code must find it ready.
+        self.prepared(default_implementation(self.device))
 
     def prepared(self, implementation: str) -> PreparedLayout:
         """The layout in the form `implementation` reads; computed once."""
@@ -52,7 +55,7 @@ class Plan:
     def bytes(self) -> int:
         """Memory of the layout and everything prepared from it."""
         tensors = [*self.layout.tensors().values()]
-        for prepared in self._prepared.values():
+        for prepared in list(self._prepared.values()):  # another thread may add one
             tensors += prepared.tensors
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -99,7 +102,7 @@ class PlanCache:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._lock = threading.Lock()
-        self._bytes = self._hits = self._misses = 0
+        self._hits = self._misses = 0
 
     def get(self, key: Hashable) -> Plan | None:
         with self._lock:
@@ -113,26 +116,28 @@ class PlanCache:
 
     def put(self, key: Hashable, plan: Plan) -> None:
         """Keep `plan` unless it alone exceeds the bound."""
-        size = plan.bytes()
-        if size > self._max_bytes:
+        if plan.bytes() > self._max_bytes:
             return
         with self._lock:
             if key in self._plans:
                 return
             self._plans[key] = plan
-            self._bytes += size
-            while len(self._plans) > self._max_entries or self._bytes > self._max_bytes:
-                _, dropped = self._plans.popitem(last=False)
-                self._bytes -= dropped.bytes()
+            # Measured anew: plans grow when another implementation prepares them.
+            sizes = {key: held.bytes() for key, held in self._plans.items()}
+            total = sum(sizes.values())
+            while len(self._plans) > self._max_entries or total > self._max_bytes:
+                dropped, _ = self._plans.popitem(last=False)
+                total -= sizes[dropped]
 
     def clear(self) -> None:
         with self._lock:
             self._plans.clear()
-            self._bytes = self._hits = self._misses = 0
+            self._hits = self._misses = 0
 
     def info(self) -> CacheInfo:
         with self._lock:
-            return CacheInfo(len(self._plans), self._bytes, self._hits, self._misses)
+            size = sum(plan.bytes() for plan in self._plans.values())
+            return CacheInfo(len(self._plans), size, self._hits, self._misses)
 
 
 plan_cache = PlanCache(max_entries=128, max_bytes=2**28)
@@ -150,6 +155,9 @@ def make_plan(
     row_order: Tensor | None,
 ) -> Plan:
     """Build, or find in the cache when the mask is a value and rows keep their order."""
+    if device.type == "meta":
+        raise DeviceError("a plan needs a device that holds data, got meta; give the device the calls will run on")
+    check_sizes(batch, heads)
     config = default_config(device) if config is None else config
     key: Hashable = None
     versions = mask.versions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from stof.errors import ArgumentError, DeviceError, DtypeError, HeadCountError, PlanMismatchError, ShapeError
 from stof.plans import Plan
 
+_LARGEST = sys.float_info.max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -65,16 +66,24 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """The factor on the scores, default `1 / sqrt(head_dim)`."""
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, Tensor) or not math.isfinite(scale):
+    if not _finite(scale):
         raise ArgumentError(f"scale is a finite float or None for 1/sqrt(head_dim), got {scale!r}")
     return float(scale)
+
+
+def _finite(value: object) -> bool:
+    """Whether `value` is a number that float64 holds; comparisons, unlike `math.isfinite`, can be traced."""
+    try:
+        return not isinstance(value, Tensor) and bool(-_LARGEST <= value <= _LARGEST)  # type: ignore[operator]
+    except TypeError:
+        return False
 
 
 def check_softcap(softcap: float | None) -> float:
     """The bound on the scaled scores, 0.0 for none."""
     if softcap is None:
         return 0.0
-    if isinstance(softcap, Tensor) or not math.isfinite(softcap) or softcap <= 0:
+    if not _finite(softcap) or softcap <= 0:
         raise ArgumentError(f"softcap is a finite float above 0 or None, got {softcap!r}")
     return float(softcap)
 
@@ -83,6 +92,8 @@ def check_bias(bias: Tensor | None, q: Tensor, kv_len: int) -> Tensor | None:
     """The bias with 4 dimensions, each 1 or the full size."""
     if bias is None:
         return None
+    if not isinstance(bias, Tensor):
+        raise DtypeError(f"bias is a torch.Tensor or None, got {type(bias).__name__}")
     if bias.dtype not in _DTYPES:
         hint = "; a boolean mask is the mask argument" if bias.dtype == torch.bool else ""
         raise DtypeError(f"bias is a floating-point tensor, got {bias.dtype}{hint}")
@@ -99,6 +110,8 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     """One logit per query head."""
     if sinks is None:
         return None
+    if not isinstance(sinks, Tensor):
+        raise DtypeError(f"sinks is a torch.Tensor or None, got {type(sinks).__name__}")
     if sinks.dtype not in _DTYPES:
         raise DtypeError(f"sinks is a floating-point tensor, got {sinks.dtype}")
     if tuple(sinks.shape) != (q.shape[1],):

@@ -15,7 +15,7 @@ from stof.errors import ArgumentError, ShapeError
 from stof.layout import bits
 from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
-from stof.masks.base import Mask, check_lengths
+from stof.masks.base import Mask, check_lengths, check_sizes
 from stof.masks.index import Index
 
 # Scores evaluated at once: bounds the memory of a build (bool and int64 temporaries of this many elements).
@@ -48,16 +48,17 @@ def build_layout(
             like rows side by side make denser tiles (see `stof.layout.orders`).
 
     Raises:
-        ShapeError: the mask does not fit the lengths, batch or heads.
+        ShapeError: the mask does not fit the lengths, batch or heads, or one of them is below 1.
         ArgumentError: `row_order` is not a permutation.
     """
     config = LayoutConfig() if config is None else config
     check_lengths(q_len, kv_len)
+    check_sizes(batch, heads)
     mask.check(q_len, kv_len)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
     order = _checked_order(row_order, q_len, device)
     distinct: list[_Pattern] = []
-    pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32)
+    pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
     for b in range(mask_batch):
         for h in range(mask_heads):
             strips = _strips(mask, q_len, kv_len, config, b, h, order, device)
@@ -72,6 +73,8 @@ def build_layout(
 def _checked_order(row_order: Tensor | None, q_len: int, device: torch.device | str) -> Tensor | None:
     if row_order is None:
         return None
+    if not isinstance(row_order, Tensor):
+        raise ArgumentError(f"row_order is an integer tensor [{q_len}], got {type(row_order).__name__}")
     if row_order.dtype not in (torch.int32, torch.int64) or row_order.shape != (q_len,):
         raise ArgumentError(f"row_order is an integer tensor [{q_len}], got {row_order.dtype} {list(row_order.shape)}")
     row_order = row_order.to(device=device, dtype=torch.int64)
@@ -244,8 +247,8 @@ def _shared(bitmaps: Tensor) -> tuple[Tensor, Tensor]:
     if len(bitmaps) < 2:
         return bitmaps, torch.arange(len(bitmaps), device=bitmaps.device)
     flat = bitmaps.flatten(1)
-    generator = torch.Generator().manual_seed(0x570F)
-    weights = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator).to(flat.device)
+    generator = torch.Generator("cpu").manual_seed(0x570F)
+    weights = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator, device="cpu").to(flat.device)
     hashes = torch.cat([(part.long() * weights).sum(1) for part in flat.split(2**12)])
     _, number = torch.unique(hashes, return_inverse=True)
     first = torch.full((int(number.max()) + 1,), len(flat), dtype=torch.int64, device=flat.device)

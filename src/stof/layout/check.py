@@ -23,8 +23,8 @@ def validate(layout: Layout) -> None:
 
 def _shape_problems(layout: Layout) -> list[str]:
     config, problems = layout.config, []
-    if layout.q_len < 1 or layout.kv_len < 1:
-        return [f"lengths are positive, got q_len {layout.q_len}, kv_len {layout.kv_len}"]
+    if not (0 < layout.q_len < 2**31 and 0 < layout.kv_len < 2**31):
+        return [f"lengths are between 1 and 2**31 - 1, got q_len {layout.q_len}, kv_len {layout.kv_len}"]
     devices = {tensor.device for tensor in layout.tensors().values()}
     if len(devices) != 1:
         problems.append(f"tensors are on several devices: {sorted(map(str, devices))}")
@@ -58,7 +58,7 @@ def _shape_problems(layout: Layout) -> list[str]:
 def _range_problems(layout: Layout) -> list[str]:
     problems: list[str] = []
     pointers, partial = layout.row_block_ptr, layout.partial_count
-    steps = pointers.diff()
+    steps = pointers.long().diff()  # int32 differences wrap around
     gathered, bitmaps = len(layout.gathered), len(layout.bitmaps)
     slab = layout.config.slab_columns
 

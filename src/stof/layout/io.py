@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from stof.errors import LayoutError, PlanFileError, StofError
+from stof.errors import PlanFileError, StofError
 from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
 
@@ -22,7 +24,7 @@ def save_layout(layout: Layout, path: str | os.PathLike[str], extra: Mapping[str
     from safetensors.torch import save_file
 
     config = layout.config
-    header = {
+    header: dict[str, object] = {
         "format": FORMAT,
         "version": VERSION,
         "q_len": layout.q_len,
@@ -35,11 +37,21 @@ def save_layout(layout: Layout, path: str | os.PathLike[str], extra: Mapping[str
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in layout.tensors().items()}
+    header["digest"] = _digest(header, tensors)
     try:
         save_file(tensors, partial, metadata={FORMAT: json.dumps(header)})
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _digest(header: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over everything in the file: a flipped bit of a bitmap is still a valid layout, of another mask."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_layout(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tuple[Layout, dict[str, str]]:
@@ -61,13 +73,25 @@ def load_layout(path: str | os.PathLike[str], device: torch.device | str = "cpu"
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         if header["version"] != VERSION:
             raise PlanFileError(f"{source} has format version {header['version']}, this is version {VERSION}; {advice}")
+        if header.pop("digest") != _digest(header, tensors):
+            raise PlanFileError(f"{source} is corrupt: its contents do not match their digest; {advice}")
         config = LayoutConfig(header["block_m"], header["block_n"], header["slab"])
         layout = Layout(q_len=int(header["q_len"]), kv_len=int(header["kv_len"]), config=config, **tensors)
         layout.validate()
-        return layout.to(device), {str(k): str(v) for k, v in header["extra"].items()}
-    except LayoutError as error:
-        raise PlanFileError(f"{source} is corrupt: {error}\n{advice}") from error
-    except StofError:
+        extra = {str(k): str(v) for k, v in header["extra"].items()}
+    except PlanFileError:
         raise
-    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+    except StofError as error:
+        raise PlanFileError(f"{source} is corrupt: {error}\n{advice}") from error
+    except (
+        SafetensorError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        OSError,
+    ) as error:
         raise PlanFileError(f"{source} is not a plan file ({type(error).__name__}: {error}); {advice}") from error
+    return layout.to(device), extra

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from weakref import WeakValueDictionary
 
 import torch
@@ -35,7 +35,15 @@ class Mask(ABC):
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", repr(self))  # the dataclasses are frozen
         if "<" in self.key:  # text alone cannot rebuild it
-            _ALIVE[self.key] = self
+            # Equal masks keep the first of them alive, so that its key is found while any of them lives.
+            object.__setattr__(self, "_first", _ALIVE.setdefault(self.key, self))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()  # a copy holds other tensors and functions, so its key is another one
 
     def __eq__(self, other: object) -> bool:
         return self.key == other.key if isinstance(other, Mask) else NotImplemented
@@ -110,6 +118,7 @@ class Mask(ABC):
         self.check(q_len, kv_len)
         batch = self.batch if batch is None else batch
         heads = self.heads if heads is None else heads
+        check_sizes(batch, heads)
         mask_batch, mask_heads = self.dims(batch, heads, device)
         index = Index.make(
             torch.arange(q_len, device=device),
@@ -126,8 +135,8 @@ class Mask(ABC):
 
         Query `i` of the call is treated as position `i + offset`; keys keep their positions.
         """
-        if offset < 0:
-            raise MaskError(f"a query offset is >= 0, got {offset}")
+        if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**31:
+            raise MaskError(f"a query offset is an int between 0 and 2**31 - 1, got {offset!r}")
         return self if offset == 0 else QueryOffset(self, offset)
 
     def __and__(self, other: Mask) -> Mask:
@@ -150,6 +159,13 @@ def check_lengths(q_len: int, kv_len: int) -> None:
             raise ShapeError(f"{name} is an int, got {type(value).__name__} {value!r}")
         if not 0 < value < 2**31:
             raise ShapeError(f"{name} is between 1 and 2**31 - 1, got {value}")
+
+
+def check_sizes(batch: int, heads: int) -> None:
+    """Raise `ShapeError` unless both counts are positive."""
+    for name, value in (("batch", batch), ("heads", heads)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ShapeError(f"{name} is an int >= 1, got {value!r}")
 
 
 def _flatten(kind: type[And] | type[Or], masks: Sequence[Mask]) -> tuple[Mask, ...]:
@@ -315,8 +331,13 @@ class PerHead(Composite):
 
     def evaluate(self, index: Index) -> Tensor:
         kept = {mask: mask.evaluate(index) for mask in dict.fromkeys(self.masks)}
-        shape = torch.broadcast_shapes(*(t.shape for t in kept.values()), index.q.shape, index.kv.shape)
-        rows = [kept[self.masks[h]].expand(shape[0], 1, *shape[2:]) for h in index.h.flatten().tolist()]
+        sizes = [(t.shape[0], 1, *t.shape[2:]) for t in kept.values()]
+        shape = torch.broadcast_shapes(*sizes, index.q.shape, index.kv.shape)
+        rows = []
+        for place, h in enumerate(index.h.flatten().tolist()):
+            own = kept[self.masks[h]]
+            own = own if own.shape[1] == 1 else own[:, place : place + 1]  # a function that looks at the head
+            rows.append(own.expand(shape[0], 1, *shape[2:]))
         return torch.cat(rows, dim=1)
 
     def __repr__(self) -> str:
@@ -329,10 +350,14 @@ _COUNTER = itertools.count(1)
 
 def identity(value: object) -> int:
     """A number for an object that has no value of its own (a tensor, a function), the same while it lives."""
-    number = _NUMBERS.get(value)
-    if number is None:
-        number = next(_COUNTER)
-        _NUMBERS[value] = number
+    try:
+        number = _NUMBERS.get(value)
+        if number is None:
+            number = _NUMBERS.setdefault(value, next(_COUNTER))
+    except TypeError:
+        raise MaskError(
+            f"{type(value).__name__} objects cannot be told apart over time (no weak references); wrap it in a function"
+        ) from None
     return int(number)
 
 

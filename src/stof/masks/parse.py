@@ -62,14 +62,18 @@ def parse(text: str) -> Mask:
         MaskSyntaxError: not a mask expression, or arguments the pattern does not take.
         UnknownMaskError: an unknown pattern; the message names the nearest valid one.
     """
+    if not isinstance(text, str):
+        raise MaskSyntaxError(f"a mask expression is text, got {type(text).__name__}")
     try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except SyntaxError as error:
+        return _mask(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        if isinstance(error, StofError):
+            raise
+        shown = text if len(text) <= 80 else text[:77] + "..."
         raise MaskSyntaxError(
-            f"{text!r} is not a mask expression ({error.msg}); "
+            f"{shown!r} is not a mask expression ({error}); "
             'write e.g. "longformer(window=64, global_tokens=64) & causal()"'
         ) from None
-    return _mask(tree.body)
 
 
 def _mask(node: ast.expr) -> Mask:
@@ -97,9 +101,12 @@ def _mask(node: ast.expr) -> Mask:
 def _arguments(args: list[ast.expr], keywords: list[ast.keyword]) -> tuple[list[object], dict[str, object]]:
     try:
         named = {str(k.arg): ast.literal_eval(k.value) for k in keywords}
-        return [ast.literal_eval(arg) for arg in args], named
-    except ValueError:
+        values = [ast.literal_eval(arg) for arg in args]
+    except (ValueError, TypeError):
         raise MaskSyntaxError("arguments of a pattern are literals: numbers, true/false, lists of numbers") from None
+    if len(named) < len(keywords):
+        raise MaskSyntaxError("an argument is given twice")
+    return values, named
 
 
 def _call(name: str, args: list[object], named: dict[str, object]) -> Mask:

@@ -5,6 +5,7 @@ Every function returns a `Mask` value; see `docs/masks.md` for pictures and reci
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
@@ -20,7 +21,10 @@ Ints = Sequence[int] | Tensor
 def _integer(what: str, value: object, low: int, high: int = 2**31 - 1) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise MaskError(f"{what} is an int, got {type(value).__name__} {value!r}")
-    number = int(value.__index__())
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise MaskError(f"{what} is an int, got {value!r}") from None
     if not low <= number <= high:
         raise MaskError(f"{what} is between {low} and {high}, got {number}")
     return number
@@ -78,7 +82,9 @@ def strided(local: int, stride: int, width: int = 1, *, causal: bool = True) -> 
 
 def global_tokens(tokens: int | Ints) -> Mask:
     """Global tokens see everything and are seen by everyone: the first `tokens`, or the positions listed."""
-    if isinstance(tokens, int):
+    if isinstance(tokens, Tensor) and tokens.ndim == 0:
+        tokens = tokens.item()  # type: ignore[assignment]
+    if hasattr(tokens, "__index__") and not isinstance(tokens, Tensor):
         return rules.GlobalTokens(_integer("tokens", tokens, 0))
     return rules.GlobalTokens(tuple(sorted(set(_integers("tokens", tokens, 0)))))
 
@@ -187,7 +193,7 @@ def neighborhood_2d(height: int, width: int, kernel: int | tuple[int, int]) -> M
     `kernel` is odd, or an odd pair (rows, columns); the neighbourhood is cut at the borders.
     Source: Neighborhood Attention (arXiv 2204.07143), without its shift at the borders.
     """
-    pair = (kernel, kernel) if isinstance(kernel, int) else tuple(kernel)
+    pair = tuple(kernel) if isinstance(kernel, Sequence) else (kernel, kernel)
     if len(pair) != 2:
         raise MaskError(f"kernel is an odd int or a pair of odd ints, got {kernel!r}")
     rows, columns = (_integer("kernel", size, 1) for size in pair)

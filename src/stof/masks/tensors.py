@@ -193,13 +193,26 @@ class BlockMaskMask(FunctionMask):
 
     block_mask: Any = None
 
+    @property
+    def batch(self) -> int:
+        return int(self.block_mask.kv_num_blocks.shape[-3]) if self.block_mask.kv_num_blocks.ndim > 2 else 1
+
+    @property
+    def heads(self) -> int:
+        return int(self.block_mask.kv_num_blocks.shape[-2]) if self.block_mask.kv_num_blocks.ndim > 1 else 1
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        Mask.dims(self, batch, heads, device)
+        return super().dims(batch, heads, device)
+
     def evaluate(self, index: Index) -> Tensor:
         block_mask = self.block_mask
         rows, columns = block_mask.BLOCK_SIZE
-        partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+        blocks = -(-index.kv_len // columns)
+        partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, blocks)
         full = torch.zeros_like(partial)
         if block_mask.full_kv_num_blocks is not None:
-            full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+            full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, blocks)
         b = index.b if partial.shape[0] > 1 else torch.zeros_like(index.b)[:1]
         h = index.h if partial.shape[1] > 1 else torch.zeros_like(index.h)[:, :1]
         at = (
@@ -214,12 +227,14 @@ class BlockMaskMask(FunctionMask):
         return f"from_block_mask(<{self.q_len}x{self.kv_len} #{identity(self.block_mask)}>)"
 
 
-def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
     """Bool `[B, H, row blocks, key blocks]`: which blocks a padded index list names."""
+    indices = indices.view((1,) * (4 - indices.ndim) + tuple(indices.shape))
     slots = torch.arange(indices.shape[-1], device=indices.device)
-    named = slots < counts[..., None]
-    out = torch.zeros(*indices.shape[:-1], indices.shape[-1] + 1, dtype=torch.bool, device=indices.device)
-    target = torch.where(named, indices.long(), indices.shape[-1])
+    blocks = max(blocks, indices.shape[-1])
+    out = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.bool, device=indices.device)
+    # One spare block swallows the unused slots.
+    target = torch.where(slots < counts[..., None], indices.long(), blocks)
     return out.scatter_(-1, target, True)[..., :-1]
 
 

@@ -2,7 +2,7 @@
 
 from stof.selection.capabilities import CallSpec, Capabilities
 from stof.selection.implementations import IMPLEMENTATIONS, Implementation, PreparedLayout
-from stof.selection.select import Candidate, candidates, choose, default_config
+from stof.selection.select import Candidate, candidates, choose, default_config, default_implementation
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -14,4 +14,5 @@ __all__ = [
     "candidates",
     "choose",
     "default_config",
+    "default_implementation",
 ]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.kernels.cpu import Schedule, make_schedule, row_block_attention
+from stof.kernels.batched import BatchedLayout, batched_attention, make_batched
+from stof.kernels.cpu import Schedule, empty_output, make_schedule, row_block_attention
 from stof.kernels.reference import reference_attention
 from stof.layout import Layout
 from stof.selection.capabilities import Capabilities
@@ -72,16 +73,17 @@ def _run_row_block(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
 ) -> tuple[Tensor, Tensor]:
     del sizes
-    return row_block_attention(
-        q,
-        k,
-        v,
-        Schedule(*tensors),
-        scale=options.scale,
-        bias=options.bias,
-        softcap=options.softcap,
-        sinks=options.sinks,
-    )
+    return row_block_attention(q, k, v, Schedule(*tensors), **vars(options))
+
+
+def _prepare_batched(layout: Layout) -> tuple[list[Tensor], list[int]]:
+    return make_batched(layout).flatten()
+
+
+def _run_batched(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
+) -> tuple[Tensor, Tensor]:
+    return batched_attention(q, k, v, BatchedLayout.unflatten(tensors, sizes), **vars(options))
 
 
 def _prepare_reference(layout: Layout) -> tuple[list[Tensor], list[int]]:
@@ -92,7 +94,7 @@ def _run_reference(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
 ) -> tuple[Tensor, Tensor]:
     del sizes
-    return reference_attention(
+    out, lse = reference_attention(
         q,
         k,
         v,
@@ -102,6 +104,8 @@ def _run_reference(
         softcap=options.softcap,
         sinks=options.sinks,
     )
+    # The operator's fake promises q's memory order.
+    return empty_output(q, v).copy_(out), lse
 
 
 # In order of preference: the first that refuses nothing runs.
@@ -110,10 +114,17 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     for impl in (
         Implementation(
             name="row_block",
-            summary="PyTorch's fused attention per row block, on the columns it needs",
-            capabilities=Capabilities(devices=(), dtypes=FLOATS),
+            summary="PyTorch's fused CPU attention per row block, on the columns it needs",
+            capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS),
             prepare=_prepare_row_block,
             run=_run_row_block,
+        ),
+        Implementation(
+            name="batched",
+            summary="plain PyTorch on any device: row blocks of like width gathered into batches",
+            capabilities=Capabilities(devices=(), dtypes=FLOATS),
+            prepare=_prepare_batched,
+            run=_run_batched,
         ),
         Implementation(
             name="reference",

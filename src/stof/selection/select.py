@@ -38,12 +38,18 @@ def choose(call: CallSpec) -> str:
     raise UnsupportedError(f"no implementation can run this call ({call})", {c.name: c.refusals for c in weighed})
 
 
+def default_implementation(device: torch.device) -> str:
+    """The implementation most calls on this device get, which plans prepare for ahead of time."""
+    return choose(CallSpec(device.type, torch.float32, head_dim=64, value_dim=64, heads=1, kv_heads=1))
+
+
 def default_config(device: torch.device) -> LayoutConfig:
     """Block sizes for a device.
 
     On the CPU 64 rows and single gathered columns are fastest on Longformer, BigBird, strided and window masks at
     S = 4096, and level with taller row blocks on causal ones (`stof bench attention`; 32 rows lose to per-call
-    cost, 128 to columns computed in vain). Other devices run the same implementation today.
+    cost, 128 to columns computed in vain). Other devices take the same until kernels of
+    their own arrive.
     """
     del device
     return LayoutConfig(block_m=64, block_n=64, slab=1)

@@ -1,6 +1,6 @@
 """Row-block attention: only the columns a row block needs, through PyTorch's fused CPU attention.
 
-Where that operator cannot serve (softcap, another value width, CUDA tensors) the same walk runs on plain
+Where that operator cannot serve (softcap, another value width) the same walk runs on plain
 matrix products of one row block at a time.
 """
 
@@ -24,6 +24,7 @@ from stof.kernels.cpu.schedule import (
     ROW_STOP,
     Schedule,
 )
+from stof.kernels.ranges import pattern_ranges
 
 # Additive masks kept expanded during one call; equal row blocks (windows, documents) hit it.
 _EXPANDED_MASKS = 4
@@ -60,6 +61,8 @@ def row_block_attention(
     """
     batch, heads, q_len, _ = q.shape
     out = empty_output(q, v)
+    # The fused operator takes any strides but the last: it would read past the tensors.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty(batch, heads, q_len, dtype=lse_dtype, device=q.device)
     steps: dict[int, list[list[int]]] = {}
@@ -67,8 +70,8 @@ def row_block_attention(
         steps.setdefault(step[PATTERN], []).append(step)
     group = heads // k.shape[1]
     pattern_of = schedule.pattern_of.expand(batch, heads).tolist()
-    masks = _MaskReader(schedule, q.dtype, q.device)
-    for batches, head_range, pattern in _ranges(pattern_of, group):
+    masks = _MaskReader(schedule, q.dtype)
+    for batches, head_range, pattern in pattern_ranges(pattern_of, group):
         kv_range = slice(head_range.start // group, -(-head_range.stop // group))
         call = _Call(
             q=q[batches, head_range],
@@ -85,38 +88,15 @@ def row_block_attention(
             _run_step(call, step, schedule, masks, order)
     if sinks is not None:
         # softmax over keys and sink = softmax over keys * sigmoid(lse - sink)
-        out *= torch.sigmoid(lse - sinks.to(lse_dtype).view(1, heads, 1))[..., None].to(out.dtype)
+        share = torch.sigmoid(lse - sinks.to(lse_dtype).view(1, heads, 1))
+        # Rows that keep nothing stay 0, also under a sink of -inf (-inf - -inf is NaN).
+        out *= share.masked_fill_(lse == -torch.inf, 0.0)[..., None].to(out.dtype)
     return out, lse
 
 
 def empty_output(q: Tensor, v: Tensor) -> Tensor:
     """Uninitialised `[B, H, Sq, Dv]` in q's memory order, so that `[B, S, H, D]` callers need no copy."""
     return torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
-
-
-def _ranges(pattern_of: list[list[int]], group: int) -> list[tuple[slice, slice, int]]:
-    """Rectangles of batch entries and heads that share a pattern; heads never straddle a key head in part.
-
-    Head ranges are whole groups of query heads, or lie inside one group.
-    """
-    out: list[tuple[slice, slice, int]] = []
-    first = 0
-    for b in range(1, len(pattern_of) + 1):
-        if b < len(pattern_of) and pattern_of[b] == pattern_of[first]:
-            continue
-        row, start = pattern_of[first], 0
-        while start < len(row):
-            stop = start + 1
-            while stop < len(row) and row[stop] == row[start]:
-                stop += 1
-            if start % group:
-                stop = min(stop, start - start % group + group)
-            elif stop - start > group:
-                stop -= (stop - start) % group
-            out.append((slice(first, b), slice(start, stop), row[start]))
-            start = stop
-        first = b
-    return out
 
 
 def _narrow(bias: Tensor, batches: slice, heads: slice) -> Tensor:
@@ -127,16 +107,17 @@ def _narrow(bias: Tensor, batches: slice, heads: slice) -> Tensor:
 def _run_step(call: _Call, step: list[int], schedule: Schedule, masks: _MaskReader, order: Tensor | None) -> None:
     """Compute one step and write its rows of `call.out` and `call.lse`."""
     span = slice(step[ROW_START], step[ROW_STOP])
-    rows = span if order is None else order[span].to(call.q.device)
+    rows = span if order is None else order[span]
     if not step[COLUMNS]:
         call.out[:, :, rows] = 0
         call.lse[:, :, rows] = -torch.inf
         return
     out, lse = _attend(call, rows, step, schedule, masks)
     if step[MERGE]:
-        # The earlier part kept all its columns, so its lse is finite and the difference never NaN.
         before, lse_before = call.out[:, :, rows], call.lse[:, :, rows]
-        out = torch.lerp(before, out, torch.sigmoid(lse - lse_before)[..., None].to(out.dtype))
+        # A bias can empty both parts: -inf - -inf is NaN.
+        weight = torch.sigmoid(lse - lse_before).masked_fill_(lse == -torch.inf, 0.0)
+        out = torch.lerp(before, out, weight[..., None].to(out.dtype))
         lse = torch.logaddexp(lse, lse_before)
     call.out[:, :, rows] = out
     call.lse[:, :, rows] = lse
@@ -152,30 +133,28 @@ def _attend(
         columns = slice(first, first + count)
         k, v = call.k[:, :, columns], call.v[:, :, columns]
     else:
-        columns = schedule.columns[offset : offset + count].to(call.k.device)
+        columns = schedule.columns[offset : offset + count]
         k, v = call.k.index_select(2, columns), call.v.index_select(2, columns)
     q = call.q[:, :, rows]
     batch, heads, height, width = q.shape
     group = heads // k.shape[1]
-    added, empty = None, None
+    added = None
     if step[MASK_OFFSET] >= 0:
-        added = masks.additive(step[MASK_OFFSET], height, count)
-        if step[EMPTY_ROWS]:
-            empty = (added == -torch.inf).all(1)
-        added = added.view(1, 1, height, count)
+        added = masks.additive(step[MASK_OFFSET], height, count).view(1, 1, height, count)
     if call.bias is not None:
-        bias = _rows_and_columns(call.bias, rows, columns).to(q.dtype)
-        added = bias if added is None else bias + added
+        bias = _rows_and_columns(call.bias, rows, columns).to(_bias_dtype(call.bias, q))
+        added = bias if added is None else bias.masked_fill(added == -torch.inf, -torch.inf)
     if group > 1:
         q = q.reshape(batch, heads // group, group * height, width)
         added = None if added is None else _fold_heads(added, heads, group, height, count)
-    fused = not call.softcap and q.device.type == "cpu" and v.shape[-1] == width
+    fused = not call.softcap and v.shape[-1] == width
     if fused:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=added, scale=call.scale
         )
-        if empty is not None:  # the fused operator reports 0 for rows that keep nothing
-            lse = lse.reshape(batch, heads, height).masked_fill(empty, -torch.inf)
+        if added is not None and (step[EMPTY_ROWS] or (call.bias is not None and bool((lse == 0).any()))):
+            # The fused operator reports 0 for rows whose scores are all -inf.
+            lse = lse.masked_fill((added == -torch.inf).all(-1), -torch.inf)
     else:
         out, lse = _plain(q, k, v, added, call.scale, call.softcap)
     return out.reshape(batch, heads, height, -1), lse.reshape(batch, heads, height)
@@ -186,6 +165,12 @@ def _rows_and_columns(bias: Tensor, rows: slice | Tensor, columns: slice | Tenso
     if bias.shape[2] > 1:
         bias = bias[:, :, rows]
     return bias if bias.shape[3] == 1 else bias[..., columns]
+
+
+def _bias_dtype(bias: Tensor, q: Tensor) -> torch.dtype:
+    """16-bit queries take a bias of another dtype in float32, the others in their own: all that PyTorch accepts."""
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half and bias.dtype != q.dtype else q.dtype
 
 
 def _fold_heads(added: Tensor, heads: int, group: int, height: int, count: int) -> Tensor:
@@ -214,10 +199,9 @@ def _plain(
 class _MaskReader:
     """Expands packed masks to additive ones, 8 columns per table look-up."""
 
-    def __init__(self, schedule: Schedule, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, schedule: Schedule, dtype: torch.dtype) -> None:
         self._bytes = schedule.mask_bytes
         self._table = _additive_table(dtype)
-        self._device = device
         self._expanded: dict[tuple[int, int, int], Tensor] = {}
 
     def additive(self, offset: int, rows: int, columns: int) -> Tensor:
@@ -229,12 +213,12 @@ class _MaskReader:
             width = -(-columns // 8)
             packed = self._bytes[offset : offset + rows * width].int()
             spread = self._table.index_select(0, packed).view(rows, width * 8)
-            self._expanded[key] = spread[:, :columns].to(self._device)
+            self._expanded[key] = spread[:, :columns]
         return self._expanded[key]
 
 
 @lru_cache(maxsize=8)
 def _additive_table(dtype: torch.dtype) -> Tensor:
     """`[256, 8]`: the eight additive values each byte stands for."""
-    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-    return torch.zeros(256, 8, dtype=dtype).masked_fill_(bits == 0, -torch.inf)
+    bits = (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu")) & 1
+    return torch.zeros(256, 8, dtype=dtype, device="cpu").masked_fill_(bits == 0, -torch.inf)

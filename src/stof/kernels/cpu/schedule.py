@@ -53,11 +53,11 @@ def make_schedule(layout: Layout) -> Schedule:
     for pattern in range(layout.patterns):
         for block in range(0, layout.row_blocks, together):
             _add_blocks(writer, layout, pattern, range(block, min(block + together, layout.row_blocks)))
-    rows = torch.empty(0, dtype=torch.int64) if layout.row_order is None else layout.row_order.long()
+    rows = torch.empty(0, dtype=torch.int64, device="cpu") if layout.row_order is None else layout.row_order.long()
     return Schedule(
-        steps=torch.tensor(writer.steps, dtype=torch.int64).view(-1, 9),
-        columns=torch.cat(writer.columns) if writer.columns else torch.empty(0, dtype=torch.int64),
-        mask_bytes=torch.cat(writer.masks) if writer.masks else torch.empty(0, dtype=torch.uint8),
+        steps=torch.tensor(writer.steps, dtype=torch.int64, device="cpu").view(-1, 9),
+        columns=torch.cat(writer.columns) if writer.columns else torch.empty(0, dtype=torch.int64, device="cpu"),
+        mask_bytes=torch.cat(writer.masks) if writer.masks else torch.empty(0, dtype=torch.uint8, device="cpu"),
         pattern_of=layout.pattern_of,
         rows=rows,
     )
@@ -90,16 +90,17 @@ def _shared_columns(layout: Layout, pattern: int, blocks: range) -> Tensor | Non
     fewest = min(pointers[n + 1] - pointers[n] - partial[n] for n in range(len(blocks)))
     if fewest * layout.config.block_n < SHARED_COLUMNS:
         return None
-    counts = torch.zeros(layout.kv_len, dtype=torch.int64)
+    counts = torch.zeros(layout.kv_len, dtype=torch.int64, device="cpu")
     for n, held in enumerate(partial):
-        counts[layout.tile_columns(torch.arange(pointers[n] + held, pointers[n + 1])).flatten()] += 1
+        tiles = torch.arange(pointers[n] + held, pointers[n + 1], device="cpu")
+        counts[layout.tile_columns(tiles).flatten()] += 1
     shared = counts == len(blocks)
     return shared if int(shared.sum()) >= SHARED_COLUMNS else None
 
 
 def _gathered(layout: Layout, first: int, last: int, rows: int) -> tuple[Tensor, Tensor | None]:
     """Sorted columns of tiles `first..last` and their bool mask `[rows, n]` (None: all kept)."""
-    tiles = torch.arange(first, last)
+    tiles = torch.arange(first, last, device="cpu")
     columns = layout.tile_columns(tiles).flatten()
     masked = bool((layout.tile_bitmap[first:last] >= 0).any())
     columns, position = columns.sort()
@@ -137,7 +138,7 @@ class _Writer:
 
     def _add_mask(self, keep: Tensor) -> int:
         padded = torch.nn.functional.pad(keep, (0, -keep.shape[1] % 8))
-        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu")
         packed = (padded.view(len(keep), -1, 8) * weights).sum(-1, dtype=torch.uint8).flatten()
         key = packed.numpy().tobytes()
         if key not in self._seen:

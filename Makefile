@@ -1,0 +1,47 @@
+# Two commands set everything up and run: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint types unit bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/stof demo
+
+test: lint types unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+# One thread per worker: the workers already fill the cores.
+unit: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# The figures of the README's table on this machine's CPU (about 5 minutes).
+bench: $(VENV)/.dev
+	$(BIN)/stof bench attention --device cpu --output benchmarks/results/cpu-attention.json
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "STOF needs Python >= 3.11; name one with: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# A development install has everything the demo needs.
+$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (PyTorch, transformers and a small checkpoint: a few minutes the first time)"
+	$(INSTALL) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	$(INSTALL) --editable '.[dev]'
+	touch $@ $(VENV)/.demo

@@ -1,0 +1,148 @@
+"""The masks and shapes of the benchmark grid (docs/architecture.md defines them)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stof import masks
+from stof.errors import ArgumentError
+from stof.masks import Mask
+from stof.masks.rules import RandomBlocks
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention problem: `[batch, heads, q_len, head_dim]` queries, `kv_heads` key heads of `kv_len`."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_len: int
+    kv_len: int
+
+    @staticmethod
+    def parse(text: str) -> Shape:
+        """`B,H,D,S` or `B,H,Hkv,D,Sq,Skv`."""
+        try:
+            sizes = [int(part) for part in text.split(",")]
+        except ValueError:
+            sizes = []
+        if len(sizes) == 4 and min(sizes) > 0:
+            batch, heads, head_dim, length = sizes
+            return Shape(batch, heads, heads, head_dim, length, length)
+        if len(sizes) == 6 and min(sizes) > 0:
+            return Shape(*sizes)
+        raise ArgumentError(f"a shape is B,H,D,S or B,H,Hkv,D,Sq,Skv in positive numbers, got {text!r}")
+
+    def __str__(self) -> str:
+        return f"B{self.batch} H{self.heads}/{self.kv_heads} D{self.head_dim} S{self.q_len}x{self.kv_len}"
+
+
+@dataclass(frozen=True)
+class GridMask:
+    """One mask of the grid in every form a peer wants.
+
+    Attributes:
+        name: name in tables and JSON.
+        mask: the STOF value, for a length.
+        mask_mod: the same for FlexAttention, written the way its users would, for a length and device.
+        dense_like: class for the geometric means (else sparse).
+        causal: `is_causal=True` computes exactly this mask.
+        unmasked: no mask at all computes exactly this mask.
+    """
+
+    name: str
+    mask: Callable[[int], Mask]
+    mask_mod: Callable[[int, torch.device], MaskMod]
+    dense_like: bool
+    causal: bool = False
+    unmasked: bool = False
+
+
+def window_of(length: int) -> int:
+    """`w = 16 * floor(sqrt(S) / 16)`, the half window and number of global tokens at length S, at least 16."""
+    return max(16, 16 * int(math.sqrt(length) // 16))
+
+
+def _longformer_mod(length: int, device: torch.device) -> MaskMod:
+    del device
+    w = window_of(length)
+    return lambda b, h, q, k: ((q - k).abs() <= w) | (q < w) | (k < w)
+
+
+def _bigbird_mod(length: int, device: torch.device) -> MaskMod:
+    blocks = -(-length // 64)
+    chosen = RandomBlocks(3, 64, 0).choose(torch.arange(blocks, device=device), blocks)
+    table = torch.zeros(blocks, blocks, dtype=torch.bool, device=device).scatter_(1, chosen, True)
+    local = _longformer_mod(length, device)
+    return lambda b, h, q, k: local(b, h, q, k) | table[q // 64, k // 64]
+
+
+GRID: dict[str, GridMask] = {
+    grid.name: grid
+    for grid in (
+        GridMask(
+            "full",
+            lambda s: masks.full(),
+            lambda s, d: lambda b, h, q, k: q >= 0,
+            dense_like=True,
+            unmasked=True,
+        ),
+        GridMask(
+            "causal",
+            lambda s: masks.causal(),
+            lambda s, d: lambda b, h, q, k: q >= k,
+            dense_like=True,
+            causal=True,
+        ),
+        GridMask(
+            "window512",
+            lambda s: masks.sliding_window(511),
+            lambda s, d: lambda b, h, q, k: (q >= k) & (q - k < 512),
+            dense_like=True,
+        ),
+        GridMask(
+            "longformer",
+            lambda s: masks.longformer(window_of(s), window_of(s)),
+            _longformer_mod,
+            dense_like=False,
+        ),
+        GridMask(
+            "bigbird",
+            lambda s: masks.bigbird(window_of(s), window_of(s)),
+            _bigbird_mod,
+            dense_like=False,
+        ),
+        GridMask(
+            "strided",
+            lambda s: masks.strided(128, 128, 8),
+            lambda s, d: lambda b, h, q, k: (q >= k) & ((q - k < 128) | (k % 128 >= 120)),
+            dense_like=False,
+        ),
+        GridMask(
+            "dilated",
+            lambda s: masks.dilated_window(2047, dilation=16),
+            lambda s, d: lambda b, h, q, k: (q >= k) & ((q - k) % 16 == 0) & (q - k < 2048),
+            dense_like=False,
+        ),
+    )
+}
+
+
+def grid_mask(name: str) -> GridMask:
+    """The grid's mask of that name.
+
+    Raises:
+        ArgumentError: no such mask; lists those there are.
+    """
+    if name not in GRID:
+        raise ArgumentError(f"unknown benchmark mask {name!r}; there are {', '.join(GRID)}")
+    return GRID[name]
