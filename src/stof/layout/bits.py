@@ -31,7 +31,8 @@ def pack(keep: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, columns: int) -> Tensor:
     """Inverse of `pack`: int32 `[..., W]` to bool `[..., columns]`."""
-    bytes_ = packed.contiguous().view(torch.uint8)
+    # Through one dimension: an empty or one-word last dimension can have a stride that no view as bytes accepts.
+    bytes_ = packed.reshape(-1).view(torch.uint8).view(*packed.shape[:-1], packed.shape[-1] * 4)
     if not _LITTLE_ENDIAN:
         bytes_ = bytes_.view(*bytes_.shape[:-1], -1, 4).flip(-1).flatten(-2)
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)

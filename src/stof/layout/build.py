@@ -212,7 +212,7 @@ def _assemble(
     joined = _Pattern.join(patterns)
     partial_count = joined.partial_count
     pointers = torch.nn.functional.pad(joined.tile_count.cumsum(0), (1, 0))
-    base, gathered = _bases(joined.columns, config)
+    base, gathered = _bases(joined.columns, kv_len, config)
     bitmaps, number = _shared(joined.bitmaps)
     tile_bitmap = torch.full_like(base, -1)
     tile_bitmap[joined.partial] = number
@@ -234,10 +234,12 @@ def _assemble(
     )
 
 
-def _bases(columns: Tensor, config: LayoutConfig) -> tuple[Tensor, Tensor]:
-    """`tile_base` and `gathered`: tiles whose slabs follow each other are contiguous after all."""
+def _bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, Tensor]:
+    """`tile_base` and `gathered`: tiles whose slabs follow each other, to the last key at most, are contiguous."""
     steps = torch.arange(config.slabs_per_tile, device=columns.device) * config.slab_columns
-    contiguous = (columns == columns[:, :1] + steps).all(1) & (columns[:, 0] >= 0)
+    expected = columns[:, :1] + steps
+    follows = (columns == expected) | ((columns < 0) & (expected >= kv_len))
+    contiguous = follows.all(1) & (columns[:, 0] >= 0)
     slot = (~contiguous).cumsum(0) - 1
     return torch.where(contiguous, columns[:, 0], ~slot), columns[~contiguous]
 

@@ -50,7 +50,7 @@ class Capabilities:
         """Every reason this implementation cannot run `call`; empty when it can."""
         low, high = self.head_dims
         checks = (
-            (not self.devices or call.device in self.devices, f"runs on {self.devices}, not {call.device}"),
+            (not self.devices or call.device in self.devices, f"runs on {', '.join(self.devices)}, not {call.device}"),
             (call.dtype in self.dtypes, f"takes {_names(self.dtypes)}, not {call.dtype}"),
             (low <= call.head_dim <= high, f"head_dim {call.head_dim} is outside {low}..{high}"),
             (self.value_dim or call.value_dim == call.head_dim, "value width must equal head_dim"),

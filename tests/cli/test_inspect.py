@@ -1,0 +1,168 @@
+"""`stof inspect`, and what all commands share: errors, versions, quick help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import stof
+from stof import LayoutConfig, masks
+from stof.cli.main import app
+from stof.layout import orders, statistics
+
+MASK = "longformer(window=16, global_tokens=8)"
+
+
+def stof_command(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_shows_figures_and_a_drawing() -> None:
+    out = stof_command("inspect", MASK, "--q-len", "512").stdout
+    plan = stof.plan(masks.longformer(16, 8), 512)
+    found = plan.statistics()
+    assert plan.mask_text in out
+    assert f"{100 * found.density:.3g} %" in out
+    assert f"{found.computed_over_needed:.3f}" in out
+    assert f"{found.full_tiles:,}, {found.partial_tiles:,}" in out
+    assert f"{found.heaviest_row_block} tiles" in out
+    # A pipe has no colour: kinds are told apart by glyphs.
+    assert "key position" in out
+    assert "█ full  ▓ partial" in out
+    assert "\x1b[" not in out
+
+
+def test_no_draw_leaves_the_drawing_out() -> None:
+    out = stof_command("inspect", MASK, "--q-len", "512", "--no-draw").stdout
+    assert "density" in out
+    assert "key position" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        ((), LayoutConfig(64, 64, 1)),
+        (("--block-m", "128", "--block-n", "32", "--slab", "8"), LayoutConfig(128, 32, 8)),
+        (("--slab", "none"), LayoutConfig(64, 64, None)),
+    ],
+)
+def test_json_has_the_statistics(options: tuple[str, ...], config: LayoutConfig) -> None:
+    report = json.loads(stof_command("inspect", MASK, "--q-len", "500", "--kv-len", "300", "--json", *options).stdout)
+    plan = stof.plan(masks.longformer(16, 8), 500, 300, config=config)
+    assert report["statistics"] == statistics(plan.layout).as_dict()
+    assert (report["q_len"], report["kv_len"], report["mask"]) == (500, 300, plan.mask_text)
+    assert (report["block_m"], report["block_n"], report["slab"]) == (config.block_m, config.block_n, config.slab)
+    assert report["permuted_rows"] is False
+
+
+@pytest.mark.parametrize(
+    ("mask", "option", "order"),
+    [
+        ("dilated_window(255, dilation=16)", "remainder:16", orders.by_remainder(256, 16)),
+        ("neighborhood_2d(16, 16, 5)", "patch:16x16:4x4", orders.by_patch(16, 16, 4, 4)),
+    ],
+)
+def test_row_orders(mask: str, option: str, order: object) -> None:
+    report = json.loads(stof_command("inspect", mask, "--q-len", "256", "--row-order", option, "--json").stdout)
+    plan = stof.plan(mask, 256, row_order=order)  # type: ignore[arg-type]
+    assert report["statistics"] == plan.statistics().as_dict()
+    assert report["permuted_rows"] is True
+
+
+def test_masks_bound_to_a_batch_or_heads_need_no_options() -> None:
+    report = json.loads(stof_command("inspect", "padding([3, 60, 64])", "--q-len", "64", "--json").stdout)
+    assert (report["mask_batch"], report["mask_heads"]) == (3, 1)
+    out = stof_command("inspect", "per_head([causal, full])", "--q-len", "64", "--pattern", "1").stdout
+    assert "1 x 2, 2 distinct" in out
+    assert "░" * 64 not in out  # the full mask, not the causal one
+
+
+def test_an_empty_mask_is_shown() -> None:
+    report = json.loads(stof_command("inspect", "padding(0)", "--q-len", "64", "--json").stdout)
+    assert report["statistics"]["density"] == 0
+    assert "64 x 64" in stof_command("inspect", "padding(0)", "--q-len", "64").stdout
+
+
+def test_plan_files(tmp_path: Path) -> None:
+    plan = stof.plan(masks.causal(), 200, config=LayoutConfig(32, 32, 8))
+    path = tmp_path / "plan.safetensors"
+    plan.save(path)
+    report = json.loads(stof_command("inspect", str(path), "--json").stdout)
+    assert report["statistics"] == plan.statistics().as_dict()
+    assert report["mask"] == "causal()"
+    assert "leave out --q-len" in stof_command("inspect", str(path), "--q-len", "100", code=2).stderr
+
+
+def test_png_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "mask.png"
+    out = stof_command("inspect", MASK, "--q-len", "256", "--png", str(path), "--no-draw").stdout
+    assert f"wrote {path}" in out
+    assert path.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(stof_command("inspect", MASK, "--q-len", "256", "--png", str(path), "--json").stdout)
+    assert report["png"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("longfromer(16)",), "did you mean 'longformer'?"),
+        (("causal(",), "not a mask expression"),
+        (("causal(3)",), "causal"),
+        (("causal", "--block-m", "63"), "block_m is one of"),
+        (("causal", "--slab", "2"), "slab is one of"),
+        (("causal", "--slab", "some"), "--slab is 1, 8, 16 or none"),
+        (("causal", "--row-order", "random"), "--row-order is remainder:STRIDE"),
+        (("causal", "--row-order", "remainder:0"), "stride is >= 1"),
+        (("causal", "--row-order", "patch:8x8:2x2"), "64 rows, --q-len is 32"),
+        (("causal", "--pattern", "1"), "--pattern is between 0 and 0"),
+        (("causal", "--png", "/no/such/folder/mask.png"), "cannot write"),
+        (("padding(99)",), "padding lengths up to 99"),
+    ],
+)
+def test_errors_are_one_message_without_a_traceback(arguments: tuple[str, ...], message: str) -> None:
+    result = stof_command("inspect", *arguments, "--q-len", "32", code=2)
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_a_missing_plan_file_is_an_error(tmp_path: Path) -> None:
+    result = stof_command("inspect", str(tmp_path / "none.safetensors"), code=2)
+    assert result.stderr.startswith("error: no plan file at")
+
+
+def test_a_corrupt_plan_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(b"not a plan")
+    assert "is not a plan file" in stof_command("inspect", str(path), code=2).stderr
+
+
+def test_version_and_help() -> None:
+    assert stof_command("--version").stdout.split() == ["stof", stof.__version__]
+    out = stof_command("--help").stdout
+    assert all(name in out for name in ("inspect", "info", "bench", "demo"))
+    assert "attention" in stof_command("bench", "--help").stdout
+
+
+def test_the_command_line_itself_imports_nothing_heavy() -> None:
+    """`stof --help` pays for `import stof` at most: a bare package stands in for it here."""
+    code = """
+import sys, types
+package = types.ModuleType("stof")
+package.__path__ = [sys.argv[1]]
+sys.modules["stof"] = package
+from stof.cli.main import app
+app(["--help"], standalone_mode=False)
+print("heavy:", sorted({"torch", "numpy", "matplotlib", "triton", "transformers"} & set(sys.modules)))
+"""
+    folder = str(Path(stof.__file__).parent)
+    ran = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
+    assert "heavy: []" in ran.stdout
