@@ -223,9 +223,12 @@ def explain(
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, inputs take its dtype, as for PyTorch's own attention; any float64 among them stays."""
-    if not isinstance(q, Tensor) or not torch.amp.is_autocast_available(q.device.type):
+    if not isinstance(q, Tensor):
         return q, k, v
     kind = q.device.type
+    # The compiler of torch 2.11 cannot trace this question; devices it compiles for have autocast.
+    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(kind):
+        return q, k, v
     castable = (torch.float16, torch.bfloat16, torch.float32)
     if not torch.is_autocast_enabled(kind) or not all(getattr(x, "dtype", None) in castable for x in (q, k, v)):
         return q, k, v

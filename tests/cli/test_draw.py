@@ -105,7 +105,7 @@ def _body(text: Text, rows: int) -> list[str]:
 def test_text_without_colour_shows_the_kind_of_every_cell() -> None:
     # A cell is two queries and one key.
     text = draw_text(stof.plan(masks.causal(), 16), 21, style="shades")
-    assert _body(text, 8) == [("░" * (2 * row + 2)).ljust(16) for row in range(8)]
+    assert _body(text, 8) == [("▓" * (2 * row + 2)).ljust(16) for row in range(8)]
     assert text.plain.splitlines()[0].split() == ["0", "16"]
     assert all(name in text.plain.splitlines()[-1] for name in KINDS)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stof.kernels.ranges import pattern_ranges
+from stof.kernels.softmax import softmax_and_lse
 from stof.layout import bits
 from stof.layout.layout import Layout
 
@@ -27,7 +28,7 @@ class Bucket:
     Attributes:
         pattern: the pattern they belong to.
         rows: int64 `[n, rows]`, original rows: block_m of them, fewer in the bucket of a ragged last block.
-        columns: int64 `[n, width]`, key columns; unused slots hold 0.
+        columns: int64 `[n, width]`, key columns; unused slots repeat the first.
         tile_bitmap: int64 `[n, tiles]`, row of `bitmaps`.
     """
 
@@ -88,7 +89,10 @@ def make_batched(layout: Layout) -> BatchedLayout:
             starts = torch.tensor([first[n] for n in numbers], device=device)
             exists = slots < torch.tensor([widths[n] for n in numbers], device=device)[:, None]
             tile = torch.where(exists, starts[:, None] + slots, 0)
-            columns = layout.tile_columns(tile.flatten()).view(len(numbers), -1)
+            columns = layout.tile_columns(tile.flatten()).view(len(numbers), tiles, -1)
+            columns = torch.where(exists[:, :, None], columns, -1).flatten(1)
+            # Unused slots repeat a column the row block needs, so that NaN elsewhere in K and V stays there.
+            columns = torch.where(columns < 0, columns[:, :1], columns)
             bitmap = layout.tile_bitmap[tile].long()
             bitmap = torch.where(exists, torch.where(bitmap < 0, full, bitmap), unused)
             block_rows = rows[chosen]
@@ -149,7 +153,9 @@ def batched_attention(
                 out[batches, head_range, rows.flatten()] = result.to(q.dtype)
                 lse[batches, head_range, rows.flatten()] = row_lse
     if sinks is not None:
-        out = out * torch.sigmoid(lse - sinks.to(dtype).view(1, heads, 1))[..., None].to(out.dtype)
+        share = torch.sigmoid(lse - sinks.to(dtype).view(1, heads, 1))
+        # Rows that keep nothing stay 0, also under a sink of -inf (-inf - -inf is NaN).
+        out = out * share.masked_fill(lse == -torch.inf, 0.0)[..., None].to(out.dtype)
     return out, lse
 
 
@@ -179,8 +185,7 @@ def _attend(
     if bias is not None:
         scores = scores + _gathered_bias(bias, rows, columns).to(dtype)
     scores = scores.masked_fill(~keep, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    weights, lse = softmax_and_lse(scores)
     out = weights.view(batch, kv_heads, group, count, block_m, -1) @ v
     return out.reshape(batch, heads, count * block_m, -1), lse.reshape(batch, heads, count * block_m)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stof.kernels.softmax import softmax_and_lse
+
 
 def reference_attention(
     q: Tensor,
@@ -50,12 +52,12 @@ def reference_attention(
         scores = scores + bias.to(dtype)
     if keep is not None:
         scores = scores.masked_fill(~keep, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    total = lse
-    if sinks is not None:
-        total = torch.logaddexp(lse, sinks.to(dtype).view(1, heads, 1))
-    # exp(-inf - -inf) is NaN: give rows that keep nothing a finite reference point.
-    weights = torch.exp(scores - total.masked_fill(total == -torch.inf, 0.0)[..., None])
+    weights, lse = softmax_and_lse(scores)
     grouped_weights = weights.reshape(batch, kv_heads, heads // kv_heads, q_len, k.shape[2])
     out = grouped_weights @ v.to(dtype).unsqueeze(2)
-    return out.reshape(batch, heads, q_len, v.shape[-1]).to(q.dtype), lse
+    out = out.reshape(batch, heads, q_len, v.shape[-1])
+    if sinks is not None:
+        # softmax over keys and sink = softmax over keys * sigmoid(lse - sink); -inf - -inf is NaN
+        share = torch.sigmoid(lse - sinks.to(dtype).view(1, heads, 1)).masked_fill(lse == -torch.inf, 0.0)
+        out = out * share[..., None]
+    return out.to(q.dtype), lse

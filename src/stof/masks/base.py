@@ -35,8 +35,10 @@ class Mask(ABC):
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", repr(self))  # the dataclasses are frozen
         if "<" in self.key:  # text alone cannot rebuild it
-            # Equal masks keep the first of them alive, so that its key is found while any of them lives.
-            object.__setattr__(self, "_first", _ALIVE.setdefault(self.key, self))
+            first = _ALIVE.setdefault(self.key, self)
+            if first is not self:
+                # Equal masks keep the first of them alive, so that its key is found while any of them lives.
+                object.__setattr__(self, "_first", first)
 
     def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]

@@ -208,7 +208,7 @@ class BlockMaskMask(FunctionMask):
     def evaluate(self, index: Index) -> Tensor:
         block_mask = self.block_mask
         rows, columns = block_mask.BLOCK_SIZE
-        blocks = -(-index.kv_len // columns)
+        blocks = -(-(self.kv_len or index.kv_len) // columns)
         partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, blocks)
         full = torch.zeros_like(partial)
         if block_mask.full_kv_num_blocks is not None:

@@ -25,6 +25,7 @@ from stof.kernels.cpu.schedule import (
     Schedule,
 )
 from stof.kernels.ranges import pattern_ranges
+from stof.kernels.softmax import softmax_and_lse
 
 # Additive masks kept expanded during one call; equal row blocks (windows, documents) hit it.
 _EXPANDED_MASKS = 4
@@ -191,8 +192,7 @@ def _plain(
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if added is not None:
         scores = scores + added
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    weights, lse = softmax_and_lse(scores)
     return (weights @ v.to(dtype)).to(q.dtype), lse
 
 
