@@ -13,7 +13,8 @@ from torch import Tensor
 
 import stof
 from stof import LayoutConfig, Plan, masks
-from stof.drawing import KINDS, draw_png, draw_text, png, rasterize
+from stof.drawing import KINDS, draw_picture, draw_text, rasterize
+from stof.drawing import picture as drawn
 from stof.drawing.text import COLOURS
 from stof.errors import ArgumentError, MissingDependencyError
 from stof.layout import orders
@@ -149,14 +150,14 @@ def _read(path: Path) -> Tensor:
 
 
 def _panel(picture: Tensor, number: int) -> Tensor:
-    left = png.MARGIN_LEFT + number * (png.PANEL + png.GAP)
-    return picture[png.MARGIN_TOP : png.MARGIN_TOP + png.PANEL, left : left + png.PANEL]
+    left = drawn.MARGIN_LEFT + number * (drawn.PANEL + drawn.GAP)
+    return picture[drawn.MARGIN_TOP : drawn.MARGIN_TOP + drawn.PANEL, left : left + drawn.PANEL]
 
 
 def test_png_shows_every_score_and_tile_of_1024_tokens(tmp_path: Path) -> None:
     mask = masks.longformer(64, 64)
     plan = stof.plan(mask, 1024)
-    draw_png(plan, tmp_path / "mask.png")
+    draw_picture(plan, tmp_path / "mask.png")
     picture = _read(tmp_path / "mask.png")
     assert picture.shape == (1454, 2468, 3)
     inside = slice(4, -4)  # the frame covers the outermost pixels
@@ -179,7 +180,7 @@ def test_png_of_any_shape(case: str, tmp_path: Path) -> None:
     mask, q_len, kv_len = CASES[case]
     order = orders.by_remainder(q_len, 8) if case == "dilated" else None
     plan = stof.plan(mask, q_len, kv_len, row_order=order)
-    draw_png(plan.layout, str(tmp_path / "picture"), title="$not mathematics$ " * 20)
+    draw_picture(plan.layout, str(tmp_path / "picture"), title="$not mathematics$ " * 20)
     picture = _read(tmp_path / "picture")
     assert picture.shape[1] == 2468
     assert 600 < picture.shape[0] <= 1454
@@ -190,7 +191,7 @@ def test_long_masks_are_drawn_without_their_dense_form(tmp_path: Path, monkeypat
     plan = stof.plan(masks.longformer(64, 16), 8192)
     monkeypatch.setattr(stof.Layout, "to_dense", None)
     monkeypatch.setattr(stof.masks.Mask, "to_dense", None)
-    draw_png(plan, tmp_path / "mask.png")
+    draw_picture(plan, tmp_path / "mask.png")
     draw_text(plan)
     raster = rasterize(plan.layout, 64, 64)
     assert float(raster.kept.mean()) == pytest.approx(plan.statistics().density, rel=1e-12)
@@ -198,11 +199,11 @@ def test_long_masks_are_drawn_without_their_dense_form(tmp_path: Path, monkeypat
 
 def test_pyplot_stays_out_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
-    draw_png(stof.plan(masks.causal(), 16), tmp_path / "mask.png")
+    draw_picture(stof.plan(masks.causal(), 16), tmp_path / "mask.png")
     assert "matplotlib.pyplot" not in sys.modules
 
 
 def test_missing_matplotlib_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r'pip install "stof\[bench\]"'):
-        draw_png(stof.plan(masks.causal(), 16), tmp_path / "mask.png")
+        draw_picture(stof.plan(masks.causal(), 16), tmp_path / "mask.png")

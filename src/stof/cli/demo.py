@@ -59,10 +59,10 @@ def demo(
 
 def _draw(mask: object, tokens: int, picture: Path) -> None:
     import stof
-    from stof.drawing import draw_png
+    from stof.drawing import draw_picture
 
     picture.parent.mkdir(parents=True, exist_ok=True)
-    draw_png(stof.plan(mask, tokens), picture)
+    draw_picture(stof.plan(mask, tokens), picture)
 
 
 def outcomes_table(outcomes: list[Outcome]) -> Table:

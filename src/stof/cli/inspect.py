@@ -138,11 +138,11 @@ def _row_order(text: str, q_len: int) -> Tensor:
 
 
 def _write_png(plan: Plan, path: Path, pattern: int) -> None:
-    from stof.drawing import draw_png
+    from stof.drawing import draw_picture
     from stof.errors import ArgumentError
 
     try:
-        draw_png(plan, path, pattern=pattern)
+        draw_picture(plan, path, pattern=pattern)
     except OSError as error:
         raise ArgumentError(f"cannot write {path}: {error.strerror or error}") from None
 

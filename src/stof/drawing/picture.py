@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,7 @@ class _Size:
         return MARGIN_LEFT + 2 * PANEL + GAP + MARGIN_RIGHT, MARGIN_TOP + self.height + MARGIN_BOTTOM
 
 
-def draw_png(
+def draw_picture(
     layout_or_plan: Layout | Plan,
     path: str | os.PathLike[str],
     *,
@@ -66,7 +67,7 @@ def draw_png(
 
     Args:
         layout_or_plan: what to draw.
-        path: file to write, replaced if it exists; always PNG.
+        path: file to write, replaced if it exists; SVG if it ends with .svg, else PNG.
         title: heading; default the mask's text for a plan, the lengths for a layout.
         pattern: which distinct (batch, head) mask to draw.
 
@@ -79,7 +80,7 @@ def draw_png(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError('drawing a PNG needs matplotlib: pip install "stof[bench]"') from error
+        raise MissingDependencyError('drawing a picture needs matplotlib: pip install "stof[bench]"') from error
     layout = layout_of(layout_or_plan)
     if title is None:
         title = layout_or_plan.mask_text if isinstance(layout_or_plan, Plan) else f"{layout.q_len} x {layout.kv_len}"
@@ -92,7 +93,7 @@ def draw_png(
     _heading(figure, title, layout, pattern)
     _mask_panel(figure, raster, layout, size)
     _tile_panel(figure, raster, layout, size, pattern)
-    figure.savefig(path, format="png", dpi=DPI)
+    figure.savefig(path, format="svg" if Path(path).suffix == ".svg" else "png", dpi=DPI)
 
 
 def _panel_size(layout: Layout) -> _Size:
