@@ -1,0 +1,5 @@
+"""`python -m stof` is the `stof` command."""
+
+from stof.cli.main import app
+
+app()

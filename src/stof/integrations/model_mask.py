@@ -1,0 +1,144 @@
+"""What a model's layers receive as their attention mask when STOF runs the attention: a mask, not a tensor."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from stof.attention import plan
+from stof.errors import UnsupportedError
+from stof.masks import Index, Mask, from_function, full
+from stof.plans import Plan
+
+FULL = full()
+
+
+class ModelMask:
+    """The mask of one forward pass, made once and shared by all layers; plans are built at the first layer.
+
+    It passes for a 4-D attention mask (`ndim`, `shape`), so models hand it through untouched. Code that wants to
+    slice or add it gets an error that says what to do.
+
+    Attributes:
+        mask: what each query sees, in the coordinates of this call.
+        keep: None, or bool broadcastable to `[B, 1, Sq, Skv]` that also must hold. Used where reading the tensor to
+            plan with it would break a graph or cost more than it saves (compiled code, one-token decoding).
+        shape: `(B, 1, Sq, Skv)` of the call.
+        q_offset, kv_offset: position of the first query and of the first key; a tensor where compiled code does not
+            know it.
+        complete: False for a mask a user passes in: the model's own mask is intersected with it.
+    """
+
+    ndim = 4
+
+    def __init__(
+        self,
+        mask: Mask,
+        shape: tuple[int, int, int, int],
+        *,
+        keep: Tensor | None = None,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        complete: bool = True,
+    ) -> None:
+        self.mask = mask
+        self.keep = keep
+        self.shape = shape
+        self.q_offset = q_offset
+        self.kv_offset = kv_offset
+        self.complete = complete
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._rows: dict[torch.device, Tensor | None] = {}
+
+    def narrowed(self, sparse: Mask | None) -> Mask:
+        """The mask, intersected with a sparse mask written for whole sequences."""
+        if sparse is None:
+            return self.mask
+        moved = self._moved(sparse)
+        return moved if self.mask == FULL else self.mask & moved
+
+    def _moved(self, sparse: Mask) -> Mask:
+        """`sparse` in the coordinates of this call."""
+        q_offset, kv_offset = int(self.q_offset), self.kv_offset
+        if kv_offset == 0:
+            return sparse.with_query_offset(q_offset)
+        q_len, kv_len = self.shape[2] + q_offset, self.shape[3] + kv_offset
+        sparse.check(q_len, kv_len)
+
+        def moved(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return sparse.evaluate(Index(b, h, q + q_offset, kv + kv_offset, q_len, kv_len))
+
+        return from_function(moved)
+
+    def plan(self, sparse: Mask | None, q: Tensor, k: Tensor) -> Plan:
+        """The plan for these queries and keys; the same object for every layer with the same `sparse`."""
+        key = (sparse, q.shape[:3], k.shape[2], q.device)
+        found = self._plans.get(key)
+        if found is None:
+            batch, heads, q_len, _ = q.shape
+            found = plan(self.narrowed(sparse), q_len, k.shape[2], batch=batch, heads=heads, device=q.device)
+            self._plans[key] = found
+        return found
+
+    def one_row(self, batch: int, kv_len: int, device: torch.device) -> Tensor | None:
+        """Bool `[B | 1, 1, 1, Skv]`, what a single query sees; None when it sees everything."""
+        if device not in self._rows:
+            row = None if self.keep is None else self.keep.to(device)
+            if self.mask != FULL:
+                dense = self.mask.to_dense(1, kv_len, batch=batch, device=device)
+                row = dense if row is None else dense & row
+            self._rows[device] = row
+        return self._rows[device]
+
+    def to(self, *args: Any, **kwargs: Any) -> ModelMask:
+        """Itself on another device, for code that moves a batch of inputs; dtypes do not apply."""
+        device = kwargs.get("device", next((arg for arg in args if not isinstance(arg, torch.dtype)), None))
+        if self.keep is None or device is None:
+            return self
+        return ModelMask(
+            self.mask,
+            self.shape,
+            keep=self.keep.to(device),
+            q_offset=self.q_offset,
+            kv_offset=self.kv_offset,
+            complete=self.complete,
+        )
+
+    def __repr__(self) -> str:
+        extra = "" if self.keep is None else f", keep={list(self.keep.shape)}"
+        return f"ModelMask({self.mask!r}, shape={self.shape}{extra})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(_not_a_tensor(f"asked for .{name}"))
+
+    def __getitem__(self, item: object) -> NoReturn:
+        _refuse("indexed it")
+
+    def __add__(self, other: object) -> NoReturn:
+        _refuse("added it to scores")
+
+    __radd__ = __add__
+
+    def __mul__(self, other: object) -> NoReturn:
+        _refuse("multiplied it")
+
+    __rmul__ = __mul__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        del cls, types, args, kwargs
+        _refuse(f"passed it to {getattr(func, '__name__', func)}")
+
+
+def _not_a_tensor(did: str) -> str:
+    return (
+        f"the attention mask is a stof mask, not a tensor, and code outside stof {did}. Masks of stof (a packed batch, "
+        'for instance) need model.set_attn_implementation("stof"); a model that works on its masks itself cannot run '
+        'with stof attention: use model.set_attn_implementation("sdpa") and a tensor mask'
+    )
+
+
+def _refuse(did: str) -> NoReturn:
+    raise UnsupportedError(_not_a_tensor(did), {})

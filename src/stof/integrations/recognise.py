@@ -1,0 +1,141 @@
+"""Mask functions of transformers, read back as named masks where they are provably the same.
+
+A named mask is a value, so its plan is found again at the next forward pass. What is not recognised is evaluated
+exactly by the caller; nothing here guesses.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils as hf
+
+from stof.masks import Mask, causal, documents, full, sliding_window
+
+# A window open to the future; `& causal()` closes it.
+_UNBOUNDED = 2**31 - 1
+_PROBE = 12
+
+
+def recognise(fn: Callable[..., Any], q_length: int, kv_length: int, q_offset: int, kv_offset: int) -> Mask | None:
+    """The named mask equal to transformers' mask function on this call's queries and keys; None if none is."""
+    shift = q_offset - kv_offset
+    if shift < 0:
+        return None
+    # Packed-sequence ids are per absolute position, so only whole sequences read as documents.
+    whole = kv_length if q_length == kv_length and q_offset == kv_offset == 0 else None
+    mask = _named(fn, whole)
+    if mask is None:
+        return None
+    if mask == causal() and shift >= kv_length - 1:
+        return full()
+    return mask.with_query_offset(shift) if mask != full() else mask
+
+
+def recognise_plain(fn: Callable[..., Any]) -> Mask | None:
+    """Causal or bidirectional, by the function's identity alone: what compilers can follow."""
+    if fn is hf.causal_mask_function:
+        return causal()
+    return full() if fn is hf.bidirectional_mask_function else None
+
+
+def _named(fn: Callable[..., Any], whole: int | None) -> Mask | None:
+    plain = recognise_plain(fn)
+    if plain is not None:
+        return plain
+    code = getattr(fn, "__code__", None)
+    if code not in _TRUSTED:
+        return None
+    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in fn.__closure__ or ()), strict=True))
+    return _READERS[code](held, whole)
+
+
+def _read_window(held: dict[str, Any], whole: int | None) -> Mask | None:
+    window = held["sliding_window"]
+    return sliding_window(window - 1, _UNBOUNDED) if isinstance(window, int) and window >= 1 else None
+
+
+def _read_two_sided_window(held: dict[str, Any], whole: int | None) -> Mask | None:
+    window = held["sliding_window"]
+    return sliding_window(window, window) if isinstance(window, int) and window >= 0 else None
+
+
+def _read_packed(held: dict[str, Any], whole: int | None) -> Mask | None:
+    ids: Tensor = held["packed_sequence_mask"]
+    if whole is None or ids.shape[-1] != whole:
+        return None
+    return documents(ids) if bool((ids >= 0).all()) else None
+
+
+def _read_and(held: dict[str, Any], whole: int | None) -> Mask | None:
+    parts = [_named(fn, whole) for fn in held["mask_functions"]]
+    out: Mask | None = full()
+    for part in parts:
+        if part is None or out is None:
+            return None
+        out = part if out == full() else out if part == full() else _intersection(out, part)
+    return out
+
+
+def _intersection(a: Mask, b: Mask) -> Mask:
+    for window, other in ((a, b), (b, a)):
+        if other == causal() and getattr(window, "right", None) == _UNBOUNDED:
+            return sliding_window(window.left)  # type: ignore[attr-defined]
+    return a & b
+
+
+def _read_or(held: dict[str, Any], whole: int | None) -> Mask | None:
+    out: Mask | None = None
+    for fn in held["mask_functions"]:
+        part = _named(fn, whole)
+        if part is None:
+            return None
+        out = part if out is None else out | part
+    return out
+
+
+_PACKED_PROBE = torch.arange(_PROBE).div(5, rounding_mode="floor")[None]
+
+# What each closure of transformers must mean for its reader to be used, with two sizes each.
+_EXAMPLES: tuple[tuple[Callable[..., Any], Callable[..., Mask | None]], ...] = tuple(
+    (fn, reader)
+    for size in (1, 4)
+    for fn, reader in (
+        (hf.sliding_window_overlay(size), _read_window),
+        (hf.sliding_window_bidirectional_overlay(size), _read_two_sided_window),
+        (hf.packed_sequence_mask_function(_PACKED_PROBE + size), _read_packed),
+        (hf.and_masks(hf.causal_mask_function, hf.bidirectional_mask_function), _read_and),
+        (hf.or_masks(hf.causal_mask_function, hf.bidirectional_mask_function), _read_or),
+    )
+)
+_READERS: dict[CodeType, Callable[..., Mask | None]] = {fn.__code__: reader for fn, reader in _EXAMPLES}
+_TRUSTED: set[CodeType] = set(_READERS)
+
+
+def _check_readers() -> None:
+    """Compare every reader with the function it reads; one that disagrees is not used, and says so."""
+    steps = torch.arange(_PROBE)
+    grid = (torch.zeros(1, 1, 1, 1, dtype=torch.int64),) * 2 + (steps.view(1, 1, -1, 1), steps.view(1, 1, 1, -1))
+    for fn, _ in _EXAMPLES:
+        code = fn.__code__
+        try:
+            mask = _named(fn, _PROBE)
+            same = mask is not None and torch.equal(mask.to_dense(_PROBE), fn(*grid).expand(1, 1, _PROBE, _PROBE))
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            same = False
+        if not same and code in _TRUSTED:
+            _TRUSTED.discard(code)
+            warnings.warn(
+                f"this version of transformers changed {fn.__qualname__}; stof evaluates such masks in full at every "
+                "forward pass instead of reading them by name (correct, but slower)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+_check_readers()

@@ -1,0 +1,169 @@
+"""Sparse masks for the self-attention layers of a transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from stof.errors import ArgumentError, MaskError
+from stof.masks import Mask
+from stof.masks.tensors import as_mask
+
+NAME = "stof"
+
+_ATTRIBUTE = "_stof_sparse_mask"
+_HOOK = "_stof_sparse_hook"
+# How transformers calls attention over another sequence in class, attribute and module names.
+_CROSS = ("cross", "encdec", "encoder_attn", "encoder_decoder_attention")
+
+PerLayer = Mask | str | Mapping[int, Mask | None] | Callable[[int], Mask | None] | None
+
+
+class Sparsified:
+    """Sparse masks set by `sparsify`; `remove()`, or the end of a `with` block, restores what was there before.
+
+    Attributes:
+        layers: names of the self-attention layers, in the order they are numbered.
+        masks: the mask of each of them; None where a layer keeps only the model's own.
+    """
+
+    def __init__(self, modules: list[tuple[str, nn.Module]], masks: list[Mask | None]) -> None:
+        self.layers = tuple(name for name, _ in modules)
+        self.masks = tuple(masks)
+        self._modules = [module for _, module in modules]
+        self._before = [sparse_mask_of(module) for module in self._modules]
+        for module, mask in zip(self._modules, masks, strict=True):
+            _set(module, mask)
+
+    def remove(self) -> None:
+        """Put back the masks that were set before; a second call changes nothing."""
+        for module, before in zip(self._modules, self._before, strict=True):
+            _set(module, before)
+        self._modules, self._before = [], []
+
+    def __enter__(self) -> Sparsified:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"Sparsified({len(self.layers)} layers, {', '.join(sorted({repr(mask) for mask in self.masks}))})"
+
+
+def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
+    """Give the self-attention layers of a model a sparse mask: each sees what its own mask AND this one keep.
+
+    The model's causal, padding or window mask stays in force; cross-attention is left alone. In generation with a
+    cache, positions count from the start of the sequence. The mask lives on the layers until it is replaced or
+    removed, for instance with `sparsify(model, None)`:
+
+        with sparsify(model, masks.longformer(64, 64)):
+            out = model(**inputs)
+
+    Args:
+        model: a transformers model (or a part, such as `model.encoder`) running `attn_implementation="stof"`.
+        mask: one mask for all layers (or its text); a mapping or a function from the layer's number, counted from
+            0 over this model's self-attention layers, to a mask or None; or None to remove masks. A mask function
+            `(b, h, q_idx, kv_idx)` goes through `stof.masks.from_function` first.
+
+    Raises:
+        ArgumentError: no self-attention layer, another attention implementation, or a layer number out of range.
+        MaskError: something that is no mask.
+    """
+    modules = _self_attention(model)
+    if not modules:
+        raise ArgumentError(
+            f"{type(model).__name__} has no self-attention layer that runs through transformers' attention interface; "
+            "sparsify() takes a model whose set_attn_implementation() works"
+        )
+    if mask is not None:
+        for name, module in modules:
+            _check_implementation(module, name)
+    return Sparsified(modules, _per_layer(mask, [name for name, _ in modules]))
+
+
+def sparse_mask_of(module: nn.Module) -> Mask | None:
+    """The sparse mask set on an attention layer."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
+def _per_layer(mask: PerLayer, names: list[str]) -> list[Mask | None]:
+    count = len(names)
+    if mask is None:
+        return [None] * count
+    if isinstance(mask, Mapping):
+        unknown = [number for number in mask if number not in range(count)]
+        if unknown:
+            raise ArgumentError(f"the model has self-attention layers 0 to {count - 1}, the mapping names {unknown}")
+        return [_checked(mask.get(number)) for number in range(count)]
+    if isinstance(mask, Mask | str) or not callable(mask):
+        return [_checked(mask)] * count
+    return [_checked(mask(number)) for number in range(count)]
+
+
+def _checked(mask: object) -> Mask | None:
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, str):
+        return as_mask(mask)
+    raise MaskError(
+        f"a layer's mask is a mask from stof.masks, its text, or None, got {type(mask).__name__}; "
+        "wrap tensors with masks.from_dense and functions with masks.from_function"
+    )
+
+
+def _self_attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that call the attention interface, in model order, without those over another sequence."""
+    return [(name, module) for name, module in model.named_modules() if _attends(module) and not _crosses(name, module)]
+
+
+def _attends(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    return (
+        "Attention" in type(module).__name__
+        and hasattr(config, "_attn_implementation")
+        and hasattr(module, "is_causal")
+    )
+
+
+def _crosses(name: str, module: nn.Module) -> bool:
+    if getattr(module, "is_cross_attention", False):
+        return True
+    # The layer's own name and its parent's: "decoder.block.0.layer.1.EncDecAttention", "layer.0.crossattention.self".
+    words = [type(module).__name__, *name.split(".")[-2:]]
+    return any(mark in word.lower() for word in words for mark in _CROSS)
+
+
+def _check_implementation(module: nn.Module, name: str) -> None:
+    config: Any = module.config
+    if config._attn_implementation != NAME:
+        raise ArgumentError(
+            f"layer {name} has a stof mask and runs attn_implementation={config._attn_implementation!r}, which would "
+            f"ignore it; call stof.integrations.transformers.enable(model), "
+            "or remove the mask with sparsify(model, None)"
+        )
+
+
+def _set(module: nn.Module, mask: Mask | None) -> None:
+    """Set or remove, with a hook that refuses to run where the mask would be ignored."""
+    hook = getattr(module, _HOOK, None)
+    if hook is not None:
+        hook.remove()
+        delattr(module, _HOOK)
+    if mask is None:
+        if hasattr(module, _ATTRIBUTE):
+            delattr(module, _ATTRIBUTE)
+        return
+    setattr(module, _ATTRIBUTE, mask)
+    setattr(module, _HOOK, module.register_forward_pre_hook(_guard))
+
+
+def _guard(module: nn.Module, args: object) -> None:
+    del args
+    _check_implementation(module, type(module).__name__)
