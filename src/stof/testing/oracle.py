@@ -1,0 +1,172 @@
+"""Attention from its definition, one head at a time: in float64 as the oracle, in a lower dtype as the yardstick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def oracle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `stof.attention` must compute, in float64.
+
+    Args:
+        q: `[B, H, Sq, D]`, any floating dtype; the same for k `[B, Hkv, Skv, D]` and v `[B, Hkv, Skv, Dv]`.
+        keep: bool, broadcastable to `[B, H, Sq, Skv]`, true where the key is seen; None sees all.
+        scale, bias, softcap, sinks: as for `stof.attention`.
+
+    Returns:
+        `(out [B, H, Sq, Dv], lse [B, H, Sq])`, both float64. Rows that keep nothing give 0 and -inf. The lse does not
+        count the sinks.
+    """
+    return _attention(q, k, v, keep, scale, bias, softcap, sinks, torch.float64)
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same with every step rounded to q's dtype: its error is what an implementation is measured by."""
+    return _attention(q, k, v, keep, scale, bias, softcap, sinks, q.dtype)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    scale: float | None,
+    bias: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1], k.shape[2]
+    every = (batch, heads, q_len, kv_len)
+    keep = torch.ones(every, dtype=torch.bool, device=q.device) if keep is None else keep.expand(every)
+    bias = torch.zeros(1, dtype=dtype, device=q.device).expand(every) if bias is None else bias.to(dtype).expand(every)
+    out = torch.zeros(batch, heads, q_len, v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.full((batch, heads, q_len), -torch.inf, dtype=dtype, device=q.device)
+    for b in range(batch):
+        for h in range(heads):
+            key_head = h * kv_heads // heads
+            scores = q[b, h].to(dtype) @ k[b, key_head].to(dtype).T
+            scores = scores * (head_dim**-0.5 if scale is None else scale)
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            scores = scores + bias[b, h]
+            scores = torch.where(keep[b, h], scores, -torch.inf)
+            sink = torch.tensor(-torch.inf, dtype=dtype, device=q.device) if sinks is None else sinks[h].to(dtype)
+            top = scores.amax(1)
+            seen = top > -torch.inf
+            # Any finite reference point gives the same softmax; rows that keep nothing are left at 0 and -inf.
+            top = torch.where(seen, top, 0.0)
+            weights = torch.exp(scores - top[:, None])
+            total = weights.sum(1)
+            summed = weights @ v[b, key_head].to(dtype)
+            denominator = (total + torch.exp(sink - top))[:, None]
+            out[b, h] = torch.where(seen[:, None], summed / torch.where(seen[:, None], denominator, 1.0), 0.0)
+            lse[b, h] = torch.where(seen, torch.log(total) + top, -torch.inf)
+    return out, lse
+
+
+@dataclass(frozen=True)
+class ErrorBudget:
+    """How far a result may be from the oracle.
+
+    Attributes:
+        plain: largest absolute error of `plain_attention` in the same dtype.
+        allowed: what an implementation may have: `factor * plain`, plus a few roundings of the largest value.
+    """
+
+    plain: float
+    allowed: float
+
+
+def error_budget(plain: Tensor, expected: Tensor, dtype: torch.dtype, *, factor: float = 2.0) -> ErrorBudget:
+    """Budget of an implementation in `dtype`, from the plain result and the float64 one.
+
+    Roundings of the largest value are granted on top, because few values can be exact by luck: one for 16-bit dtypes,
+    which round once at the end, four for the others, which accumulate in the dtype itself. Float64 has no wider dtype to
+    be measured in: give it float32's plain result, whose error is scaled by the ratio of the roundings.
+    """
+    finite = torch.isfinite(expected)
+    if not bool(finite.any()):
+        return ErrorBudget(0.0, 0.0)
+    eps = torch.finfo(dtype).eps
+    # An infinity in the plain result (16-bit overflow) grants nothing.
+    errors = (plain.double() - expected)[finite & torch.isfinite(plain)].abs()
+    error = float(errors.max()) * eps / torch.finfo(plain.dtype).eps if errors.numel() else 0.0
+    roundings = 1 if eps > torch.finfo(torch.float32).eps else 4
+    rounding = roundings * eps * max(float(expected[finite].abs().max()), 1.0)
+    return ErrorBudget(error, factor * error + rounding)
+
+
+def assert_attention(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    factor: float = 2.0,
+) -> None:
+    """Assert that `out` (and `lse`, unless None) are attention of these inputs, within the error budget.
+
+    Shapes and dtypes are checked, rows that keep nothing must be exactly 0 and -inf, and nothing may be NaN.
+
+    Raises:
+        AssertionError: with the error, the budget and the place of the worst value.
+    """
+    options = {"scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks}
+    expected, expected_lse = oracle_attention(q, k, v, keep, **options)  # type: ignore[arg-type]
+    yardstick = torch.float32 if q.dtype == torch.float64 else q.dtype
+    plain, plain_lse = plain_attention(*(x.to(yardstick) for x in (q, k, v)), keep, **options)  # type: ignore[arg-type]
+    empty = expected_lse == -torch.inf
+    assert out.dtype == q.dtype, f"out is {out.dtype}, expected {q.dtype}"
+    assert out.shape == expected.shape, f"out is {list(out.shape)}, expected {list(expected.shape)}"
+    assert bool((out[empty] == 0).all()), "rows that keep nothing are not exactly 0"
+    _assert_close("out", out, expected, error_budget(plain, expected, q.dtype, factor=factor))
+    if lse is None:
+        return
+    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+    assert lse.dtype == wanted, f"lse is {lse.dtype}, expected {wanted}"
+    assert lse.shape == expected_lse.shape, f"lse is {list(lse.shape)}, expected {list(expected_lse.shape)}"
+    assert torch.equal(lse == -torch.inf, empty), "lse is -inf elsewhere than in the rows that keep nothing"
+    _assert_close("lse", lse, expected_lse, error_budget(plain_lse, expected_lse, q.dtype, factor=factor))
+
+
+def _assert_close(name: str, actual: Tensor, expected: Tensor, budget: ErrorBudget) -> None:
+    error = torch.where(torch.isfinite(expected), actual.double() - expected, 0.0).abs()
+    worst = int(error.nan_to_num(torch.inf).argmax())
+    place = tuple(int(n) for n in torch.unravel_index(torch.tensor(worst), error.shape))
+    largest = float(error.flatten()[worst])
+    # Not `<=` the other way round: a NaN must fail.
+    assert largest <= budget.allowed, (
+        f"{name} is off by {largest:.3e} at {place} (got {float(actual[place]):.6g}, expected "
+        f"{float(expected[place]):.6g}); allowed {budget.allowed:.3e}, plain PyTorch has {budget.plain:.3e}"
+    )

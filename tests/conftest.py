@@ -1,0 +1,51 @@
+"""Determinism, hypothesis profiles, and poisoned memory for every test."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+import stof
+
+_COMMON = {
+    "deadline": None,  # the first example of a test pays for planning and lazy imports
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+settings.register_profile("dev", max_examples=40, **_COMMON)
+settings.register_profile("ci", max_examples=40, derandomize=True, print_blob=True, **_COMMON)
+settings.register_profile("thorough", max_examples=1000, **_COMMON)
+settings.load_profile(os.environ.get("STOF_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _empty_plan_cache() -> None:
+    """Tests do not see each other's plans."""
+    stof.plan_cache.clear()
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised floating-point memory holds NaN, integer memory the largest value: unwritten outputs show.
+
+    PyTorch fills inside `empty`, `empty_like`, `new_empty` and `empty_strided`, whoever calls them, Python or C++;
+    replacing the Python functions would miss the latter.
+    """
+    before = (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]

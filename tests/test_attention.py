@@ -1,0 +1,288 @@
+"""`stof.attention` against float64, over masks, shapes, dtypes, memory orders and options, for all implementations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import stof
+from stof import LayoutConfig, masks
+from stof.layout import orders
+from stof.selection import IMPLEMENTATIONS
+from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs, oracle_attention, spread
+from tests.strategies import calls, configs, dense_masks, mask_trees, row_orders
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+IMPLS = tuple(IMPLEMENTATIONS)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check(
+    inputs: tuple[Tensor, Tensor, Tensor], mask: Any, keep: Tensor, implementation: str | None = None, **options: Any
+) -> None:
+    out, lse = stof.attention(*inputs, mask, return_lse=True, implementation=implementation, **options)
+    assert_attention(out, lse, *inputs, keep, **options)
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(data=st.data())
+@settings(max_examples=40)
+def test_against_float64(data: st.DataObject, dtype: torch.dtype, implementation: str) -> None:
+    call = data.draw(calls(dtype))
+    sizes = call.sizes
+    inputs = make_inputs(**sizes).qkv
+    mask_batch, mask_heads = data.draw(st.sampled_from([(1, 1), (sizes["batch"], 1), (sizes["batch"], sizes["heads"])]))
+    keep = data.draw(dense_masks(sizes["q_len"], sizes["kv_len"], mask_batch, mask_heads))
+    if data.draw(st.booleans()):
+        plan = stof.plan(
+            keep,
+            sizes["q_len"],
+            sizes["kv_len"],
+            batch=sizes["batch"],
+            heads=sizes["heads"],
+            config=data.draw(configs),
+            row_order=data.draw(row_orders(sizes["q_len"])),
+        )
+        check(inputs, plan, keep, implementation, **call.options())
+    else:
+        check(inputs, keep, keep, implementation, **call.options())
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+@given(data=st.data())
+@settings(max_examples=25)
+def test_mask_expressions(data: st.DataObject, implementation: str) -> None:
+    kv_len, batch = data.draw(st.sampled_from([12, 64, 70])), data.draw(st.integers(1, 2))
+    q_len = data.draw(st.integers(1, kv_len))
+    mask = data.draw(mask_trees(kv_len, batch))
+    if data.draw(st.booleans()):
+        mask = mask.with_query_offset(kv_len - q_len)
+    inputs = make_inputs(batch=batch, heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len).qkv
+    check(inputs, mask, mask.to_dense(q_len, kv_len), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+@pytest.mark.parametrize("q_len", [1, 63, 65, 1000])
+@pytest.mark.parametrize("kv_len", [1, 65, 1000])
+def test_lengths(q_len: int, kv_len: int, implementation: str) -> None:
+    mask = masks.sliding_window(20, 5) | masks.sink_tokens(3)
+    inputs = make_inputs(heads=2, q_len=q_len, kv_len=kv_len).qkv
+    check(inputs, mask, mask.to_dense(q_len, kv_len), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+@pytest.mark.parametrize("memory", MEMORY_LAYOUTS)
+def test_memory_orders(memory: str, implementation: str) -> None:
+    """Gaps between elements are NaN: reading with the wrong stride shows."""
+    inputs = make_inputs(batch=2, heads=4, kv_heads=2, q_len=70, kv_len=90, memory=memory).qkv
+    check(inputs, masks.causal(), masks.causal().to_dense(70, 90), implementation)
+    bias = spread(torch.randn(2, 4, 70, 90), memory)
+    check(inputs, masks.causal(), masks.causal().to_dense(70, 90), implementation, bias=bias)
+
+
+@pytest.mark.parametrize("mixed", range(3), ids=["q", "k", "v"])
+@pytest.mark.parametrize("implementation", IMPLS)
+def test_one_tensor_with_a_strided_last_dimension(mixed: int, implementation: str) -> None:
+    inputs = list(make_inputs(q_len=70).qkv)
+    inputs[mixed] = spread(inputs[mixed], "strided")
+    check(tuple(inputs), masks.sliding_window(9), masks.sliding_window(9).to_dense(70), implementation)
+
+
+BIAS_SHAPES = [(), (90,), (1, 90), (70, 1), (70, 90), (4, 1, 1), (4, 70, 90), (2, 1, 1, 90), (2, 4, 70, 90), (2, 1, 70, 1)]
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
+def test_bias_shapes(shape: tuple[int, ...], implementation: str) -> None:
+    mask = masks.causal() | masks.global_tokens(2)
+    inputs = make_inputs(batch=2, heads=4, kv_heads=2, q_len=70, kv_len=90).qkv
+    check(inputs, mask, mask.to_dense(70, 90), implementation, bias=torch.randn(shape))
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_wide_bias_of_half_inputs_keeps_its_range(dtype: torch.dtype, implementation: str) -> None:
+    """A float32 bias is not squeezed into 16 bits: 1e5 overflows float16, and bfloat16 has 8 bits of mantissa."""
+    q, k, v = make_inputs(q_len=70, dtype=dtype).qkv
+    bias = 1e5 + torch.arange(70.0)
+    out, lse = stof.attention(q, k, v, bias=bias, return_lse=True, implementation=implementation)
+    expected, expected_lse = oracle_attention(q, k, v, bias=bias)
+    assert (out.double() - expected).abs().max() < 0.05
+    assert (lse.double() - expected_lse).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+@pytest.mark.parametrize("columns", [(0, 700), (600, 1200), (0, 1200)], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_bias_that_drops_whole_rows(columns: tuple[int, int], kv_heads: int, implementation: str) -> None:
+    """-inf in the bias empties rows as the mask does, also where shared columns are merged with the rest."""
+    inputs = make_inputs(heads=2, kv_heads=kv_heads, q_len=1100, kv_len=1200, head_dim=8).qkv
+    bias = torch.zeros(1200)
+    bias[columns[0] : columns[1]] = -torch.inf
+    rows = torch.zeros(1100, 1)
+    rows[7] = -torch.inf
+    for mask in (masks.full(), masks.prefix_lm(700), ~masks.sliding_window(4, 4)):
+        check(inputs, mask, mask.to_dense(1100, 1200), implementation, bias=bias + rows)
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+def test_bias_counts_only_where_the_mask_keeps(implementation: str) -> None:
+    """+inf and NaN under dropped scores change nothing."""
+    q, k, v = make_inputs(q_len=70).qkv
+    keep = masks.causal().to_dense(70)[0, 0]
+    bias = torch.randn(70, 70)
+    wild = bias.masked_fill(~keep, torch.inf)
+    wild[0, 5] = torch.nan
+    out = stof.attention(q, k, v, masks.causal(), bias=wild, implementation=implementation)
+    assert_attention(out, None, q, k, v, keep, bias=bias)
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+@pytest.mark.parametrize("sink", [-torch.inf, -100.0, 0.0, 100.0])
+def test_sinks(sink: float, implementation: str) -> None:
+    """Also with rows that keep nothing, which stay 0."""
+    inputs = make_inputs(heads=4, kv_heads=2, q_len=130).qkv
+    mask = masks.sliding_window(0, 0) & ~masks.sink_tokens(100)
+    check(inputs, mask, mask.to_dense(130), implementation, sinks=torch.tensor([sink, 1.0, sink, -1.0]))
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+def test_empty_masks(implementation: str) -> None:
+    inputs = make_inputs(batch=2, q_len=70).qkv
+    out, lse = stof.attention(*inputs, ~masks.full(), return_lse=True, implementation=implementation)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+    # one empty sequence in the batch
+    lengths = masks.padding([0, 33])
+    check(inputs, lengths, lengths.to_dense(70), implementation)
+
+
+SHARED = {
+    "full": masks.full(),
+    "prefix": masks.prefix_lm(800),
+    "scattered": masks.strided(100, 5, 3, causal=False),
+    "anti_window": ~masks.sliding_window(30, 30),
+    "per_head": masks.per_head([masks.full(), masks.causal()]),
+    "some_empty_rows": masks.full() & ~masks.from_dense(torch.eye(1200, dtype=torch.bool)[:, [5]].expand(-1, 1200).clone()),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_columns(name: str, dtype: torch.dtype) -> None:
+    """512 and more columns that neighbouring row blocks all keep run unmasked, and merge by log-sum-exp."""
+    mask = SHARED[name]
+    q_len, kv_len = (1200, 1200) if name == "some_empty_rows" else (1100, 1230)
+    inputs = make_inputs(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=8, dtype=dtype).qkv
+    keep = mask.to_dense(q_len, kv_len)
+    check(inputs, mask, keep, "row_block")
+    check(inputs, mask, keep, "row_block", sinks=torch.tensor([0.5, 7.0]), softcap=5.0, bias=torch.randn(1, 1, 1, kv_len))
+    permuted = stof.plan(mask, q_len, kv_len, heads=2, row_order=orders.by_remainder(q_len, 7))
+    check(inputs, permuted, keep, "row_block")
+
+
+def test_the_shared_path_is_taken() -> None:
+    """Guards the test above: its masks do reach the merging step."""
+    from stof.kernels.cpu.schedule import MERGE, make_schedule
+
+    for name in ("full", "prefix", "scattered"):
+        layout = stof.plan(SHARED[name], 1100, 1230).layout
+        assert int(make_schedule(layout).steps[:, MERGE].sum()) > 0, name
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+def test_patterns_that_split_key_head_groups(kv_heads: int, implementation: str) -> None:
+    a, b, c = masks.causal(), masks.sliding_window(5), ~masks.full()
+    heads = [a, b, b, b, c, a, a, a]
+    inputs = make_inputs(batch=2, heads=8, kv_heads=kv_heads, q_len=70, memory="bshd").qkv
+    mask = masks.per_head(heads) & masks.padding([70, 9])
+    keep = mask.to_dense(70)
+    check(inputs, mask, keep, implementation)
+    plan = stof.plan(mask, 70, batch=2, heads=8, row_order=orders.by_remainder(70, 3))
+    assert plan.layout.patterns == 6 - 1  # c is the same in both sequences
+    check(inputs, plan, keep, implementation, bias=torch.randn(8, 70, 70), sinks=torch.randn(8))
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+@pytest.mark.parametrize("slab", [None, 1, 8, 16])
+@pytest.mark.parametrize("kv_len", [9, 100, 129])
+def test_lengths_that_no_block_divides(kv_len: int, slab: int | None, implementation: str) -> None:
+    mask = masks.strided(11, 7, 2, causal=False)
+    inputs = make_inputs(q_len=21, kv_len=kv_len).qkv
+    plan = stof.plan(mask, 21, kv_len, config=LayoutConfig(128, 32, slab))
+    check(inputs, plan, mask.to_dense(21, kv_len), implementation)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("implementation", ["row_block", "batched"])
+def test_columns_a_row_block_does_not_need_are_not_read(implementation: str, poison: float) -> None:
+    """NaN in K or V reaches only row blocks that need its column. Within such a block it reaches all rows, as in
+    PyTorch's own attention: a dropped score is -inf added to NaN, and a weight of 0 times NaN.
+    """
+    if implementation not in IMPLS:
+        pytest.skip(f"no implementation {implementation}")
+    q, k, v = make_inputs(q_len=256).qkv
+    mask = masks.sliding_window(20)
+    clean = stof.attention(q, k, v, mask, implementation=implementation)
+    for column in (0, 100, 255):
+        for tensor in (k, v):
+            spoiled = tensor.clone()
+            spoiled[:, :, column] = poison
+            args = (q, spoiled, v) if tensor is k else (q, k, spoiled)
+            out = stof.attention(*args, mask, implementation=implementation)
+            block = torch.arange(256) // 64
+            needs = mask.to_dense(256)[0, 0, :, column].view(4, 64).any(1)[block]
+            assert torch.equal(out[:, :, ~needs], clean[:, :, ~needs])
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+def test_large_scores_do_not_overflow(implementation: str) -> None:
+    q, k, v = (x * 100 for x in make_inputs(q_len=70, dtype=torch.float32).qkv)
+    check((q, k, v), masks.causal(), masks.causal().to_dense(70), implementation)
+    check((q, k, v), masks.causal(), masks.causal().to_dense(70), implementation, softcap=30.0)
+
+
+def test_plan_to_and_repeated_use() -> None:
+    inputs = make_inputs(heads=2, q_len=70)
+    plan = stof.plan(masks.per_head([masks.causal(), masks.full()]), 70, heads=2)
+    moved = plan.to("cpu")
+    assert torch.equal(stof.attention(*inputs.qkv, plan), stof.attention(*inputs.qkv, moved))
+    assert torch.equal(stof.attention(*inputs.qkv, plan), stof.attention(*inputs.qkv, plan))
+
+
+def test_inputs_are_not_written() -> None:
+    inputs = make_inputs(q_len=1100, heads=2)
+    before = [x.clone() for x in inputs.qkv]
+    bias, sinks = torch.randn(1, 1, 1, 1100), torch.randn(2)
+    kept = (bias.clone(), sinks.clone())
+    for implementation in IMPLS:
+        stof.attention(*inputs.qkv, masks.prefix_lm(700), bias=bias, sinks=sinks, softcap=3.0, implementation=implementation)
+    assert all(torch.equal(a, b) for a, b in zip(before, inputs.qkv, strict=True))
+    assert torch.equal(bias, kept[0])
+    assert torch.equal(sinks, kept[1])
+
+
+@pytest.mark.parametrize("default", ["meta"])
+def test_the_default_device_does_not_matter(default: str) -> None:
+    """Every tensor is made on the inputs' device: here a default device that holds no data."""
+    inputs = make_inputs(q_len=1100).qkv
+    mask = masks.bigbird(7, 3) | masks.prefix_lm(600)
+    keep = mask.to_dense(1100)
+    with torch.device(default):
+        results = [stof.attention(*inputs, mask, return_lse=True, implementation=name) for name in IMPLS]
+    for out, lse in results:
+        assert_attention(out, lse, *inputs, keep)
+
+
+def test_the_poison_works() -> None:
+    assert torch.empty(3).isnan().all()
+    assert torch.empty_like(torch.zeros(2, 2).T).isnan().all()
+    assert torch.zeros(1).new_empty(3).isnan().all()

@@ -1,0 +1,139 @@
+"""Who may import whom, read from the source, and what `import stof` loads."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stof
+import stof.testing
+
+SOURCE = Path(stof.__file__).parent
+
+# Lowest first; units of one line may import each other. `errors` is importable by all and imports nothing.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("masks",),
+    ("layout",),
+    ("kernels",),
+    ("selection",),
+    ("ops",),
+    ("validation", "plans"),
+    ("attention",),
+    ("__init__",),  # `import stof`: the public operator
+    ("fusion", "drawing", "bench"),
+    ("integrations",),
+    ("demo",),
+    ("cli",),
+)
+RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
+# A leaf below everything: measuring and storing know nothing of attention.
+TUNING = "tuning"
+# For tests only.
+TESTING = "testing"
+
+
+def unit_of(module: str) -> str:
+    """`stof.layout.build` -> `layout`, `stof` -> `__init__`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = ("stof", *path.relative_to(SOURCE).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """`(line, module)` of every import of stof's own modules, wherever in the file it stands."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            base = node.module or ""
+            for alias in node.names:
+                # `from stof import masks` imports a module, `from stof.masks import Mask` a name.
+                full = f"{base}.{alias.name}"
+                found.append((node.lineno, full if full in MODULES else base))
+    return [(line, name) for line, name in found if name.split(".")[0] == "stof"]
+
+
+def test_every_unit_has_its_layer() -> None:
+    units = {unit_of(name) for name in MODULES}
+    assert units - set(RANK) - {TUNING, TESTING} == set(), "place new units in LAYERS"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_import_direction(name: str) -> None:
+    unit = unit_of(name)
+    problems = []
+    for line, target in imports(MODULES[name]):
+        other = unit_of(target)
+        if other in (unit, "errors"):
+            continue
+        if other == TESTING:
+            allowed = False
+        elif unit == TESTING:
+            allowed = RANK.get(other, 99) < RANK["attention"]
+        elif unit == TUNING:
+            allowed = False
+        elif other == TUNING:
+            allowed = RANK[unit] > RANK["__init__"]
+        else:
+            allowed = RANK[other] <= RANK[unit]
+        if not allowed:
+            problems.append(f"{MODULES[name]}:{line}: {unit} imports {target}")
+    assert not problems, "\n".join(problems)
+
+
+def test_errors_import_nothing_of_ours() -> None:
+    assert imports(MODULES["stof.errors"]) == []
+
+
+def test_kernels_never_look_at_masks_or_the_environment() -> None:
+    for name, path in MODULES.items():
+        if unit_of(name) == "kernels":
+            assert not any(unit_of(target) in ("masks", "selection") for _, target in imports(path)), name
+            assert "environ" not in path.read_text(encoding="utf-8"), name
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys, json; {statement}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_import_loads_torch_only() -> None:
+    """Optional and heavy packages are imported when used. numpy and others count only where torch has not loaded them."""
+    extra = loaded_by("import stof") - loaded_by("import torch")
+    packages = {name.split(".")[0] for name in extra}
+    foreign = packages - set(sys.stdlib_module_names) - {"stof", "torch"}
+    assert foreign == set()
+    heavy = {"fusion", "integrations", "cli", "bench", "demo", "drawing", TESTING, TUNING}
+    assert not {name for name in extra if name.startswith("stof.") and name.split(".")[1] in heavy}
+
+
+@pytest.mark.parametrize("module", ["stof.testing", "stof.masks", "stof.layout"])
+def test_parts_load_torch_only(module: str) -> None:
+    extra = loaded_by(f"import {module}") - loaded_by("import torch")
+    assert {name.split(".")[0] for name in extra} - set(sys.stdlib_module_names) == {"stof"} | (
+        {"torch"} if any(name.startswith("torch.") for name in extra) else set()
+    )
+
+
+def test_public_names_exist() -> None:
+    for module in (stof, stof.masks, stof.layout, stof.selection, stof.testing):
+        assert all(hasattr(module, name) for name in module.__all__)
