@@ -95,7 +95,18 @@ def test_one_tensor_with_a_strided_last_dimension(mixed: int, implementation: st
     check(tuple(inputs), masks.sliding_window(9), masks.sliding_window(9).to_dense(70), implementation)
 
 
-BIAS_SHAPES = [(), (90,), (1, 90), (70, 1), (70, 90), (4, 1, 1), (4, 70, 90), (2, 1, 1, 90), (2, 4, 70, 90), (2, 1, 70, 1)]
+BIAS_SHAPES = [
+    (),
+    (90,),
+    (1, 90),
+    (70, 1),
+    (70, 90),
+    (4, 1, 1),
+    (4, 70, 90),
+    (2, 1, 1, 90),
+    (2, 4, 70, 90),
+    (2, 1, 70, 1),
+]
 
 
 @pytest.mark.parametrize("implementation", IMPLS)
@@ -170,7 +181,8 @@ SHARED = {
     "scattered": masks.strided(100, 5, 3, causal=False),
     "anti_window": ~masks.sliding_window(30, 30),
     "per_head": masks.per_head([masks.full(), masks.causal()]),
-    "some_empty_rows": masks.full() & ~masks.from_dense(torch.eye(1200, dtype=torch.bool)[:, [5]].expand(-1, 1200).clone()),
+    "some_empty_rows": masks.full()
+    & ~masks.from_dense(torch.eye(1200, dtype=torch.bool)[:, [5]].expand(-1, 1200).clone()),
 }
 
 
@@ -183,7 +195,9 @@ def test_shared_columns(name: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=8, dtype=dtype).qkv
     keep = mask.to_dense(q_len, kv_len)
     check(inputs, mask, keep, "row_block")
-    check(inputs, mask, keep, "row_block", sinks=torch.tensor([0.5, 7.0]), softcap=5.0, bias=torch.randn(1, 1, 1, kv_len))
+    check(
+        inputs, mask, keep, "row_block", sinks=torch.tensor([0.5, 7.0]), softcap=5.0, bias=torch.randn(1, 1, 1, kv_len)
+    )
     permuted = stof.plan(mask, q_len, kv_len, heads=2, row_order=orders.by_remainder(q_len, 7))
     check(inputs, permuted, keep, "row_block")
 
@@ -264,7 +278,9 @@ def test_inputs_are_not_written() -> None:
     bias, sinks = torch.randn(1, 1, 1, 1100), torch.randn(2)
     kept = (bias.clone(), sinks.clone())
     for implementation in IMPLS:
-        stof.attention(*inputs.qkv, masks.prefix_lm(700), bias=bias, sinks=sinks, softcap=3.0, implementation=implementation)
+        stof.attention(
+            *inputs.qkv, masks.prefix_lm(700), bias=bias, sinks=sinks, softcap=3.0, implementation=implementation
+        )
     assert all(torch.equal(a, b) for a, b in zip(before, inputs.qkv, strict=True))
     assert torch.equal(bias, kept[0])
     assert torch.equal(sinks, kept[1])

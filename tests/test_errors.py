@@ -113,7 +113,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[StofError], str]] = {
     "padding too long": (lambda: attend(mask=masks.padding([9, 1])), ShapeError, "up to 9 do not fit kv_len 8"),
     "padding batch": (lambda: attend(mask=masks.padding([1, 2, 3])), ShapeError, "batch size of 3, the inputs have 2"),
     "documents length": (lambda: attend(mask=masks.documents([0] * 9)), ShapeError, "cover 9 tokens"),
-    "per head": (lambda: attend(mask=masks.per_head([masks.causal()] * 3)), ShapeError, "heads of 3, the inputs have 4"),
+    "per head": (
+        lambda: attend(mask=masks.per_head([masks.causal()] * 3)),
+        ShapeError,
+        "heads of 3, the inputs have 4",
+    ),
     "negative window": (lambda: masks.sliding_window(-1), MaskError, "left is between 0 and .* got -1"),
     # plans
     "plan of other lengths": (

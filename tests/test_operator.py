@@ -70,7 +70,9 @@ PLAN = stof.plan(masks.causal(), 64)
 COMPILED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "plan": lambda q, k, v: stof.attention(q, k, v, PLAN),
     "mask": lambda q, k, v: stof.attention(q, k, v, masks.causal()),
-    "mask built inside": lambda q, k, v: stof.attention(q, k, v, masks.sliding_window(9) & masks.full() | masks.causal()),
+    "mask built inside": lambda q, k, v: stof.attention(
+        q, k, v, masks.sliding_window(9) & masks.full() | masks.causal()
+    ),
     "dense mask": lambda q, k, v: stof.attention(q, k, v, DENSE),
     "function mask": lambda q, k, v: stof.attention(q, k, v, FUNCTION),
     "amid other work": lambda q, k, v: stof.attention(q * 2 / 2, k + 0, v, masks.causal()).transpose(1, 2) * 1,
@@ -239,7 +241,7 @@ def test_autocast_leaves_float64_and_refuses_integers() -> None:
         assert stof.attention(q, k, v).dtype == torch.float64
         with pytest.raises(DtypeError, match="share one dtype"):
             stof.attention(q.float(), k, v)
-        with pytest.raises(DtypeError, match="got torch.int64"):
+        with pytest.raises(DtypeError, match=r"got torch.int64"):
             stof.attention(q.long(), k.long(), v.long())
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
         assert stof.attention(q.float(), k.float(), v.float()).dtype == torch.float32

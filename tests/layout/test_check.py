@@ -112,7 +112,10 @@ MUTATIONS: dict[str, tuple[Layout, str]] = {
         "not the partial ones",
     ),
     "unknown pattern": (changed(GATHERED, pattern_of=GATHERED.pattern_of + 1), "pattern that is not there"),
-    "tile past the keys": (changed(CONTIGUOUS, tile_base=at(CONTIGUOUS.tile_base, 0, 110)), "tile_base is out of range"),
+    "tile past the keys": (
+        changed(CONTIGUOUS, tile_base=at(CONTIGUOUS.tile_base, 0, 110)),
+        "tile_base is out of range",
+    ),
     "gathered row missing": (
         changed(GATHERED, gathered=GATHERED.gathered[:-1]),
         "tile_base is out of range",

@@ -314,7 +314,7 @@ def test_composing_with_anything_else_is_a_type_error() -> None:
     ],
 )
 def test_bad_arguments(make: Callable[[], Mask]) -> None:
-    with pytest.raises(MaskError, match="got|takes|is empty|is an|are odd|exactly one"):
+    with pytest.raises(MaskError, match=r"got|takes|is empty|is an|are odd|exactly one"):
         make()
 
 

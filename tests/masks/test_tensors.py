@@ -188,9 +188,9 @@ def test_dense_shapes(shape: tuple[int, ...]) -> None:
 
 def test_dense_dtypes() -> None:
     for dtype in (torch.float32, torch.uint8, torch.int64):
-        with pytest.raises(DtypeError, match="torch.bool"):
+        with pytest.raises(DtypeError, match=r"torch.bool"):
             masks.from_dense(torch.zeros(4, 4, dtype=dtype))
-    with pytest.raises(MaskError, match="takes a torch.Tensor"):
+    with pytest.raises(MaskError, match=r"takes a torch.Tensor"):
         masks.from_dense([[True]])  # type: ignore[arg-type]
 
 
@@ -296,7 +296,7 @@ def test_sliced_block_masks_are_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("value", [None, 3, "x", masks.causal(), torch.ones(2, 2, dtype=torch.bool)])
 def test_what_is_not_a_block_mask(value: Any) -> None:
-    with pytest.raises(MaskError, match="takes torch.nn.attention.flex_attention.BlockMask"):
+    with pytest.raises(MaskError, match=r"takes torch.nn.attention.flex_attention.BlockMask"):
         masks.from_block_mask(value)
 
 

@@ -22,7 +22,7 @@ def _integer(what: str, value: object, low: int, high: int = 2**31 - 1) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise MaskError(f"{what} is an int, got {type(value).__name__} {value!r}")
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = operator.index(value)
     except TypeError:
         raise MaskError(f"{what} is an int, got {value!r}") from None
     if not low <= number <= high:

@@ -106,8 +106,8 @@ def error_budget(plain: Tensor, expected: Tensor, dtype: torch.dtype, *, factor:
     """Budget of an implementation in `dtype`, from the plain result and the float64 one.
 
     Roundings of the largest value are granted on top, because few values can be exact by luck: one for 16-bit dtypes,
-    which round once at the end, four for the others, which accumulate in the dtype itself. Float64 has no wider dtype to
-    be measured in: give it float32's plain result, whose error is scaled by the ratio of the roundings.
+    which round once at the end, four for the others, which accumulate in the dtype itself. Float64 has no wider dtype
+    to be measured in: give it float32's plain result, whose error is scaled by the ratio of the roundings.
     """
     finite = torch.isfinite(expected)
     if not bool(finite.any()):
@@ -145,7 +145,8 @@ def assert_attention(
     options = {"scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks}
     expected, expected_lse = oracle_attention(q, k, v, keep, **options)  # type: ignore[arg-type]
     yardstick = torch.float32 if q.dtype == torch.float64 else q.dtype
-    plain, plain_lse = plain_attention(*(x.to(yardstick) for x in (q, k, v)), keep, **options)  # type: ignore[arg-type]
+    narrow = (q.to(yardstick), k.to(yardstick), v.to(yardstick))
+    plain, plain_lse = plain_attention(*narrow, keep, **options)  # type: ignore[arg-type]
     empty = expected_lse == -torch.inf
     assert out.dtype == q.dtype, f"out is {out.dtype}, expected {q.dtype}"
     assert out.shape == expected.shape, f"out is {list(out.shape)}, expected {list(expected.shape)}"
