@@ -17,7 +17,7 @@ SAME_EMBEDDING = 0.9999
 
 
 def demo(
-    passages: Annotated[int, typer.Option(min=2, help="Passages to embed.")] = 300,
+    passages: Annotated[int, typer.Option(min=2, help="Passages to embed.")] = 240,
     tokens: Annotated[int, typer.Option(min=256, help="Length of the long document.")] = 4096,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the long-document encoder.")] = 12,
     device: Annotated[str, typer.Option(help="cpu or cuda; default the GPU if there is one.")] = "",
