@@ -12,6 +12,7 @@ from torch import Tensor
 
 import stof
 from stof import LayoutConfig, masks
+from stof.kernels.cpu.schedule import COLUMN_MULTIPLE
 from stof.layout import orders
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs, oracle_attention, spread
@@ -204,7 +205,8 @@ def test_shared_columns(name: str, dtype: torch.dtype) -> None:
 
 def test_the_shared_path_is_taken() -> None:
     """Guards the test above: its masks do reach the merging step."""
-    from stof.kernels.cpu.schedule import MERGE, make_schedule
+    from stof.kernels.cpu.grouping import MERGE
+    from stof.kernels.cpu.schedule import make_schedule
 
     for name in ("full", "prefix", "scattered"):
         layout = stof.plan(SHARED[name], 1100, 1230).layout
@@ -238,14 +240,16 @@ def test_lengths_that_no_block_divides(kv_len: int, slab: int | None, implementa
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("implementation", ["row_block", "batched"])
 def test_columns_a_row_block_does_not_need_are_not_read(implementation: str, poison: float) -> None:
-    """NaN in K or V reaches only row blocks that need its column. Within such a block it reaches all rows, as in
-    PyTorch's own attention: a dropped score is -inf added to NaN, and a weight of 0 times NaN.
+    """NaN in K or V reaches only row blocks that need its column, or one close by: `row_block` rounds the width of a
+    row block up into columns that other rows keep. Within such a block it reaches all rows, as in PyTorch's own
+    attention: a dropped score is -inf added to NaN, and a weight of 0 times NaN.
     """
     if implementation not in IMPLS:
         pytest.skip(f"no implementation {implementation}")
     q, k, v = make_inputs(q_len=256).qkv
     mask = masks.sliding_window(20)
     clean = stof.attention(q, k, v, mask, implementation=implementation)
+    reach = COLUMN_MULTIPLE - 1 if implementation == "row_block" else 0
     for column in (0, 100, 255):
         for tensor in (k, v):
             spoiled = tensor.clone()
@@ -253,8 +257,22 @@ def test_columns_a_row_block_does_not_need_are_not_read(implementation: str, poi
             args = (q, spoiled, v) if tensor is k else (q, k, spoiled)
             out = stof.attention(*args, mask, implementation=implementation)
             block = torch.arange(256) // 64
-            needs = mask.to_dense(256)[0, 0, :, column].view(4, 64).any(1)[block]
+            close = slice(max(0, column - reach), column + reach + 1)
+            needs = mask.to_dense(256)[0, 0, :, close].any(1).view(4, 64).any(1)[block]
             assert torch.equal(out[:, :, ~needs], clean[:, :, ~needs])
+
+
+@pytest.mark.parametrize("implementation", ["row_block", "batched"])
+@pytest.mark.parametrize("used", [190, 200, 207])
+def test_columns_no_row_keeps_are_never_read(implementation: str, used: int) -> None:
+    """The unused tail of a KV cache may hold anything."""
+    if implementation not in IMPLS:
+        pytest.skip(f"no implementation {implementation}")
+    q, k, v = make_inputs(q_len=256).qkv
+    mask = masks.sliding_window(20, 20) & masks.padding(used)
+    clean = stof.attention(q, k, v, mask, implementation=implementation)
+    k[:, :, used:], v[:, :, used:] = torch.nan, torch.nan
+    assert torch.equal(stof.attention(q, k, v, mask, implementation=implementation), clean)
 
 
 @pytest.mark.parametrize("implementation", IMPLS)

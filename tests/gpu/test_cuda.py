@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -43,21 +45,35 @@ def test_layout_equals_the_cpu_one(mask: Mask, slab: int | None) -> None:
 
 @pytest.mark.parametrize("implementation", ["batched", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_attention(mask: Mask, dtype: torch.dtype, implementation: str) -> None:
+@pytest.mark.parametrize("softcap", [None, 20.0])  # with and without PyTorch's fused operator
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_attention(mask: Mask, dtype: torch.dtype, implementation: str, softcap: float | None, kv_heads: int) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 4, 500, 64, device="cuda", dtype=dtype)
-    k, v = (torch.randn(2, 2, 500, 64, device="cuda", dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(2, kv_heads, 500, 64, device="cuda", dtype=dtype) for _ in range(2))
     bias = torch.randn(4, 1, 500, device="cuda", dtype=dtype)
     sinks = torch.randn(4, device="cuda", dtype=dtype)
     out, lse = stof.attention(
-        q, k, v, mask, bias=bias, softcap=20.0, sinks=sinks, return_lse=True, implementation=implementation
+        q, k, v, mask, bias=bias, softcap=softcap, sinks=sinks, return_lse=True, implementation=implementation
     )
     expected, expected_lse = oracle_attention(
-        q, k, v, mask.to_dense(500, batch=2, heads=4, device="cuda"), bias=bias, softcap=20.0, sinks=sinks
+        q, k, v, mask.to_dense(500, batch=2, heads=4, device="cuda"), bias=bias, softcap=softcap, sinks=sinks
     )
     tolerance = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bias_shape", [None, (1, 1, 1, 300), (2, 4, 200, 300), (4, 200, 1)])
+def test_fused_options(bias_shape: tuple[int, ...] | None) -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, length, 4, 40, device="cuda").transpose(1, 2) for length in (200, 300, 300))
+    bias = None if bias_shape is None else torch.randn(bias_shape, device="cuda")
+    mask = masks.from_dense(torch.rand(2, 4, 200, 300, device="cuda") < 0.02)
+    out, lse = stof.attention(q, k, v, mask, bias=bias, return_lse=True)
+    expected, expected_lse = oracle_attention(q, k, v, mask.to_dense(200, 300, device="cuda"), bias=bias)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-4)
 
 
 def test_permuted_rows() -> None:
@@ -69,7 +85,7 @@ def test_permuted_rows() -> None:
 
 def test_plan_on_another_device_is_refused() -> None:
     q = torch.randn(1, 1, 64, 16, device="cuda")
-    with pytest.raises(DeviceError, match="plan.to"):
+    with pytest.raises(DeviceError, match=r"plan\.to"):
         stof.attention(q, q, q, stof.plan(masks.causal(), 64, device="cpu"))
 
 
@@ -77,11 +93,13 @@ def test_ready_plan_never_synchronises_and_can_be_captured() -> None:
     q, k, v = (torch.randn(1, 4, 512, 64, device="cuda") for _ in range(3))
     plan = stof.plan(masks.longformer(32, 16), 512, device="cuda")
     expected = stof.attention(q, k, v, plan)
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode(2)
     try:
         stof.attention(q, k, v, plan)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = stof.attention(q, k, v, plan)

@@ -7,13 +7,14 @@ import json
 import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import stof
 from stof.bench.attention import Row
+from stof.tuning.machine import device_name, package_version
 
 
 def write_results(path: Path, rows: Iterable[Row], device: torch.device) -> None:
@@ -29,30 +30,11 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {
         "device": device_name(device),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "stof": _version("stof"),
+        "triton": package_version("triton"),
+        "stof": stof.__version__,
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
-
-
-def device_name(device: torch.device) -> str:
-    """`NVIDIA H200`, or the processor with the number of threads torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    model = "CPU"
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    return f"{model}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -40,8 +40,9 @@ def attention(
     from stof.bench.attention import TOLERANCE, run_attention
     from stof.bench.grid import Shape, grid_mask
     from stof.bench.peers import peer
-    from stof.bench.results import device_name, write_results
+    from stof.bench.results import write_results
     from stof.errors import ArgumentError
+    from stof.tuning.machine import device_name
 
     console = Console(stderr=True)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -32,9 +32,9 @@ def demo(
     with console.status("importing PyTorch and transformers"):
         import torch
 
-        from stof.bench.results import device_name
         from stof.demo.jobs import embed_passages, long_document_masks, read_long_document
         from stof.demo.texts import passages as read_passages
+        from stof.tuning.machine import device_name
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     console.print(f"STOF demo on [bold]{device_name(where)}[/bold]")
 

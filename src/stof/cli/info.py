@@ -37,9 +37,13 @@ def collect() -> dict[str, Any]:
     """The whole report as plain data; packages are asked for their version without importing them."""
     import platform
 
+    from stof import __version__
+    from stof.tuning.machine import package_version
+
     gpus = _gpus()
+    versions = {name: package_version(name) for name in PACKAGES}
     return {
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | versions | {"stof": __version__},
         "system": platform.platform(terse=True),
         "cpu": _cpu(),
         "cuda": _cuda(bool(gpus)),
@@ -49,17 +53,10 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _extra(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
-    missing = [package for package in packages if _version(package) is None]
+    from stof.tuning.machine import package_version
+
+    missing = [package for package in packages if package_version(package) is None]
     return {"present": not missing, "missing": missing, "install": f'pip install "stof[{name}]"'}
 
 
@@ -68,26 +65,16 @@ def _cpu() -> dict[str, Any]:
 
     import torch
 
+    from stof.tuning.machine import cpu_model
+
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return {
-        "model": _cpu_model(),
+        "model": cpu_model(),
         "cores": os.cpu_count(),
         "cores_usable": os.cpu_count() if affinity is None else len(affinity(0)),
         "torch_threads": torch.get_num_threads(),
         "simd": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def _cpu_model() -> str:
-    import platform
-    from pathlib import Path
-
-    table = Path("/proc/cpuinfo")
-    for line in table.read_text(encoding="utf-8").splitlines() if table.is_file() else ():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":  # x86; Arm kernels print none
-            return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _gpus() -> list[dict[str, Any]]:

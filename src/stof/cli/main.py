@@ -33,9 +33,9 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_show_loc
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from stof import __version__
 
-        typer.echo(f"stof {version('stof')}")
+        typer.echo(f"stof {__version__}")
         raise typer.Exit
 
 

@@ -131,6 +131,9 @@ def batched_attention(
     group = heads // k.shape[1]
     rows_of = layout.pattern_of if len(layout.pattern_of) > 1 else layout.pattern_of * batch
     pattern_of = [row if len(row) > 1 else row * heads for row in rows_of]
+    # PyTorch's memory-efficient CUDA attention wants 16-byte rows and has no softcap.
+    aligned = q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0
+    fused = q.device.type == "cuda" and q.dtype != torch.float64 and aligned and not softcap
     for batches, head_range, pattern in pattern_ranges(pattern_of, group):
         kv_range = slice(head_range.start // group, -(-head_range.stop // group))
         part = (q[batches, head_range], k[batches, kv_range], v[batches, kv_range])
@@ -149,7 +152,10 @@ def batched_attention(
                 keep = bits.unpack(layout.bitmaps[bucket.tile_bitmap[piece]], layout.block_n)
                 keep = keep.transpose(1, 2).flatten(2)[:, :height]  # [n, rows, width]
                 rows, columns = bucket.rows[piece], bucket.columns[piece]
-                result, row_lse = _attend(*part, rows, columns, keep, added, scale, softcap, dtype)
+                if fused:
+                    result, row_lse = _attend_fused(*part, rows, columns, keep, added, scale)
+                else:
+                    result, row_lse = _attend(*part, rows, columns, keep, added, scale, softcap, dtype)
                 out[batches, head_range, rows.flatten()] = result.to(q.dtype)
                 lse[batches, head_range, rows.flatten()] = row_lse
     if sinks is not None:
@@ -188,6 +194,55 @@ def _attend(
     weights, lse = softmax_and_lse(scores)
     out = weights.view(batch, kv_heads, group, count, block_m, -1) @ v
     return out.reshape(batch, heads, count * block_m, -1), lse.reshape(batch, heads, count * block_m)
+
+
+def _attend_fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    keep: Tensor,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The same through PyTorch's memory-efficient CUDA attention, each row block a batch entry of its own."""
+    batch, heads, _, width = q.shape
+    kv_heads = k.shape[1]
+    count, height = rows.shape
+    group, columns_each = heads // kv_heads, columns.shape[1]
+    added = torch.zeros(keep.shape, dtype=q.dtype, device=q.device).masked_fill_(~keep, -torch.inf)[:, None]
+    if bias is not None:
+        spread = _gathered_bias(bias, rows, columns).to(q.dtype)
+        spread = spread.masked_fill(~keep, -torch.inf).expand(batch, -1, count, height, columns_each)
+        added = spread.transpose(1, 2).flatten(0, 1)  # [b * n, h | 1, rows, columns]
+    elif batch > 1:
+        added = added.repeat(batch, 1, 1, 1)
+    if group > 1:  # the query heads of a key head follow each other as rows
+        added = added.expand(-1, heads, -1, -1).reshape(-1, kv_heads, group * height, columns_each)
+    else:
+        added = added.expand(-1, heads, -1, -1)
+
+    def gathered(x: Tensor, places: Tensor) -> Tensor:
+        """`[b * n, heads, places, width]`, stored `[b * n, places, heads, width]` as the operator likes it."""
+        taken = x.transpose(1, 2).index_select(1, places.flatten())
+        return taken.view(batch * count, -1, *taken.shape[2:]).transpose(1, 2)
+
+    taken = gathered(q, rows).reshape(batch * count, kv_heads, group * height, width)
+    out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        taken, gathered(k, columns), gathered(v, columns), added, True, scale=scale
+    )
+    # Rows that keep nothing come back as NaN or garbage, and lse is padded to a multiple of 32 rows.
+    empty = (added == -torch.inf).all(-1)
+    out = out.masked_fill(empty[..., None], 0.0)
+    lse = lse[:, :, : group * height].masked_fill(empty, -torch.inf)
+
+    def restored(x: Tensor) -> Tensor:
+        """`[b, heads, n * rows, ...]` from `[b * n, kv_heads, group * rows, ...]`."""
+        x = x.reshape(batch, count, heads, height, *x.shape[3:])
+        return x.transpose(1, 2).flatten(2, 3)
+
+    return restored(out), restored(lse)
 
 
 def _gathered_bias(bias: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -216,7 +216,9 @@ def _assemble(
     bitmaps, number = _shared(joined.bitmaps)
     tile_bitmap = torch.full_like(base, -1)
     tile_bitmap[joined.partial] = number
-    cost = (joined.tile_count - partial_count) + partial_count * PARTIAL_TILE_COST
+    # Whole hundredths: a float sum would round, and so order row blocks, differently on a GPU.
+    hundredths = (joined.tile_count - partial_count) * 100 + partial_count * round(100 * PARTIAL_TILE_COST)
+    cost = (hundredths.double() / 100).float()
     return Layout(
         q_len=q_len,
         kv_len=kv_len,
@@ -228,8 +230,8 @@ def _assemble(
         gathered=gathered.int(),
         tile_bitmap=tile_bitmap.int(),
         bitmaps=bitmaps,
-        cost=cost.float(),
-        order=torch.argsort(cost, descending=True, stable=True).int(),
+        cost=cost,
+        order=torch.argsort(hundredths, descending=True, stable=True).int(),
         row_order=None if order is None else order.int().expand(len(patterns), -1).contiguous(),
     )
 

@@ -6,24 +6,27 @@ matrix products of one row block at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from stof.kernels.cpu.schedule import (
+from stof.kernels.cpu.grouping import (
     COLUMN_OFFSET,
     COLUMNS,
     EMPTY_ROWS,
     FIRST_COLUMN,
+    GROUP,
     MASK_OFFSET,
     MERGE,
     PATTERN,
     ROW_START,
     ROW_STOP,
-    Schedule,
+    Step,
 )
+from stof.kernels.cpu.schedule import Schedule
 from stof.kernels.ranges import pattern_ranges
 from stof.kernels.softmax import softmax_and_lse
 
@@ -43,6 +46,14 @@ class _Call:
     bias: Tensor | None  # [b | 1, h | 1, Sq | 1, Skv | 1]
     scale: float
     softcap: float
+
+    def sequence(self, b: int) -> _Call:
+        """The call of one sequence of the batch."""
+        one = slice(b, b + 1)
+        bias = self.bias if self.bias is None or self.bias.shape[0] == 1 else self.bias[one]
+        return replace(
+            self, q=self.q[one], k=self.k[one], v=self.v[one], out=self.out[one], lse=self.lse[one], bias=bias
+        )
 
 
 def row_block_attention(
@@ -66,9 +77,10 @@ def row_block_attention(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty(batch, heads, q_len, dtype=lse_dtype, device=q.device)
-    steps: dict[int, list[list[int]]] = {}
-    for step in schedule.steps.tolist():
-        steps.setdefault(step[PATTERN], []).append(step)
+    batches_of: dict[int, list[list[Step]]] = {}
+    for _, members in groupby(schedule.steps.tolist(), key=lambda step: step[GROUP]):
+        steps = list(members)
+        batches_of.setdefault(steps[0][PATTERN], []).append(steps)
     group = heads // k.shape[1]
     pattern_of = schedule.pattern_of.expand(batch, heads).tolist()
     masks = _MaskReader(schedule, q.dtype)
@@ -85,8 +97,8 @@ def row_block_attention(
             softcap=softcap,
         )
         order = schedule.rows[pattern] if schedule.rows.numel() else None
-        for step in steps[pattern]:
-            _run_step(call, step, schedule, masks, order)
+        for steps in batches_of[pattern]:
+            _run_batch(call, steps, schedule, masks, order)
     if sinks is not None:
         # softmax over keys and sink = softmax over keys * sigmoid(lse - sink)
         share = torch.sigmoid(lse - sinks.to(lse_dtype).view(1, heads, 1))
@@ -105,55 +117,119 @@ def _narrow(bias: Tensor, batches: slice, heads: slice) -> Tensor:
     return bias if bias.shape[1] == 1 else bias[:, heads]
 
 
-def _run_step(call: _Call, step: list[int], schedule: Schedule, masks: _MaskReader, order: Tensor | None) -> None:
-    """Compute one step and write its rows of `call.out` and `call.lse`."""
-    span = slice(step[ROW_START], step[ROW_STOP])
-    rows = span if order is None else order[span]
-    if not step[COLUMNS]:
-        call.out[:, :, rows] = 0
-        call.lse[:, :, rows] = -torch.inf
+def _run_batch(call: _Call, steps: list[Step], schedule: Schedule, masks: _MaskReader, order: Tensor | None) -> None:
+    """Compute steps of equal size and write their rows of `call.out` and `call.lse`.
+
+    A fused call has one batch dimension: it holds the sequences, or the steps of one sequence, whichever are more.
+    """
+    sequences = call.q.shape[0]
+    if len(steps) == 1 or sequences >= len(steps):
+        for step in steps:
+            _compute(call, _Rows([step], order), [step], schedule, masks)
         return
-    out, lse = _attend(call, rows, step, schedule, masks)
-    if step[MERGE]:
-        before, lse_before = call.out[:, :, rows], call.lse[:, :, rows]
+    rows = _Rows(steps, order)
+    for b in range(sequences):
+        _compute(call.sequence(b), rows, steps, schedule, masks)
+
+
+def _compute(call: _Call, rows: _Rows, steps: list[Step], schedule: Schedule, masks: _MaskReader) -> None:
+    first = steps[0]
+    if not first[COLUMNS]:
+        rows.put(call.out, torch.zeros((), dtype=call.out.dtype))
+        rows.put(call.lse, torch.full((), -torch.inf, dtype=call.lse.dtype))
+        return
+    out, lse = _attend(call, rows, steps, schedule, masks)
+    if first[MERGE]:
+        before, lse_before = rows.take(call.out), rows.take(call.lse)
         # A bias can empty both parts: -inf - -inf is NaN.
         weight = torch.sigmoid(lse - lse_before).masked_fill_(lse == -torch.inf, 0.0)
         out = torch.lerp(before, out, weight[..., None].to(out.dtype))
         lse = torch.logaddexp(lse, lse_before)
-    call.out[:, :, rows] = out
-    call.lse[:, :, rows] = lse
+    rows.put(call.out, out)
+    rows.put(call.lse, lse)
+
+
+class _Rows:
+    """The rows of a batch of steps, read and written as `[n, h, height, ...]`.
+
+    One step: `n` is the number of sequences, and rows are a slice. Several steps: `n` steps of one sequence, as a
+    strided view. Permuted rows are gathered and scattered.
+    """
+
+    def __init__(self, steps: list[Step], order: Tensor | None) -> None:
+        self.steps = len(steps)
+        self.start, self.height = steps[0][ROW_START], steps[0][ROW_STOP] - steps[0][ROW_START]
+        self.distance = steps[1][ROW_START] - self.start if self.steps > 1 else 0
+        self.places: Tensor | None = None
+        if order is not None:
+            self.places = torch.cat([order[step[ROW_START] : step[ROW_STOP]] for step in steps])
+
+    def take(self, x: Tensor) -> Tensor:
+        """From `[b, h, S, ...]`; a view where rows are not permuted."""
+        if self.places is not None:
+            return _unfold(x.index_select(2, self.places), self.steps)
+        if self.steps == 1:
+            return x[:, :, self.start : self.start + self.height]
+        return _windows(x, self.start, self.height, self.distance, self.steps)
+
+    def put(self, x: Tensor, value: Tensor) -> None:
+        if self.places is None:
+            self.take(x).copy_(value)
+        elif value.ndim == 0:
+            x[:, :, self.places] = value
+        else:
+            folded = value if self.steps == 1 else value.transpose(0, 1).flatten(1, 2)[None]
+            x.index_copy_(2, self.places, folded)
+
+
+def _windows(x: Tensor, start: int, length: int, distance: int, count: int) -> Tensor:
+    """`[count, h, length, ...]`, possibly overlapping views of `[1, h, S, ...]`, `distance` apart along S."""
+    _, head_stride, stride, *rest = x.stride()
+    size = (count, x.shape[1], length, *x.shape[3:])
+    return x.as_strided(size, (distance * stride, head_stride, stride, *rest), x.storage_offset() + start * stride)
+
+
+def _unfold(x: Tensor, steps: int) -> Tensor:
+    """`[1, h, steps * n, ...]` to `[steps, h, n, ...]`; unchanged for one step."""
+    return x if steps == 1 else x[0].unflatten(1, (steps, -1)).transpose(0, 1)
+
+
+def _keys(x: Tensor, steps: list[Step], schedule: Schedule) -> Tensor:
+    """The columns of a batch of steps, `[n, hkv, columns, ...]` from `[b, hkv, Skv, ...]`."""
+    first, count = steps[0][FIRST_COLUMN], steps[0][COLUMNS]
+    if first < 0:
+        offset = steps[0][COLUMN_OFFSET]
+        return _unfold(x.index_select(2, schedule.columns[offset : offset + len(steps) * count]), len(steps))
+    if len(steps) == 1:
+        return x[:, :, first : first + count]
+    return _windows(x, first, count, steps[1][FIRST_COLUMN] - first, len(steps))
 
 
 def _attend(
-    call: _Call, rows: slice | Tensor, step: list[int], schedule: Schedule, masks: _MaskReader
+    call: _Call, rows: _Rows, steps: list[Step], schedule: Schedule, masks: _MaskReader
 ) -> tuple[Tensor, Tensor]:
-    """One attention call: `[b, h, rows, Dv]` and `[b, h, rows]`."""
-    first, count, offset = step[FIRST_COLUMN], step[COLUMNS], step[COLUMN_OFFSET]
-    columns: slice | Tensor
-    if first >= 0:
-        columns = slice(first, first + count)
-        k, v = call.k[:, :, columns], call.v[:, :, columns]
-    else:
-        columns = schedule.columns[offset : offset + count]
-        k, v = call.k.index_select(2, columns), call.v.index_select(2, columns)
-    q = call.q[:, :, rows]
+    """One attention call: `[n, h, height, Dv]` and `[n, h, height]`."""
+    count, masked = steps[0][COLUMNS], steps[0][MASK_OFFSET] >= 0
+    k, v = _keys(call.k, steps, schedule), _keys(call.v, steps, schedule)
+    q = rows.take(call.q)
     batch, heads, height, width = q.shape
     group = heads // k.shape[1]
     added = None
-    if step[MASK_OFFSET] >= 0:
-        added = masks.additive(step[MASK_OFFSET], height, count).view(1, 1, height, count)
+    if masked:
+        offsets = {step[MASK_OFFSET]: None for step in steps}
+        each = [masks.additive(step[MASK_OFFSET], height, count) for step in (steps if len(offsets) > 1 else steps[:1])]
+        added = torch.stack(each)[:, None]  # [n | 1, 1, height, columns]
     if call.bias is not None:
-        bias = _rows_and_columns(call.bias, rows, columns).to(_bias_dtype(call.bias, q))
+        bias = _bias_part(call.bias, rows, steps, schedule).to(_bias_dtype(call.bias, q))
         added = bias if added is None else bias.masked_fill(added == -torch.inf, -torch.inf)
     if group > 1:
         q = q.reshape(batch, heads // group, group * height, width)
         added = None if added is None else _fold_heads(added, heads, group, height, count)
-    fused = not call.softcap and v.shape[-1] == width
-    if fused:
+    if not call.softcap and v.shape[-1] == width:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=added, scale=call.scale
         )
-        if added is not None and (step[EMPTY_ROWS] or (call.bias is not None and bool((lse == 0).any()))):
+        if added is not None and (steps[0][EMPTY_ROWS] or (call.bias is not None and bool((lse == 0).any()))):
             # The fused operator reports 0 for rows whose scores are all -inf.
             lse = lse.masked_fill((added == -torch.inf).all(-1), -torch.inf)
     else:
@@ -161,11 +237,17 @@ def _attend(
     return out.reshape(batch, heads, height, -1), lse.reshape(batch, heads, height)
 
 
-def _rows_and_columns(bias: Tensor, rows: slice | Tensor, columns: slice | Tensor) -> Tensor:
-    """The part of a bias one step needs; broadcast dimensions stay 1."""
+def _bias_part(bias: Tensor, rows: _Rows, steps: list[Step], schedule: Schedule) -> Tensor:
+    """What a batch of steps needs of a bias, `[n | 1, h | 1, height | 1, columns | 1]`; broadcast dimensions stay 1."""
     if bias.shape[2] > 1:
-        bias = bias[:, :, rows]
-    return bias if bias.shape[3] == 1 else bias[..., columns]
+        bias = rows.take(bias)
+    if bias.shape[3] == 1:
+        return bias
+    across = bias.transpose(2, 3)  # columns where keys have them
+    if len(steps) == 1 or bias.shape[2] == 1:
+        return _keys(across, steps, schedule).transpose(2, 3)
+    each = [_keys(across[n : n + 1], [step], schedule) for n, step in enumerate(steps)]
+    return torch.cat(each).transpose(2, 3)
 
 
 def _bias_dtype(bias: Tensor, q: Tensor) -> torch.dtype:

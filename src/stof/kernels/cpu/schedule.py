@@ -7,17 +7,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stof.kernels.cpu.grouping import (
+    COLUMN_OFFSET,
+    COLUMNS,
+    FIELDS,
+    FIRST_COLUMN,
+    GROUP,
+    Step,
+    group_steps,
+)
 from stof.layout.layout import Layout
 
-# Neighbouring row blocks, up to this many rows, run the columns that all of them keep in full as one call without
-# a mask, and merge it with the rest by log-sum-exp. PyTorch's fused attention takes 1.36 ns a score and head at
-# 512 rows, 1.52 at 64, and 0.06 more with a mask (2 cores, fp32, D = 64); merging costs about 35 us a row block,
-# which pays from 300 shared columns on at 12 heads.
-SHARED_ROWS = 512
-SHARED_COLUMNS = 512
+# Matrix products of 575 columns take 5 % longer than of 576 (2 cores, AVX-512): masked steps are padded.
+COLUMN_MULTIPLE = 16
 
-# Fields of one step. A step is one attention call over some rows and columns of one pattern.
-PATTERN, ROW_START, ROW_STOP, FIRST_COLUMN, COLUMN_OFFSET, COLUMNS, MASK_OFFSET, EMPTY_ROWS, MERGE = range(9)
+# Neighbouring row blocks, 1024 rows and then 256 of them, run the columns that all of them keep in full as one call
+# without a mask, and merge it with the rest by log-sum-exp. PyTorch's fused attention works on 256 query rows at a time
+# from 768 rows on, on 64 from 192 on, else on 32: taller calls read keys less often from shared caches, 1.35 ns a score
+# and head against 1.54 (2 cores, fp32, D = 64). A causal mask at S = 4096, H = 12 takes 150 ms so, 153 with a threshold
+# of 256 columns, 178 with 512 rows alone, and `is_causal=True` 152.
+SHARED_ROWS = (1024, 256)
+SHARED_COLUMNS = 384
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,10 +35,11 @@ class Schedule:
     """What the CPU kernel walks. All tensors are on the CPU.
 
     Attributes:
-        steps: int64 `[steps, 9]`, run in this order: pattern; first and last + 1 row position; first column if the
+        steps: int64 `[steps, 10]`, run in this order: pattern; first and last + 1 row position; first column if the
             columns are contiguous, else -1; offset in `columns` otherwise; number of columns (0: these rows keep
             nothing); offset in `mask_bytes` or -1 when every score counts; whether some row keeps nothing;
-            whether to merge with what an earlier step wrote to these rows.
+            whether to merge with what an earlier step wrote to these rows; number of the batch it belongs to
+            (`grouping.group_steps`), whose steps follow each other.
         columns: int64, columns of the steps that gather.
         mask_bytes: uint8, per masked step `[rows, ceil(columns / 8)]`, lowest bit first; equal ones are shared.
         pattern_of: int32 `[mask_batch, mask_heads]`.
@@ -49,52 +60,97 @@ def make_schedule(layout: Layout) -> Schedule:
     """Derive the schedule; a loop over row blocks, done once per plan."""
     layout = layout.to("cpu")
     writer = _Writer()
-    together = max(1, SHARED_ROWS // layout.config.block_m)
     for pattern in range(layout.patterns):
-        for block in range(0, layout.row_blocks, together):
-            _add_blocks(writer, layout, pattern, range(block, min(block + together, layout.row_blocks)))
+        used = _used_columns(layout, pattern)
+        for blocks in _parts(range(layout.row_blocks), SHARED_ROWS[0], layout.config.block_m):
+            _add_blocks(writer, layout, pattern, blocks, used, None, 0)
+    steps, columns = writer.finish()
     rows = torch.empty(0, dtype=torch.int64, device="cpu") if layout.row_order is None else layout.row_order.long()
     return Schedule(
-        steps=torch.tensor(writer.steps, dtype=torch.int64, device="cpu").view(-1, 9),
-        columns=torch.cat(writer.columns) if writer.columns else torch.empty(0, dtype=torch.int64, device="cpu"),
+        steps=torch.tensor(steps, dtype=torch.int64, device="cpu").view(-1, FIELDS),
+        columns=columns,
         mask_bytes=torch.cat(writer.masks) if writer.masks else torch.empty(0, dtype=torch.uint8, device="cpu"),
         pattern_of=layout.pattern_of,
         rows=rows,
     )
 
 
-def _add_blocks(writer: _Writer, layout: Layout, pattern: int, blocks: range) -> None:
-    """Steps of neighbouring row blocks: the columns all of them keep in full, then each one's rest."""
+def _used_columns(layout: Layout, pattern: int) -> Tensor:
+    """Bool `[kv_len]`: columns that some row of the pattern keeps."""
+    first, last = layout.row_block_ptr[[pattern * layout.row_blocks, (pattern + 1) * layout.row_blocks]].tolist()
+    used = torch.zeros(layout.kv_len + 1, dtype=torch.bool, device="cpu")
+    used[layout.tile_columns(torch.arange(first, last, device="cpu")).flatten()] = True  # -1 is the spare column
+    return used[:-1]
+
+
+def _padded(columns: Tensor, keep: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns and mask of one step with the number of columns rounded up to a multiple of `COLUMN_MULTIPLE`.
+
+    Contiguous columns grow at their ends, but only into columns that other rows keep: the rest of the cache may be
+    uninitialised, and NaN times a weight of 0 is NaN. Scattered columns repeat their first one.
+    """
+    missing = -len(columns) % COLUMN_MULTIPLE
+    first, last = int(columns[0]), int(columns[-1]) + 1
+    if not missing:
+        return columns, keep
+    if last - first == len(columns):
+        left = min(missing, first)
+        right = missing - left
+        if last + right > len(used) or not bool(used[first - left : last + right].all()):
+            return columns, keep
+        grown = torch.arange(first - left, last + right, device="cpu")
+        return grown, torch.nn.functional.pad(keep, (left, right))
+    return torch.cat([columns, columns[:1].expand(missing)]), torch.nn.functional.pad(keep, (0, missing))
+
+
+def _add_blocks(
+    writer: _Writer, layout: Layout, pattern: int, blocks: range, used: Tensor, taken: Tensor | None, level: int
+) -> None:
+    """Steps of neighbouring row blocks without the columns `taken` by earlier ones: shared columns, then the rest."""
     block_m = layout.config.block_m
-    shared = _shared_columns(layout, pattern, blocks)
-    if shared is not None:
-        rows = (blocks.start * block_m, min(blocks.stop * block_m, layout.q_len))
-        writer.add(pattern, rows, shared.nonzero()[:, 0], None, merge=False)
-    for block in blocks:
-        number = pattern * layout.row_blocks + block
-        first, last = layout.row_block_ptr[number : number + 2].tolist()
-        rows = (block * block_m, min((block + 1) * block_m, layout.q_len))
-        columns, keep = _gathered(layout, first, last, rows[1] - rows[0])
+    if level < len(SHARED_ROWS):
+        shared = _shared_columns(layout, pattern, blocks, taken)
         if shared is not None:
-            rest = ~shared[columns]
-            columns, keep = columns[rest], None if keep is None else keep[:, rest]
-        if len(columns) or shared is None:
-            writer.add(pattern, rows, columns, keep, merge=shared is not None)
+            rows = (blocks.start * block_m, min(blocks.stop * block_m, layout.q_len))
+            writer.add(pattern, rows, shared.nonzero()[:, 0], None, merge=taken is not None)
+            taken = shared if taken is None else taken | shared
+        for part in _parts(blocks, SHARED_ROWS[level + 1] if level + 1 < len(SHARED_ROWS) else block_m, block_m):
+            _add_blocks(writer, layout, pattern, part, used, taken, level + 1)
+        return
+    number = pattern * layout.row_blocks + blocks.start
+    first, last = layout.row_block_ptr[number : number + 2].tolist()
+    rows = (blocks.start * block_m, min(blocks.stop * block_m, layout.q_len))
+    columns, keep = _gathered(layout, first, last, rows[1] - rows[0])
+    if taken is not None:
+        rest = ~taken[columns]
+        columns, keep = columns[rest], None if keep is None else keep[:, rest]
+    if keep is not None and len(columns):
+        columns, keep = _padded(columns, keep, used)
+    if len(columns) or taken is None:
+        writer.add(pattern, rows, columns, keep, merge=taken is not None)
 
 
-def _shared_columns(layout: Layout, pattern: int, blocks: range) -> Tensor | None:
+def _parts(blocks: range, rows: int, block_m: int) -> list[range]:
+    """`blocks` cut into runs of at most `rows` rows."""
+    step = max(1, rows // block_m)
+    return [range(n, min(n + step, blocks.stop)) for n in range(blocks.start, blocks.stop, step)]
+
+
+def _shared_columns(layout: Layout, pattern: int, blocks: range, taken: Tensor | None) -> Tensor | None:
     """Bool `[kv_len]`, columns in full tiles of every one of these row blocks; None when too few to pay."""
     start = pattern * layout.row_blocks
     pointers = layout.row_block_ptr[start + blocks.start : start + blocks.stop + 1].tolist()
     partial = layout.partial_count[start + blocks.start : start + blocks.stop].tolist()
     fewest = min(pointers[n + 1] - pointers[n] - partial[n] for n in range(len(blocks)))
-    if fewest * layout.config.block_n < SHARED_COLUMNS:
+    if len(blocks) < 2 or fewest * layout.config.block_n < SHARED_COLUMNS:
         return None
     counts = torch.zeros(layout.kv_len, dtype=torch.int64, device="cpu")
     for n, held in enumerate(partial):
         tiles = torch.arange(pointers[n] + held, pointers[n + 1], device="cpu")
         counts[layout.tile_columns(tiles).flatten()] += 1
     shared = counts == len(blocks)
+    if taken is not None:
+        shared &= ~taken
     return shared if int(shared.sum()) >= SHARED_COLUMNS else None
 
 
@@ -116,25 +172,41 @@ class _Writer:
     """Collects steps; shares equal masks."""
 
     def __init__(self) -> None:
-        self.steps: list[list[int]] = []
-        self.columns: list[Tensor] = []
         self.masks: list[Tensor] = []
-        self._column_offset = 0
+        self._steps: dict[int, list[Step]] = {}
+        self._columns: list[Tensor] = []
         self._mask_offset = 0
         self._seen: dict[bytes, int] = {}
 
     def add(self, pattern: int, rows: tuple[int, int], columns: Tensor, keep: Tensor | None, *, merge: bool) -> None:
         count = len(columns)
-        first, offset = int(columns[0]) if count else 0, 0
+        first, number = int(columns[0]) if count else 0, 0
         if count and int(columns[-1]) - first + 1 != count:
-            first, offset = -1, self._column_offset
-            self.columns.append(columns)
-            self._column_offset += count
+            first, number = -1, len(self._columns)
+            self._columns.append(columns)
         mask, empty = -1, 0
         if keep is not None and not bool(keep.all()):
             mask = self._add_mask(keep)
             empty = int(not bool(keep.any(1).all()))
-        self.steps.append([pattern, *rows, first, offset, count, mask, empty, int(merge)])
+        step = [pattern, *rows, first, number, count, mask, empty, int(merge), 0]
+        self._steps.setdefault(pattern, []).append(step)
+
+    def finish(self) -> tuple[list[Step], Tensor]:
+        """Steps in the order to run them, and the gathered columns in that order."""
+        out: list[Step] = []
+        columns = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        offset = group = 0
+        for steps in self._steps.values():
+            for batch in group_steps(steps):
+                for step in batch:
+                    step[GROUP] = group
+                    if step[FIRST_COLUMN] < 0:
+                        columns.append(self._columns[step[COLUMN_OFFSET]])
+                        step[COLUMN_OFFSET] = offset
+                        offset += step[COLUMNS]
+                out += batch
+                group += 1
+        return out, torch.cat(columns)
 
     def _add_mask(self, keep: Tensor) -> int:
         padded = torch.nn.functional.pad(keep, (0, -keep.shape[1] % 8))
