@@ -80,7 +80,7 @@ def statistics(layout: Layout) -> LayoutStatistics:
         row_blocks=tiles_per_block.numel(),
         empty_row_blocks=int((tiles_per_block == 0).sum()),
         heaviest_row_block=int(tiles_per_block.max()),
-        mean_row_block=float(tiles_per_block.float().mean()),
+        mean_row_block=layout.tiles / tiles_per_block.numel(),
         patterns=layout.patterns,
         distinct_bitmaps=len(layout.bitmaps),
         bytes=sum(t.numel() * t.element_size() for t in layout.tensors().values()),
