@@ -17,6 +17,7 @@ import stof
 from stof import masks
 from stof.attention import masked_attention_op
 from stof.errors import DtypeError, MaskError, UnsupportedError
+from stof.layout import LayoutConfig
 from stof.ops import attention_op
 from stof.plans import PlanCache
 from stof.selection import IMPLEMENTATIONS
@@ -431,3 +432,18 @@ def test_output_keeps_the_memory_order_of_q() -> None:
             assert stof.attention(q, k, v, implementation=implementation).stride() == q.stride()
     q = spread(make_inputs().q, "strided")
     assert not stof.attention(q, q, q).isnan().any()
+
+
+def test_planner_halves_row_blocks_where_columns_are_contiguous_and_wasted() -> None:
+    """A measured choice: windows gain, gathered and causal masks do not; a given config is kept."""
+    heights = {
+        masks.sliding_window(511): 32,
+        masks.causal(): 64,
+        masks.longformer(64, 64): 64,
+        masks.full(): 64,
+        ~masks.full(): 64,
+    }
+    for mask, height in heights.items():
+        assert stof.plan(mask, 2048).layout.config.block_m == height, mask
+    given = LayoutConfig(64, 64, 1)
+    assert stof.plan(masks.sliding_window(511), 2048, config=given).layout.config == given

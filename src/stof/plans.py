@@ -16,7 +16,7 @@ from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, st
 from stof.layout.io import load_layout, save_layout
 from stof.masks import Mask
 from stof.masks.base import check_sizes
-from stof.selection import IMPLEMENTATIONS, PreparedLayout, default_config, default_implementation
+from stof.selection import IMPLEMENTATIONS, PreparedLayout, default_config, default_implementation, refined_config
 
 
 class Plan:
@@ -158,7 +158,10 @@ def make_plan(
     if device.type == "meta":
         raise DeviceError("a plan needs a device that holds data, got meta; give the device the calls will run on")
     check_sizes(batch, heads)
-    config = default_config(device) if config is None else config
+
+    def built(wanted: LayoutConfig) -> Layout:
+        return build_layout(mask, q_len, kv_len, wanted, batch=batch, heads=heads, device=device, row_order=row_order)
+
     key: Hashable = None
     versions = mask.versions
     if versions is not None and row_order is None:
@@ -168,7 +171,10 @@ def make_plan(
         found = plan_cache.get(key)
         if found is not None:
             return found
-    layout = build_layout(mask, q_len, kv_len, config, batch=batch, heads=heads, device=device, row_order=row_order)
+    layout = built(default_config(device) if config is None else config)
+    if config is None:
+        better = refined_config(layout)
+        layout = layout if better == layout.config else built(better)
     plan = Plan(layout, repr(mask))
     if key is not None:
         plan_cache.put(key, plan)

@@ -101,7 +101,8 @@ def _compile(text: str, given: dict[str, Any]) -> Plan:
     )
 
 
-def _config(given: dict[str, Any]) -> LayoutConfig:
+def _config(given: dict[str, Any]) -> LayoutConfig | None:
+    """Block sizes where some were given; None leaves the choice to the planner."""
     import dataclasses
 
     import torch
@@ -115,7 +116,7 @@ def _config(given: dict[str, Any]) -> LayoutConfig:
         if slab != "none" and not slab.isdecimal():
             raise ArgumentError(f"--slab is 1, 8, 16 or none, got {slab!r}")
         chosen["slab"] = None if slab == "none" else int(slab)
-    return dataclasses.replace(default_config(torch.device("cpu")), **chosen)
+    return dataclasses.replace(default_config(torch.device("cpu")), **chosen) if chosen else None
 
 
 def _row_order(text: str, q_len: int) -> Tensor:

@@ -2,7 +2,14 @@
 
 from stof.selection.capabilities import CallSpec, Capabilities
 from stof.selection.implementations import IMPLEMENTATIONS, Implementation, PreparedLayout
-from stof.selection.select import Candidate, candidates, choose, default_config, default_implementation
+from stof.selection.select import (
+    Candidate,
+    candidates,
+    choose,
+    default_config,
+    default_implementation,
+    refined_config,
+)
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -15,4 +22,5 @@ __all__ = [
     "choose",
     "default_config",
     "default_implementation",
+    "refined_config",
 ]

@@ -226,9 +226,14 @@ def _attend(
         q = q.reshape(batch, heads // group, group * height, width)
         added = None if added is None else _fold_heads(added, heads, group, height, count)
     if not call.softcap and v.shape[-1] == width:
+        # Several steps: heads outermost, so that the overlapping windows of one head follow each other in the caches.
+        swap = len(steps) > 1
+        operands = (x.transpose(0, 1) if swap else x for x in (q, k, v))
+        mask = added.transpose(0, 1) if swap and added is not None else added
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, False, attn_mask=added, scale=call.scale
+            *operands, 0.0, False, attn_mask=mask, scale=call.scale
         )
+        out, lse = (out.transpose(0, 1), lse.transpose(0, 1)) if swap else (out, lse)
         if added is not None and (steps[0][EMPTY_ROWS] or (call.bias is not None and bool((lse == 0).any()))):
             # The fused operator reports 0 for rows whose scores are all -inf.
             lse = lse.masked_fill((added == -torch.inf).all(-1), -torch.inf)
