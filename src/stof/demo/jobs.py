@@ -91,7 +91,7 @@ def embed_passages(texts: Sequence[str], device: torch.device, progress: Progres
         stof.plan_cache.clear()  # every ragged batch is a new mask: planning is part of the price
         return _gather(rows, [_embed_packed(packed_model, [tokens[i] for i in part], device) for part in rows])
 
-    progress(f"embedding {len(tokens)} passages of {min(lengths)} to {max(lengths)} tokens")
+    progress(f"embedding {len(tokens)} passages of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all")
     expected = padded(in_order)
     got = packed()
     cosine = float(torch.nn.functional.cosine_similarity(expected, got).min())
@@ -99,10 +99,10 @@ def embed_passages(texts: Sequence[str], device: torch.device, progress: Progres
     times = _time(
         {"order": lambda: padded(in_order), "sorted": lambda: padded(by_length), "packed": packed}, device, rounds
     )
-    job = f"embed {len(tokens)} passages, {sum(lengths):,} tokens"
+    job = f"embed {len(tokens)} passages"
     return [
-        Outcome(job, f"batches of {BATCH}, padded", times["order"], times["packed"], error, cosine),
-        Outcome(job, "the same, sorted by length", times["sorted"], times["packed"], error, cosine),
+        Outcome(job, f"padded, {BATCH} a batch", times["order"], times["packed"], error, cosine),
+        Outcome(job, "sorted by length", times["sorted"], times["packed"], error, cosine),
     ]
 
 
@@ -123,8 +123,8 @@ def read_long_document(
     sparse_model.set_attn_implementation("stof")
     outcomes = []
     for name, mask in long_document_masks().items():
-        progress(f"{name} mask at {length:,} tokens")
         keep = mask.to_dense(length, device=device)
+        progress(f"{name} mask at {length:,} tokens, {float(keep.float().mean()):.1%} kept")
         with hf.sparsify(sparse_model, mask):
 
             def before(keep: Tensor = keep) -> Tensor:
@@ -135,7 +135,7 @@ def read_long_document(
 
             error = float((before() - after()).abs().max())
             times = _time({"before": before, "after": after}, device, rounds)
-        job = f"encode {length:,} tokens, {name} ({float(keep.float().mean()):.1%} kept)"
+        job = f"{length:,} tokens, {name}"
         outcomes.append(Outcome(job, "SDPA, dense mask", times["before"], times["after"], error))
     return outcomes
 
