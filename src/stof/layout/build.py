@@ -18,8 +18,10 @@ from stof.layout.layout import Layout
 from stof.masks.base import Mask, check_lengths, check_sizes
 from stof.masks.index import Index
 
-# Scores evaluated at once: bounds the memory of a build (bool and int64 temporaries of this many elements).
+# Scores evaluated at once: bounds the memory of a build (bool and int64 temporaries of this many elements). A GPU wants
+# larger strips: each one launches some 40 small kernels.
 STRIP_SCORES = 2**22
+STRIP_SCORES_GPU = 2**25
 
 # A partial tile costs 1.09 full ones (measured on an H200 with bitmaps in registers, D = 128).
 PARTIAL_TILE_COST = 1.09
@@ -83,6 +85,10 @@ def _checked_order(row_order: Tensor | None, q_len: int, device: torch.device | 
     return row_order
 
 
+def _strip_scores(device: torch.device) -> int:
+    return STRIP_SCORES if device.type == "cpu" else STRIP_SCORES_GPU
+
+
 @dataclass(frozen=True)
 class _Strip:
     """Evaluated scores of some whole row blocks: `keep` bool `[n, block_m, kv_len]`, rows past the end False."""
@@ -103,7 +109,7 @@ def _strips(
 ) -> Iterator[_Strip]:
     block_m = config.block_m
     row_blocks = -(-q_len // block_m)
-    per_strip = max(1, STRIP_SCORES // (block_m * kv_len))
+    per_strip = max(1, _strip_scores(torch.device(device)) // (block_m * kv_len))
     kv = torch.arange(kv_len, device=device)
     batch_index = torch.tensor([b], device=device)
     head_index = torch.tensor([h], device=device)
@@ -188,7 +194,7 @@ def _bitmaps(keep: Tensor, owner: Tensor, columns: Tensor, config: LayoutConfig)
     count, block_m, kv_len = keep.shape
     words = bits.words(config.block_n)
     out = torch.empty(len(owner), block_m, words, dtype=torch.int32, device=keep.device)
-    step = max(1, STRIP_SCORES // (block_m * config.block_n))
+    step = max(1, _strip_scores(keep.device) // (block_m * config.block_n))
     padded = torch.nn.functional.pad(keep, (0, -kv_len % config.slab_columns))
     slabbed = padded.view(count, block_m, -1, config.slab_columns)
     for start in range(0, len(owner), step):
