@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -222,17 +223,10 @@ class Documents(Rule):
         """Cumulative lengths where the documents are numbered in order, else one id per token."""
         ordered = all(tuple(doc for doc, _ in runs) == tuple(range(len(runs))) for runs in self.runs)
         if ordered:
-            shown = [tuple(_running_sum(length for _, length in runs)) for runs in self.runs]
+            shown = [(0, *itertools.accumulate(length for _, length in runs)) for runs in self.runs]
             return f"documents(cu_seqlens={_show(shown[0] if len(shown) == 1 else tuple(shown))})"
         ids = [tuple(doc for doc, length in runs for _ in range(length)) for runs in self.runs]
         return f"documents({_show(ids[0] if len(ids) == 1 else tuple(ids))})"
-
-
-def _running_sum(lengths: object) -> list[int]:
-    sums = [0]
-    for length in lengths:  # type: ignore[attr-defined]
-        sums.append(sums[-1] + length)
-    return sums
 
 
 @dataclass(frozen=True, eq=False, repr=False)
