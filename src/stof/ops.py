@@ -73,7 +73,7 @@ def no_backward(ctx: Any, *grads: Tensor) -> Any:
     raise UnsupportedError(
         "stof.attention computes forward passes only, and a backward pass reached it; run inference under "
         "torch.inference_mode(), and train with another attention implementation for now",
-        {"row_block": ["no backward"], "reference": ["no backward"]},
+        {name: ["no backward"] for name in IMPLEMENTATIONS},
     )
 
 
