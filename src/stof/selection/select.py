@@ -46,9 +46,9 @@ def default_implementation(device: torch.device) -> str:
 def default_config(device: torch.device) -> LayoutConfig:
     """Block sizes to start from on a device; `refined_config` may improve on them once a layout is there.
 
-    On the CPU 64 rows and single gathered columns are fastest on Longformer, BigBird and strided masks at S = 4096, and
-    level with other heights on causal ones (2 cores, fp32; 128 rows compute more columns in vain). Other devices take
-    the same until kernels of their own arrive.
+    On the CPU 64 rows are fastest on Longformer and BigBird masks at S = 4096, and within 3 % of the best height on
+    strided and causal ones (2 cores, fp32; benchmarks/cpu_choices.py). Other devices take the same until kernels of
+    their own arrive.
     """
     del device
     return LayoutConfig(block_m=64, block_n=64, slab=1)
@@ -58,8 +58,8 @@ def refined_config(layout: Layout) -> LayoutConfig:
     """Block sizes for a mask, given its layout under the default ones.
 
     Where every row block keeps a contiguous range of columns, half the rows cost nothing to gather and waste less at
-    the ends: a causal window of 512 takes 41.5 ms with 32 rows, 43.8 with 64 (S = 4096, H = 12, D = 64, fp32, 2 cores).
-    Below 5 % waste there is nothing to gain.
+    the ends: a causal window of 512 takes 42.7 ms with 32 rows, 44.9 with 64 (S = 4096, H = 12, D = 64, fp32, 2 cores;
+    benchmarks/cpu_choices.py). Below 5 % waste there is nothing to gain.
     """
     config = layout.config
     if layout.device.type != "cpu" or layout.tiles == 0 or statistics(layout).computed_over_needed < 1.05:

@@ -34,7 +34,7 @@ def time_calls(
     """Time all `calls` in turn, round after round, so that a drifting machine slows them alike.
 
     On the CPU each timed call follows an untimed one of its own: what ran before it would otherwise decide whether its
-    output lies in fresh pages (3,071 page faults, 18 ms, for 12 MB in a virtual machine) and what caches hold.
+    output lies in fresh pages (a fault for every 4 KB) and what caches hold.
     """
     if device.type == "cuda":
         return _time_cuda(calls, device, rounds, warmup)

@@ -18,14 +18,15 @@ from stof.kernels.cpu.grouping import (
 )
 from stof.layout.layout import Layout
 
-# Matrix products of 575 columns take 5 % longer than of 576 (2 cores, AVX-512): masked steps are padded.
+# The figures here are milliseconds on 2 cores (AVX-512), fp32, S = 4096, H = 12, D = 64: benchmarks/cpu_choices.py.
+
+# Masked steps are padded: products of 575 columns are slower than of 576 (causal window of 512: 47.8 against 45.2).
 COLUMN_MULTIPLE = 16
 
 # Neighbouring row blocks, 1024 rows and then 256 of them, run the columns that all of them keep in full as one call
 # without a mask, and merge it with the rest by log-sum-exp. PyTorch's fused attention works on 256 query rows at a time
-# from 768 rows on, on 64 from 192 on, else on 32: taller calls read keys less often from shared caches, 1.35 ns a score
-# and head against 1.54 (2 cores, fp32, D = 64). A causal mask at S = 4096, H = 12 takes 150 ms so, 153 with a threshold
-# of 256 columns, 178 with 512 rows alone, and `is_causal=True` 152.
+# from 768 rows on, on 64 from 192 on, else on 32: taller calls read keys less often from shared caches. A causal mask
+# takes 158.0 so, 158.5 with 1024 rows alone, 166.1 with 512 alone, and `is_causal=True` 160.5 in the same run.
 SHARED_ROWS = (1024, 256)
 SHARED_COLUMNS = 384
 
@@ -124,7 +125,9 @@ def _add_blocks(
     if taken is not None:
         rest = ~taken[columns]
         columns, keep = columns[rest], None if keep is None else keep[:, rest]
-    if keep is not None and len(columns):
+    if keep is not None and bool(keep.all()):
+        keep = None
+    if keep is not None:
         columns, keep = _padded(columns, keep, used)
     if len(columns) or taken is None:
         writer.add(pattern, rows, columns, keep, merge=taken is not None)
@@ -185,7 +188,7 @@ class _Writer:
             first, number = -1, len(self._columns)
             self._columns.append(columns)
         mask, empty = -1, 0
-        if keep is not None and not bool(keep.all()):
+        if keep is not None:
             mask = self._add_mask(keep)
             empty = int(not bool(keep.any(1).all()))
         step = [pattern, *rows, first, number, count, mask, empty, int(merge), 0]
