@@ -20,7 +20,8 @@ from tests.strategies import calls, configs, dense_masks, mask_trees, row_orders
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-IMPLS = tuple(IMPLEMENTATIONS)
+# The Triton kernels have tests of their own, in tests/kernels and tests/gpu.
+IMPLS = tuple(name for name, impl in IMPLEMENTATIONS.items() if impl.capabilities.devices != ("cuda",))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

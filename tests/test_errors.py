@@ -193,7 +193,7 @@ def test_the_catalogue(name: str) -> None:
     assert issubclass(kind, StofError)
     assert kind.__doc__
     # `except ValueError` and the like in callers' code keep working
-    builtin = (ValueError, TypeError, NotImplementedError, ImportError)
+    builtin = (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError)
     assert kind is StofError or issubclass(kind, builtin)
 
 
@@ -208,10 +208,12 @@ def test_nothing_runs_before_the_checks() -> None:
 
 def test_explain() -> None:
     weighed = stof.explain(Q, KG, VG, masks.causal(), softcap=3.0)
-    assert [candidate.name for candidate in weighed] == list(IMPLEMENTATIONS)
-    assert not any(candidate.refusals for candidate in weighed)
+    assert {candidate.name for candidate in weighed} == set(IMPLEMENTATIONS)
+    assert [candidate.name for candidate in weighed if not candidate.refusals] == ["row_block", "batched", "reference"]
+    assert all(any("cuda" in reason for reason in candidate.refusals) for candidate in weighed[3:])
+    assert [str(candidate) for candidate in weighed][:1] == ["row_block: no estimate"]
     refused = candidates(CallSpec("cpu", torch.int8, 2**20, 1, 1, 1))
-    assert all(len(candidate.refusals) == 2 for candidate in refused), "all reasons, not the first"
+    assert all(len(candidate.refusals) >= 2 for candidate in refused), "all reasons, not the first"
     with pytest.raises(ShapeError):
         stof.explain(Q[0], K, V)
 

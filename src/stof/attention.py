@@ -7,14 +7,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, KernelError
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.parse import mask_by_key
 from stof.masks.tensors import as_mask
-from stof.ops import attention_op, empty_results, no_backward
+from stof.ops import empty_results, no_backward, run_prepared
 from stof.plans import Plan, make_plan
-from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, candidates, choose
+from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate
 from stof.validation import check_bias, check_plan, check_scale, check_sinks, check_softcap, check_tensors
 
 
@@ -139,9 +139,14 @@ def attention(
     cap = check_softcap(softcap)
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
-    if torch.compiler.is_compiling() and not isinstance(mask_or_plan, Plan):
-        # Planning is no graph code: the operator finds the mask by its key, which the compiler guards on.
-        key = as_mask(mask_or_plan).key
+    if torch.compiler.is_compiling():
+        # Planning and choosing are no graph code: the operator finds the plan, or the mask to plan for, by its key,
+        # which the compiler guards on.
+        if isinstance(mask_or_plan, Plan):
+            check_plan(mask_or_plan, q, k)
+            key = mask_or_plan.handle
+        else:
+            key = as_mask(mask_or_plan).key
         out, lse = masked_attention_op(q, k, v, key, bias, sinks, factor, cap, implementation or "")
     else:
         ready = _planned(mask_or_plan, q, k)
@@ -160,11 +165,18 @@ def _run(
     softcap: float,
     implementation: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose an implementation for checked arguments and run it."""
+    """Choose how to run checked arguments, and run them."""
     call = _call_spec(ready, q, k, v, bias, softcap, sinks)
-    name = choose(call) if not implementation else _forced(implementation, call)
-    prepared = ready.prepared(name)
-    return attention_op(q, k, v, prepared.tensors, prepared.sizes, bias, sinks, scale, softcap, name)
+    if implementation:
+        _check_forced(implementation, call)
+    while True:
+        choice = ready.choice(call, implementation or None)
+        prepared = ready.prepared(choice)
+        try:
+            return run_prepared(q, k, v, prepared, bias, sinks, scale, softcap)
+        except KernelError as error:
+            # The next best candidate serves, down to plain PyTorch, which compiles nothing.
+            ready.reject(choice, call, str(error))
 
 
 @torch.library.custom_op("stof::masked_attention", mutates_args=())
@@ -179,11 +191,11 @@ def masked_attention_op(
     softcap: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    """`stof::attention` for compiled code that holds a mask, not a plan: `mask` is the mask's key.
+    """`stof::attention` for compiled code: `mask` is the key of a mask, or the handle of a plan.
 
     The plan is looked up (or built once) when the operator runs; `implementation` is "" for the default.
     """
-    ready = _planned(mask_by_key(mask), q, k)
+    ready = Plan.by_handle(mask) if mask.startswith("plan ") else _planned(mask_by_key(mask), q, k)
     return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation)
 
 
@@ -215,10 +227,15 @@ def explain(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> list[Candidate]:
-    """Every implementation in order of preference with all its reasons to refuse this call; nothing runs."""
+    """Every way to run this call, best first; nothing runs.
+
+    Returns:
+        Candidates: those with an estimated GPU time, fastest first (the first one runs), then those without one in
+        order of preference, then those that refuse, with all their reasons. `print(*explain(...), sep="\\n")`.
+    """
     check_tensors(q, k, v)
     ready = _planned(mask_or_plan, q, k)
-    return candidates(_call_spec(ready, q, k, v, bias, check_softcap(softcap), sinks))
+    return ready.candidates(_call_spec(ready, q, k, v, bias, check_softcap(softcap), sinks))
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,13 +283,17 @@ def _call_spec(
         has_softcap=softcap > 0,
         has_sinks=sinks is not None,
         permuted_rows=ready.permuted_rows,
+        batch=q.shape[0],
+        q_len=q.shape[2],
+        kv_len=k.shape[2],
+        mask_heads=ready.mask_heads,
+        compute_capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0),
     )
 
 
-def _forced(name: str, call: CallSpec) -> str:
+def _check_forced(name: str, call: CallSpec) -> None:
     if name not in IMPLEMENTATIONS:
         raise ArgumentError(f"unknown implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
     refusals = IMPLEMENTATIONS[name].capabilities.refusals(call)
     if refusals:
         raise ArgumentError(f"implementation {name!r} cannot run this call: {'; '.join(refusals)}")
-    return name

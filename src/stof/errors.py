@@ -76,5 +76,9 @@ class UnsupportedError(StofError, NotImplementedError):
         super().__init__(f"{summary}\n{listed}")
 
 
+class KernelError(StofError, RuntimeError):
+    """A kernel does not compile for a device or needs more of it than there is; another implementation takes over."""
+
+
 class MissingDependencyError(StofError, ImportError):
     """An optional package is needed for this feature; the message says how to install it."""

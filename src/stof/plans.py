@@ -2,60 +2,208 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from stof.errors import DeviceError
+from stof.errors import ArgumentError, DeviceError
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.io import load_layout, save_layout
+from stof.layout.orders import named_order
+from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
-from stof.masks.base import check_sizes
-from stof.selection import IMPLEMENTATIONS, PreparedLayout, default_config, default_implementation, refined_config
+from stof.masks.base import check_lengths, check_sizes
+from stof.selection import (
+    IMPLEMENTATIONS,
+    CallSpec,
+    Candidate,
+    Choice,
+    PreparedLayout,
+    candidates,
+    choose,
+    default_config,
+    default_implementation,
+    failures,
+    refined_config,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanSource:
+    """What further layouts of a plan are built from."""
+
+    mask: Mask
+    batch: int
+    heads: int
+
+
+# Plans by handle, for compiled code: a graph can hold a number, not a plan.
+_BY_HANDLE: WeakValueDictionary[str, Plan] = WeakValueDictionary()
+_HANDLES = itertools.count(1)
 
 
 class Plan:
     """A mask compiled for one `q_len` and `kv_len` on one device. Make it with `stof.plan`, reuse it freely.
 
+    On a GPU, layouts are built when a call first needs them, in the block sizes that suit the call. A plan made with
+    a `config` or a `row_order`, or read from a file, keeps to that one layout.
+
     Attributes:
-        layout: the two-level layout.
         mask_text: repr of the mask it was made from.
+        handle: text that finds this plan while it lives.
     """
 
-    def __init__(self, layout: Layout, mask_text: str) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        mask_text: str,
+        lengths: tuple[int, int],
+        mask_sizes: tuple[int, int],
+        device: torch.device,
+        *,
+        layout: Layout | None = None,
+        source: PlanSource | None = None,
+    ) -> None:
         self.mask_text = mask_text
-        self.q_len = layout.q_len
-        self.kv_len = layout.kv_len
-        self.mask_batch = layout.mask_batch
-        self.mask_heads = layout.mask_heads
-        self.device = layout.device
-        self.permuted_rows = layout.row_order is not None
-        self._prepared: dict[str, PreparedLayout] = {}
-        # Prepared now, not at the first call: compiled code must find it ready.
-        self.prepared(default_implementation(self.device))
+        self.q_len, self.kv_len = lengths
+        self.mask_batch, self.mask_heads = mask_sizes
+        self.device = device
+        self.permuted_rows = layout is not None and layout.row_order is not None
+        self.fixed = layout.config if layout is not None and device.type == "cuda" else None
+        self._source = source
+        self._layout = layout
+        self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
+        self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
+        self._prepared: dict[Choice, PreparedLayout] = {}
+        self._choices: dict[tuple[CallSpec, str | None], Choice] = {}
+        self.handle = f"plan {next(_HANDLES)}"
+        _BY_HANDLE[self.handle] = self
+        if device.type != "cuda":
+            # Prepared now, not at the first call, which may be timed or compiled.
+            self.prepared(default_implementation(device))
 
-    def prepared(self, implementation: str) -> PreparedLayout:
-        """The layout in the form `implementation` reads; computed once."""
-        found = self._prepared.get(implementation)
+    @staticmethod
+    def of_layout(layout: Layout, mask_text: str) -> Plan:
+        """A plan that keeps to one layout."""
+        sizes = (layout.mask_batch, layout.mask_heads)
+        return Plan(mask_text, (layout.q_len, layout.kv_len), sizes, layout.device, layout=layout)
+
+    @staticmethod
+    def by_handle(handle: str) -> Plan:
+        """The living plan with this handle.
+
+        Raises:
+            ArgumentError: it is gone; a compiled graph outlived its plan.
+        """
+        found = _BY_HANDLE.get(handle)
         if found is None:
-            found = PreparedLayout(implementation, *IMPLEMENTATIONS[implementation].prepare(self.layout))
-            self._prepared[implementation] = found
+            raise ArgumentError(f"{handle!r} is gone; keep the plan alive as long as code compiled with it runs")
         return found
+
+    @property
+    def layout(self) -> Layout:
+        """The plan's own layout: what is saved, drawn and counted. Calls on a GPU may use others."""
+        if self._layout is None:
+            self._layout = self._build(default_config(self.device), None)
+        return self._layout
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        """Names of row orders that suit the mask and fit its length."""
+        if self._source is None or self.fixed is not None:
+            return ()
+        names = self._source.mask.row_orders
+        return tuple(name for name in names if named_order(name, self.q_len) is not None)
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        """Tile counts under each geometry, for the cost model; counted once."""
+        key = (geometries, row_order)
+        found = self._surveys.get(key)
+        if found is None:
+            if self._source is None or self.fixed is not None:
+                found = survey_of_layout(self.layout)
+            else:
+                found = survey(
+                    self._source.mask,
+                    self.q_len,
+                    self.kv_len,
+                    geometries,
+                    batch=self._source.batch,
+                    heads=self._source.heads,
+                    device=self.device,
+                    row_order=None if row_order is None else named_order(row_order, self.q_len),
+                )
+            self._surveys[key] = found
+        return found
+
+    def choice(self, call: CallSpec, implementation: str | None = None) -> Choice:
+        """How a call runs: the fastest candidate, of one implementation when it is named; decided once."""
+        key = (call, implementation)
+        found = self._choices.get(key)
+        if found is None:
+            found = self._choices[key] = choose(call, self.device, self, implementation)
+        return found
+
+    def candidates(self, call: CallSpec) -> list[Candidate]:
+        """Every way to run a call, see `stof.explain`."""
+        return candidates(call, self.device, self if self.device.type == "cuda" else None)
+
+    def reject(self, choice: Choice, call: CallSpec, reason: str) -> None:
+        """Leave a choice out from now on: it failed on this device."""
+        failures.add(choice, call, self.device, reason)
+        self._choices.clear()
+
+    def prepared(self, choice: Choice | str) -> PreparedLayout:
+        """The layout of a choice in the form its implementation reads; computed once."""
+        choice = Choice(choice) if isinstance(choice, str) else choice
+        found = self._prepared.get(choice)
+        if found is None:
+            layout = self._layout_of(choice)
+            found = PreparedLayout(
+                choice.implementation, *IMPLEMENTATIONS[choice.implementation].prepare(layout, choice.kernel)
+            )
+            self._prepared[choice] = found
+        return found
+
+    def _layout_of(self, choice: Choice) -> Layout:
+        if choice.layout is None or self.fixed is not None:
+            return self.layout
+        key = (choice.layout, choice.row_order)
+        found = self._layouts.get(key)
+        if found is None:
+            found = self._layouts[key] = self._build(*key)
+        return found
+
+    def _build(self, config: LayoutConfig, row_order: str | None) -> Layout:
+        assert self._source is not None
+        source = self._source
+        return build_layout(
+            source.mask,
+            self.q_len,
+            self.kv_len,
+            config,
+            batch=source.batch,
+            heads=source.heads,
+            device=self.device,
+            row_order=None if row_order is None else named_order(row_order, self.q_len),
+        )
 
     def statistics(self) -> LayoutStatistics:
         """Density, computed/needed, tiles by kind, heaviest row block, bytes."""
         return statistics(self.layout)
 
     def bytes(self) -> int:
-        """Memory of the layout and everything prepared from it."""
-        tensors = [*self.layout.tensors().values()]
-        for prepared in list(self._prepared.values()):  # another thread may add one
+        """Memory of all layouts and everything prepared from them."""
+        # list(): another thread may add one
+        layouts = list(self._layouts.values()) + ([] if self._layout is None else [self._layout])
+        tensors = [tensor for layout in layouts for tensor in layout.tensors().values()]
+        for prepared in list(self._prepared.values()):
             tensors += prepared.tensors
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -64,8 +212,8 @@ class Plan:
         return self.layout.to_dense()
 
     def to(self, device: torch.device | str) -> Plan:
-        """The same plan on another device."""
-        return Plan(self.layout.to(device), self.mask_text)
+        """The same plan on another device, with the same layout."""
+        return Plan.of_layout(self.layout.to(device), self.mask_text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to one safetensors file, atomically."""
@@ -75,13 +223,13 @@ class Plan:
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Plan:
         """Read a saved plan; a file that does not validate raises `PlanFileError`."""
         layout, extra = load_layout(path, device)
-        return Plan(layout, extra.get("mask", ""))
+        return Plan.of_layout(layout, extra.get("mask", ""))
 
     def __repr__(self) -> str:
         text = self.mask_text if len(self.mask_text) <= 80 else self.mask_text[:77] + "..."
+        tiles = "not built" if self._layout is None else str(self._layout.tiles)
         return (
-            f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={self.layout.tiles}, "
-            f"device={str(self.device)!r})"
+            f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={tiles}, device={str(self.device)!r})"
         )
 
 
@@ -171,11 +319,17 @@ def make_plan(
         found = plan_cache.get(key)
         if found is not None:
             return found
-    layout = built(default_config(device) if config is None else config)
-    if config is None:
-        better = refined_config(layout)
-        layout = layout if better == layout.config else built(better)
-    plan = Plan(layout, repr(mask))
+    if device.type == "cuda" and config is None and row_order is None:
+        check_lengths(q_len, kv_len)
+        mask.check(q_len, kv_len)
+        sizes = mask.dims(batch, heads, device)
+        plan = Plan(repr(mask), (q_len, kv_len), sizes, device, source=PlanSource(mask, batch, heads))
+    else:
+        layout = built(default_config(device) if config is None else config)
+        if config is None:
+            better = refined_config(layout)
+            layout = layout if better == layout.config else built(better)
+        plan = Plan.of_layout(layout, repr(mask))
     if key is not None:
         plan_cache.put(key, plan)
     return plan

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from stof.bench.attention import float64_attention, relative_error, run_attention
+from stof.bench.attention import NotRun, Row, run_attention
+from stof.bench.check import Expected, float64_attention, relative_error
 from stof.bench.grid import GRID, Shape, grid_mask, window_of
 from stof.bench.peers import PEERS, Peer, Problem, peer
 from stof.bench.results import write_results
@@ -24,7 +26,9 @@ ROW_KEYS = [
 ]  # fmt: skip
 
 
-def run(peers: list[Peer], masks: str = "window512", shape: str = "1,2,16,640") -> tuple[list, list[str]]:
+def run(
+    peers: list[Peer], masks: str = "window512", shape: str = "1,2,16,640", **settings: Any
+) -> tuple[list[Row], list[str]]:
     said: list[str] = []
     rows = run_attention(
         [grid_mask(name) for name in masks.split()],
@@ -34,6 +38,7 @@ def run(peers: list[Peer], masks: str = "window512", shape: str = "1,2,16,640") 
         dtype=torch.float32,
         rounds=1,
         report=said.append,
+        **settings,
     )
     return rows, said
 
@@ -45,7 +50,7 @@ def test_mask_mod_is_the_same_mask(name: str) -> None:
     grid = grid_mask(name)
     rows, columns = torch.arange(length)[:, None], torch.arange(length)[None]
     zero = torch.zeros((), dtype=torch.int64)
-    got = grid.mask_mod(length, CPU)(zero, zero, rows, columns).expand(length, length)
+    got = grid.mask_mod(length, length, CPU)(zero, zero, rows, columns).expand(length, length)
     assert torch.equal(got, grid.mask(length).to_dense(length)[0, 0])
 
 
@@ -91,6 +96,48 @@ def test_a_peer_that_fails_does_not_end_the_race() -> None:
     rows, said = run([Peer("broken", "", lambda problem: None, broken), peer("stof")])
     assert [row.impl for row in rows] == ["stof"]
     assert any("out of luck" in line for line in said)
+
+
+def test_a_peer_may_raise_anything() -> None:
+    def broken(problem: Problem) -> Callable[[], Tensor]:
+        raise AssertionError
+
+    cells: list[tuple[list[Row], list[NotRun]]] = []
+    settings = {"on_cell": lambda rows, not_run: cells.append((rows, not_run))}
+    run([Peer("broken", "", lambda problem: None, broken), peer("stof")], **settings)
+    ((rows, not_run),) = cells
+    assert [row.impl for row in rows] == ["stof"]
+    assert [(entry.impl, entry.reason, entry.mask, entry.q_len) for entry in not_run] == [
+        ("broken", "AssertionError", "window512", 640)
+    ]
+
+
+def test_budget_stops_between_cells_and_says_what_is_left_out() -> None:
+    rows, said = run([peer("stof")], masks="causal strided dilated", budget=0.0)
+    assert [row.mask for row in rows] == ["causal"]
+    assert "left out: strided B1 H2/2 D16 S640x640, dilated" in said[-1]
+
+
+def test_check_only_times_nothing() -> None:
+    rows, said = run([peer("stof")], timed=False)
+    assert [(row.call_us, row.max_rel_err < 1e-5) for row in rows] == [(None, True)]
+    assert any("stof: relative error" in line for line in said)
+
+
+def test_the_check_samples_rows_of_every_head() -> None:
+    problem = Problem.draw(grid_mask("longformer"), Shape.parse("2,4,2,16,300,300"), CPU, torch.float32)
+    everything, some = Expected.of(problem, 1024), Expected.of(problem, 64)
+    assert torch.equal(everything.rows, torch.arange(300))
+    assert len(some.rows) == 64
+    assert len(some.rows.unique()) == 64
+    assert {0, 15, 284, 299} <= set(some.rows.tolist())
+    assert torch.equal(some.out, everything.out[:, :, some.rows])
+    out = everything.out.float()
+    assert some.error(out) < 1e-6
+    spoiled = out.clone()
+    spoiled[1, 3, 150, 0] = float("nan")  # anywhere, checked row or not
+    assert some.error(spoiled) == float("inf")
+    assert some.error(out.roll(1, 2)) > 0.1
 
 
 def test_oracle_is_dense_attention() -> None:

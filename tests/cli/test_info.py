@@ -78,7 +78,7 @@ def test_refusals_come_from_the_capabilities(monkeypatch: pytest.MonkeyPatch) ->
         name="picky",
         summary="float16 on the moon",
         capabilities=Capabilities(devices=("moon",), dtypes=(torch.float16,)),
-        prepare=lambda layout: ([], []),
+        prepare=lambda layout, settings: ([], []),
         run=lambda *_: pytest.fail("info runs nothing"),
     )
     monkeypatch.setitem(IMPLEMENTATIONS, "picky", picky)

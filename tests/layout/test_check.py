@@ -16,7 +16,6 @@ from stof import LayoutConfig, Plan, masks
 from stof.errors import LayoutError
 from stof.layout import Layout, build_layout
 from stof.layout.check import validate
-from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
 
 MASK = masks.per_head([masks.strided(9, 11, 3), masks.longformer(12, 3)])
@@ -238,6 +237,6 @@ def test_whatever_passes_is_safe_to_run(data: st.DataObject) -> None:
         return
     keep = broken.to_dense()
     inputs = make_inputs(heads=2, q_len=100, kv_len=110).qkv
-    for implementation in IMPLEMENTATIONS:
-        out, lse = stof.attention(*inputs, Plan(broken, ""), return_lse=True, implementation=implementation)
+    for implementation in ("row_block", "batched", "reference"):
+        out, lse = stof.attention(*inputs, Plan.of_layout(broken, ""), return_lse=True, implementation=implementation)
         assert_attention(out, lse, *inputs, keep)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from stof.bench.check import TOLERANCE, Expected
 from stof.bench.grid import GridMask, Shape
-from stof.bench.peers import Call, Peer, Problem
-from stof.kernels.reference import reference_attention
+from stof.bench.problem import Call, Peer, Problem, first_line
 from stof.tuning.timing import time_calls
-
-# Largest |out - float64| / max |float64| accepted before a time is given: some 10 units in the last place of what
-# a row of attention averages over. A wrong mask is off by 0.1 or more.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,30 @@ class Row:
     max_rel_err: float | None
 
 
+@dataclass(frozen=True)
+class NotRun:
+    """An implementation that gave no result for a cell, and why."""
+
+    mask: str
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_len: int
+    kv_len: int
+    dtype: str
+    impl: str
+    reason: str
+
+
+KEY = ("mask", "batch", "heads", "kv_heads", "head_dim", "q_len", "kv_len", "dtype", "impl")
+
 Report = Callable[[str], None]
+OnCell = Callable[[list[Row], list[NotRun]], None]
+
+
+class ContextLostError(RuntimeError):
+    """The CUDA context no longer works (an illegal access in some kernel): nothing more can run in this process."""
 
 
 def run_attention(
@@ -49,38 +70,65 @@ def run_attention(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    rounds: int,
     report: Report,
+    rounds: int = 7,
+    check_rows: int = 1024,
+    budget: float | None = None,
+    timed: bool = True,
+    on_cell: OnCell | None = None,
+    done: Container[tuple[Any, ...]] = (),
 ) -> list[Row]:
-    """Every mask on every shape by every peer; `report` gets one line per event (progress, missing peers)."""
-    rows: list[Row] = []
-    masks, peers = list(masks), list(peers)
-    for shape in shapes:
-        for grid_mask in masks:
-            report(f"{grid_mask.name} {shape}")
-            rows += _run_cell(_problem(grid_mask, shape, device, dtype), peers, rounds, report)
-    return rows
+    """Every mask on every shape by every peer.
+
+    Args:
+        masks, shapes, peers: the grid; a cell is one mask on one shape.
+        report: gets one line per event (progress, missing peers, what the budget left out).
+        rounds: timed rounds; medians are reported.
+        check_rows: query rows of each cell compared with float64, all batch entries and heads of them.
+        budget: seconds after which no further cell is started, None for no limit.
+        timed: False to stop after the check.
+        on_cell: gets each cell's lines as soon as they are known.
+        done: the `key` of measurements there are already; cells with nothing else to measure are left out.
+
+    Raises:
+        ContextLostError: a kernel destroyed the CUDA context; the cells before have been given to `on_cell`.
+    """
+    masks, peers, results = list(masks), list(peers), list[Row]()
+    cells = [
+        (mask, shape)
+        for shape in shapes
+        for mask in masks
+        if not all((*_where(mask, shape, dtype).values(), peer.name) in done for peer in peers)
+    ]
+    start, slowest = time.perf_counter(), 0.0
+    for number, (grid_mask, shape) in enumerate(cells):
+        begun = time.perf_counter()
+        # A cell may take as long as the longest so far, and must end within the budget.
+        if budget is not None and number and begun - start + slowest > budget:
+            left = ", ".join(f"{mask.name} {shape}" for mask, shape in cells[number:])
+            report(f"budget of {budget:.0f} s used; left out: {left}")
+            break
+        report(f"{grid_mask.name} {shape}")
+        with torch.no_grad():
+            rows, not_run = _run_cell(
+                Problem.draw(grid_mask, shape, device, dtype), peers, check_rows, rounds if timed else 0, report
+            )
+        results += rows
+        if on_cell is not None:
+            on_cell(rows, not_run)
+        _forget(device)
+        slowest = max(slowest, time.perf_counter() - begun)
+    return results
 
 
-def _problem(grid_mask: GridMask, shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
-    generator = torch.Generator(device="cpu").manual_seed(0)
-
-    def draw(heads: int, length: int) -> Tensor:
-        size = (shape.batch, heads, length, shape.head_dim)
-        return torch.randn(size, generator=generator).to(device=device, dtype=dtype)
-
-    q, k, v = draw(shape.heads, shape.q_len), draw(shape.kv_heads, shape.kv_len), draw(shape.kv_heads, shape.kv_len)
-    return Problem(grid_mask, shape, q, k, v)
-
-
-def _run_cell(problem: Problem, peers: list[Peer], rounds: int, report: Report) -> list[Row]:
-    shape = problem.shape
-    keep = problem.grid_mask.mask(shape.q_len).to_dense(shape.q_len, shape.kv_len, device=problem.device)
-    density = float(keep.float().mean())
-    expected = float64_attention(problem.q, problem.k, problem.v, keep)
-    del keep
+def _run_cell(
+    problem: Problem, peers: Sequence[Peer], check_rows: int, rounds: int, report: Report
+) -> tuple[list[Row], list[NotRun]]:
+    expected = Expected.of(problem, check_rows)
     calls: dict[str, Call] = {}
     built: dict[str, tuple[float, float]] = {}
+    not_run: list[NotRun] = []
+    where = _where(problem.grid_mask, problem.shape, problem.q.dtype)
     for peer in peers:
         reason = peer.missing(problem)
         if reason is None:
@@ -89,47 +137,64 @@ def _run_cell(problem: Problem, peers: list[Peer], rounds: int, report: Report) 
                 reason = outcome
             else:
                 calls[peer.name], built[peer.name] = outcome[0], outcome[1:]
+                build_us, error = outcome[1:]
+                verdict = "" if error <= TOLERANCE[problem.q.dtype] else "  WRONG, not timed"
+                report(f"  {peer.name}: relative error {error:.1e}, built in {build_us / 1e6:.2f} s{verdict}")
         if reason is not None:
             report(f"  {peer.name}: not run ({reason})")
-    good = {n: c for n, c in calls.items() if built[n][1] <= TOLERANCE[problem.q.dtype]}
-    for name in calls.keys() - good.keys():
-        report(f"  {name}: WRONG, relative error {built[name][1]:.1e}; not timed")
-    timings = time_calls(good, problem.device, rounds=rounds)
+            not_run.append(NotRun(**where, impl=peer.name, reason=reason))
+    good = {name: call for name, call in calls.items() if built[name][1] <= TOLERANCE[problem.q.dtype]}
+    timings = time_calls(good, problem.device, rounds=rounds) if rounds else {}
+    density = int(problem.keep.count_nonzero()) / problem.keep.numel()
     rows = []
     for name, (build_us, error) in built.items():
         timing = timings.get(name)
+        if timing and timing.gpu_us is not None:
+            how = "" if timing.graphed else " (no CUDA graph: from eager calls)"
+            report(f"  {name}: {timing.gpu_us:.1f} us on the GPU{how}, {timing.call_us:.0f} us to call")
+        times = (timing.gpu_us, timing.call_us) if timing else (None, None)
         rows.append(
             Row(
-                mask=problem.grid_mask.name,
-                batch=shape.batch,
-                heads=shape.heads,
-                kv_heads=shape.kv_heads,
-                head_dim=shape.head_dim,
-                q_len=shape.q_len,
-                kv_len=shape.kv_len,
-                dtype=str(problem.q.dtype).removeprefix("torch."),
+                **where,
                 density=density,
                 impl=name,
-                gpu_us=timing.gpu_us if timing else None,
-                call_us=timing.call_us if timing else None,
+                gpu_us=times[0],
+                call_us=times[1],
                 build_us=build_us,
                 max_rel_err=error,
             )
         )
-    return rows
+    return rows, not_run
 
 
-def _prepare_and_check(peer: Peer, problem: Problem, expected: Tensor) -> tuple[Call, float, float] | str:
+def _where(grid_mask: GridMask, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+    """`KEY` without the implementation, in its order."""
+    return {"mask": grid_mask.name, **asdict(shape), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def key(entry: Row | NotRun) -> tuple[Any, ...]:
+    """Mask, sizes, dtype and implementation: what makes two lines of a file the same measurement."""
+    return tuple(getattr(entry, name) for name in KEY)
+
+
+def _prepare_and_check(peer: Peer, problem: Problem, expected: Expected) -> tuple[Call, float, float] | str:
     """The call to time, its build time and its error, or why this peer gave no result."""
+    _ = problem.keep  # evaluated outside the build time
     try:
         start = time.perf_counter()
         call = peer.prepare(problem)
+        out = call()  # compilers run on the first call
         _synchronize(problem.device)
         build_us = (time.perf_counter() - start) * 1e6
-        out = call()
-    except (RuntimeError, ValueError) as error:  # a peer's refusal or out of memory must not end the race
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
-    return call, build_us, relative_error(out, expected)
+        error = expected.error(out)
+    except Exception as failure:  # whatever a peer raises, out of memory included, must not end the race
+        reason = first_line(failure)
+        try:
+            _synchronize(problem.device)
+        except RuntimeError as lost:
+            raise ContextLostError(f"{peer.name} on {problem.grid_mask.name} {problem.shape}: {reason}") from lost
+        return reason
+    return call, build_us, error
 
 
 def _synchronize(device: torch.device) -> None:
@@ -137,27 +202,10 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def float64_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """Dense float64 attention, one head and 1024 rows at a time to bound memory; `[B, H, Sq, D]`."""
-    group = q.shape[1] // k.shape[1]
-    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    for head in range(q.shape[1]):
-        key = slice(head // group, head // group + 1)
-        kept = keep if keep.shape[1] == 1 else keep[:, head : head + 1]
-        for start in range(0, q.shape[2], 1024):
-            rows = slice(start, start + 1024)
-            out[:, head : head + 1, rows] = reference_attention(
-                q[:, head : head + 1, rows].double(),
-                k[:, key].double(),
-                v[:, key].double(),
-                kept[:, :, rows],
-                scale=q.shape[-1] ** -0.5,
-            )[0]
-    return out
-
-
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    """`max |out - expected| / max |expected|`; infinity when anything is not finite."""
-    difference = (out.double() - expected).abs().max()
-    error = float(difference / expected.abs().max().clamp_min(1e-300))
-    return error if error == error else float("inf")
+def _forget(device: torch.device) -> None:
+    """Drop what a cell leaves behind: compiled functions slow the next cell's calls, cached blocks fill the GPU."""
+    if "torch._dynamo" in sys.modules:  # else resetting would import it
+        torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -12,9 +12,12 @@ from torch import Tensor
 from stof import masks
 from stof.errors import ArgumentError
 from stof.masks import Mask
+from stof.masks.index import Index
 from stof.masks.rules import RandomBlocks
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# `(left, right)` in FlashAttention's sense, aligned to the last query and key; None is unbounded.
+Window = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -52,19 +55,37 @@ class GridMask:
 
     Attributes:
         name: name in tables and JSON.
-        mask: the STOF value, for a length.
-        mask_mod: the same for FlexAttention, written the way its users would, for a length and device.
+        mask: the STOF value, for a number of queries.
+        mask_mod: the same for FlexAttention, written the way its users would, for `(q_len, kv_len, device)`.
         dense_like: class for the geometric means (else sparse).
-        causal: `is_causal=True` computes exactly this mask.
+        causal: `is_causal=True` computes exactly this mask where `q_len == kv_len`.
         unmasked: no mask at all computes exactly this mask.
+        window: FlashAttention's `window_size` that computes exactly this mask where `q_len == kv_len`.
+        at_end: the queries stand at the end of the cache, so `window` holds for any lengths.
     """
 
     name: str
     mask: Callable[[int], Mask]
-    mask_mod: Callable[[int, torch.device], MaskMod]
+    mask_mod: Callable[[int, int, torch.device], MaskMod]
     dense_like: bool
     causal: bool = False
     unmasked: bool = False
+    window: Window | None = None
+    at_end: bool = False
+
+    def dense(self, shape: Shape, device: torch.device, rows: Tensor | None = None) -> Tensor:
+        """The mask as bool `[1, 1, R, kv_len]` at the query positions `rows` (int64 `[R]`; all by default).
+
+        Evaluated 1024 rows at a time: the int64 positions of a whole `S x S` rectangle would need 2 GB at S = 16384.
+        """
+        rows = torch.arange(shape.q_len, device=device) if rows is None else rows
+        mask, columns = self.mask(shape.q_len), torch.arange(shape.kv_len, device=device)
+        out = torch.empty(1, 1, len(rows), shape.kv_len, dtype=torch.bool, device=device)
+        for start in range(0, len(rows), 1024):
+            strip = slice(start, start + 1024)
+            index = Index.make(rows[strip], columns, q_len=shape.q_len, kv_len=shape.kv_len)
+            out[:, :, strip] = mask.evaluate(index)
+        return out
 
 
 def window_of(length: int) -> int:
@@ -72,17 +93,22 @@ def window_of(length: int) -> int:
     return max(16, 16 * int(math.sqrt(length) // 16))
 
 
-def _longformer_mod(length: int, device: torch.device) -> MaskMod:
-    del device
-    w = window_of(length)
+def _longformer_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
+    del kv_len, device
+    w = window_of(q_len)
     return lambda b, h, q, k: ((q - k).abs() <= w) | (q < w) | (k < w)
 
 
-def _bigbird_mod(length: int, device: torch.device) -> MaskMod:
-    blocks = -(-length // 64)
-    chosen = RandomBlocks(3, 64, 0).choose(torch.arange(blocks, device=device), blocks)
-    table = torch.zeros(blocks, blocks, dtype=torch.bool, device=device).scatter_(1, chosen, True)
-    local = _longformer_mod(length, device)
+def random_blocks(q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """BigBird's random key blocks, int64 `[ceil(q_len / 64), 3]` (fewer columns for fewer than 3 key blocks)."""
+    rows = torch.arange(-(-q_len // 64), device=device)
+    return RandomBlocks(3, 64, 0).choose(rows, -(-kv_len // 64))
+
+
+def _bigbird_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
+    chosen = random_blocks(q_len, kv_len, device)
+    table = torch.zeros(len(chosen), -(-kv_len // 64), dtype=torch.bool, device=device).scatter_(1, chosen, True)
+    local = _longformer_mod(q_len, kv_len, device)
     return lambda b, h, q, k: local(b, h, q, k) | table[q // 64, k // 64]
 
 
@@ -92,22 +118,25 @@ GRID: dict[str, GridMask] = {
         GridMask(
             "full",
             lambda s: masks.full(),
-            lambda s, d: lambda b, h, q, k: q >= 0,
+            lambda s, t, d: lambda b, h, q, k: q >= 0,
             dense_like=True,
             unmasked=True,
+            window=(None, None),
         ),
         GridMask(
             "causal",
             lambda s: masks.causal(),
-            lambda s, d: lambda b, h, q, k: q >= k,
+            lambda s, t, d: lambda b, h, q, k: q >= k,
             dense_like=True,
             causal=True,
+            window=(None, 0),
         ),
         GridMask(
             "window512",
             lambda s: masks.sliding_window(511),
-            lambda s, d: lambda b, h, q, k: (q >= k) & (q - k < 512),
+            lambda s, t, d: lambda b, h, q, k: (q >= k) & (q - k < 512),
             dense_like=True,
+            window=(511, 0),
         ),
         GridMask(
             "longformer",
@@ -124,13 +153,13 @@ GRID: dict[str, GridMask] = {
         GridMask(
             "strided",
             lambda s: masks.strided(128, 128, 8),
-            lambda s, d: lambda b, h, q, k: (q >= k) & ((q - k < 128) | (k % 128 >= 120)),
+            lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k < 128) | (k % 128 >= 120)),
             dense_like=False,
         ),
         GridMask(
             "dilated",
             lambda s: masks.dilated_window(2047, dilation=16),
-            lambda s, d: lambda b, h, q, k: (q >= k) & ((q - k) % 16 == 0) & (q - k < 2048),
+            lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k) % 16 == 0) & (q - k < 2048),
             dense_like=False,
         ),
     )

@@ -1,4 +1,4 @@
-"""The benchmark's JSON: stable keys, provenance, and the summary table."""
+"""The benchmark's JSON: stable keys, provenance, merging runs."""
 
 from __future__ import annotations
 
@@ -6,23 +6,90 @@ import datetime
 import json
 import subprocess
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import stof
-from stof.bench.attention import Row
+from stof.bench.attention import NotRun, Row, key
+from stof.errors import ArgumentError
 from stof.tuning.machine import device_name, package_version
 
 
-def write_results(path: Path, rows: Iterable[Row], device: torch.device) -> None:
-    """Write `{"meta": ..., "rows": [...]}`, one row a line."""
+@dataclass(frozen=True)
+class Results:
+    """A file's contents: `{"meta": {...}, "rows": [...], "not_run": [...]}`, the last only where it is not empty."""
+
+    meta: dict[str, Any]
+    rows: list[Row]
+    not_run: list[NotRun]
+
+
+def read_results(path: Path) -> Results:
+    """Read a file of this benchmark.
+
+    Raises:
+        ArgumentError: there is no such file, or it is not one of this benchmark.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Row(**row) for row in data["rows"]]
+        return Results(data["meta"], rows, [NotRun(**entry) for entry in data.get("not_run", [])])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(f"{path} is no result of `stof bench`: {type(error).__name__}: {error}") from None
+
+
+def write_results(path: Path, rows: Iterable[Row], device: torch.device, not_run: Iterable[NotRun] = ()) -> None:
+    """Write the results with this machine's provenance, one row a line; readers never see half a file."""
     meta = json.dumps(provenance(device), indent=1)
-    lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
+    parts = [f'"meta": {meta}', f'"rows": {_lines(rows)}']
+    missing = list(not_run)
+    if missing:
+        parts.append(f'"not_run": {_lines(missing)}')
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"meta": {meta},\n "rows": [\n  {lines}\n ]}}\n', encoding="utf-8")
+    half = path.with_name(path.name + ".part")
+    half.write_text("{" + ",\n ".join(parts) + "}\n", encoding="utf-8")
+    half.replace(path)
+
+
+def _lines(entries: Iterable[Row] | Iterable[NotRun]) -> str:
+    return "[\n  " + ",\n  ".join(json.dumps(asdict(entry)) for entry in entries) + "\n ]"
+
+
+class Recorder:
+    """Collects a race's cells in a file, which is complete after every cell.
+
+    Args:
+        path: the file.
+        device: where the race runs.
+        merge: keep what the file holds, except measurements made again; otherwise start it anew.
+
+    Raises:
+        ArgumentError: `merge` into a file of another device, or into no result of this benchmark.
+    """
+
+    def __init__(self, path: Path, device: torch.device, merge: bool) -> None:
+        self.path, self.device = path, device
+        old = read_results(path) if merge and path.exists() else Results({}, [], [])
+        here = device_name(device)
+        if old.meta and old.meta.get("device") != here:
+            raise ArgumentError(
+                f"{path} holds results of {old.meta.get('device')!r}, this is {here!r}; write to another file"
+            )
+        self.rows, self.not_run = list(old.rows), list(old.not_run)
+
+    def done(self) -> set[tuple[Any, ...]]:
+        """The `key` of every measurement in the file, those that could not be made included."""
+        return {key(row) for row in self.rows} | {key(entry) for entry in self.not_run}
+
+    def add(self, rows: list[Row], not_run: list[NotRun]) -> None:
+        """Take a cell's lines in place of any older ones of the same measurements, and write the file."""
+        again = {key(row) for row in rows} | {key(entry) for entry in not_run}
+        self.rows = [row for row in self.rows if key(row) not in again] + rows
+        self.not_run = [entry for entry in self.not_run if key(entry) not in again] + not_run
+        write_results(self.path, self.rows, self.device, self.not_run)
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

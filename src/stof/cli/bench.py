@@ -1,21 +1,39 @@
-"""`stof bench attention`: times implementations on a grid of masks and shapes, after checking each."""
+"""`stof bench`: attention against its peers on a grid of masks, decoding, launch cost, and reports of the results."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
 
-    from stof.bench.attention import Row
+    from stof.bench.attention import NotRun, Row
+    from stof.bench.grid import GridMask, Shape
+    from stof.bench.report import Cell
 
 app = typer.Typer(no_args_is_help=True, help="Time attention against its peers, after checking every result.")
 
-_SHAPES = {"cpu": "1,12,64,4096", "cuda": "1,12,64,4096 1,32,128,8192"}
-_MASKS = "causal window512 longformer bigbird strided dilated"
+_SHAPES = {
+    "cpu": "1,12,64,4096",
+    "cuda": "1,12,64,512 1,12,64,2048 1,12,64,4096 16,12,64,1024 1,32,128,8192 1,32,128,16384",
+}
+_MASKS = "full causal window512 longformer bigbird strided dilated"
+_IMPLS = {
+    "cpu": "stof sdpa sdpa-native flex",
+    "cuda": "stof sdpa sdpa-cudnn flash-2 flex flex-64 flex-autotuned flash-4 flash-4-64 flash-4-192 cudnn-flex",
+}
+_FIGURES = ("density", "stof us", "its us", "speed-up", "TFLOP/s")
+_DECODE_IMPLS = "stof sdpa-sliced flex flash-4"
+
+_Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16; default by device.")]
+_Device = Annotated[str, typer.Option(help="cpu or cuda; default the GPU if there is one.")]
+_Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds; medians are reported.")]
+_Output = Annotated[Path | None, typer.Option(help="Write the JSON here, after every cell.")]
+_Merge = Annotated[bool, typer.Option("--merge", help="Keep what the output file holds but is not measured again.")]
 
 
 @app.callback()
@@ -27,49 +45,230 @@ def _bench() -> None:
 def attention(
     masks: Annotated[str, typer.Option(help="Names of grid masks, separated by spaces.")] = _MASKS,
     shapes: Annotated[str, typer.Option(help="B,H,D,S or B,H,Hkv,D,Sq,Skv, separated by spaces.")] = "",
-    impls: Annotated[str, typer.Option(help="stof, sdpa, sdpa-native, flex.")] = "stof sdpa sdpa-native flex",
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16; default by device.")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda; default the GPU if there is one.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians are reported.")] = 7,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
+    impls: Annotated[
+        str, typer.Option(help="Implementations, separated by spaces; `stof bench peers` lists them.")
+    ] = "",
+    dtype: _Dtype = "",
+    device: _Device = "",
+    rounds: _Rounds = 7,
+    check_rows: Annotated[int, typer.Option(min=4, help="Rows of each cell that are compared with float64.")] = 1024,
+    check_only: Annotated[bool, typer.Option("--check-only", help="Stop after the check; nothing is written.")] = False,
+    budget: Annotated[float | None, typer.Option(help="Seconds after which no further cell is started.")] = None,
+    output: _Output = None,
+    merge: _Merge = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="As --merge, and leave out cells that the output file has.")
+    ] = False,
 ) -> None:
     """Time masked attention: same mask and inputs for all, each checked against float64 first."""
-    import torch
     from rich.console import Console
 
-    from stof.bench.attention import TOLERANCE, run_attention
     from stof.bench.grid import Shape, grid_mask
-    from stof.bench.peers import peer
-    from stof.bench.results import write_results
-    from stof.errors import ArgumentError
     from stof.tuning.machine import device_name
 
-    console = Console(stderr=True)
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    where = torch.device(kind)
+    where, precision = _place(device, dtype)
+    wanted = [Shape.parse(text) for text in (shapes or _SHAPES[where.type]).split()]
+    rows = _race(
+        [([grid_mask(name) for name in masks.split()], wanted)],
+        impls or _IMPLS[where.type],
+        where,
+        precision,
+        None if check_only else output,
+        merge or resume,
+        resume=resume,
+        rounds=rounds,
+        check_rows=check_rows,
+        budget=budget,
+        timed=not check_only,
+    )
+    if not check_only:
+        name = str(precision).removeprefix("torch.")
+        Console().print(results_table(rows, f"Masked attention on {device_name(where)}, {name}, ms per call"))
+
+
+@app.command()
+def decode(
+    kv: Annotated[str, typer.Option(help="Cache lengths, separated by spaces.")] = "",
+    batch: Annotated[int, typer.Option(min=1)] = 16,
+    heads: Annotated[int, typer.Option(min=1)] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    window: Annotated[int, typer.Option(min=1, help="Keys that the windowed mask keeps.")] = 4096,
+    impls: Annotated[str, typer.Option(help="Implementations, separated by spaces.")] = _DECODE_IMPLS,
+    dtype: _Dtype = "",
+    device: _Device = "",
+    rounds: _Rounds = 7,
+    output: _Output = None,
+    merge: _Merge = False,
+) -> None:
+    """Time one query against a long cache, windowed and dense, as a share of the memory's copy rate."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from stof.bench.decode import copy_rate, decode_masks, needed_bytes, rate
+    from stof.bench.grid import Shape
+    from stof.bench.report import time_of
+    from stof.tuning.machine import device_name
+
+    where, precision = _place(device, dtype)
+    lengths = [int(text) for text in (kv or ("16384 65536" if where.type == "cuda" else "4096")).split()]
+    shapes = [Shape(batch, heads, kv_heads, head_dim, 1, length) for length in lengths]
+    copied = copy_rate(where, rounds)
+    grids = [(decode_masks(shape, window), [shape]) for shape in shapes]
+    rows = _race(grids, impls, where, precision, output, merge, rounds=rounds)
+    table = Table(title=f"Decoding on {device_name(where)}; a copy reaches {copied / 1e9:.0f} GB/s")
+    for heading in ("mask", "cache", "implementation"):
+        table.add_column(heading)
+    for heading in ("us", "MB needed", "GB/s", "of copy"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        us, speed = time_of(row), rate(row)
+        figures = (f"{us:.1f}", f"{speed / 1e9:.0f}", f"{speed / copied:.0%}") if us and speed else ("wrong", "-", "-")
+        needed = f"{needed_bytes(row) / 1e6:.1f}"
+        table.add_row(row.mask, str(row.kv_len), row.impl, figures[0], needed, *figures[1:])
+    Console().print(table)
+
+
+@app.command()
+def launch(
+    dtype: _Dtype = "",
+    device: _Device = "",
+    calls: Annotated[int, typer.Option(min=50, help="Calls timed, in batches of 50.")] = 2000,
+) -> None:
+    """Host time of one eager call with a ready plan, next to PyTorch's own attention."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from stof.bench.launch import launch_times
+    from stof.tuning.machine import device_name
+
+    where, precision = _place(device, dtype)
+    table = Table(title=f"Host time of an eager call on {device_name(where)}")
+    table.add_column("call")
+    table.add_column("us", justify="right")
+    for found in launch_times(where, precision, calls):
+        table.add_row(found.name, f"{found.us:.1f}")
+    Console().print(table)
+
+
+@app.command()
+def peers() -> None:
+    """List the implementations a benchmark can time."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from stof.bench.peers import PEERS
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name")
+    table.add_column("what it is")
+    for peer in PEERS.values():
+        table.add_row(peer.name, peer.summary)
+    Console().print(table)
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="JSON that `stof bench attention` wrote.", metavar="FILE")],
+    png: Annotated[Path | None, typer.Option(help="Draw the speed-ups here.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+) -> None:
+    """Table of a result file: STOF against its best peer in every cell, and geometric means by class."""
+    from rich.console import Console
+
+    from stof.bench.plot import draw_speedups
+    from stof.bench.report import cells_of, markdown, reasons, summaries, summary_line
+    from stof.bench.results import read_results
+
+    found = read_results(results)
+    cells = cells_of(found.rows, found.not_run)
+    title = f"{found.meta.get('device')}, torch {found.meta.get('torch')}, commit {found.meta.get('commit')}"
+    if as_markdown:
+        typer.echo(markdown(cells))
+    else:
+        console = Console()
+        console.print(report_table(cells, title))
+        for summary in summaries(cells):
+            console.print(summary_line(summary), soft_wrap=True, highlight=False)
+        for reason in reasons(cells):
+            console.print(f"not run: {reason}", style="dim", soft_wrap=True, highlight=False, markup=False)
+    if png is not None:
+        draw_speedups(cells, png, f"Speed-up of stof over the best peer\n{title}")
+        typer.echo(f"wrote {png}", err=True)
+
+
+def _place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype to run on, with their defaults."""
+    import torch
+
+    from stof.bench.check import TOLERANCE
+    from stof.errors import ArgumentError
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     wanted = dtype or ("float32" if where.type == "cpu" else "float16")
     precision = getattr(torch, wanted, None)
-    if precision not in TOLERANCE:
+    if not isinstance(precision, torch.dtype) or precision not in TOLERANCE:
         raise ArgumentError(f"dtype is float32, float16, bfloat16 or float64, got {wanted!r}")
-    rows = run_attention(
-        [grid_mask(name) for name in masks.split()],
-        [Shape.parse(text) for text in (shapes or _SHAPES[where.type]).split()],
-        [peer(name) for name in impls.split()],
-        device=where,
-        dtype=precision,
-        rounds=rounds,
-        report=lambda line: console.print(line, style="dim"),
-    )
-    table = results_table(rows, f"Masked attention on {device_name(where)}, {wanted}, ms per call")
-    Console().print(table)
-    if output is not None:
-        write_results(output, rows, where)
+    return where, precision
+
+
+def _race(
+    grids: list[tuple[list[GridMask], list[Shape]]],
+    impls: str,
+    where: torch.device,
+    precision: torch.dtype,
+    output: Path | None,
+    merge: bool,
+    resume: bool = False,
+    **settings: Any,
+) -> list[Row]:
+    """Run every grid (masks and the shapes they go with), writing the output file after each cell.
+
+    `settings` go to `run_attention`.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from stof.bench.attention import ContextLostError, run_attention
+    from stof.bench.peers import peer
+    from stof.bench.results import Recorder
+
+    console = Console(stderr=True)
+    contenders = [peer(name) for name in impls.split()]
+    recorder = None if output is None else Recorder(output, where, merge)
+    done = recorder.done() if recorder is not None and resume else set()
+    rows: list[Row] = []
+
+    def on_cell(found: list[Row], not_run: list[NotRun]) -> None:
+        rows.extend(found)
+        if recorder is not None:
+            recorder.add(found, not_run)
+
+    try:
+        for masks, shapes in grids:
+            run_attention(
+                masks,
+                shapes,
+                contenders,
+                device=where,
+                dtype=precision,
+                done=done,
+                **settings,
+                on_cell=on_cell,
+                report=lambda text: console.print(Text(text, style="dim"), soft_wrap=True),
+            )
+    except ContextLostError as error:
+        console.print(Text(f"the CUDA context is lost, the rest is left out: {error}", style="red"), soft_wrap=True)
+    if output is not None and rows:
         console.print(f"wrote {output}")
+    return rows
 
 
 def results_table(rows: list[Row], title: str) -> Table:
     """One line per mask and shape: each implementation's time, and STOF's speed-up over it."""
     from rich.table import Table
+
+    from stof.bench.report import cells_of, time_of
 
     impls = list(dict.fromkeys(row.impl for row in rows))
     table = Table(title=title, caption="times: GPU time on a GPU, wall time on a CPU; (n x): stof is n times faster")
@@ -77,25 +276,32 @@ def results_table(rows: list[Row], title: str) -> Table:
         table.add_column(heading)
     for impl in impls:
         table.add_column(impl, justify="right")
-    cells: dict[tuple[str, str, float], dict[str, Row]] = {}
-    for row in rows:
-        shape = f"{row.batch},{row.heads},{row.kv_heads},{row.head_dim},{row.q_len},{row.kv_len}"
-        cells.setdefault((row.mask, shape, row.density), {})[row.impl] = row
-    for (name, sizes, density), found in cells.items():
-        ours = _time(found.get("stof"))
-        table.add_row(name, sizes, f"{density:.3f}", *(_cell(found.get(impl), ours) for impl in impls))
+    for cell in cells_of(rows):
+        shown = []
+        for impl in impls:
+            row = cell.rows.get(impl)
+            us = None if row is None else time_of(row)
+            if us is None:
+                shown.append("-" if row is None else "wrong")
+            else:
+                ratio = "" if impl == "stof" or not cell.ours else f" ({us / cell.ours:.2f}x)"
+                shown.append(f"{us / 1e3:.3g}{ratio}")
+        table.add_row(cell.mask, cell.shape, f"{cell.density:.3f}", *shown)
     return table
 
 
-def _time(row: Row | None) -> float | None:
-    return None if row is None else (row.gpu_us if row.gpu_us is not None else row.call_us)
+def report_table(cells: list[Cell], title: str) -> Table:
+    """One line per cell, classes apart."""
+    from rich.table import Table
+    from rich.text import Text
 
+    from stof.bench.report import HEADINGS, line
 
-def _cell(row: Row | None, ours: float | None) -> str:
-    time_us = _time(row)
-    if row is None:
-        return "-"
-    if time_us is None:
-        return "wrong"
-    text = f"{time_us / 1e3:.2f}"
-    return text if row.impl == "stof" or not ours else f"{text} ({time_us / ours:.2f}x)"
+    table = Table(title=title)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in _FIGURES else "left")
+    for cell, following in zip(cells, [*cells[1:], None], strict=True):
+        apart = following is not None and following.kind != cell.kind
+        style = "bold red" if cell.wrong else "red" if cell.speedup is not None and cell.speedup < 1 else ""
+        table.add_row(*(Text(text, style=style) for text in line(cell)), end_section=apart)
+    return table

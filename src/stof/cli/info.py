@@ -124,6 +124,8 @@ def _devices(has_gpu: bool) -> list[str]:
 
 def _implementations(devices: list[str]) -> list[dict[str, Any]]:
     """Refusals of every implementation for a plain call, by device and dtype; an empty list means it runs."""
+    import torch
+
     from stof.selection import IMPLEMENTATIONS, CallSpec
     from stof.selection.implementations import FLOATS
 
@@ -132,7 +134,15 @@ def _implementations(devices: list[str]) -> list[dict[str, Any]]:
         refusals = {
             device: {
                 str(dtype).removeprefix("torch."): implementation.capabilities.refusals(
-                    CallSpec(device=device, dtype=dtype, head_dim=64, value_dim=64, heads=8, kv_heads=8)
+                    CallSpec(
+                        device=device,
+                        dtype=dtype,
+                        head_dim=64,
+                        value_dim=64,
+                        heads=8,
+                        kv_heads=8,
+                        compute_capability=torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
+                    )
                 )
                 for dtype in FLOATS
             }

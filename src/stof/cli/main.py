@@ -11,6 +11,7 @@ from stof.cli import bench
 from stof.cli.demo import demo
 from stof.cli.info import info
 from stof.cli.inspect import inspect
+from stof.cli.tune import tune
 from stof.errors import StofError
 
 
@@ -52,4 +53,5 @@ def _stof(
 app.command()(demo)
 app.command()(inspect)
 app.command()(info)
+app.command()(tune)
 app.add_typer(bench.app, name="bench")

@@ -58,13 +58,13 @@ def build_layout(
     check_sizes(batch, heads)
     mask.check(q_len, kv_len)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
-    order = _checked_order(row_order, q_len, device)
+    order = checked_order(row_order, q_len, device)
     distinct: list[_Pattern] = []
     pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
     for b in range(mask_batch):
         for h in range(mask_heads):
-            strips = _strips(mask, q_len, kv_len, config, b, h, order, device)
-            built = _Pattern.join([_compile_strip(strip, config) for strip in strips])
+            pieces = strips(mask, q_len, kv_len, config, b, h, order, device)
+            built = _Pattern.join([_compile_strip(strip, config) for strip in pieces])
             same = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
             if same == len(distinct):
                 distinct.append(built)
@@ -72,7 +72,7 @@ def build_layout(
     return _assemble(distinct, pattern_of.to(device), q_len, kv_len, config, order)
 
 
-def _checked_order(row_order: Tensor | None, q_len: int, device: torch.device | str) -> Tensor | None:
+def checked_order(row_order: Tensor | None, q_len: int, device: torch.device | str) -> Tensor | None:
     if row_order is None:
         return None
     if not isinstance(row_order, Tensor):
@@ -90,14 +90,14 @@ def _strip_scores(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class _Strip:
+class Strip:
     """Evaluated scores of some whole row blocks: `keep` bool `[n, block_m, kv_len]`, rows past the end False."""
 
     keep: Tensor
     valid_rows: Tensor  # [n], rows of each block that exist
 
 
-def _strips(
+def strips(
     mask: Mask,
     q_len: int,
     kv_len: int,
@@ -106,7 +106,8 @@ def _strips(
     h: int,
     order: Tensor | None,
     device: torch.device | str,
-) -> Iterator[_Strip]:
+) -> Iterator[Strip]:
+    """Evaluate one (batch, head) mask a few row blocks at a time; `order` as `checked_order` gives it."""
     block_m = config.block_m
     row_blocks = -(-q_len // block_m)
     per_strip = max(1, _strip_scores(torch.device(device)) // (block_m * kv_len))
@@ -126,7 +127,7 @@ def _strips(
             keep = torch.nn.functional.pad(keep, (0, 0, 0, count * block_m - (stop - start)))
         starts = torch.arange(start, start + count * block_m, block_m, device=device)
         valid = (q_len - starts).clamp(max=block_m)
-        yield _Strip(keep.reshape(count, block_m, kv_len), valid)
+        yield Strip(keep.reshape(count, block_m, kv_len), valid)
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class _Pattern:
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
-def _compile_strip(strip: _Strip, config: LayoutConfig) -> _Pattern:
+def _compile_strip(strip: Strip, config: LayoutConfig) -> _Pattern:
     """Choose and pack the tiles of some row blocks (contiguous tiles are slabs as wide as the tile)."""
     keep = strip.keep
     count, _block_m, kv_len = keep.shape

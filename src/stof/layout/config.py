@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from stof.errors import ArgumentError
 
 SLABS = (1, 8, 16)
-BLOCKS = (16, 32, 64, 128, 256)
+BLOCK_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BLOCK_COLUMNS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class LayoutConfig:
     """Shape of row blocks and tiles.
 
     Attributes:
-        block_m: query rows of a row block.
+        block_m: query rows of a row block; below 16 for decoding, where query heads fill up the tensor core's rows.
         block_n: key columns of a tile.
         slab: columns gathered together (1, 8 or 16); None keeps aligned, contiguous tiles.
     """
@@ -25,9 +26,9 @@ class LayoutConfig:
     slab: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n"):
-            if getattr(self, name) not in BLOCKS:
-                raise ArgumentError(f"{name} is one of {BLOCKS}, got {getattr(self, name)!r}")
+        for name, accepted in (("block_m", BLOCK_ROWS), ("block_n", BLOCK_COLUMNS)):
+            if getattr(self, name) not in accepted:
+                raise ArgumentError(f"{name} is one of {accepted}, got {getattr(self, name)!r}")
         if self.slab is not None and self.slab not in SLABS:
             raise ArgumentError(f"slab is one of {SLABS} or None (contiguous tiles), got {self.slab!r}")
 

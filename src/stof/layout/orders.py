@@ -25,3 +25,19 @@ def by_patch(height: int, width: int, patch_height: int, patch_width: int) -> Te
     across = -(-width // patch_width)
     key = torch.div(y, patch_height, rounding_mode="floor") * across + torch.div(x, patch_width, rounding_mode="floor")
     return torch.argsort(key.flatten(), stable=True)
+
+
+def named_order(name: str, q_len: int) -> Tensor | None:
+    """The row order a mask asks for by name, int64 `[q_len]`; None when it does not fit this length.
+
+    Args:
+        name: `remainder STRIDE`, or `patch HEIGHT WIDTH PATCH_HEIGHT PATCH_WIDTH`.
+        q_len: number of query rows.
+    """
+    kind, *numbers = name.split()
+    sizes = [int(number) for number in numbers]
+    if kind == "remainder" and len(sizes) == 1:
+        return by_remainder(q_len, *sizes)
+    if kind == "patch" and len(sizes) == 4:
+        return by_patch(*sizes) if sizes[0] * sizes[1] == q_len else None
+    raise ArgumentError(f"a row order is 'remainder S' or 'patch H W PH PW', got {name!r}")

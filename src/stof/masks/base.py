@@ -87,6 +87,11 @@ class Mask(ABC):
         """Whether `dims` must be asked with the sizes of a call (functions; named patterns know)."""
         return False
 
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        """Row permutations worth trying, as `stof.layout.orders.named_order` spells them."""
+        return ()
+
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         """`(mask_batch, mask_heads)`, each 1 or the full size, for a call with `batch` and `heads`.
 
@@ -217,6 +222,10 @@ class Composite(Mask):
     def binds_late(self) -> bool:
         return any(mask.binds_late for mask in self.masks)
 
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(order for mask in self.masks for order in mask.row_orders))
+
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         super().dims(batch, heads, device)
         parts = [mask.dims(batch, heads, device) for mask in self.masks]
@@ -275,6 +284,10 @@ class Wrapped(Mask):
     @property
     def binds_late(self) -> bool:
         return self.mask.binds_late
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        return self.mask.row_orders
 
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         return self.mask.dims(batch, heads, device)

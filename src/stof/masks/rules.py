@@ -70,6 +70,10 @@ class DilatedWindow(Rule):
     right: int
     dilation: int
 
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        return (f"remainder {self.dilation}",) if self.dilation > 1 else ()
+
     def evaluate(self, index: Index) -> Tensor:
         distance = index.q - index.kv
         near = (distance <= self.left) & (distance >= -self.right)
@@ -235,6 +239,10 @@ class Neighborhood2D(Rule):
     height: int
     width: int
     kernel: tuple[int, int]
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        return (f"patch {self.height} {self.width} 8 8",)
 
     def check(self, q_len: int, kv_len: int) -> None:
         tokens = self.height * self.width

@@ -1,13 +1,16 @@
-"""Which implementation runs a call: capabilities declared once, refusals reported together."""
+"""Which implementation runs a call and how: capabilities declared once, refusals reported together, times estimated."""
 
 from stof.selection.capabilities import CallSpec, Capabilities
+from stof.selection.choice import Choice
 from stof.selection.implementations import IMPLEMENTATIONS, Implementation, PreparedLayout
+from stof.selection.paper import paper_choice
 from stof.selection.select import (
     Candidate,
     candidates,
     choose,
     default_config,
     default_implementation,
+    failures,
     refined_config,
 )
 
@@ -16,11 +19,14 @@ __all__ = [
     "CallSpec",
     "Candidate",
     "Capabilities",
+    "Choice",
     "Implementation",
     "PreparedLayout",
     "candidates",
     "choose",
     "default_config",
     "default_implementation",
+    "failures",
+    "paper_choice",
     "refined_config",
 ]

@@ -21,6 +21,11 @@ class CallSpec:
     has_softcap: bool = False
     has_sinks: bool = False
     permuted_rows: bool = False
+    batch: int = 1
+    q_len: int = 1
+    kv_len: int = 1
+    mask_heads: int = 1
+    compute_capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -31,20 +36,28 @@ class Capabilities:
         devices: torch device types; empty means any.
         dtypes: accepted dtypes of q, k and v.
         head_dims: smallest and largest head_dim.
+        value_dims: smallest and largest width of v.
         value_dim: whether the width of v may differ from head_dim.
         gqa: whether several query heads may share a key head.
         bias, softcap, sinks, permuted_rows: whether the option is served.
+        compute_capability: the oldest GPU that can run it.
+        q_len: most query rows, 0 for no bound.
+        one_mask_per_group: query heads that share a key head must share a mask.
     """
 
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     head_dims: tuple[int, int] = (1, 2**16)
+    value_dims: tuple[int, int] = (1, 2**16)
     value_dim: bool = True
     gqa: bool = True
     bias: bool = True
     softcap: bool = True
     sinks: bool = True
     permuted_rows: bool = True
+    compute_capability: tuple[int, int] = (0, 0)
+    q_len: int = 0
+    one_mask_per_group: bool = False
 
     def refusals(self, call: CallSpec) -> list[str]:
         """Every reason this implementation cannot run `call`; empty when it can."""
@@ -53,14 +66,31 @@ class Capabilities:
             (not self.devices or call.device in self.devices, f"runs on {', '.join(self.devices)}, not {call.device}"),
             (call.dtype in self.dtypes, f"takes {_names(self.dtypes)}, not {call.dtype}"),
             (low <= call.head_dim <= high, f"head_dim {call.head_dim} is outside {low}..{high}"),
+            (
+                self.value_dims[0] <= call.value_dim <= self.value_dims[1],
+                f"value width {call.value_dim} is outside {self.value_dims[0]}..{self.value_dims[1]}",
+            ),
             (self.value_dim or call.value_dim == call.head_dim, "value width must equal head_dim"),
             (self.gqa or call.heads == call.kv_heads, "no grouped key/value heads"),
             (self.bias or not call.has_bias, "no bias"),
             (self.softcap or not call.has_softcap, "no softcap"),
             (self.sinks or not call.has_sinks, "no attention sinks"),
             (self.permuted_rows or not call.permuted_rows, "no permuted rows"),
+            (
+                call.device != "cuda" or call.compute_capability >= self.compute_capability,
+                f"needs compute capability {_dotted(self.compute_capability)}, not {_dotted(call.compute_capability)}",
+            ),
+            (not self.q_len or call.q_len <= self.q_len, f"takes {self.q_len} query rows at most, not {call.q_len}"),
+            (
+                not self.one_mask_per_group or call.mask_heads == 1 or call.heads == call.kv_heads,
+                "query heads that share a key head have masks of their own",
+            ),
         )
         return [reason for good, reason in checks if not good]
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -7,7 +7,7 @@ the kernel reads (once per plan), `run` gets exactly those tensors back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -15,10 +15,15 @@ from torch import Tensor
 from stof.kernels.batched import BatchedLayout, batched_attention, make_batched
 from stof.kernels.cpu import Schedule, empty_output, make_schedule, row_block_attention
 from stof.kernels.reference import reference_attention
+from stof.kernels.triton.work import BlockWiseConfig, Work, make_work
 from stof.layout import Layout
 from stof.selection.capabilities import Capabilities
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+GPU_FLOATS = FLOATS[:3]
+
+# Integers at the front of a block-wise kernel's sizes: its settings.
+_SETTINGS = len(fields(BlockWiseConfig))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,18 +59,19 @@ class Implementation:
         name: what `explain` and benchmarks print.
         summary: one line for people.
         capabilities: what it can run.
-        prepare: layout -> the tensors and integers `run` needs.
+        prepare: layout and the kernel's settings (None where it has none) -> the tensors and integers `run` needs.
         run: `(q, k, v, tensors, sizes, options) -> (out, lse)`, shapes as the operator's.
     """
 
     name: str
     summary: str
     capabilities: Capabilities
-    prepare: Callable[[Layout], tuple[list[Tensor], list[int]]]
+    prepare: Callable[[Layout, BlockWiseConfig | None], tuple[list[Tensor], list[int]]]
     run: Callable[[Tensor, Tensor, Tensor, list[Tensor], list[int], Options], tuple[Tensor, Tensor]]
 
 
-def _prepare_row_block(layout: Layout) -> tuple[list[Tensor], list[int]]:
+def _prepare_row_block(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
+    del settings
     return make_schedule(layout).tensors(), []
 
 
@@ -76,7 +82,8 @@ def _run_row_block(
     return row_block_attention(q, k, v, Schedule(*tensors), **vars(options))
 
 
-def _prepare_batched(layout: Layout) -> tuple[list[Tensor], list[int]]:
+def _prepare_batched(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
+    del settings
     return make_batched(layout).flatten()
 
 
@@ -86,7 +93,8 @@ def _run_batched(
     return batched_attention(q, k, v, BatchedLayout.unflatten(tensors, sizes), **vars(options))
 
 
-def _prepare_reference(layout: Layout) -> tuple[list[Tensor], list[int]]:
+def _prepare_reference(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
+    del settings
     return [layout.to_dense()], []
 
 
@@ -108,6 +116,40 @@ def _run_reference(
     return empty_output(q, v).copy_(out), lse
 
 
+def _prepare_block_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
+    settings = settings or BlockWiseConfig()
+    tensors, sizes = make_work(layout, settings.split_tiles, settings.mask_all).flatten()
+    return tensors, [int(value) for value in (*astuple(settings), *sizes)]
+
+
+def _run_block_wise(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
+) -> tuple[Tensor, Tensor]:
+    from stof.kernels.triton.block_wise import block_wise_attention
+
+    settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
+    work = Work.unflatten(tensors, sizes[_SETTINGS:])
+    return block_wise_attention(q, k, v, work, settings, **vars(options))
+
+
+def _prepare_row_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
+    from stof.kernels.triton.row_wise import prepare_row_wise
+
+    del settings
+    return prepare_row_wise(layout)
+
+
+def _run_row_wise(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
+) -> tuple[Tensor, Tensor]:
+    from stof.kernels.triton.row_wise import row_wise_attention
+
+    return row_wise_attention(q, k, v, tensors, sizes, **vars(options))
+
+
+# Query rows the decode implementation takes: with the heads of a group they fill the rows of a matrix product.
+DECODE_ROWS = 16
+
 # In order of preference: the first that refuses nothing runs.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     impl.name: impl
@@ -118,6 +160,39 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS),
             prepare=_prepare_row_block,
             run=_run_row_block,
+        ),
+        Implementation(
+            name="block_wise",
+            summary="Triton: tensor cores over tiles of scores, heavy row blocks split and merged",
+            capabilities=Capabilities(
+                devices=("cuda",), dtypes=GPU_FLOATS, head_dims=(1, 256), value_dims=(1, 256), compute_capability=(8, 0)
+            ),
+            prepare=_prepare_block_wise,
+            run=_run_block_wise,
+        ),
+        Implementation(
+            name="decode",
+            summary="Triton: few query rows against a long key cache, query heads packed into rows, split along keys",
+            capabilities=Capabilities(
+                devices=("cuda",),
+                dtypes=GPU_FLOATS,
+                head_dims=(1, 256),
+                value_dims=(1, 256),
+                compute_capability=(8, 0),
+                q_len=DECODE_ROWS,
+                one_mask_per_group=True,
+            ),
+            prepare=_prepare_block_wise,
+            run=_run_block_wise,
+        ),
+        Implementation(
+            name="row_wise",
+            summary="Triton: each row over its own keys, without tensor cores; for few keys a row",
+            capabilities=Capabilities(
+                devices=("cuda",), dtypes=GPU_FLOATS, head_dims=(1, 256), value_dims=(1, 256), compute_capability=(8, 0)
+            ),
+            prepare=_prepare_row_wise,
+            run=_run_row_wise,
         ),
         Implementation(
             name="batched",

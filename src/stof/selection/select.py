@@ -1,7 +1,9 @@
-"""Choosing: the first implementation that refuses nothing, or an error with every reason."""
+"""Choosing: every candidate weighed, the fastest that refuses nothing taken, or an error with every reason."""
 
 from __future__ import annotations
 
+import threading
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,46 +11,166 @@ import torch
 from stof.errors import UnsupportedError
 from stof.layout import Layout, LayoutConfig, statistics
 from stof.selection.capabilities import CallSpec
+from stof.selection.choice import Choice
+from stof.selection.gpu import Geometry, fits, geometries, gpu_choices, shared_memory_limit, worthwhile
 from stof.selection.implementations import IMPLEMENTATIONS
+from stof.selection.model import DeviceModel, estimate, load_model
+
+# Implementations whose choices the cost model weighs; the others follow in their order of preference.
+_MODELLED = ("decode", "block_wise", "row_wise")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation weighed for a call: `refusals` is empty when it can run."""
+    """One way to run a call, weighed.
+
+    Attributes:
+        name: the implementation.
+        refusals: why it cannot run; empty when it can.
+        choice: how it would run; None when it cannot.
+        estimate_us: GPU time by the cost model, None where there is none.
+    """
 
     name: str
     refusals: tuple[str, ...]
+    choice: Choice | None = None
+    estimate_us: float | None = None
+
+    def __str__(self) -> str:
+        if self.refusals:
+            return f"{self.name}: refuses ({'; '.join(self.refusals)})"
+        cost = "no estimate" if self.estimate_us is None else f"{self.estimate_us:.1f} us estimated"
+        return f"{self.choice or self.name}: {cost}"
 
 
-def candidates(call: CallSpec) -> list[Candidate]:
-    """All implementations in order of preference, each with all its reasons to refuse."""
-    return [Candidate(name, tuple(impl.capabilities.refusals(call))) for name, impl in IMPLEMENTATIONS.items()]
+class Failures:
+    """Choices that did not compile or did not fit on a device; asked before a choice is tried again."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[object, ...], str] = {}
+        self._lock = threading.Lock()
+
+    def add(self, choice: Choice, call: CallSpec, device: torch.device, reason: str) -> None:
+        """Remember a failure, and warn of it the first time."""
+        key = self._key(choice, call, device)
+        with self._lock:
+            if key in self._reasons:
+                return
+            self._reasons[key] = reason
+        warnings.warn(f"stof: {choice} failed and is left out from now on: {reason}", RuntimeWarning, stacklevel=4)
+
+    def reason(self, choice: Choice, call: CallSpec, device: torch.device) -> str | None:
+        return self._reasons.get(self._key(choice, call, device))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._reasons.clear()
+
+    @staticmethod
+    def _key(choice: Choice, call: CallSpec, device: torch.device) -> tuple[object, ...]:
+        kernel = choice.kernel and replace(choice.kernel, split_tiles=min(1, choice.kernel.split_tiles), side=0)
+        options = (call.has_bias, call.has_softcap, call.has_sinks)
+        return (str(device), choice.implementation, choice.layout, kernel, call.dtype, call.head_dim, options)
 
 
-def choose(call: CallSpec) -> str:
-    """Name of the implementation to run.
+failures = Failures()
+
+
+def candidates(call: CallSpec, device: torch.device | None = None, geometry: Geometry | None = None) -> list[Candidate]:
+    """Every way to run a call, fastest first, then those without an estimate in order of preference, then refusals.
+
+    Without a device and the geometry of a plan, implementations only, one candidate each.
+    """
+    runs: list[Candidate] = []
+    refused: list[Candidate] = []
+    for name, impl in IMPLEMENTATIONS.items():
+        refusals = tuple(impl.capabilities.refusals(call))
+        if refusals:
+            refused.append(Candidate(name, refusals))
+        elif device is None or geometry is None or name not in _MODELLED:
+            runs.append(Candidate(name, (), Choice(name)))
+        else:
+            good, bad = _weigh(name, call, device, geometry)
+            runs += good
+            refused += bad
+    ranks = {name: rank for rank, name in enumerate(IMPLEMENTATIONS)}
+    runs.sort(key=lambda c: (c.estimate_us is None, c.estimate_us or 0.0, ranks[c.name]))
+    return runs + refused
+
+
+def _weigh(
+    name: str, call: CallSpec, device: torch.device, geometry: Geometry
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Candidates of one implementation the cost model knows, and those that cannot run here."""
+    model, limit = device_model(device), shared_memory_limit(device)
+    good: list[Candidate] = []
+    bad: list[Candidate] = []
+    choices = gpu_choices(call, geometry, name)
+    if not choices:
+        return [], [Candidate(name, ("the plan's layout has tiles it does not take",))]
+    for order in dict.fromkeys(choice.row_order for choice in choices):
+        ordered = [choice for choice in choices if choice.row_order == order]
+        counted = geometry.survey(geometries(ordered), order)
+        for choice in ordered:
+            reason = failures.reason(choice, call, device)
+            if reason is None and not fits(choice, call, limit):
+                reason = f"needs more shared memory than the {limit} bytes of this device"
+            if reason is not None:
+                bad.append(Candidate(name, (reason,), choice))
+            elif worthwhile(choice, counted):
+                good.append(Candidate(name, (), choice, estimate(choice, call, counted, model)))
+    return good, bad
+
+
+def device_model(device: torch.device) -> DeviceModel:
+    """The cost model of a device, with its own number of multiprocessors where it was never tuned."""
+    properties = torch.cuda.get_device_properties(device)
+    model = load_model(properties.name)
+    return replace(
+        model,
+        multiprocessors=properties.multi_processor_count,
+        shared_bytes=properties.shared_memory_per_multiprocessor,
+    )
+
+
+def choose(
+    call: CallSpec,
+    device: torch.device | None = None,
+    geometry: Geometry | None = None,
+    implementation: str | None = None,
+) -> Choice:
+    """The choice to run, of one implementation when it is named.
 
     Raises:
         UnsupportedError: none can; lists every reason of every implementation.
     """
-    weighed = candidates(call)
+    if device is None or device.type != "cuda":
+        # One choice each: no need to weigh.
+        for name, impl in IMPLEMENTATIONS.items():
+            if implementation in (None, name) and not impl.capabilities.refusals(call):
+                return Choice(name)
+    weighed = candidates(call, device, geometry)
     for candidate in weighed:
-        if not candidate.refusals:
-            return candidate.name
-    raise UnsupportedError(f"no implementation can run this call ({call})", {c.name: c.refusals for c in weighed})
+        if not candidate.refusals and implementation in (None, candidate.name):
+            return candidate.choice or Choice(candidate.name)
+    reasons: dict[str, tuple[str, ...]] = {}
+    for candidate in weighed:
+        if implementation in (None, candidate.name):
+            reasons[candidate.name] = reasons.get(candidate.name, ()) + candidate.refusals
+    raise UnsupportedError(f"no implementation can run this call ({call})", reasons)
 
 
 def default_implementation(device: torch.device) -> str:
     """The implementation most calls on this device get, which plans prepare for ahead of time."""
-    return choose(CallSpec(device.type, torch.float32, head_dim=64, value_dim=64, heads=1, kv_heads=1))
+    call = CallSpec(device.type, torch.float32, head_dim=64, value_dim=64, heads=1, kv_heads=1, q_len=128, kv_len=128)
+    return choose(call).implementation
 
 
 def default_config(device: torch.device) -> LayoutConfig:
-    """Block sizes to start from on a device; `refined_config` may improve on them once a layout is there.
+    """Block sizes of a plan's own layout, which pictures, files and the CPU use; `refined_config` may improve on them.
 
     On the CPU 64 rows are fastest on Longformer and BigBird masks at S = 4096, and within 3 % of the best height on
-    strided and causal ones (2 cores, fp32; benchmarks/cpu_choices.py). Other devices take the same until kernels of
-    their own arrive.
+    strided and causal ones (2 cores, fp32; benchmarks/cpu_choices.py). Calls on a GPU get the layout of their choice.
     """
     del device
     return LayoutConfig(block_m=64, block_n=64, slab=1)

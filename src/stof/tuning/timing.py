@@ -1,4 +1,12 @@
-"""Timing callables against each other: interleaved rounds, medians, cold L2 on a GPU."""
+"""Timing callables against each other: interleaved rounds, medians, cold L2 on a GPU.
+
+How GPU time is taken. Events around one short kernel measure launches as much as the kernel: after an event the GPU
+waits some microseconds for what comes next, more than a kernel of 5 us takes. So the call is captured in a CUDA graph
+N times, each after a kernel that overwrites the L2, and the time of N such kernels alone (a graph likewise) is
+subtracted: the launch of the graph and both events cancel, and what remains over N is what one call adds to a chain of
+dependent kernels, its one gap between kernels included. All callables are treated alike, and each pair of replays
+lies side by side in time, so that a drifting clock cancels as well.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +16,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 # Larger than the L2 of any current GPU (H200: 60 MB; B200: 126 MB).
 _L2_FLUSH_BYTES = 256 * 2**20
+# A replay holds as many calls as fit in about 2 ms, at most 20: then the jitter of a replay, about 1 us, is 0.05 us a
+# call where calls are short, and long calls cost no more than they need.
+_REPLAY_US, _MOST_REPEATS = 2000.0, 20
+
+_Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -20,7 +34,7 @@ class Timing:
     Attributes:
         call_us: wall time of one eager call; on a GPU the time until the call returns, work still queued.
         gpu_us: GPU time of one call with a cold L2, None on the CPU.
-        graphed: whether gpu_us is from CUDA-graph replay (else events around the eager call).
+        graphed: whether gpu_us is from CUDA-graph replay (else from eager calls, host time included where longer).
     """
 
     call_us: float
@@ -37,7 +51,8 @@ def time_calls(
     output lies in fresh pages (a fault for every 4 KB) and what caches hold.
     """
     if device.type == "cuda":
-        return _time_cuda(calls, device, rounds, warmup)
+        with torch.cuda.device(device):
+            return _time_cuda(calls, device, rounds, warmup)
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warmup + rounds):
         for name, call in calls.items():
@@ -49,11 +64,35 @@ def time_calls(
     return {name: Timing(statistics.median(times) * 1e6) for name, times in taken.items()}
 
 
+def host_us(call: Callable[[], object], device: torch.device, *, calls: int = 2000, batch: int = 50) -> float:
+    """Median host time of one eager call, over batches with a synchronisation after each.
+
+    A batch is far below the 1024 launches that a stream queues, so the host never waits for the GPU.
+    """
+    taken = []
+    for turn in range(2 + max(1, calls // batch)):
+        start = time.perf_counter()
+        for _ in range(batch):
+            call()
+        end = time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if turn >= 2:
+            taken.append((end - start) / batch)
+    return statistics.median(taken) * 1e6
+
+
 def _time_cuda(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, warmup: int
 ) -> dict[str, Timing]:
-    flush = torch.empty(_L2_FLUSH_BYTES, dtype=torch.uint8, device=device)
-    runners = {name: _graphed(call, warmup) for name, call in calls.items()}
+    flush = torch.empty(_L2_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+    repeats = {name: _repeats(call, warmup) for name, call in calls.items()}
+    programs = {name: _repeated(call, flush, repeats[name]) for name, call in calls.items()}
+    baselines: dict[tuple[int, bool], _Run] = {}
+    for name, (_, graphed) in programs.items():
+        key = (repeats[name], graphed)
+        if key not in baselines:
+            baselines[key] = _repeated(None, flush, *key)[0]
     gpu: dict[str, list[float]] = {name: [] for name in calls}
     host: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -62,35 +101,55 @@ def _time_cuda(
             start = time.perf_counter()
             call()
             host[name].append(time.perf_counter() - start)
-            run = runners[name] or call
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize(device)
-            gpu[name].append(begin.elapsed_time(end) * 1e3)
+            program, graphed = programs[name]
+            idle = _elapsed_us(baselines[repeats[name], graphed])
+            gpu[name].append((_elapsed_us(program) - idle) / repeats[name])
     return {
-        name: Timing(statistics.median(host[name]) * 1e6, statistics.median(gpu[name]), runners[name] is not None)
+        name: Timing(statistics.median(host[name]) * 1e6, statistics.median(gpu[name]), programs[name][1])
         for name in calls
     }
 
 
-def _graphed(call: Callable[[], object], warmup: int) -> Callable[[], object] | None:
-    """Replay of a CUDA graph of `call`, or None when it cannot be captured (it synchronises or copies)."""
+def _elapsed_us(run: _Run) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def _repeats(call: _Run, warmup: int) -> int:
+    for _ in range(max(1, warmup)):
+        call()
+    return max(1, min(_MOST_REPEATS, int(_REPLAY_US / max(_elapsed_us(call), 1.0))))
+
+
+def _repeated(call: _Run | None, flush: Tensor, repeats: int, graphed: bool = True) -> tuple[_Run, bool]:
+    """`repeats` times an L2 flush and the call, as a CUDA graph if it can be captured; and whether it was."""
+
+    def run() -> None:
+        for _ in range(repeats):
+            flush.fill_(1)  # a kernel, unlike zero_(), which may become a copy node with other gaps around it
+            if call is not None:
+                call()
+
+    if not graphed:
+        return run, False
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(max(1, warmup)):
-            call()
+        run()  # libraries allocate their workspaces for a stream on first use, which a capture forbids
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            call()
-    except RuntimeError:
+        with torch.cuda.graph(graph, stream=side):
+            run()
+    except Exception:  # whatever a callable raises because it synchronises, copies or allocates while captured
         torch.cuda.synchronize()
-        return None
+        return run, False
     graph.replay()
-    return graph.replay
+    torch.cuda.synchronize()
+    return graph.replay, True

@@ -1,0 +1,60 @@
+"""`stof bench decode`: one query against a long cache, as bytes a second beside what a plain copy reaches."""
+
+from __future__ import annotations
+
+import torch
+
+from stof import masks
+from stof.bench.attention import Row
+from stof.bench.grid import GridMask, Shape
+from stof.bench.report import time_of
+from stof.tuning.timing import time_calls
+
+# Read and written: far past any cache, so that the rate is the memory's.
+_COPY_BYTES = {"cuda": 2 * 2**30, "cpu": 128 * 2**20}
+
+
+def decode_masks(shape: Shape, window: int) -> list[GridMask]:
+    """What the queries at the end of a cache see: its last `window` keys counting themselves, and everything."""
+    offset = shape.kv_len - shape.q_len
+    return [
+        GridMask(
+            f"decode-window{window}",
+            lambda s: masks.sliding_window(window - 1).with_query_offset(offset),
+            lambda s, t, d: lambda b, h, q, k: (q + offset >= k) & (q + offset - k < window),
+            dense_like=False,
+            window=(window - 1, 0),
+            at_end=True,
+        ),
+        GridMask(
+            "decode-dense",
+            lambda s: masks.full(),
+            lambda s, t, d: lambda b, h, q, k: q >= 0,
+            dense_like=True,
+            unmasked=True,
+            window=(None, None),
+            at_end=True,
+        ),
+    ]
+
+
+def needed_bytes(row: Row) -> float:
+    """Bytes that any kernel must move: the keys and values that the mask keeps, once, the queries and the output."""
+    size = getattr(torch, row.dtype).itemsize
+    keys = row.kv_heads * row.density * row.kv_len
+    return 2.0 * row.batch * row.head_dim * size * (keys + row.heads * row.q_len)
+
+
+def rate(row: Row) -> float | None:
+    """Needed bytes a second, None where nothing was timed."""
+    us = time_of(row)
+    return needed_bytes(row) / us * 1e6 if us else None
+
+
+def copy_rate(device: torch.device, rounds: int = 7) -> float:
+    """Bytes a second, read and written both counted, of a large copy within the device's memory."""
+    source = torch.zeros(_COPY_BYTES.get(device.type, _COPY_BYTES["cpu"]), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = time_calls({"copy": lambda: target.copy_(source)}, device, rounds=rounds)["copy"]
+    us = timing.gpu_us if timing.gpu_us is not None else timing.call_us
+    return 2 * source.numel() / us * 1e6

@@ -1,0 +1,69 @@
+"""`stof tune --device`: measures this GPU and fits the selector's cost model to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def tune(
+    device: Annotated[
+        bool, typer.Option("--device", help="Measure every candidate on this machine's GPU, and fit the model.")
+    ] = False,
+    measurements: Annotated[
+        Path | None, typer.Option(help="Write the measurements here; without --device, read them from here.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the fitted constants here.")] = None,
+    masks: Annotated[str, typer.Option(help="Only cells with these masks, separated by spaces.")] = "",
+    shapes: Annotated[str, typer.Option(help="Only cells with these shapes, separated by spaces.")] = "",
+    budget: Annotated[float | None, typer.Option(help="Seconds after which no further cell is measured.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that compile ahead.")] = 8,
+    check: Annotated[bool, typer.Option("--check", help="Keep the constants; report their error and regret.")] = False,
+) -> None:
+    """Fit the selector's cost model to this GPU, and report how far it is off."""
+    import json
+
+    import torch
+    from rich.console import Console
+
+    from stof.bench import selector
+    from stof.errors import ArgumentError
+    from stof.selection.model import load_model, model_to_dict
+
+    console = Console(stderr=True)
+    if device:
+        if not torch.cuda.is_available():
+            raise ArgumentError("stof tune --device needs an NVIDIA GPU, and torch sees none")
+        cells = [
+            (mask, shape)
+            for mask, shape in selector.CELLS
+            if (not masks or mask in masks.split()) and (not shapes or shape in shapes.split())
+        ]
+        rows = selector.measure(cells, workers, budget, lambda line: console.print(line, style="dim", markup=False))
+        if measurements is not None:
+            measurements.parent.mkdir(parents=True, exist_ok=True)
+            measurements.write_text(json.dumps(selector.to_json(rows)), encoding="utf-8")
+    elif measurements is not None:
+        rows = selector.from_json(json.loads(measurements.read_text(encoding="utf-8")))
+    else:
+        raise ArgumentError("give --device to measure this GPU, or --measurements FILE to fit what was measured")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
+    base = load_model(name)
+    torch.set_num_threads(1)  # many tiny tensors
+    if check:
+        Console().print(selector.regret_table(rows, base))
+        return
+    if measurements is None or output is not None:
+        fitted = selector.fit(rows, base)
+        errors, left_out = selector.leave_one_out(rows, base)
+        quality = {"fit": selector.summary(*selector.self_check(rows, fitted))}
+        quality["leave_one_mask_out"] = selector.summary(errors, left_out)
+        Console().print(selector.regret_table(rows, fitted))
+        for kind, line in quality.items():
+            console.print(f"{kind}: {line}")
+        if output is not None:
+            content = json.dumps({**model_to_dict(fitted), "quality": quality}, indent=1)
+            output.write_text(content + "\n", encoding="utf-8")
+            console.print(f"wrote {output}")

@@ -1,0 +1,443 @@
+"""Block-wise attention in Triton: tensor cores over the tiles of one row block, split row blocks merged in place.
+
+A program owns one work item: some partial and some full tiles of one row block, for one batch entry and one head (or
+one key head with its query heads packed into rows). Partial tiles come first. Row blocks that are cut into several
+items leave unnormalised partial results in float32; whichever item finishes last merges them in chunk order, so
+results do not depend on timing.
+
+Source: STOF (arXiv 2506.06095), section 4.1; online softmax as FlashAttention-2 (arXiv 2307.08691), section 3.1;
+split and merge as Flash-Decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stof.kernels.cpu.attention import empty_output
+from stof.kernels.triton.launch import launch
+from stof.kernels.triton.scratch import zeroed_counters
+from stof.kernels.triton.work import ITEM_FIELDS, BlockWiseConfig, Work
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+ITEM_STRIDE = tl.constexpr(ITEM_FIELDS)
+
+
+@triton.jit
+@no_type_check
+def _step(
+    q,  # [BLOCK_M, BLOCK_D]
+    acc,  # [BLOCK_M, BLOCK_V] float32
+    m_i,  # [BLOCK_M] running maximum, in units of log 2
+    l_i,  # [BLOCK_M] running sum
+    columns,  # [BLOCK_N] key columns, -1 where a partial tile has none
+    words,  # [BLOCK_M, 4] bitmap words, unused when not PARTIAL
+    k_ptr,
+    v_ptr,
+    bias_row_ptr,  # [BLOCK_M] pointers to the bias row of each query
+    row_ok,  # [BLOCK_M]
+    stride_ks,
+    stride_vs,
+    stride_bk,
+    scale,
+    softcap,
+    head_dim,
+    value_dim,
+    PARTIAL: tl.constexpr,
+    MODIFIED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PAD_D: tl.constexpr,
+    PAD_V: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One tile: scores, mask, online softmax, accumulate."""
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_V)
+    at = columns.to(tl.int64) if WIDE else columns
+    k_ptrs = k_ptr + at[:, None] * stride_ks + d[None, :]
+    v_ptrs = v_ptr + at[:, None] * stride_vs + dv[None, :]
+    if PARTIAL:
+        # Columns no row keeps are never read: their values may be anything, NaN included.
+        live = columns >= 0
+        k = tl.load(k_ptrs, mask=live[:, None] & (d < head_dim)[None, :] if PAD_D else live[:, None], other=0.0)
+    elif PAD_D:
+        k = tl.load(k_ptrs, mask=(d < head_dim)[None, :], other=0.0)
+    else:
+        k = tl.load(k_ptrs)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    if MODIFIED:
+        s = s * scale
+        if HAS_SOFTCAP:
+            # tanh by exp2, which saturates to 0 or inf and so to +-1
+            s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E / softcap))))
+        if HAS_BIAS:
+            bias_ok = row_ok[:, None] & (columns >= 0)[None, :]
+            bias = tl.load(bias_row_ptr[:, None] + at[None, :] * stride_bk, mask=bias_ok, other=0.0)
+            s += bias.to(tl.float32)
+        s *= LOG2E
+    if PARTIAL:
+        # Bit 2 j + b of word q is column 8 j + 2 q + b: a thread of the tensor core's accumulator holds two
+        # neighbouring columns in each group of 8, so one word holds all its bits of a row.
+        j = tl.arange(0, BLOCK_N // 8)
+        b = tl.arange(0, 2)
+        shift = 2 * j[None, :, None, None] + b[None, None, None, :]
+        keep = (words[:, None, :, None] >> shift) & 1
+        s = tl.where(tl.reshape(keep, (BLOCK_M, BLOCK_N)) != 0, s, float("-inf"))
+    if MODIFIED:
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        m_use = tl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL else m_new
+        p = tl.exp2(s - m_use[:, None])
+    else:
+        m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
+        # A row may have kept nothing so far: -inf - -inf is NaN.
+        m_use = tl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL else m_new
+        p = tl.exp2(s * scale - m_use[:, None])
+    alpha = tl.exp2(m_i - m_use)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    if PARTIAL:
+        v = tl.load(v_ptrs, mask=live[:, None] & (dv < value_dim)[None, :] if PAD_V else live[:, None], other=0.0)
+    elif PAD_V:
+        v = tl.load(v_ptrs, mask=(dv < value_dim)[None, :], other=0.0)
+    else:
+        v = tl.load(v_ptrs)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, m_new, l_i
+
+
+@triton.jit
+@no_type_check
+def _finish(m_i, l_i, sink, HAS_SINKS: tl.constexpr):
+    """Factor on the accumulator, and log-sum-exp (natural, sinks not counted)."""
+    some = l_i > 0.0
+    total = tl.where(some, l_i, 1.0)
+    lse = tl.where(some, (m_i + tl.log2(total)) * LN2, float("-inf"))
+    if HAS_SINKS:
+        # softmax over keys and sink = softmax over keys / (1 + exp(sink - lse))
+        total = tl.where(some, total * (1.0 + tl.exp2((sink - lse) * LOG2E)), 1.0)
+    return tl.where(some, 1.0 / total, 0.0), lse
+
+
+@triton.jit
+@no_type_check
+def block_wise_kernel(
+    q_ptr,  # [B, H, Sq, D]
+    k_ptr,  # [B, Hkv, Skv, D]
+    v_ptr,  # [B, Hkv, Skv, Dv]
+    out_ptr,  # [B, H, Sq, Dv]
+    lse_ptr,  # [B, H, Sq] float32, contiguous
+    bias_ptr,  # broadcast to [B, H, Sq, Skv] by strides of 0
+    sinks_ptr,  # [H]
+    pattern_ptr,  # [mask_batch, mask_heads] int32
+    items_ptr,  # [P, items, ITEM_FIELDS] int32
+    first_columns_ptr,  # [P, items, BLOCK_N] int32, columns of each item's first tile
+    partial_columns_ptr,  # [partial tiles, BLOCK_N] int32
+    partial_bitmap_ptr,  # [partial tiles] int32, row of bitmaps
+    bitmaps_ptr,  # [U, BLOCK_Q, 4] int32
+    full_columns_ptr,  # [full tiles, BLOCK_N] int32 when FULL_GATHERED; else full tiles of an item follow each other
+    row_order_ptr,  # [P, Sq] int32, when PERMUTED
+    chunk_out_ptr,  # [programs' groups, chunks, BLOCK_M, BLOCK_V] float32
+    chunk_ml_ptr,  # [groups, chunks, 2, BLOCK_M] float32
+    counters_ptr,  # [groups, split row blocks] int32, zero before and after
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_bb,
+    stride_bh,
+    stride_bq,
+    stride_bk,
+    mask_stride_b,
+    mask_stride_h,
+    groups,  # programs that share an item list: batch entries times groups_per_batch
+    heads,
+    groups_per_batch,  # programs per batch entry: heads, or key heads when packed
+    heads_per_group,  # query heads per key head
+    q_len,
+    head_dim,
+    value_dim,
+    items,
+    side,  # neighbouring groups that run the same item at the same time, for the L2 cache
+    chunks,
+    splits,
+    scale,  # times log2(e) unless MODIFIED
+    softcap,
+    BLOCK_Q: tl.constexpr,  # query rows of a row block
+    PACK: tl.constexpr,  # query heads in the rows of a tile, rounded up to a power of two
+    BLOCK_M: tl.constexpr,  # rows of the matrix product, >= BLOCK_Q * PACK
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PAD_D: tl.constexpr,
+    PAD_V: tl.constexpr,
+    PATTERNS: tl.constexpr,  # several masks: look up which
+    HAS_PARTIAL: tl.constexpr,
+    HAS_FULL: tl.constexpr,
+    FULL_GATHERED: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MODIFIED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    batch_of_groups = items * side
+    item = (program % batch_of_groups) // side
+    group = (program // batch_of_groups) * side + program % side
+    if group >= groups:
+        return
+    b = group // groups_per_batch
+    g = group % groups_per_batch
+    if PACK > 1:
+        first_head = g * heads_per_group
+        kv_head = g
+    else:
+        first_head = g
+        kv_head = g // heads_per_group
+    if PATTERNS:
+        pattern = tl.load(pattern_ptr + b * mask_stride_b + first_head * mask_stride_h)
+        item += pattern * items
+    else:
+        pattern = 0
+    # Everything the first products need is one load away from the program's number: a chain of dependent loads costs
+    # up to a microsecond each, as much as a tile.
+    n = tl.arange(0, BLOCK_N)
+    next_columns = tl.load(first_columns_ptr + item * BLOCK_N + n)
+    item_ptr = items_ptr + item * ITEM_STRIDE
+    row_block = tl.load(item_ptr)
+    if row_block < 0:  # patterns have different numbers of items
+        return
+    partial_begin = tl.load(item_ptr + 1)
+    partial_end = tl.load(item_ptr + 2)
+    full_begin = tl.load(item_ptr + 3)
+    full_end = tl.load(item_ptr + 4)
+    bitmap = tl.load(item_ptr + 9)
+    first_full = tl.load(item_ptr + 10)
+
+    r = tl.arange(0, BLOCK_M)
+    in_block = r // PACK
+    position = row_block * BLOCK_Q + in_block
+    row_ok = position < q_len
+    if BLOCK_M > BLOCK_Q * PACK:
+        row_ok = row_ok & (in_block < BLOCK_Q)
+    if PACK > 1:
+        row_ok = row_ok & (r % PACK < heads_per_group)
+        head = first_head + r % PACK
+    else:
+        head = first_head + tl.zeros([BLOCK_M], tl.int32)
+    if PERMUTED:
+        row = tl.load(row_order_ptr + pattern * q_len + position, mask=row_ok, other=0)
+    else:
+        row = position
+    if WIDE:
+        row_at = row.to(tl.int64)
+    else:
+        row_at = row
+
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_V)
+    b64 = b.to(tl.int64)
+    q_ptrs = q_ptr + b64 * stride_qb + (head.to(tl.int64) * stride_qh + row_at * stride_qs)[:, None] + d[None, :]
+    q_ok = row_ok[:, None] & (d < head_dim)[None, :] if PAD_D else row_ok[:, None]
+    q = tl.load(q_ptrs, mask=q_ok, other=0.0)
+    k_base = k_ptr + b64 * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v_base = v_ptr + b64 * stride_vb + kv_head.to(tl.int64) * stride_vh
+    bias_row_ptr = bias_ptr + b64 * stride_bb + head.to(tl.int64) * stride_bh + row.to(tl.int64) * stride_bq
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    word = tl.arange(0, 4)
+    # Rows past BLOCK_Q * PACK repeat the last bitmap row: their scores are dropped, but reads must stay inside.
+    words_ptr = bitmaps_ptr + tl.minimum(in_block, BLOCK_Q - 1)[:, None] * 4 + word[None, :]
+
+    if HAS_FULL and HAS_PARTIAL and FULL_GATHERED:
+        # Loaded before the partial tiles, used after them.
+        full_columns = tl.load(full_columns_ptr + full_begin * BLOCK_N + n)
+    if HAS_PARTIAL:
+        # Columns and bitmap words are loaded one tile ahead into registers: left to the pipeliner they would make
+        # every load of K and V an indirect one, at the price of a stage.
+        next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
+        bitmap = tl.load(partial_bitmap_ptr + partial_begin + 1)
+        for tile in tl.range(partial_begin, partial_end, num_stages=STAGES):
+            columns, words = next_columns, next_words
+            next_columns = tl.load(partial_columns_ptr + (tile + 1) * BLOCK_N + n)
+            next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
+            bitmap = tl.load(partial_bitmap_ptr + tile + 2)
+            acc, m_i, l_i = _step(
+                q, acc, m_i, l_i, columns, words, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
+                stride_bk, scale, softcap, head_dim, value_dim, True, MODIFIED, HAS_SOFTCAP, HAS_BIAS, PAD_D, PAD_V,
+                WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+            )  # fmt: skip
+        if HAS_FULL and FULL_GATHERED:
+            next_columns = full_columns
+    if HAS_FULL:
+        for tile in tl.range(full_begin, full_end, num_stages=STAGES):
+            if FULL_GATHERED:
+                columns = next_columns
+                next_columns = tl.load(full_columns_ptr + (tile + 1) * BLOCK_N + n)
+            else:
+                columns = first_full + (tile - full_begin) * BLOCK_N + n
+            acc, m_i, l_i = _step(
+                q, acc, m_i, l_i, columns, 0, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
+                stride_bk, scale, softcap, head_dim, value_dim, False, MODIFIED, HAS_SOFTCAP, HAS_BIAS, PAD_D, PAD_V,
+                WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+            )  # fmt: skip
+
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=row_ok, other=0.0).to(tl.float32)
+    else:
+        sink = l_i
+    out_ptrs = out_ptr + b64 * stride_ob + (head.to(tl.int64) * stride_oh + row_at * stride_os)[:, None] + dv[None, :]
+    out_ok = row_ok[:, None] & (dv < value_dim)[None, :] if PAD_V else row_ok[:, None]
+    lse_ptrs = lse_ptr + (b64 * heads + head) * q_len + row
+    if SPLIT:
+        n_chunks = tl.load(item_ptr + 5)
+        if n_chunks > 1:
+            first_chunk = tl.load(item_ptr + 6)
+            chunk = tl.load(item_ptr + 7)
+            split = tl.load(item_ptr + 8)
+            slot = group.to(tl.int64) * chunks + first_chunk
+            tile_at = r[:, None] * BLOCK_V + dv[None, :]
+            tl.store(chunk_out_ptr + (slot + chunk) * (BLOCK_M * BLOCK_V) + tile_at, acc)
+            tl.store(chunk_ml_ptr + (slot + chunk) * (2 * BLOCK_M) + r, m_i)
+            tl.store(chunk_ml_ptr + (slot + chunk) * (2 * BLOCK_M) + BLOCK_M + r, l_i)
+            # All threads' stores come before the one thread's release.
+            tl.debug_barrier()
+            counter_ptr = counters_ptr + group * splits + split
+            done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+            if done < n_chunks - 1:
+                return
+            tl.debug_barrier()
+            m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            l_i = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+            for c in range(n_chunks):
+                # .cg: written by other multiprocessors
+                m_c = tl.load(chunk_ml_ptr + (slot + c) * (2 * BLOCK_M) + r, cache_modifier=".cg")
+                l_c = tl.load(chunk_ml_ptr + (slot + c) * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg")
+                acc_c = tl.load(chunk_out_ptr + (slot + c) * (BLOCK_M * BLOCK_V) + tile_at, cache_modifier=".cg")
+                m_new = tl.maximum(m_i, m_c)
+                m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
+                old, new = tl.exp2(m_i - m_use), tl.exp2(m_c - m_use)
+                l_i = l_i * old + l_c * new
+                acc = acc * old[:, None] + acc_c * new[:, None]
+                m_i = m_new
+            tl.store(counter_ptr, 0)
+    factor, lse = _finish(m_i, l_i, sink, HAS_SINKS)
+    tl.store(out_ptrs, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=out_ok)
+    tl.store(lse_ptrs, lse, mask=row_ok)
+
+
+def block_wise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    work: Work,
+    config: BlockWiseConfig,
+    *,
+    scale: float,
+    softcap: float,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Masked attention over a layout's work items.
+
+    Args:
+        q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, Dv]`; float16, bfloat16 or float32, any strides.
+        work: see `make_work`.
+        config: compile-time choices.
+        scale, softcap: floats, softcap 0 for none.
+        bias: None, or 4-D and broadcastable to `[B, H, Sq, Skv]`.
+        sinks: None or `[H]`.
+
+    Returns:
+        `out [B, H, Sq, Dv]` in q's memory order, `lse [B, H, Sq]` float32.
+
+    Raises:
+        KernelError: the kernel does not compile here, or needs too much shared memory.
+    """
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, value_dim = k.shape[1], v.shape[3]
+    result = empty_output(q, v)
+    out = result if result.stride(3) == 1 else torch.empty_like(result, memory_format=torch.contiguous_format)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
+
+    per_group = heads // kv_heads
+    pack = triton.next_power_of_2(per_group) if config.pack else 1
+    groups_per_batch = kv_heads if pack > 1 else heads
+    groups = batch * groups_per_batch
+    block_m = max(16, work.block_m * pack)
+    block_d, block_v = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(value_dim))
+    items = work.items.shape[1]
+    side = min(config.side or groups, groups)
+    # Pointers the kernel is compiled not to read take any tensor of the right dtype.
+    chunk_out, chunk_ml, counters = lse, lse, work.pattern_of
+    if work.splits:
+        chunk_out = q.new_empty(groups * work.chunks * block_m * block_v, dtype=torch.float32)
+        chunk_ml = q.new_empty(groups * work.chunks * 2 * block_m, dtype=torch.float32)
+        counters = zeroed_counters(groups * work.splits, q.device)
+
+    modified = bias is not None or softcap > 0 or scale <= 0
+    bias_strides: tuple[int, ...] = (0, 0, 0, 0)
+    if bias is not None:
+        bias_strides = tuple([0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)])
+    mask_batch, mask_heads = work.pattern_of.shape
+    permuted = work.row_order.numel() > 0
+    launch(
+        block_wise_kernel,
+        items * -(-groups // side) * side,
+        (
+            q, k, v, out, lse, q if bias is None else bias, q if sinks is None else sinks, work.pattern_of, work.items, work.first_columns, work.partial_columns,
+            work.partial_bitmap, work.bitmaps, work.full_columns, work.row_order if permuted else work.pattern_of,
+            chunk_out, chunk_ml, counters,
+        ),
+        (
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *bias_strides,
+            0 if mask_batch == 1 else mask_heads, 0 if mask_heads == 1 else 1,
+            groups, heads, groups_per_batch, per_group, q_len, head_dim, value_dim, items, side, work.chunks, work.splits,
+            scale if modified else scale * math.log2(math.e), softcap,
+        ),
+        (
+            work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
+            work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted, work.splits > 0, modified, softcap > 0,
+            bias is not None, sinks is not None, _is_wide(q, k, v, out, bias),
+            "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages,
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        max_registers=config.max_registers,
+        device=q.device,
+    )  # fmt: skip
+    return (result if out is result else result.copy_(out)), lse
+
+
+def _is_wide(*tensors: Tensor | None) -> bool:
+    """Whether offsets within one (batch, head) pass 2^31 elements; between them they are 64-bit anyway."""
+    return any(t is not None and t.stride(2) * t.shape[2] + t.shape[3] >= 2**31 for t in tensors)

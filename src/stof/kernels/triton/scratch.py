@@ -1,0 +1,47 @@
+"""Counters that are zero when a kernel gets them and zero again when it ends."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+# 4 MB of counters per device for captured graphs, enough for thousands of captured calls.
+_ARENA = 2**20
+
+_lock = threading.Lock()
+_by_stream: dict[tuple[int, int], Tensor] = {}
+_arena: dict[int, tuple[Tensor, int]] = {}
+
+
+def zeroed_counters(count: int, device: torch.device) -> Tensor:
+    """int32 `[>= count]`, all zero, for one launch whose kernel sets every counter back to zero.
+
+    Calls on one stream follow each other, so they share counters; streams do not. A captured call may be replayed
+    next to anything else: it gets counters of its own, taken from an arena that was cleared before any capture,
+    so that the graph holds no clearing (2 us a call).
+    """
+    if device.type != "cuda":  # Triton's interpreter
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if torch.cuda.is_current_stream_capturing():
+        return _from_arena(count, device, index)
+    key = (index, torch._C._cuda_getCurrentRawStream(index))
+    found = _by_stream.get(key)
+    if found is None or found.numel() < count:
+        with _lock:
+            if index not in _arena:
+                _arena[index] = (torch.zeros(_ARENA, dtype=torch.int32, device=device), 0)
+            found = torch.zeros(max(1024, 2 * count), dtype=torch.int32, device=device)
+            _by_stream[key] = found
+    return found
+
+
+def _from_arena(count: int, device: torch.device, index: int) -> Tensor:
+    with _lock:
+        arena, used = _arena.get(index, (None, 0))
+        if arena is not None and used + count <= arena.numel():
+            _arena[index] = (arena, used + count)
+            return arena[used : used + count]
+    return torch.zeros(count, dtype=torch.int32, device=device)

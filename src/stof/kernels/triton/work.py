@@ -1,0 +1,254 @@
+"""A layout as the block-wise kernel reads it: work items, column lists, bitmaps in accumulator order.
+
+Plain torch; importing it does not import Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from stof.layout import Layout, bits
+from stof.layout.build import PARTIAL_TILE_COST
+
+# int32 fields of a work item: row block, first and last partial tile, first and last full tile, then for split row
+# blocks: chunks it is cut into, slot of its first chunk, number of this chunk, number of the split row block; last the
+# bitmap of the first partial tile and the first column of the first full tile.
+ITEM_FIELDS = 11
+
+# Bitmaps unpacked at once while reordering: bounds the memory of `make_work`.
+_BITS_AT_ONCE = 2**25
+
+
+@dataclass(frozen=True)
+class BlockWiseConfig:
+    """How the block-wise kernel is compiled, and how its work is cut; what it computes does not depend on it.
+
+    Attributes:
+        num_warps: warps of a program.
+        num_stages: buffers of the K and V pipeline.
+        max_registers: registers of a thread at most (more programs fit on a multiprocessor); 0 for no bound.
+        pack: put the query heads of a key head into the rows of one tile (for few query rows).
+        split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
+        mask_all: full tiles get a bitmap too, for one loop over all tiles that keeps its pipeline filled.
+        side: (batch, head) pairs that run the same item side by side, so that K and V stay in the L2 cache; 0 for all.
+    """
+
+    num_warps: int = 4
+    num_stages: int = 3
+    max_registers: int = 0
+    pack: bool = False
+    split_tiles: int = 0
+    mask_all: bool = False
+    side: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_warps} warps", f"{self.num_stages} stages"]
+        parts += [f"{self.max_registers} registers"] * (self.max_registers > 0)
+        parts += ["heads packed"] * self.pack + ["one loop"] * self.mask_all
+        parts += [f"split at {self.split_tiles} tiles"] * (self.split_tiles > 0)
+        parts += [f"{self.side} heads side by side"] * (self.side > 0)
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What `block_wise_attention` needs of a layout. `P` patterns, `I` items of the longest pattern.
+
+    Attributes:
+        pattern_of: int32 `[mask_batch, mask_heads]`.
+        items: int32 `[P, I, ITEM_FIELDS]`, longest first; row block -1 where a pattern has fewer items.
+        first_columns: int32 `[P, I, block_n]`, key columns of the first tile of each item.
+        partial_columns: int32 `[Tp + 2, block_n]`, key column of each tile column, -1 where no row keeps it.
+        partial_bitmap: int32 `[Tp + 2]`, row of bitmaps.
+        bitmaps: int32 `[U, block_m, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
+        full_columns: int32 `[Tf + 2, block_n]`, empty but for padding when `full_runs`.
+        row_order: int32 `[P, q_len]`, empty when rows keep their order.
+        block_m, block_n, q_len, kv_len: sizes of the layout.
+        chunks: chunks of all split row blocks of a pattern, at most.
+        splits: split row blocks of a pattern, at most.
+        has_partial, has_full: whether there are tiles of that kind.
+        full_runs: whether the columns of each item's full tiles follow each other, so that the first one tells all.
+
+    The last two rows of `partial_*` and `full_columns` are padding: the kernel loads ahead.
+    """
+
+    pattern_of: Tensor
+    items: Tensor
+    first_columns: Tensor
+    partial_columns: Tensor
+    partial_bitmap: Tensor
+    bitmaps: Tensor
+    full_columns: Tensor
+    row_order: Tensor
+    block_m: int
+    block_n: int
+    q_len: int
+    kv_len: int
+    chunks: int
+    splits: int
+    has_partial: int
+    has_full: int
+    full_runs: int
+
+    def flatten(self) -> tuple[list[Tensor], list[int]]:
+        """Tensors and integers, as operators carry them."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return [v for v in values if isinstance(v, Tensor)], [v for v in values if not isinstance(v, Tensor)]
+
+    @staticmethod
+    def unflatten(tensors: list[Tensor], sizes: list[int]) -> Work:
+        return Work(*tensors, *sizes)  # type: ignore[arg-type]
+
+
+def make_work(layout: Layout, split_tiles: int = 0, mask_all: bool = False) -> Work:
+    """Prepare a layout.
+
+    Args:
+        layout: tiles of at most 128 columns.
+        split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
+        mask_all: give full tiles a bitmap too. One loop over all tiles keeps its pipeline filled, which pays where
+            row blocks are short.
+    """
+    config = layout.config
+    bitmaps, tile_bitmap = layout.bitmaps, layout.tile_bitmap.long()
+    if mask_all:
+        tile_bitmap = torch.where(tile_bitmap < 0, len(bitmaps), tile_bitmap)
+        bitmaps = torch.cat([bitmaps, torch.full_like(bitmaps[:1], -1) if len(bitmaps) else _ones(layout)])
+    is_partial = tile_bitmap >= 0
+    partial, full = is_partial.nonzero()[:, 0], (~is_partial).nonzero()[:, 0]
+    bitmap = tile_bitmap[partial]
+    columns = torch.where(_live(bitmaps, config.block_n)[bitmap], layout.tile_columns(partial), -1)
+    items, chunks, splits = _items(layout, is_partial, split_tiles)
+    items[..., 9] = _padded(bitmap)[items[..., 1].clamp(min=0).long()]
+    full_columns = layout.tile_columns(full)
+    first = _padded(full_columns)[items[..., 3].clamp(min=0).long()]
+    items[..., 10] = first[..., 0]
+    some_partial = items[..., 1] < items[..., 2]
+    first_columns = torch.where(some_partial[..., None], _padded(columns)[items[..., 1].clamp(min=0).long()], first)
+    full_runs = _full_runs(items, full_columns, config.block_n)
+    return Work(
+        pattern_of=layout.pattern_of.contiguous(),
+        items=items,
+        first_columns=first_columns.int().contiguous(),
+        partial_columns=_padded(columns),
+        partial_bitmap=_padded(bitmap),
+        bitmaps=_accumulator_order(bitmaps, config.block_n),
+        full_columns=_padded(full_columns[:0] if full_runs else full_columns),
+        row_order=layout.pattern_of.new_empty(0) if layout.row_order is None else layout.row_order.contiguous(),
+        block_m=config.block_m,
+        block_n=config.block_n,
+        q_len=layout.q_len,
+        kv_len=layout.kv_len,
+        chunks=chunks,
+        splits=splits,
+        has_partial=len(partial) > 0,
+        has_full=len(full) > 0,
+        full_runs=full_runs,
+    )
+
+
+def _full_runs(items: Tensor, full_columns: Tensor, block_n: int) -> bool:
+    """Whether full tiles follow each other without a gap within every item."""
+    if not len(full_columns):
+        return True
+    steps = torch.arange(block_n, device=full_columns.device)
+    if not bool((full_columns == full_columns[:, :1] + steps).all()):
+        return False
+    begins = torch.zeros(len(full_columns) + 1, dtype=torch.bool, device=full_columns.device)
+    begins[items[..., 3].clamp(min=0).long()] = True
+    follows = full_columns[1:, 0] == full_columns[:-1, 0] + block_n
+    return bool((follows | begins[1:-1]).all())
+
+
+def _ones(layout: Layout) -> Tensor:
+    config = layout.config
+    return torch.full((1, config.block_m, bits.words(config.block_n)), -1, dtype=torch.int32, device=layout.device)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    return torch.cat([rows.int(), rows.new_zeros(2, *rows.shape[1:], dtype=torch.int32)]).contiguous()
+
+
+def _live(bitmaps: Tensor, block_n: int) -> Tensor:
+    """bool `[U, block_n]`: columns some row of the bitmap keeps."""
+    pieces = [bits.unpack(piece, block_n).any(1) for piece in _pieces(bitmaps)]
+    return torch.cat(pieces) if pieces else torch.zeros(0, block_n, dtype=torch.bool, device=bitmaps.device)
+
+
+def _accumulator_order(bitmaps: Tensor, block_n: int) -> Tensor:
+    """Row-major bitmaps `[U, block_m, words]` in the order of `Work.bitmaps`."""
+    out = torch.zeros(max(1, len(bitmaps)), bitmaps.shape[1], 4, dtype=torch.int32, device=bitmaps.device)
+    start = 0
+    for piece in _pieces(bitmaps):
+        keep = bits.unpack(piece, block_n).unflatten(-1, (block_n // 8, 4, 2))
+        out[start : start + len(piece)] = bits.pack(keep.transpose(2, 3).flatten(3))[..., 0]
+        start += len(piece)
+    return out
+
+
+def _pieces(bitmaps: Tensor) -> list[Tensor]:
+    if not len(bitmaps):
+        return []
+    return list(bitmaps.split(max(1, _BITS_AT_ONCE // (bitmaps[0].numel() * 32))))
+
+
+def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor, int, int]:
+    """Work items `[P, I, ITEM_FIELDS]`, and the largest number of chunks and of split row blocks of a pattern."""
+    device, patterns, row_blocks = layout.device, layout.patterns, layout.row_blocks
+    pointers = layout.row_block_ptr.long()
+    partial_before = torch.nn.functional.pad(is_partial.long().cumsum(0), (1, 0))[pointers]
+    full_before = pointers - partial_before
+    tiles, partials = pointers.diff(), partial_before.diff()
+
+    parts = torch.ones_like(tiles)
+    if split_tiles > 0:
+        parts = torch.div(tiles + split_tiles - 1, split_tiles, rounding_mode="floor").clamp(min=1)
+    owner = torch.repeat_interleave(torch.arange(len(tiles), device=device), parts)
+    first_item = parts.cumsum(0) - parts
+    chunk = torch.arange(len(owner), device=device) - first_item[owner]
+    begin = torch.div(chunk * tiles[owner], parts[owner], rounding_mode="floor")
+    end = torch.div((chunk + 1) * tiles[owner], parts[owner], rounding_mode="floor")
+
+    def within(low: Tensor, high: Tensor, before: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """`begin`..`end` cut to one kind of tile, numbered among all tiles of that kind."""
+        start = torch.minimum(torch.maximum(begin, low), high)
+        stop = torch.minimum(torch.maximum(end, low), high)
+        return before + start - offset, before + stop - offset
+
+    zero, some = torch.zeros_like(begin), partials[owner]
+    partial_begin, partial_end = within(zero, some, partial_before[:-1][owner], zero)
+    full_begin, full_end = within(some, tiles[owner], full_before[:-1][owner], some)
+
+    is_split = (parts > 1).view(patterns, row_blocks)
+    split = (is_split.long().cumsum(1) - 1).flatten()
+    split_parts = torch.where(is_split, parts.view(patterns, row_blocks), 0)
+    first_chunk = (split_parts.cumsum(1) - split_parts).flatten()
+    values = torch.stack(
+        [
+            owner % row_blocks,
+            partial_begin,
+            partial_end,
+            full_begin,
+            full_end,
+            parts[owner],
+            first_chunk[owner],
+            chunk,
+            split[owner].clamp(min=0),
+            torch.zeros_like(chunk),
+            torch.zeros_like(chunk),
+        ],
+        1,
+    ).int()
+
+    cost = (partial_end - partial_begin) * PARTIAL_TILE_COST + (full_end - full_begin)
+    pattern = torch.div(owner, row_blocks, rounding_mode="floor")
+    order = torch.argsort(cost, descending=True, stable=True)
+    order = order[torch.argsort(pattern[order], stable=True)]
+    count = torch.bincount(pattern, minlength=patterns)
+    place = torch.arange(len(owner), device=device) - (count.cumsum(0) - count)[pattern[order]]
+    items = torch.full((patterns, int(count.max()), ITEM_FIELDS), -1, dtype=torch.int32, device=device)
+    items[pattern[order], place] = values[order]
+    return items, int(split_parts.sum(1).max()), int(is_split.sum(1).max())

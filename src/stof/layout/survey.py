@@ -1,0 +1,117 @@
+"""How many tiles a mask would take under several block sizes, counted in one pass and without building any.
+
+Choosing a layout needs only the counts of each row block; building one needs the bitmaps too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stof.layout.build import checked_order, strips
+from stof.layout.config import LayoutConfig
+from stof.layout.layout import Layout
+from stof.masks.base import Mask
+
+# Masks of a batch or of heads counted before the rest is taken to be like them: counting is linear in them.
+_MASKS_COUNTED = 8
+
+
+@dataclass(frozen=True, eq=False)
+class TileCounts:
+    """Tiles of one geometry: int64 `[masks, row_blocks]` on the CPU.
+
+    Attributes:
+        partial, full: tiles of each kind of every row block, as `build_layout` would make them.
+    """
+
+    partial: Tensor
+    full: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """What the cost model knows of a mask.
+
+    Attributes:
+        counts: tiles by geometry.
+        kept: int64 `[masks, q_len]`, keys each row keeps, on the CPU.
+        mask_batch, mask_heads: leading sizes of the mask; `masks` above is their product, 8 at most.
+    """
+
+    counts: dict[LayoutConfig, TileCounts]
+    kept: Tensor
+    mask_batch: int
+    mask_heads: int
+
+
+def survey(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    geometries: Iterable[LayoutConfig],
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str = "cpu",
+    row_order: Tensor | None = None,
+) -> Survey:
+    """Count the tiles `build_layout` would make, for every geometry in one evaluation of the mask.
+
+    Args:
+        mask, q_len, kv_len, batch, heads, device, row_order: as for `build_layout`.
+        geometries: block sizes to count.
+    """
+    wanted = sorted(set(geometries), key=lambda g: (g.block_m, g.block_n, g.slab or 0))
+    tallest = LayoutConfig(max([g.block_m for g in wanted], default=64), 64)
+    order = checked_order(row_order, q_len, device)
+    mask_batch, mask_heads = mask.dims(batch, heads, device)
+    counted = [(b, h) for b in range(mask_batch) for h in range(mask_heads)][:_MASKS_COUNTED]
+    kept: list[Tensor] = []
+    found: dict[LayoutConfig, list[tuple[Tensor, Tensor]]] = {geometry: [] for geometry in wanted}
+    for b, h in counted:
+        for strip in strips(mask, q_len, kv_len, tallest, b, h, order, device):
+            kept.append(strip.keep.sum(-1, dtype=torch.int32).flatten())
+            for block_m in {geometry.block_m for geometry in wanted}:
+                keep = strip.keep.view(-1, block_m, kv_len)
+                per_column = keep.sum(1, dtype=torch.int32)
+                first = torch.arange(0, tallest.block_m, block_m, device=keep.device)
+                rows = (strip.valid_rows[:, None] - first).clamp(0, block_m).flatten()
+                for geometry in wanted:
+                    if geometry.block_m == block_m:
+                        found[geometry].append(_count(per_column, rows, geometry))
+    padded = -(-q_len // tallest.block_m) * tallest.block_m
+    counts = {}
+    for geometry, parts in found.items():
+        blocks = -(-q_len // geometry.block_m)
+        partial, full = (torch.cat(kind).view(len(counted), -1)[:, :blocks].cpu() for kind in zip(*parts, strict=True))
+        counts[geometry] = TileCounts(partial, full)
+    rows_kept = torch.cat(kept).view(len(counted), padded)[:, :q_len].long().cpu()
+    return Survey(counts, rows_kept, mask_batch, mask_heads)
+
+
+def survey_of_layout(layout: Layout) -> Survey:
+    """The survey of a layout that is there: its own geometry only."""
+    shape = (layout.patterns, layout.row_blocks)
+    tiles, partial = layout.row_block_ptr.diff().view(shape).long(), layout.partial_count.view(shape).long()
+    counts = {layout.config: TileCounts(partial.cpu(), (tiles - partial).cpu())}
+    # Scores of the row block's tiles, spread over its rows: close enough for an estimate.
+    per_row = (tiles * layout.config.block_n).cpu().repeat_interleave(layout.config.block_m, 1)[:, : layout.q_len]
+    return Survey(counts, per_row, layout.mask_batch, layout.mask_heads)
+
+
+def _count(per_column: Tensor, rows: Tensor, geometry: LayoutConfig) -> tuple[Tensor, Tensor]:
+    """Partial and full tiles of each row block, from the scores kept of each column `[blocks, kv_len]`."""
+    slab, per_tile = geometry.slab_columns, geometry.slabs_per_tile
+    if slab > 1:
+        per_column = torch.nn.functional.pad(per_column, (0, -per_column.shape[1] % slab))
+        per_column = per_column.view(len(per_column), -1, slab)
+        needed, full = (per_column > 0).any(-1), (per_column == rows[:, None, None]).all(-1)
+    else:
+        needed, full = per_column > 0, per_column == rows[:, None]
+    full_tiles = torch.div(torch.where(rows > 0, full.sum(1), 0), per_tile, rounding_mode="floor")
+    left = needed.sum(1) - full_tiles * per_tile
+    return torch.div(left + per_tile - 1, per_tile, rounding_mode="floor").clamp(min=0), full_tiles

@@ -1,0 +1,37 @@
+"""One way to run a call: an implementation, the layout it reads, and how its kernel is configured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stof.kernels.triton.work import BlockWiseConfig
+from stof.layout import LayoutConfig
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the selector decides on.
+
+    Attributes:
+        implementation: a name of `IMPLEMENTATIONS`.
+        layout: block sizes and gathering; None takes the plan's own layout.
+        row_order: a name for `stof.layout.orders.named_order`; None keeps the rows' order.
+        kernel: settings of the block-wise kernel; None for implementations without any.
+    """
+
+    implementation: str
+    layout: LayoutConfig | None = None
+    row_order: str | None = None
+    kernel: BlockWiseConfig | None = None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.layout is not None:
+            slab = self.layout.slab
+            columns = "contiguous columns" if slab is None else f"columns gathered by {slab}"
+            parts.append(f"{self.layout.block_m}x{self.layout.block_n} tiles, {columns}")
+        if self.row_order is not None:
+            parts.append(f"rows by {self.row_order}")
+        if self.kernel is not None:
+            parts.append(str(self.kernel))
+        return f"{self.implementation} ({'; '.join(parts)})" if parts else self.implementation

@@ -1,0 +1,136 @@
+"""The choices there are for a call on a GPU: kernels by head dimension, tile sizes, gathering, row orders, splitting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from stof.kernels.triton.work import BlockWiseConfig
+from stof.layout import LayoutConfig
+from stof.layout.survey import Survey
+from stof.selection.capabilities import CallSpec
+from stof.selection.choice import Choice
+from stof.selection.model import head_dim_class, shared_memory
+
+# (block_m, block_n, warps, stages, registers) worth having, by head_dim class; `stof tune --device` times them all.
+# Three stages keep K and V of two tiles in flight; four warps on 64 rows leave room for two programs or more on a
+# multiprocessor, which hide each other's softmax (docs/performance.md has the sweep).
+_TILES = {
+    64: ((64, 64, 4, 3, 128), (64, 128, 4, 3, 168), (64, 32, 4, 3, 0), (128, 128, 4, 3, 0)),
+    128: ((64, 64, 4, 3, 0), (64, 32, 4, 3, 168), (128, 128, 8, 3, 0), (128, 64, 8, 4, 0), (64, 64, 4, 2, 0)),
+    256: ((64, 64, 4, 2, 0), (64, 32, 4, 2, 0), (128, 64, 8, 2, 0)),
+}
+_FLOAT32_TILES = {64: ((64, 32, 4, 2, 0),), 128: ((64, 32, 4, 2, 0),), 256: ((32, 16, 4, 2, 0),)}
+# (block_n, warps, stages): decoding is bound by memory, so what counts is bytes in flight.
+_DECODE_TILES = ((64, 4, 3), (128, 4, 2), (64, 4, 2), (64, 2, 3))
+# Keys of a chunk: short ones fill the machine when there are few sequences, long ones need fewer merges.
+_CHUNK_KEYS = (512, 1024, 2048)
+# Bytes of K and V that heads side by side may keep in the L2 cache.
+_L2_SHARE = 24 * 2**20
+
+
+class Geometry(Protocol):
+    """What the selector may ask of a plan.
+
+    Attributes:
+        fixed: the only layout there is (given by the user, or read from a file), None when any can be built.
+        row_orders: names of row orders worth trying.
+    """
+
+    @property
+    def fixed(self) -> LayoutConfig | None: ...
+
+    @property
+    def row_orders(self) -> tuple[str, ...]: ...
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        """Tile counts under each geometry."""
+
+
+def gpu_choices(call: CallSpec, geometry: Geometry, implementation: str) -> list[Choice]:
+    """Every choice of one implementation for a call, whether it pays or not."""
+    if implementation == "row_wise":
+        return [Choice("row_wise", geometry.fixed or LayoutConfig(64, 64, 1))]
+    tiles = _decode_tiles(call) if implementation == "decode" else _block_tiles(call)
+    choices: list[Choice] = []
+    for order in (None, *(() if geometry.fixed else geometry.row_orders)):
+        for (block_m, block_n, warps, stages, registers), pack in tiles:
+            for layout in _layouts(geometry.fixed, block_m, block_n, order):
+                kernel = BlockWiseConfig(warps, stages, registers, pack=pack, side=_side(call))
+                choices += _variants(Choice(implementation, layout, order, kernel), call)
+    return list(dict.fromkeys(choices))
+
+
+def geometries(choices: list[Choice]) -> tuple[LayoutConfig, ...]:
+    """The distinct layouts of some choices."""
+    return tuple(dict.fromkeys(choice.layout for choice in choices if choice.layout is not None))
+
+
+def worthwhile(choice: Choice, survey: Survey) -> bool:
+    """Whether a choice differs from a simpler one on this mask."""
+    assert choice.layout is not None
+    if choice.kernel is None:
+        return True
+    counts = survey.counts[choice.layout]
+    mixed = bool((counts.partial > 0).any()) and bool((counts.full > 0).any())
+    longest = int((counts.partial + counts.full).max())
+    return (mixed or not choice.kernel.mask_all) and choice.kernel.split_tiles < longest
+
+
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of shared memory a thread block may have."""
+    # Not in torch's stubs.
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def fits(choice: Choice, call: CallSpec, limit: int) -> bool:
+    """Whether a choice's shared memory stays within the device's."""
+    if choice.kernel is None or choice.layout is None:
+        return True
+    return shared_memory(choice.layout, call, choice.kernel.num_stages, choice.kernel.pack) <= limit
+
+
+_Tile = tuple[tuple[int, int, int, int, int], bool]
+
+
+def _block_tiles(call: CallSpec) -> list[_Tile]:
+    table = _FLOAT32_TILES if call.dtype == torch.float32 else _TILES
+    return [(tile, False) for tile in table[head_dim_class(call.head_dim, call.value_dim)]]
+
+
+def _decode_tiles(call: CallSpec) -> list[_Tile]:
+    rows = 1 << max(0, call.q_len - 1).bit_length()
+    pack = call.heads > call.kv_heads
+    wide = call.dtype == torch.float32 or head_dim_class(call.head_dim, call.value_dim) > 128
+    table = ((32, 4, 2),) if wide else _DECODE_TILES
+    return [((rows, block_n, warps, stages, 0), pack) for block_n, warps, stages in table]
+
+
+def _layouts(fixed: LayoutConfig | None, block_m: int, block_n: int, order: str | None) -> list[LayoutConfig]:
+    if fixed is not None:
+        return [fixed] if fixed.block_n <= 128 else []
+    gathered = LayoutConfig(block_m, block_n, 1)
+    return [gathered] if order else [LayoutConfig(block_m, block_n, None), gathered]
+
+
+def _variants(choice: Choice, call: CallSpec) -> Iterator[Choice]:
+    """The choice with and without one loop for all tiles, and with row blocks split at several lengths."""
+    assert choice.kernel is not None
+    assert choice.layout is not None
+    for mask_all in (False, True):
+        for keys in (0, *_CHUNK_KEYS):
+            if keys >= call.kv_len:
+                continue
+            kernel = replace(choice.kernel, mask_all=mask_all, split_tiles=keys // choice.layout.block_n)
+            yield replace(choice, kernel=kernel)
+
+
+def _side(call: CallSpec) -> int:
+    """Heads side by side: as many as keep their K and V in the L2 cache together, 0 for all of them."""
+    per_head = call.kv_len * (call.head_dim + call.value_dim) * call.dtype.itemsize
+    per_head = per_head * call.kv_heads // call.heads
+    side = max(1, _L2_SHARE // max(1, per_head))
+    return 0 if side >= call.batch * call.heads else side

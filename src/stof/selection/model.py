@@ -1,0 +1,239 @@
+"""Estimated time of a choice on a GPU: a few physical terms, with constants measured on the device.
+
+A program handles one work item: a fixed part (launch, first loads, last stores) plus so much per partial and per full
+tile. Programs run on `multiprocessors * occupancy` slots, longest first. A machine that is not full runs each of
+them faster. The constants come from `stof tune --device`, which measures and fits them, and lie in `data/`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stof.layout import LayoutConfig
+from stof.layout.survey import Survey
+from stof.selection.capabilities import CallSpec
+from stof.selection.choice import Choice
+
+# Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
+_WAVES = 12
+# A thread block's registers and shared memory on every GPU since sm_80: 64 Ki registers, 1 KB kept by the system.
+_REGISTERS, _RESERVED = 65536, 1024
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Microseconds of one kernel configuration when the machine is full.
+
+    Attributes:
+        item: fixed part of a work item.
+        partial, full: one tile of that kind.
+        merge: what an item costs more when it is a chunk of a split row block.
+        solo: factor on all four when few programs run.
+    """
+
+    item: float
+    partial: float
+    full: float
+    merge: float
+    solo: float
+
+    def weights(self) -> Tensor:
+        """float64 `[4]`: item, partial, full, merge."""
+        return torch.tensor([self.item, self.partial, self.full, self.merge], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """Constants of one device.
+
+    Attributes:
+        device: its name.
+        multiprocessors: their number.
+        shared_bytes: shared memory of a multiprocessor.
+        launch: microseconds of an empty launch.
+        bytes_per_us: memory bandwidth.
+        row_wise: microseconds of a row, and of one kept key at head_dim 64, of the row-wise kernel, whole machine.
+        kernels: by the key of `kernel_key`.
+    """
+
+    device: str
+    multiprocessors: int
+    shared_bytes: int
+    launch: float
+    bytes_per_us: float
+    row_wise: tuple[float, float]
+    kernels: dict[str, KernelTimes]
+
+
+def head_dim_class(head_dim: int, value_dim: int) -> int:
+    """Tile width the kernels are tuned for: 64, 128 or 256."""
+    return 64 if max(head_dim, value_dim) <= 64 else 128 if max(head_dim, value_dim) <= 128 else 256
+
+
+def kernel_key(choice: Choice, call: CallSpec) -> str:
+    """Which constants a block-wise or decode choice goes by."""
+    layout, kernel = choice.layout, choice.kernel
+    assert layout is not None
+    assert kernel is not None
+    parts = [
+        choice.implementation,
+        str(head_dim_class(call.head_dim, call.value_dim)),
+        f"{min(layout.block_m, 16) if choice.implementation == 'decode' else layout.block_m}x{layout.block_n}",
+        "contiguous" if layout.slab is None else "gathered",
+        f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
+    ]
+    return "/".join(parts + ["one-loop"] * kernel.mask_all)
+
+
+def load_model(device: str) -> DeviceModel:
+    """Constants of a device by its name; those of the H200 for one that was never tuned."""
+    return _load(device.lower().replace(" ", "-"))
+
+
+@functools.cache
+def _load(slug: str) -> DeviceModel:
+    folder = resources.files("stof.selection") / "data"
+    file = folder / f"{slug}.json"
+    if not file.is_file():
+        file = folder / "nvidia-h200.json"
+    return model_from_dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def model_from_dict(values: dict[str, Any]) -> DeviceModel:
+    """The model of a data file's content."""
+    return DeviceModel(
+        device=values["device"],
+        multiprocessors=values["multiprocessors"],
+        shared_bytes=values["shared_bytes"],
+        launch=values["launch_us"],
+        bytes_per_us=values["bytes_per_us"],
+        row_wise=(values["row_wise"]["row_us"], values["row_wise"]["key_us"]),
+        kernels={key: KernelTimes(**times) for key, times in values["kernels"].items()},
+    )
+
+
+def model_to_dict(model: DeviceModel) -> dict[str, Any]:
+    """What a data file holds, rounded to what was measured."""
+
+    def rounded(times: KernelTimes) -> dict[str, float]:
+        return {name: float(f"{value:.4g}") for name, value in vars(times).items()}
+
+    return {
+        "device": model.device,
+        "multiprocessors": model.multiprocessors,
+        "shared_bytes": model.shared_bytes,
+        "launch_us": model.launch,
+        "bytes_per_us": model.bytes_per_us,
+        "row_wise": {"row_us": model.row_wise[0], "key_us": model.row_wise[1]},
+        "kernels": {key: rounded(model.kernels[key]) for key in sorted(model.kernels)},
+    }
+
+
+def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel) -> float | None:
+    """Microseconds of one call with a cold L2 cache, or None when the model has no constants for the choice."""
+    if choice.implementation == "row_wise":
+        kept = float(survey.kept.double().mean(0).sum()) * call.batch * call.heads
+        row_us, key_us = model.row_wise
+        width = (call.head_dim + call.value_dim) / 128
+        return model.launch + call.batch * call.heads * call.q_len * row_us + kept * key_us * width
+    if choice.kernel is None or choice.layout is None:
+        return None
+    times = model.kernels.get(kernel_key(choice, call))
+    return None if times is None else estimate_tiles(choice, call, survey, model, times)
+
+
+def estimate_tiles(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel, times: KernelTimes) -> float:
+    """`estimate` of a choice that works on tiles, with given constants."""
+    load, filled, bytes_us = critical_load(choice, call, survey, model, times)
+    busy = times.solo + (1 - times.solo) * filled
+    return model.launch + max(busy * float(load @ times.weights()), bytes_us)
+
+
+def critical_load(
+    choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel, times: KernelTimes
+) -> tuple[Tensor, float, float]:
+    """What the slot that ends last has done, how full the machine was, and the time memory needs.
+
+    Returns:
+        `(load, filled, bytes_us)`: float64 `[4]` items, partial tiles, full tiles, merged chunks; a share up to 1;
+        microseconds.
+    """
+    assert choice.kernel is not None
+    assert choice.layout is not None
+    layout, kernel = choice.layout, choice.kernel
+    counts = survey.counts[layout]
+    partial, full = counts.partial.flatten().double(), counts.full.flatten().double()
+    if kernel.mask_all:
+        partial, full = partial + full, torch.zeros_like(full)
+    tiles = partial + full
+    parts = torch.ones_like(tiles)
+    if kernel.split_tiles:
+        parts = torch.ceil(tiles / kernel.split_tiles).clamp(min=1)
+    groups = call.batch * (call.kv_heads if kernel.pack else call.heads)
+    copies = parts * (groups / counts.partial.shape[0])
+    loads = torch.stack([torch.ones_like(parts), partial / parts, full / parts, (parts > 1).double()], 1)
+    slots = model.multiprocessors * occupancy(choice, call, model)
+    filled = min(1.0, float(copies.sum()) / slots)
+    load = last_slot(loads, loads @ times.weights(), copies, slots)
+    touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / max(1, counts.partial.shape[0]))
+    return load, filled, _bytes(call, touched) / model.bytes_per_us
+
+
+def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor:
+    """Sum of the loads on the slot that ends last, `copies[i]` programs of `each[i]` us placed longest first."""
+    order = torch.argsort(each, descending=True)
+    loads, each, copies = loads[order], each[order], copies[order]
+    programs = float(copies.sum())
+    if programs > _WAVES * slots:
+        # The last to start are the shortest; half of one is left over at the end on average.
+        average = (loads * copies[:, None]).sum(0) / slots + 0.5 * loads[-1]
+        share = float((each * copies).sum()) / slots + 0.5 * float(each[-1])
+        return loads[0] if float(each[0]) > share else average
+    ranks = torch.arange(math.ceil(programs), dtype=each.dtype)
+    line = torch.searchsorted(torch.cumsum(copies, 0), ranks, right=True).clamp(max=len(each) - 1)
+    ends = torch.zeros(slots, dtype=each.dtype)
+    sums = torch.zeros(slots, loads.shape[1], dtype=each.dtype)
+    for start in range(0, len(line), slots):
+        wave = line[start : start + slots]
+        # The slot that is free first takes the longest program left.
+        ends, free = ends.sort()
+        sums = sums[free]
+        ends[: len(wave)] += each[wave]
+        sums[: len(wave)] += loads[wave]
+    return sums[int(ends.argmax())]
+
+
+def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: bool) -> int:
+    """Bytes of shared memory of a block-wise program, to within a few KB."""
+    itemsize = call.dtype.itemsize
+    rows = max(16, layout.block_m * (_power(call.heads // call.kv_heads) if pack else 1))
+    width, value_width = max(16, _power(call.head_dim)), max(16, _power(call.value_dim))
+    return itemsize * (rows * width + num_stages * layout.block_n * (width + value_width)) + _RESERVED
+
+
+def occupancy(choice: Choice, call: CallSpec, model: DeviceModel) -> int:
+    """Programs that fit on a multiprocessor at once."""
+    assert choice.kernel is not None
+    assert choice.layout is not None
+    kernel = choice.kernel
+    by_memory = model.shared_bytes // (shared_memory(choice.layout, call, kernel.num_stages, kernel.pack) + _RESERVED)
+    registers = kernel.max_registers or (255 if head_dim_class(call.head_dim, call.value_dim) > 64 else 160)
+    return max(1, min(by_memory, _REGISTERS // (registers * 32 * kernel.num_warps), 8))
+
+
+def _power(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+def _bytes(call: CallSpec, touched: float) -> float:
+    """Bytes read and written at least, with this share of the keys."""
+    width = (call.head_dim + call.value_dim) * call.dtype.itemsize
+    return width * call.batch * (call.heads * call.q_len + touched * call.kv_heads * call.kv_len)

@@ -1,0 +1,108 @@
+"""The GPU protocol's arithmetic, on a GPU that is only a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stof.tuning import timing
+from stof.tuning.timing import time_calls
+
+LAUNCH_US, FLUSH_US = 10.0, 80.0
+
+
+class Clock:
+    """Stands for `torch.cuda`: work moves the clock, events read it, a captured graph is its work and one launch."""
+
+    def __init__(self) -> None:
+        self.us = 0.0
+        self.capturing = False
+
+    def work(self, us: float) -> None:
+        self.us += us
+
+    def replace_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = clock.us
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) / 1e3
+
+        class Graph:
+            length = 0.0
+
+            def replay(self) -> None:
+                clock.work(LAUNCH_US + self.length)
+
+        @contextmanager
+        def capture(graph: Graph, stream: object) -> Iterator[None]:
+            before, self.capturing = self.us, True
+            try:
+                yield
+                graph.length = self.us - before
+            finally:
+                self.us, self.capturing = before, False
+
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        fake = SimpleNamespace(
+            Event=Event,
+            CUDAGraph=Graph,
+            graph=capture,
+            Stream=lambda: stream,
+            stream=lambda chosen: nullcontext(),
+            current_stream=lambda: stream,
+            device=lambda chosen: nullcontext(),
+            synchronize=lambda device=None: None,
+        )
+        monkeypatch.setattr(torch, "cuda", fake)
+        flush = SimpleNamespace(fill_=lambda value: clock.work(FLUSH_US))
+        monkeypatch.setattr(timing.torch, "empty", lambda *size, **options: flush)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    made.replace_cuda(monkeypatch)
+    return made
+
+
+def counted(clock: Clock, us: float) -> tuple[Callable[[], None], list[bool]]:
+    captured: list[bool] = []
+
+    def call() -> None:
+        captured.append(clock.capturing)
+        clock.work(us)
+
+    return call, captured
+
+
+def test_launches_and_flushes_cancel(clock: Clock) -> None:
+    short, captured = counted(clock, 3.0)
+    long, captured_long = counted(clock, 9000.0)
+    found = time_calls({"short": short, "long": long}, torch.device("cuda"), rounds=3)
+    assert found["short"].gpu_us == pytest.approx(3.0)
+    assert found["long"].gpu_us == pytest.approx(9000.0)
+    assert found["short"].graphed
+    assert sum(captured) == 20  # calls in one graph: as many as fit in 2 ms, at most 20
+    assert sum(captured_long) == 1
+
+
+def test_what_cannot_be_captured_is_timed_eagerly(clock: Clock) -> None:
+    def synchronises() -> None:
+        if clock.capturing:
+            raise ValueError("not while capturing")
+        clock.work(5.0)
+
+    found = time_calls({"eager": synchronises}, torch.device("cuda"), rounds=3)["eager"]
+    assert not found.graphed
+    assert found.gpu_us == pytest.approx(5.0)
