@@ -12,9 +12,10 @@ from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.parse import mask_by_key
 from stof.masks.tensors import as_mask
-from stof.ops import empty_results, no_backward, run_prepared
+from stof.ops import attention_op, empty_results, is_plain, no_backward
 from stof.plans import Plan, make_plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate
+from stof.selection.implementations import Options
 from stof.validation import check_bias, check_plan, check_scale, check_sinks, check_softcap, check_tensors
 
 
@@ -133,10 +134,15 @@ def attention(
         ArgumentError: a scale, softcap or implementation outside what is accepted.
         UnsupportedError: no implementation can run the call; lists every reason.
     """
+    if type(mask_or_plan) is Plan and not torch.compiler.is_compiling():
+        ready = mask_or_plan.bound(q, k, v, bias, sinks, scale, softcap, implementation)
+        if ready is not None:
+            return ready(q, k, v, bias, sinks) if return_lse else ready(q, k, v, bias, sinks)[0]
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v)
     factor = check_scale(scale, q.shape[-1])
     cap = check_softcap(softcap)
+    given = (q, k, v, bias, sinks, scale, softcap, implementation)
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
     if torch.compiler.is_compiling():
@@ -149,8 +155,8 @@ def attention(
             key = as_mask(mask_or_plan).key
         out, lse = masked_attention_op(q, k, v, key, bias, sinks, factor, cap, implementation or "")
     else:
-        ready = _planned(mask_or_plan, q, k)
-        out, lse = _run(q, k, v, ready, bias, sinks, factor, cap, implementation)
+        plan = _planned(mask_or_plan, q, k)
+        out, lse = _run(q, k, v, plan, bias, sinks, factor, cap, implementation, given)
     return (out, lse) if return_lse else out
 
 
@@ -164,8 +170,9 @@ def _run(
     scale: float,
     softcap: float,
     implementation: str | None,
+    given: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose how to run checked arguments, and run them."""
+    """Choose how to run checked arguments, and run them; `given` are the arguments as the user gave them."""
     call = _call_spec(ready, q, k, v, bias, softcap, sinks)
     if implementation:
         _check_forced(implementation, call)
@@ -173,7 +180,16 @@ def _run(
         choice = ready.choice(call, implementation or None)
         prepared = ready.prepared(choice)
         try:
-            return run_prepared(q, k, v, prepared, bias, sinks, scale, softcap)
+            if not is_plain(q, k, v, bias, sinks):
+                return attention_op(
+                    q, k, v, prepared.tensors, prepared.sizes, bias, sinks, scale, softcap, choice.implementation
+                )  # fmt: skip
+            options = Options(scale, softcap, bias, sinks)
+            bound = IMPLEMENTATIONS[choice.implementation].bound(q, k, v, prepared.tensors, prepared.sizes, options)
+            found = bound(q, k, v, bias, sinks)
+            if given is not None and given[0] is q and given[3] is bias:
+                ready.bind(given, bound)
+            return found
         except KernelError as error:
             # The next best candidate serves, down to plain PyTorch, which compiles nothing.
             ready.reject(choice, call, str(error))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof.errors import UnsupportedError
 from stof.kernels.cpu.attention import empty_output
-from stof.selection.implementations import IMPLEMENTATIONS, Options, PreparedLayout
+from stof.selection.implementations import IMPLEMENTATIONS, Options
 
 
 @torch.library.custom_op("stof::attention", mutates_args=())
@@ -80,31 +80,12 @@ def no_backward(ctx: Any, *grads: Tensor) -> Any:
 attention_op.register_autograd(no_backward)
 
 
-def run_prepared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    prepared: PreparedLayout,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """Run a prepared layout: straight, or through the operator where somebody must see it.
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether an implementation may be called straight, past the operator, which costs as much as a small kernel.
 
-    Somebody is autograd when an input requires a gradient, and whoever wraps tensors or intercepts operators (fake
-    tensors, functorch transforms, tracing). The operator costs some 15 us a call, as much as a small kernel takes.
+    The operator must be seen by autograd when an input requires a gradient, and by whoever wraps tensors or intercepts
+    operators (fake tensors, functorch transforms, tracing).
     """
-    if _is_plain(q, k, v, bias, sinks):
-        impl = IMPLEMENTATIONS[prepared.implementation]
-        return impl.run(q, k, v, prepared.tensors, prepared.sizes, Options(scale, softcap, bias, sinks))
-    return attention_op(
-        q, k, v, prepared.tensors, prepared.sizes, bias, sinks, scale, softcap, prepared.implementation
-    )  # fmt: skip
-
-
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Plain tensors without a gradient, and nobody who intercepts operators."""
     grad = torch.is_grad_enabled()
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad)):

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,6 +21,7 @@ from stof.layout.orders import named_order
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
+from stof.ops import is_plain
 from stof.selection import (
     IMPLEMENTATIONS,
     CallSpec,
@@ -33,6 +35,7 @@ from stof.selection import (
     failures,
     refined_config,
 )
+from stof.selection.implementations import BoundCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,31 @@ class PlanSource:
     mask: Mask
     batch: int
     heads: int
+
+
+# Kept calls of one plan: shapes and strides rarely vary under one pair of lengths.
+_MOST_BOUND = 64
+
+
+def _likeness(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    implementation: str | None,
+) -> Hashable:
+    """What two calls share that can use the same bound call; strides stand for the memory order of the output."""
+    key = (
+        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
+        v.device, scale, softcap, implementation,
+    )  # fmt: skip
+    if bias is None and sinks is None:
+        return key
+    extra = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (bias, sinks)]
+    return (*key, *extra)
 
 
 # Plans by handle, for compiled code: a graph can hold a number, not a plan.
@@ -82,6 +110,7 @@ class Plan:
         self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
         self._prepared: dict[Choice, PreparedLayout] = {}
         self._choices: dict[tuple[CallSpec, str | None], Choice] = {}
+        self._bound: dict[Hashable, BoundCall] = {}
         self.handle = f"plan {next(_HANDLES)}"
         _BY_HANDLE[self.handle] = self
         if device.type != "cuda":
@@ -158,6 +187,29 @@ class Plan:
         """Leave a choice out from now on: it failed on this device."""
         failures.add(choice, call, self.device, reason)
         self._choices.clear()
+        self._bound.clear()
+
+    def bound(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+        implementation: str | None,
+    ) -> BoundCall | None:
+        """The call kept for tensors and options like these, already checked and chosen for; None when there is none."""
+        if not self._bound or not is_plain(q, k, v, bias, sinks) or torch.is_autocast_enabled(self.device.type):
+            return None
+        return self._bound.get(_likeness(q, k, v, bias, sinks, scale, softcap, implementation))
+
+    def bind(self, given: tuple[Any, ...], call: BoundCall) -> None:
+        """Keep a call for arguments like those given to `attention`."""
+        if len(self._bound) >= _MOST_BOUND:
+            self._bound.clear()
+        self._bound[_likeness(*given)] = call
 
     def prepared(self, choice: Choice | str) -> PreparedLayout:
         """The layout of a choice in the form its implementation reads; computed once."""

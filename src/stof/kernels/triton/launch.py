@@ -1,13 +1,11 @@
 """Launching Triton kernels: once through the JIT, then straight from the compiled kernel.
 
 Triton's own call path binds, specialises and hashes every argument, some 20 us for a kernel of 60; the direct path
-costs a dictionary look-up and the launch itself.
+costs little more than the launch itself.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -19,11 +17,84 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from stof.errors import KernelError
 
-# Compiled kernels kept for direct launches; more means that shapes never repeat, and then the JIT's path is no worse.
-_MAX_READY = 4096
 
-_ready: dict[Hashable, Any] = {}
-_lock = threading.Lock()
+class Launch:
+    """A kernel on a one-dimensional grid with everything decided but some of its tensors.
+
+    The kernel's parameters are, in this order: the tensors of a call, `tensors`, `numbers`, `constants`.
+
+    Args:
+        kernel: a `triton.jit` function.
+        grid: programs.
+        tensors: tensors that are the same in every call.
+        numbers: integers and floats.
+        constants: values of the compile-time parameters.
+        num_warps, num_stages, max_registers: compile options, 0 registers for no bound.
+        device: where the tensors are.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int,
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[int | float, ...],
+        constants: tuple[Any, ...],
+        *,
+        num_warps: int,
+        num_stages: int,
+        max_registers: int = 0,
+        device: torch.device,
+    ) -> None:
+        self.kernel, self.grid, self.device = kernel, grid, device
+        self.tensors = tensors
+        self.rest = (*numbers, *constants)
+        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        if max_registers:
+            self.options["maxnreg"] = max_registers
+        self._pointers = tuple([t.data_ptr() for t in tensors])
+        self._static_aligned = not any(pointer % 16 for pointer in self._pointers)
+        self._compiled: Any = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Run the kernel; shapes, strides and dtypes are those of every other call.
+
+        Raises:
+            KernelError: the kernel does not compile for this device, or needs more shared memory than it has.
+        """
+        compiled = self._compiled
+        if compiled is None:
+            self._first(tensors)
+            return
+        pointers = [t.data_ptr() for t in tensors]
+        low = 0
+        for pointer in pointers:
+            low |= pointer
+        current = torch.cuda.current_device()
+        # Compiled for pointers to multiples of 16 bytes; hooks are for profilers, which want Triton's own path.
+        if low & 15 or self.device.index not in (None, current) or knobs.runtime.launch_enter_hook is not None:
+            self._first(tensors)
+            return
+        compiled.run(
+            self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(current), compiled.function, compiled.packed_metadata,
+            None, None, None, *pointers, *self._pointers, *self.rest,
+        )  # fmt: skip
+
+    def _first(self, tensors: tuple[Tensor, ...]) -> None:
+        """Through Triton's own path, which compiles what is new."""
+        arguments = (*tensors, *self.tensors, *self.rest)
+        if not isinstance(self.kernel, triton.JITFunction):  # Triton's interpreter
+            self.kernel[(self.grid,)](*arguments)
+            return
+        name = self.kernel.__name__
+        try:
+            with torch.cuda.device(self.device):
+                compiled = self.kernel[(self.grid,)](*arguments, **self.options)
+        except (CompilationError, OutOfResources, PTXASError) as error:
+            first = (str(error) or type(error).__name__).strip().splitlines()[-1]
+            raise KernelError(f"{name} does not run on this device: {type(error).__name__}: {first}") from error
+        if self._static_aligned and not any(t.data_ptr() % 16 for t in tensors):
+            self._compiled = compiled
 
 
 def launch(
@@ -35,71 +106,7 @@ def launch(
     *,
     num_warps: int,
     num_stages: int,
-    max_registers: int = 0,
     device: torch.device,
 ) -> None:
-    """Run `kernel` on a one-dimensional grid; its parameters are tensors, then numbers, then constants.
-
-    Raises:
-        KernelError: the kernel does not compile for this device, or needs more shared memory than it has.
-    """
-    if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter
-        kernel[(grid,)](*tensors, *numbers, *constants)
-        return
-    pointers = tuple([t.data_ptr() for t in tensors])
-    aligned = 0
-    for pointer in pointers:
-        aligned = 2 * aligned + (pointer % 16 == 0)
-    # Numbers by value: equal values specialise alike. Floats are not specialised.
-    whole = tuple([n for n in numbers if type(n) is int])
-    dtypes = tuple([t.dtype for t in tensors])
-    key = (kernel, whole, aligned, dtypes, constants, num_warps, num_stages, max_registers, device.index)
-    compiled = _ready.get(key)
-    if compiled is None or knobs.runtime.launch_enter_hook is not None or knobs.runtime.launch_exit_hook is not None:
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        if max_registers:
-            options["maxnreg"] = max_registers
-        with torch.cuda.device(device):
-            _first_launch(key, kernel, grid, tensors, numbers, constants, options)
-        return
-    current = torch.cuda.current_device()
-    if device.index is not None and device.index != current:
-        with torch.cuda.device(device):
-            _direct(compiled, grid, device.index, pointers, numbers, constants)
-    else:
-        _direct(compiled, grid, current, pointers, numbers, constants)
-
-
-def _direct(
-    compiled: Any,
-    grid: int,
-    index: int,
-    pointers: tuple[int, ...],
-    numbers: tuple[int | float, ...],
-    constants: tuple[Any, ...],
-) -> None:
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    compiled.run(
-        grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-        *pointers, *numbers, *constants,
-    )  # fmt: skip
-
-
-def _first_launch(
-    key: Hashable,
-    kernel: Any,
-    grid: int,
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[int | float, ...],
-    constants: tuple[Any, ...],
-    options: dict[str, int],
-) -> None:
-    try:
-        compiled = kernel[(grid,)](*tensors, *numbers, *constants, **options)
-    except (CompilationError, OutOfResources, PTXASError) as error:
-        first = (str(error) or type(error).__name__).strip().splitlines()[-1]
-        raise KernelError(f"{kernel.__name__} does not run on this device: {type(error).__name__}: {first}") from error
-    with _lock:
-        if len(_ready) >= _MAX_READY:
-            _ready.clear()
-        _ready[key] = compiled
+    """One launch, nothing kept; see `Launch`."""
+    Launch(kernel, grid, (), numbers, constants, num_warps=num_warps, num_stages=num_stages, device=device)(*tensors)
