@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 # Candidates whose estimate is this many times the best one's are not worth measuring.
-_WORTH_MEASURING = 3.0
+_WORTH_MEASURING = 2.5
 # Rounds of placing work by the constants of the round before; they settle after three.
 _ROUNDS = 4
 _SOLO = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -182,7 +182,7 @@ def fit(rows: Sequence[Measured], base: DeviceModel) -> DeviceModel:
             by_key.setdefault(kernel_key(row.choice, call_of_row(row)), []).append(row)
     kernels = dict(base.kernels)
     for key, own in by_key.items():
-        kernels[key] = _fit_kernel(own, base, base.kernels.get(key, KernelTimes(4.0, 1.0, 1.0, 1.0, 0.6)))
+        kernels[key] = _fit_kernel(own, base, base.kernels.get(key, KernelTimes(4.0, 1.5, 1.0, 1.0, 1.0, 0.6)))
     row_wise = _fit_row_wise([row for row in rows if row.choice.implementation == "row_wise"], base)
     return replace(base, kernels=kernels, row_wise=row_wise)
 
@@ -205,9 +205,9 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
             # A weak pull to where it started decides what the measurements leave open.
             pull = 0.02 * torch.diag(1 / start.weights())
             matrix = torch.cat([torch.stack(features), pull])
-            target = torch.cat([torch.ones(len(measured), dtype=torch.float64), torch.full((4,), 0.02).double()])
-            item, partial, full, merge = _nonnegative(matrix, target).clamp(min=1e-3).tolist()
-            times = KernelTimes(item, partial, full, merge, solo)
+            target = torch.cat([torch.ones(len(measured), dtype=torch.float64), torch.full((5,), 0.02).double()])
+            item, border, partial, full, merge = _nonnegative(matrix, target).clamp(min=1e-3).tolist()
+            times = KernelTimes(item, border, partial, full, merge, solo)
         error = sum(
             (math.log(estimate_case(choice, call, counts, model, times)) - math.log(us + model.launch)) ** 2
             for choice, call, counts, us in cases
@@ -224,7 +224,7 @@ def estimate_case(choice: Choice, call: CallSpec, counts: Survey, model: DeviceM
 
 
 def _nonnegative(matrix: Tensor, target: Tensor) -> Tensor:
-    """Least squares with no negative coefficient, by trying every set of coefficients that stay (there are four)."""
+    """Least squares with no negative coefficient, by trying every set of coefficients that stay (there are five)."""
     best, least = torch.zeros(matrix.shape[1], dtype=matrix.dtype), math.inf
     for count in range(matrix.shape[1], 0, -1):
         for some in combinations(range(matrix.shape[1]), count):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.triton.work import BlockWiseConfig, bundle_starts, parts_of
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
@@ -28,6 +28,8 @@ _FLOAT32_TILES = {64: ((64, 32, 4, 2, 0),), 128: ((64, 32, 4, 2, 0),), 256: ((32
 _DECODE_TILES = ((64, 4, 3), (128, 4, 2), (64, 4, 2), (64, 2, 3))
 # Keys of a chunk: short ones fill the machine when there are few sequences, long ones need fewer merges.
 _CHUNK_KEYS = (512, 1024, 2048)
+# Keys of a bundle of row blocks: long enough to hide what starting a program costs, short enough to share out.
+_BUNDLE_KEYS = (768, 2048)
 # Bytes of K and V that heads side by side may keep in the L2 cache.
 _L2_SHARE = 24 * 2**20
 
@@ -71,19 +73,29 @@ def geometries(choices: list[Choice]) -> tuple[LayoutConfig, ...]:
 
 def worthwhile(choice: Choice, survey: Survey) -> bool:
     """Whether a choice differs from a simpler one on this mask."""
-    assert choice.layout is not None
-    if choice.kernel is None:
+    if choice.kernel is None or choice.layout is None:
         return True
-    counts = survey.counts[choice.layout]
+    kernel, layout = choice.kernel, choice.layout
+    counts = survey.counts[layout]
+    tiles = counts.partial + counts.full
+    if kernel.split_tiles >= int(tiles.max()):
+        return False
+    contiguous = replace(layout, slab=None)
+    if layout.slab is not None and contiguous in survey.counts:
+        other = survey.counts[contiguous]
+        if torch.equal(other.partial, counts.partial) and torch.equal(other.full, counts.full):
+            return False
+    if kernel.bundle_tiles > 1:
+        tiles = tiles.clamp(min=1)
+        return not bool(bundle_starts(tiles, parts_of(tiles, kernel.split_tiles), kernel.bundle_tiles).all())
     mixed = bool((counts.partial > 0).any()) and bool((counts.full > 0).any())
-    longest = int((counts.partial + counts.full).max())
-    return (mixed or not choice.kernel.mask_all) and choice.kernel.split_tiles < longest
+    return mixed or not kernel.bundle_tiles
 
 
 def shared_memory_limit(device: torch.device) -> int:
     """Bytes of shared memory a thread block may have."""
-    # Not in torch's stubs.
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
+    return int(properties.shared_memory_per_block_optin)
 
 
 def fits(choice: Choice, call: CallSpec, limit: int) -> bool:
@@ -117,15 +129,18 @@ def _layouts(fixed: LayoutConfig | None, block_m: int, block_n: int, order: str 
 
 
 def _variants(choice: Choice, call: CallSpec) -> Iterator[Choice]:
-    """The choice with and without one loop for all tiles, and with row blocks split at several lengths."""
+    """The choice with row blocks by themselves or bundled, and with heavy ones split at several lengths."""
     assert choice.kernel is not None
     assert choice.layout is not None
-    for mask_all in (False, True):
+    for bundled in (0,) if choice.implementation == "decode" else (0, 1, *_BUNDLE_KEYS):
         for keys in (0, *_CHUNK_KEYS):
-            if keys >= call.kv_len:
-                continue
-            kernel = replace(choice.kernel, mask_all=mask_all, split_tiles=keys // choice.layout.block_n)
-            yield replace(choice, kernel=kernel)
+            if keys < call.kv_len and bundled < call.kv_len:
+                kernel = replace(
+                    choice.kernel,
+                    bundle_tiles=max(1, bundled // choice.layout.block_n) if bundled else 0,
+                    split_tiles=keys // choice.layout.block_n,
+                )
+                yield replace(choice, kernel=kernel)
 
 
 def _side(call: CallSpec) -> int:

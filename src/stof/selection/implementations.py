@@ -133,7 +133,7 @@ def _run_reference(
 
 def _prepare_block_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
     settings = settings or BlockWiseConfig()
-    tensors, sizes = make_work(layout, settings.split_tiles, settings.mask_all).flatten()
+    tensors, sizes = make_work(layout, settings.split_tiles, settings.bundle_tiles).flatten()
     return tensors, [int(value) for value in (*astuple(settings), *sizes)]
 
 

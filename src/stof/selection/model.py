@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stof.kernels.triton.work import bundle_starts, parts_of
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
@@ -34,20 +35,22 @@ class KernelTimes:
 
     Attributes:
         item: fixed part of a work item.
+        border: what each further row block of a bundle costs.
         partial, full: one tile of that kind.
         merge: what an item costs more when it is a chunk of a split row block.
-        solo: factor on all four when few programs run.
+        solo: factor on all of them when few programs run.
     """
 
     item: float
+    border: float
     partial: float
     full: float
     merge: float
     solo: float
 
     def weights(self) -> Tensor:
-        """float64 `[4]`: item, partial, full, merge."""
-        return torch.tensor([self.item, self.partial, self.full, self.merge], dtype=torch.float64)
+        """float64 `[5]`: item, border, partial, full, merge."""
+        return torch.tensor([self.item, self.border, self.partial, self.full, self.merge], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
         "contiguous" if layout.slab is None else "gathered",
         f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
     ]
-    return "/".join(parts + ["one-loop"] * kernel.mask_all)
+    return "/".join(parts + ["bundled"] * (kernel.bundle_tiles > 0))
 
 
 def load_model(device: str) -> DeviceModel:
@@ -163,28 +166,46 @@ def critical_load(
     """What the slot that ends last has done, how full the machine was, and the time memory needs.
 
     Returns:
-        `(load, filled, bytes_us)`: float64 `[4]` items, partial tiles, full tiles, merged chunks; a share up to 1;
-        microseconds.
+        `(load, filled, bytes_us)`: float64 `[5]` items, further row blocks, partial tiles, full tiles, merged chunks;
+        a share up to 1; microseconds.
     """
     assert choice.kernel is not None
     assert choice.layout is not None
     layout, kernel = choice.layout, choice.kernel
     counts = survey.counts[layout]
-    partial, full = counts.partial.flatten().double(), counts.full.flatten().double()
-    if kernel.mask_all:
-        partial, full = partial + full, torch.zeros_like(full)
-    tiles = partial + full
-    parts = torch.ones_like(tiles)
-    if kernel.split_tiles:
-        parts = torch.ceil(tiles / kernel.split_tiles).clamp(min=1)
+    tiles = counts.partial + counts.full
+    masks = tiles.shape[0]
+    if kernel.bundle_tiles:
+        loads, parts = _bundle_loads(tiles.clamp(min=1), kernel.split_tiles, kernel.bundle_tiles)
+    else:
+        parts = parts_of(tiles, kernel.split_tiles).flatten().double()
+        partial, full = counts.partial.flatten().double(), counts.full.flatten().double()
+        one, none = torch.ones_like(parts), torch.zeros_like(parts)
+        loads = torch.stack([one, none, partial / parts, full / parts, (parts > 1).double()], 1)
     groups = call.batch * (call.kv_heads if kernel.pack else call.heads)
-    copies = parts * (groups / counts.partial.shape[0])
-    loads = torch.stack([torch.ones_like(parts), partial / parts, full / parts, (parts > 1).double()], 1)
+    copies = parts * (groups / masks)
     slots = model.multiprocessors * occupancy(choice, call, model)
     filled = min(1.0, float(copies.sum()) / slots)
     load = last_slot(loads, loads @ times.weights(), copies, slots)
-    touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / max(1, counts.partial.shape[0]))
+    touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
     return load, filled, _bytes(call, touched) / model.bytes_per_us
+
+
+def _bundle_loads(tiles: Tensor, split_tiles: int, bundle_tiles: int) -> tuple[Tensor, Tensor]:
+    """Load of one item of each bundle, and items each is cut into, from the tiles `[masks, row_blocks]`."""
+    parts = parts_of(tiles, split_tiles)
+    starts = bundle_starts(tiles, parts, bundle_tiles).flatten()
+    bundle = starts.cumsum(0) - 1
+    count = int(bundle[-1]) + 1
+
+    def total(values: Tensor) -> Tensor:
+        return torch.zeros(count, dtype=torch.float64).index_add_(0, bundle, values.flatten().double())
+
+    pieces = parts.flatten()[starts].double()
+    held = total(tiles) / pieces
+    none = torch.zeros_like(held)
+    loads = [torch.ones_like(held), total(torch.ones_like(tiles)) - 1, held, none, (pieces > 1).double()]
+    return torch.stack(loads, 1), pieces
 
 
 def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor:

@@ -121,15 +121,74 @@ def _step(
 
 @triton.jit
 @no_type_check
-def _finish(m_i, l_i, sink, HAS_SINKS: tl.constexpr):
-    """Factor on the accumulator, and log-sum-exp (natural, sinks not counted)."""
+def _store(
+    acc,  # [BLOCK_M, BLOCK_V]
+    m_i,
+    l_i,
+    row,
+    head,
+    row_ok,
+    out_base,  # of the batch entry
+    lse_base,  # of the batch entry
+    sinks_ptr,
+    stride_oh,
+    stride_os,
+    q_len,
+    value_dim,
+    HAS_SINKS: tl.constexpr,
+    PAD_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Normalise and write the output and the log-sum-exp (natural, sinks not counted)."""
     some = l_i > 0.0
     total = tl.where(some, l_i, 1.0)
     lse = tl.where(some, (m_i + tl.log2(total)) * LN2, float("-inf"))
     if HAS_SINKS:
         # softmax over keys and sink = softmax over keys / (1 + exp(sink - lse))
+        sink = tl.load(sinks_ptr + head, mask=row_ok, other=0.0).to(tl.float32)
         total = tl.where(some, total * (1.0 + tl.exp2((sink - lse) * LOG2E)), 1.0)
-    return tl.where(some, 1.0 / total, 0.0), lse
+    factor = tl.where(some, 1.0 / total, 0.0)
+    dv = tl.arange(0, BLOCK_V)
+    out_ptrs = out_base + (head.to(tl.int64) * stride_oh + row * stride_os)[:, None] + dv[None, :]
+    out_ok = row_ok[:, None] & (dv < value_dim)[None, :] if PAD_V else row_ok[:, None]
+    tl.store(out_ptrs, (acc * factor[:, None]).to(out_base.dtype.element_ty), mask=out_ok)
+    tl.store(lse_base + head * q_len + row, lse, mask=row_ok)
+
+
+@triton.jit
+@no_type_check
+def _rows(
+    row_block,
+    first_head,
+    pattern,
+    row_order_ptr,
+    q_len,
+    heads_per_group,
+    BLOCK_Q: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Query row (64-bit when WIDE), head, and existence of each row of a row block's tiles."""
+    r = tl.arange(0, BLOCK_M)
+    in_block = r // PACK
+    position = row_block * BLOCK_Q + in_block
+    row_ok = position < q_len
+    if BLOCK_M > BLOCK_Q * PACK:
+        row_ok = row_ok & (in_block < BLOCK_Q)
+    if PACK > 1:
+        row_ok = row_ok & (r % PACK < heads_per_group)
+        head = first_head + r % PACK
+    else:
+        head = first_head + tl.zeros([BLOCK_M], tl.int32)
+    if PERMUTED:
+        row = tl.load(row_order_ptr + pattern * q_len + position, mask=row_ok, other=0)
+    else:
+        row = position
+    if WIDE:
+        row = row.to(tl.int64)
+    return row, head, row_ok
 
 
 @triton.jit
@@ -150,6 +209,7 @@ def block_wise_kernel(
     first_columns_ptr,  # [P, items, BLOCK_N] int32, columns of each item's first tile
     partial_columns_ptr,  # [partial tiles, BLOCK_N] int32
     partial_bitmap_ptr,  # [partial tiles] int32, row of bitmaps
+    tile_code_ptr,  # [tiles] int32 when BUNDLED: 2 * row block, + 1 on its last tile
     bitmaps_ptr,  # [U, BLOCK_Q, 4] int32
     full_columns_ptr,  # [full tiles, BLOCK_N] int32 when FULL_GATHERED; else full tiles of an item follow each other
     row_order_ptr,  # [P, Sq] int32, when PERMUTED
@@ -196,6 +256,7 @@ def block_wise_kernel(
     HAS_PARTIAL: tl.constexpr,
     HAS_FULL: tl.constexpr,
     FULL_GATHERED: tl.constexpr,
+    BUNDLED: tl.constexpr,  # items hold several row blocks, all tiles partial
     PERMUTED: tl.constexpr,
     SPLIT: tl.constexpr,
     MODIFIED: tl.constexpr,
@@ -241,41 +302,27 @@ def block_wise_kernel(
     first_full = tl.load(item_ptr + 10)
 
     r = tl.arange(0, BLOCK_M)
-    in_block = r // PACK
-    position = row_block * BLOCK_Q + in_block
-    row_ok = position < q_len
-    if BLOCK_M > BLOCK_Q * PACK:
-        row_ok = row_ok & (in_block < BLOCK_Q)
-    if PACK > 1:
-        row_ok = row_ok & (r % PACK < heads_per_group)
-        head = first_head + r % PACK
-    else:
-        head = first_head + tl.zeros([BLOCK_M], tl.int32)
-    if PERMUTED:
-        row = tl.load(row_order_ptr + pattern * q_len + position, mask=row_ok, other=0)
-    else:
-        row = position
-    if WIDE:
-        row_at = row.to(tl.int64)
-    else:
-        row_at = row
-
+    row, head, row_ok = _rows(
+        row_block, first_head, pattern, row_order_ptr, q_len, heads_per_group, BLOCK_Q, PACK, BLOCK_M, PERMUTED, WIDE
+    )
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_V)
     b64 = b.to(tl.int64)
-    q_ptrs = q_ptr + b64 * stride_qb + (head.to(tl.int64) * stride_qh + row_at * stride_qs)[:, None] + d[None, :]
-    q_ok = row_ok[:, None] & (d < head_dim)[None, :] if PAD_D else row_ok[:, None]
-    q = tl.load(q_ptrs, mask=q_ok, other=0.0)
+    q_base = q_ptr + b64 * stride_qb
+    out_base = out_ptr + b64 * stride_ob
+    q_ptrs = q_base + (head.to(tl.int64) * stride_qh + row * stride_qs)[:, None] + d[None, :]
+    q = tl.load(q_ptrs, mask=row_ok[:, None] & (d < head_dim)[None, :] if PAD_D else row_ok[:, None], other=0.0)
     k_base = k_ptr + b64 * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_base = v_ptr + b64 * stride_vb + kv_head.to(tl.int64) * stride_vh
-    bias_row_ptr = bias_ptr + b64 * stride_bb + head.to(tl.int64) * stride_bh + row.to(tl.int64) * stride_bq
+    bias_base = bias_ptr + b64 * stride_bb
+    bias_row_ptr = bias_base + head.to(tl.int64) * stride_bh + row.to(tl.int64) * stride_bq
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     word = tl.arange(0, 4)
     # Rows past BLOCK_Q * PACK repeat the last bitmap row: their scores are dropped, but reads must stay inside.
-    words_ptr = bitmaps_ptr + tl.minimum(in_block, BLOCK_Q - 1)[:, None] * 4 + word[None, :]
+    words_ptr = bitmaps_ptr + tl.minimum(r // PACK, BLOCK_Q - 1)[:, None] * 4 + word[None, :]
 
     if HAS_FULL and HAS_PARTIAL and FULL_GATHERED:
         # Loaded before the partial tiles, used after them.
@@ -285,16 +332,38 @@ def block_wise_kernel(
         # every load of K and V an indirect one, at the price of a stage.
         next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
         bitmap = tl.load(partial_bitmap_ptr + partial_begin + 1)
+        next_code = first_full
         for tile in tl.range(partial_begin, partial_end, num_stages=STAGES):
             columns, words = next_columns, next_words
             next_columns = tl.load(partial_columns_ptr + (tile + 1) * BLOCK_N + n)
             next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
             bitmap = tl.load(partial_bitmap_ptr + tile + 2)
+            if BUNDLED:
+                code = next_code
+                next_code = tl.load(tile_code_ptr + tile + 1)
             acc, m_i, l_i = _step(
                 q, acc, m_i, l_i, columns, words, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
                 stride_bk, scale, softcap, head_dim, value_dim, True, MODIFIED, HAS_SOFTCAP, HAS_BIAS, PAD_D, PAD_V,
                 WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
+            if BUNDLED:
+                if code % 2 == 1:
+                    # The row block ends here: write it, and go on to the next while K and V keep arriving.
+                    _store(
+                        acc, m_i, l_i, row, head, row_ok, out_base, lse_ptr + b64 * heads * q_len, sinks_ptr,
+                        stride_oh, stride_os, q_len, value_dim, HAS_SINKS, PAD_V, BLOCK_V,
+                    )  # fmt: skip
+                    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    l_i = tl.zeros([BLOCK_M], tl.float32)
+                    row, head, row_ok = _rows(
+                        next_code // 2, first_head, pattern, row_order_ptr, q_len, heads_per_group,
+                        BLOCK_Q, PACK, BLOCK_M, PERMUTED, WIDE,
+                    )  # fmt: skip
+                    # acc needs no clearing: its factor is exp2(-inf - m) = 0 in the next step.
+                    q_ptrs = q_base + (head.to(tl.int64) * stride_qh + row * stride_qs)[:, None] + d[None, :]
+                    q_ok = row_ok[:, None] & (d < head_dim)[None, :] if PAD_D else row_ok[:, None]
+                    q = tl.load(q_ptrs, mask=q_ok, other=0.0)
+                    bias_row_ptr = bias_base + head.to(tl.int64) * stride_bh + row.to(tl.int64) * stride_bq
         if HAS_FULL and FULL_GATHERED:
             next_columns = full_columns
     if HAS_FULL:
@@ -310,15 +379,12 @@ def block_wise_kernel(
                 WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=row_ok, other=0.0).to(tl.float32)
-    else:
-        sink = l_i
-    out_ptrs = out_ptr + b64 * stride_ob + (head.to(tl.int64) * stride_oh + row_at * stride_os)[:, None] + dv[None, :]
-    out_ok = row_ok[:, None] & (dv < value_dim)[None, :] if PAD_V else row_ok[:, None]
-    lse_ptrs = lse_ptr + (b64 * heads + head) * q_len + row
+    if BUNDLED and not SPLIT:
+        return
     if SPLIT:
         n_chunks = tl.load(item_ptr + 5)
+        if BUNDLED and n_chunks <= 1:
+            return
         if n_chunks > 1:
             first_chunk = tl.load(item_ptr + 6)
             chunk = tl.load(item_ptr + 7)
@@ -350,9 +416,10 @@ def block_wise_kernel(
                 acc = acc * old[:, None] + acc_c * new[:, None]
                 m_i = m_new
             tl.store(counter_ptr, 0)
-    factor, lse = _finish(m_i, l_i, sink, HAS_SINKS)
-    tl.store(out_ptrs, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=out_ok)
-    tl.store(lse_ptrs, lse, mask=row_ok)
+    _store(
+        acc, m_i, l_i, row, head, row_ok, out_base, lse_ptr + b64 * heads * q_len, sinks_ptr,
+        stride_oh, stride_os, q_len, value_dim, HAS_SINKS, PAD_V, BLOCK_V,
+    )  # fmt: skip
 
 
 def block_wise_attention(
@@ -434,8 +501,8 @@ def bind_block_wise(
         block_wise_kernel,
         items * -(-groups // side) * side,
         (
-            work.pattern_of, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.bitmaps,
-            work.full_columns, work.row_order if permuted else work.pattern_of,
+            work.pattern_of, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.tile_code,
+            work.bitmaps, work.full_columns, work.row_order if permuted else work.pattern_of,
         ),
         (
             *strides, *out_strides, *bias_strides,
@@ -445,7 +512,7 @@ def bind_block_wise(
         ),
         (
             work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
-            work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
+            work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, work.bundled, permuted,
             work.splits > 0, modified, softcap > 0, bias is not None, sinks is not None,
             _is_wide(q, k, v, out, bias), "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages,
         ),
