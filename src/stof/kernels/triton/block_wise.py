@@ -12,7 +12,6 @@ split and merge as Flash-Decoding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import no_type_check
 
 import torch
@@ -21,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.triton.launch import Launch
+from stof.kernels.triton.launch import BoundCall, Launch
 from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.work import ITEM_FIELDS, BlockWiseConfig, Work
 
@@ -452,9 +451,6 @@ def block_wise_attention(
     """
     call = bind_block_wise(q, k, v, work, config, scale=scale, softcap=softcap, bias=bias, sinks=sinks)
     return call(q, k, v, bias, sinks)
-
-
-BoundCall = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def bind_block_wise(

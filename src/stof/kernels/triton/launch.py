@@ -6,6 +6,7 @@ costs little more than the launch itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from stof.errors import KernelError
+
+
+# `call(q, k, v, bias, sinks) -> (out, lse)`
+BoundCall = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class Launch:
