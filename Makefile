@@ -19,7 +19,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 # One thread per worker: the workers already fill the cores.
-unit: $(VENV)/.dev
+unit: $(VENV)/.dev $(VENV)/.triton-3.6
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 # The figures of the README's table on this machine's CPU (about 4 minutes).
@@ -45,3 +45,9 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/.demo
+
+# Only compile checks use it (tests/kernels/test_compile.py), in a process of their own.
+$(VENV)/.triton-3.6: $(VENV)/.made tests/kernels/triton-3.6.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	  --target $(VENV)/triton-3.6 --requirement tests/kernels/triton-3.6.txt
+	touch $@

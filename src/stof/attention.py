@@ -137,7 +137,11 @@ def attention(
     if type(mask_or_plan) is Plan and not torch.compiler.is_compiling():
         ready = mask_or_plan.bound(q, k, v, bias, sinks, scale, softcap, implementation)
         if ready is not None:
-            return ready(q, k, v, bias, sinks) if return_lse else ready(q, k, v, bias, sinks)[0]
+            try:
+                found = ready(q, k, v, bias, sinks)
+                return found if return_lse else found[0]
+            except KernelError:
+                pass  # another alignment needs another compilation, which failed; below the next candidate serves
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v)
     factor = check_scale(scale, q.shape[-1])

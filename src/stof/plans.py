@@ -220,6 +220,9 @@ class Plan:
             found = PreparedLayout(
                 choice.implementation, *IMPLEMENTATIONS[choice.implementation].prepare(layout, choice.kernel)
             )
+            if self.device.type == "cuda":
+                # Calls on other streams read what was just made on this one.
+                torch.cuda.current_stream(self.device).synchronize()
             self._prepared[choice] = found
         return found
 
@@ -280,9 +283,7 @@ class Plan:
     def __repr__(self) -> str:
         text = self.mask_text if len(self.mask_text) <= 80 else self.mask_text[:77] + "..."
         tiles = "not built" if self._layout is None else str(self._layout.tiles)
-        return (
-            f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={tiles}, device={str(self.device)!r})"
-        )
+        return f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={tiles}, device={str(self.device)!r})"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection import CallSpec, Choice
 from stof.selection.implementations import IMPLEMENTATIONS, Options
-from stof.selection.model import DeviceModel, KernelTimes, critical_load, estimate, kernel_key
+from stof.selection.model import DeviceModel, KernelTimes, critical_load, estimate, kernel_key, overlapped
 from stof.tuning.timing import time_calls
 
 if TYPE_CHECKING:
@@ -68,14 +68,23 @@ _GRID_SHAPES = (
     "1,12,64,512", "1,12,64,2048", "1,12,64,4096", "16,12,64,1024",
     "1,32,128,1024", "1,32,128,8192", "1,32,128,16384",
 )  # fmt: skip
+_DECODE_SHAPES = (
+    "16,32,8,128,1,16384", "16,32,8,128,1,65536", "1,32,8,128,1,16384", "16,12,12,64,1,4096", "4,8,8,128,1,8192",
+)  # fmt: skip
 CELLS: tuple[tuple[str, str], ...] = (
     *((mask, shape) for shape in _GRID_SHAPES for mask in GRID_MASKS),
     *((mask, "1,16,256,4096") for mask in ("causal", "longformer", "strided")),
     *(
         (mask, shape)
-        for shape in ("16,32,8,128,1,16384", "16,32,8,128,1,65536", "1,32,8,128,1,16384", "16,12,12,64,1,4096")
+        for shape in (
+            "16,32,8,128,1,16384",
+            "16,32,8,128,1,65536",
+            "1,32,8,128,1,16384",
+            "16,12,12,64,1,4096",
+            "4,8,8,128,1,8192",
+        )
         for mask in ("decode-dense", "decode-window4096")
-        if (mask, shape) != ("decode-window4096", "16,12,12,64,1,4096")
+        if "4096" not in mask or shape != "16,12,12,64,1,4096"  # the window is the whole cache there
     ),
 )
 
@@ -182,7 +191,7 @@ def fit(rows: Sequence[Measured], base: DeviceModel) -> DeviceModel:
             by_key.setdefault(kernel_key(row.choice, call_of_row(row)), []).append(row)
     kernels = dict(base.kernels)
     for key, own in by_key.items():
-        kernels[key] = _fit_kernel(own, base, base.kernels.get(key, KernelTimes(4.0, 1.5, 1.0, 1.0, 1.0, 0.6)))
+        kernels[key] = _fit_kernel(own, base, base.kernels.get(key, KernelTimes(4.0, 1.0, 1.0, 1.0, 0.2, 0.6)))
     row_wise = _fit_row_wise([row for row in rows if row.choice.implementation == "row_wise"], base)
     return replace(base, kernels=kernels, row_wise=row_wise)
 
@@ -198,7 +207,8 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
                 load, filled, bytes_us = critical_load(choice, call, counts, model, times)
                 busy = solo + (1 - solo) * filled
                 if bytes_us < 0.9 * us:  # what memory bounds says nothing about the kernel
-                    features.append(load * busy / us)
+                    compute_us = (us**8 - bytes_us**8) ** 0.125
+                    features.append(load * busy / compute_us)
                     measured.append(1.0)
             if not features:
                 return start
@@ -206,8 +216,8 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
             pull = 0.02 * torch.diag(1 / start.weights())
             matrix = torch.cat([torch.stack(features), pull])
             target = torch.cat([torch.ones(len(measured), dtype=torch.float64), torch.full((5,), 0.02).double()])
-            item, border, partial, full, merge = _nonnegative(matrix, target).clamp(min=1e-3).tolist()
-            times = KernelTimes(item, border, partial, full, merge, solo)
+            item, partial, full, merge, collect = _nonnegative(matrix, target).clamp(min=1e-3).tolist()
+            times = KernelTimes(item, partial, full, merge, collect, solo)
         error = sum(
             (math.log(estimate_case(choice, call, counts, model, times)) - math.log(us + model.launch)) ** 2
             for choice, call, counts, us in cases
@@ -220,7 +230,7 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
 def estimate_case(choice: Choice, call: CallSpec, counts: Survey, model: DeviceModel, times: KernelTimes) -> float:
     load, filled, bytes_us = critical_load(choice, call, counts, model, times)
     busy = times.solo + (1 - times.solo) * filled
-    return model.launch + max(busy * float(load @ times.weights()), bytes_us)
+    return model.launch + overlapped(busy * float(load @ times.weights()), bytes_us)
 
 
 def _nonnegative(matrix: Tensor, target: Tensor) -> Tensor:
@@ -354,9 +364,27 @@ def regret_table(rows: Sequence[Measured], model: DeviceModel) -> Table:
     for heading in ("mask", "shape", "picked", "us", "best", "us", "regret"):
         table.add_column(heading)
     for regret in found:
-        cells = (regret.picked, f"{regret.picked_us:.1f}", regret.best, f"{regret.best_us:.1f}", f"{regret.share:.1%}")
+        cells = (
+            short_name(regret.picked),
+            f"{regret.picked_us:.1f}",
+            short_name(regret.best),
+            f"{regret.best_us:.1f}",
+            f"{regret.share:.1%}",
+        )
         table.add_row(regret.mask, regret.shape, *map(str, cells))
     return table
+
+
+def short_name(choice: Choice) -> str:
+    """`64x32 gathered 4w3s168r split 32`: a choice in a table's cell."""
+    layout, kernel = choice.layout, choice.kernel
+    if layout is None or kernel is None:
+        return choice.implementation
+    columns = "contiguous" if layout.slab is None else "gathered"
+    split = f" split {kernel.split_tiles}" if kernel.split_tiles else ""
+    order = f" by {choice.row_order}" if choice.row_order else ""
+    compiled = f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r"
+    return f"{layout.block_m}x{layout.block_n} {columns}{order} {compiled}{split}"
 
 
 def warm(cells: Sequence[tuple[str, str]], dtype: str, workers: int, report: Callable[[str], None]) -> None:

@@ -18,6 +18,7 @@ from stof.kernels.reference import reference_attention
 from stof.kernels.triton.work import BlockWiseConfig, Work, make_work
 from stof.layout import Layout
 from stof.selection.capabilities import Capabilities
+from stof.selection.model import DECODE_ROWS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GPU_FLOATS = FLOATS[:3]
@@ -133,7 +134,7 @@ def _run_reference(
 
 def _prepare_block_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
     settings = settings or BlockWiseConfig()
-    tensors, sizes = make_work(layout, settings.split_tiles, settings.bundle_tiles).flatten()
+    tensors, sizes = make_work(layout, settings.split_tiles).flatten()
     return tensors, [int(value) for value in (*astuple(settings), *sizes)]
 
 
@@ -160,16 +161,19 @@ def _prepare_row_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple
     return prepare_row_wise(layout)
 
 
+def _bind_row_wise(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
+) -> BoundCall:
+    from stof.kernels.triton.row_wise import bind_row_wise
+
+    return bind_row_wise(q, k, v, tensors, sizes, **vars(options))
+
+
 def _run_row_wise(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
 ) -> tuple[Tensor, Tensor]:
-    from stof.kernels.triton.row_wise import row_wise_attention
+    return _bind_row_wise(q, k, v, tensors, sizes, options)(q, k, v, options.bias, options.sinks)
 
-    return row_wise_attention(q, k, v, tensors, sizes, **vars(options))
-
-
-# Query rows the decode implementation takes: with the heads of a group they fill the rows of a matrix product.
-DECODE_ROWS = 16
 
 # In order of preference: the first that refuses nothing runs.
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -216,6 +220,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             ),
             prepare=_prepare_row_wise,
             run=_run_row_wise,
+            bind=_bind_row_wise,
         ),
         Implementation(
             name="batched",

@@ -17,12 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stof.kernels.triton.work import bundle_starts, parts_of
+from stof.kernels.triton.work import parts_of
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
 
+# Query rows the decode implementation takes: with the heads of a group they fill the rows of a matrix product.
+DECODE_ROWS = 16
+# Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 products.
+_FLOPS_PER_US = (2e6, 0.3e6)
+# A row by itself: what it costs at least, and each key that one program reads after the other.
+_ROW_START_US, _ROW_KEY_US = 2.0, 0.021
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12
 # A thread block's registers and shared memory on every GPU since sm_80: 64 Ki registers, 1 KB kept by the system.
@@ -35,22 +41,22 @@ class KernelTimes:
 
     Attributes:
         item: fixed part of a work item.
-        border: what each further row block of a bundle costs.
         partial, full: one tile of that kind.
         merge: what an item costs more when it is a chunk of a split row block.
+        collect: each chunk that the last one to finish reads back.
         solo: factor on all of them when few programs run.
     """
 
     item: float
-    border: float
     partial: float
     full: float
     merge: float
+    collect: float
     solo: float
 
     def weights(self) -> Tensor:
-        """float64 `[5]`: item, border, partial, full, merge."""
-        return torch.tensor([self.item, self.border, self.partial, self.full, self.merge], dtype=torch.float64)
+        """float64 `[5]`: item, partial, full, merge, collect."""
+        return torch.tensor([self.item, self.partial, self.full, self.merge, self.collect], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -86,14 +92,16 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
     layout, kernel = choice.layout, choice.kernel
     assert layout is not None
     assert kernel is not None
+    # Decoding moves the same bytes whatever its few rows are.
+    rows = "" if choice.implementation == "decode" else str(layout.block_m)
     parts = [
         choice.implementation,
-        str(head_dim_class(call.head_dim, call.value_dim)),
-        f"{min(layout.block_m, 16) if choice.implementation == 'decode' else layout.block_m}x{layout.block_n}",
+        f"{'float32-' if call.dtype == torch.float32 else ''}{head_dim_class(call.head_dim, call.value_dim)}",
+        f"{rows}x{layout.block_n}",
         "contiguous" if layout.slab is None else "gathered",
         f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
     ]
-    return "/".join(parts + ["bundled"] * (kernel.bundle_tiles > 0))
+    return "/".join(parts)
 
 
 def load_model(device: str) -> DeviceModel:
@@ -141,23 +149,39 @@ def model_to_dict(model: DeviceModel) -> dict[str, Any]:
 
 
 def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel) -> float | None:
-    """Microseconds of one call with a cold L2 cache, or None when the model has no constants for the choice."""
+    """Microseconds of one call with a cold L2 cache, or None for implementations the model does not know."""
     if choice.implementation == "row_wise":
         kept = float(survey.kept.double().mean(0).sum()) * call.batch * call.heads
         row_us, key_us = model.row_wise
         width = (call.head_dim + call.value_dim) / 128
-        return model.launch + call.batch * call.heads * call.q_len * row_us + kept * key_us * width
+        whole = call.batch * call.heads * call.q_len * row_us + kept * key_us * width
+        return model.launch + _ROW_START_US + max(whole, float(survey.kept.max()) * _ROW_KEY_US)
     if choice.kernel is None or choice.layout is None:
         return None
-    times = model.kernels.get(kernel_key(choice, call))
-    return None if times is None else estimate_tiles(choice, call, survey, model, times)
+    if choice.implementation == "block_wise" and call.q_len <= DECODE_ROWS:
+        return None  # `decode` is the same kernel, made for this
+    times = model.kernels.get(kernel_key(choice, call)) or guessed_times(choice, call)
+    return estimate_tiles(choice, call, survey, model, times)
+
+
+def guessed_times(choice: Choice, call: CallSpec) -> KernelTimes:
+    """Constants for a kernel that was not measured: its arithmetic at what like kernels reach on an H200."""
+    assert choice.layout is not None
+    flops = 2.0 * max(choice.layout.block_m, 64) * choice.layout.block_n * (call.head_dim + call.value_dim)
+    tile = flops / _FLOPS_PER_US[call.dtype == torch.float32]
+    return KernelTimes(item=6.0, partial=1.1 * tile, full=tile, merge=2.0, collect=0.2, solo=0.6)
 
 
 def estimate_tiles(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel, times: KernelTimes) -> float:
     """`estimate` of a choice that works on tiles, with given constants."""
     load, filled, bytes_us = critical_load(choice, call, survey, model, times)
     busy = times.solo + (1 - times.solo) * filled
-    return model.launch + max(busy * float(load @ times.weights()), bytes_us)
+    return model.launch + overlapped(busy * float(load @ times.weights()), bytes_us)
+
+
+def overlapped(compute_us: float, bytes_us: float) -> float:
+    """Time of two things that run at once and get in each other's way when they are alike: a soft maximum."""
+    return float((compute_us**8 + bytes_us**8) ** 0.125)
 
 
 def critical_load(
@@ -166,7 +190,7 @@ def critical_load(
     """What the slot that ends last has done, how full the machine was, and the time memory needs.
 
     Returns:
-        `(load, filled, bytes_us)`: float64 `[5]` items, further row blocks, partial tiles, full tiles, merged chunks;
+        `(load, filled, bytes_us)`: float64 `[5]` items, partial tiles, full tiles, chunks written, chunks read back;
         a share up to 1; microseconds.
     """
     assert choice.kernel is not None
@@ -175,37 +199,23 @@ def critical_load(
     counts = survey.counts[layout]
     tiles = counts.partial + counts.full
     masks = tiles.shape[0]
-    if kernel.bundle_tiles:
-        loads, parts = _bundle_loads(tiles.clamp(min=1), kernel.split_tiles, kernel.bundle_tiles)
-    else:
-        parts = parts_of(tiles, kernel.split_tiles).flatten().double()
-        partial, full = counts.partial.flatten().double(), counts.full.flatten().double()
-        one, none = torch.ones_like(parts), torch.zeros_like(parts)
-        loads = torch.stack([one, none, partial / parts, full / parts, (parts > 1).double()], 1)
+    parts = parts_of(tiles, kernel.split_tiles).flatten().double()
+    partial, full = counts.partial.flatten().double(), counts.full.flatten().double()
+    kinds = (torch.ones_like(parts), partial / parts, full / parts, (parts > 1).double(), torch.zeros_like(parts))
+    loads = torch.stack(kinds, 1)
     groups = call.batch * (call.kv_heads if kernel.pack else call.heads)
     copies = parts * (groups / masks)
     slots = model.multiprocessors * occupancy(choice, call, model)
     filled = min(1.0, float(copies.sum()) / slots)
-    load = last_slot(loads, loads @ times.weights(), copies, slots)
+    # Heads run in turns of `side`: longest first holds within a turn, so the last turn's longest item starts late,
+    # unless all programs start at once.
+    turns = math.ceil(groups / (kernel.side or groups))
+    late = max(0.0, 1 - slots / float(copies.sum())) * (turns - 1) / turns
+    load = (loads * copies[:, None]).sum(0) / slots * late
+    load = load + last_slot(loads, loads @ times.weights(), copies / turns, slots)
+    load[4] += float(parts.max()) if float(parts.max()) > 1 else 0.0
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
     return load, filled, _bytes(call, touched) / model.bytes_per_us
-
-
-def _bundle_loads(tiles: Tensor, split_tiles: int, bundle_tiles: int) -> tuple[Tensor, Tensor]:
-    """Load of one item of each bundle, and items each is cut into, from the tiles `[masks, row_blocks]`."""
-    parts = parts_of(tiles, split_tiles)
-    starts = bundle_starts(tiles, parts, bundle_tiles).flatten()
-    bundle = starts.cumsum(0) - 1
-    count = int(bundle[-1]) + 1
-
-    def total(values: Tensor) -> Tensor:
-        return torch.zeros(count, dtype=torch.float64).index_add_(0, bundle, values.flatten().double())
-
-    pieces = parts.flatten()[starts].double()
-    held = total(tiles) / pieces
-    none = torch.zeros_like(held)
-    loads = [torch.ones_like(held), total(torch.ones_like(tiles)) - 1, held, none, (pieces > 1).double()]
-    return torch.stack(loads, 1), pieces
 
 
 def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor:
@@ -222,13 +232,18 @@ def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor
     line = torch.searchsorted(torch.cumsum(copies, 0), ranks, right=True).clamp(max=len(each) - 1)
     ends = torch.zeros(slots, dtype=each.dtype)
     sums = torch.zeros(slots, loads.shape[1], dtype=each.dtype)
-    for start in range(0, len(line), slots):
-        wave = line[start : start + slots]
-        # The slot that is free first takes the longest program left.
+    start = 0
+    while start < len(line):
+        # The slot that is free first takes the longest program left; as many at once as nobody overtakes.
         ends, free = ends.sort()
         sums = sums[free]
-        ends[: len(wave)] += each[wave]
-        sums[: len(wave)] += loads[wave]
+        wave = line[start : start + slots]
+        after = ends[: len(wave)] + each[wave]
+        overtaken = ends[1 : len(wave)] > after.cummin(0).values[:-1]
+        count = int(overtaken.int().argmax()) + 1 if bool(overtaken.any()) else len(wave)
+        ends[:count] = after[:count]
+        sums[:count] += loads[wave[:count]]
+        start += count
     return sums[int(ends.argmax())]
 
 
@@ -237,7 +252,10 @@ def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: b
     itemsize = call.dtype.itemsize
     rows = max(16, layout.block_m * (_power(call.heads // call.kv_heads) if pack else 1))
     width, value_width = max(16, _power(call.head_dim)), max(16, _power(call.value_dim))
-    return itemsize * (rows * width + num_stages * layout.block_n * (width + value_width)) + _RESERVED
+    held = itemsize * (rows * width + num_stages * layout.block_n * (width + value_width)) + _RESERVED
+    # Three TF32 products keep Q's remainder as well, and a bias passes through shared memory.
+    held += rows * width * 4 if call.dtype == torch.float32 else 0
+    return held + (rows * layout.block_n * 4 if call.has_bias else 0)
 
 
 def occupancy(choice: Choice, call: CallSpec, model: DeviceModel) -> int:

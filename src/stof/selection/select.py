@@ -88,7 +88,11 @@ def candidates(call: CallSpec, device: torch.device | None = None, geometry: Geo
         if refusals:
             refused.append(Candidate(name, refusals))
         elif device is None or geometry is None or name not in _MODELLED:
-            runs.append(Candidate(name, (), Choice(name)))
+            failed = None if device is None else failures.reason(Choice(name), call, device)
+            if failed is None:
+                runs.append(Candidate(name, (), Choice(name)))
+            else:
+                refused.append(Candidate(name, (failed,), Choice(name)))
         else:
             good, bad = _weigh(name, call, device, geometry)
             runs += good
@@ -147,7 +151,8 @@ def choose(
     if device is None or device.type != "cuda":
         # One choice each: no need to weigh.
         for name, impl in IMPLEMENTATIONS.items():
-            if implementation in (None, name) and not impl.capabilities.refusals(call):
+            failed = device is not None and failures.reason(Choice(name), call, device) is not None
+            if implementation in (None, name) and not failed and not impl.capabilities.refusals(call):
                 return Choice(name)
     weighed = candidates(call, device, geometry)
     for candidate in weighed:

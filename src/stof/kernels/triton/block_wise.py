@@ -37,7 +37,7 @@ def _step(
     acc,  # [BLOCK_M, BLOCK_V] float32
     m_i,  # [BLOCK_M] running maximum, in units of log 2
     l_i,  # [BLOCK_M] running sum
-    columns,  # [BLOCK_N] key columns, -1 where a partial tile has none
+    columns,  # [BLOCK_N] key columns
     words,  # [BLOCK_M, 4] bitmap words, unused when not PARTIAL
     k_ptr,
     v_ptr,
@@ -57,6 +57,7 @@ def _step(
     PAD_D: tl.constexpr,
     PAD_V: tl.constexpr,
     WIDE: tl.constexpr,
+    SAME_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -67,25 +68,28 @@ def _step(
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_V)
     at = columns.to(tl.int64) if WIDE else columns
-    k_ptrs = k_ptr + at[:, None] * stride_ks + d[None, :]
-    v_ptrs = v_ptr + at[:, None] * stride_vs + dv[None, :]
-    if PARTIAL:
-        # Columns no row keeps are never read: their values may be anything, NaN included.
-        live = columns >= 0
-        k = tl.load(k_ptrs, mask=live[:, None] & (d < head_dim)[None, :] if PAD_D else live[:, None], other=0.0)
-    elif PAD_D:
-        k = tl.load(k_ptrs, mask=(d < head_dim)[None, :], other=0.0)
+    k_at = at[:, None] * stride_ks
+    # One multiplication serves both where K and V lie alike, as they nearly always do.
+    v_at = k_at if SAME_STRIDE else at[:, None] * stride_vs
+    if PAD_D:
+        k = tl.load(k_ptr + k_at + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
     else:
-        k = tl.load(k_ptrs)
+        k = tl.load(k_ptr + k_at + d[None, :])
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if MODIFIED:
         s = s * scale
         if HAS_SOFTCAP:
             # tanh by exp2, which saturates to 0 or inf and so to +-1
-            s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E / softcap))))
+            s = s / softcap
+            size = tl.abs(s)
+            decay = tl.exp2(size * (-2.0 * LOG2E))
+            far = (1.0 - decay) / (1.0 + decay)
+            near = tl.where(size < 0.25, s, 0.0)
+            square = near * near
+            series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+            s = softcap * tl.where(size < 0.25, near * series, tl.where(s < 0, -far, far))
         if HAS_BIAS:
-            bias_ok = row_ok[:, None] & (columns >= 0)[None, :]
-            bias = tl.load(bias_row_ptr[:, None] + at[None, :] * stride_bk, mask=bias_ok, other=0.0)
+            bias = tl.load(bias_row_ptr[:, None] + at[None, :] * stride_bk, mask=row_ok[:, None], other=0.0)
             s += bias.to(tl.float32)
         s *= LOG2E
     if PARTIAL:
@@ -98,7 +102,7 @@ def _step(
         s = tl.where(tl.reshape(keep, (BLOCK_M, BLOCK_N)) != 0, s, float("-inf"))
     if MODIFIED:
         m_new = tl.maximum(m_i, tl.max(s, 1))
-        m_use = tl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL else m_new
+        m_use = tl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL or HAS_BIAS else m_new
         p = tl.exp2(s - m_use[:, None])
     else:
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
@@ -108,12 +112,10 @@ def _step(
     alpha = tl.exp2(m_i - m_use)
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
-    if PARTIAL:
-        v = tl.load(v_ptrs, mask=live[:, None] & (dv < value_dim)[None, :] if PAD_V else live[:, None], other=0.0)
-    elif PAD_V:
-        v = tl.load(v_ptrs, mask=(dv < value_dim)[None, :], other=0.0)
+    if PAD_V:
+        v = tl.load(v_ptr + v_at + dv[None, :], mask=(dv < value_dim)[None, :], other=0.0)
     else:
-        v = tl.load(v_ptrs)
+        v = tl.load(v_ptr + v_at + dv[None, :])
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m_new, l_i
 
@@ -208,7 +210,6 @@ def block_wise_kernel(
     first_columns_ptr,  # [P, items, BLOCK_N] int32, columns of each item's first tile
     partial_columns_ptr,  # [partial tiles, BLOCK_N] int32
     partial_bitmap_ptr,  # [partial tiles] int32, row of bitmaps
-    tile_code_ptr,  # [tiles] int32 when BUNDLED: 2 * row block, + 1 on its last tile
     bitmaps_ptr,  # [U, BLOCK_Q, 4] int32
     full_columns_ptr,  # [full tiles, BLOCK_N] int32 when FULL_GATHERED; else full tiles of an item follow each other
     row_order_ptr,  # [P, Sq] int32, when PERMUTED
@@ -255,7 +256,6 @@ def block_wise_kernel(
     HAS_PARTIAL: tl.constexpr,
     HAS_FULL: tl.constexpr,
     FULL_GATHERED: tl.constexpr,
-    BUNDLED: tl.constexpr,  # items hold several row blocks, all tiles partial
     PERMUTED: tl.constexpr,
     SPLIT: tl.constexpr,
     MODIFIED: tl.constexpr,
@@ -263,6 +263,7 @@ def block_wise_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WIDE: tl.constexpr,
+    SAME_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -331,38 +332,16 @@ def block_wise_kernel(
         # every load of K and V an indirect one, at the price of a stage.
         next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
         bitmap = tl.load(partial_bitmap_ptr + partial_begin + 1)
-        next_code = first_full
         for tile in tl.range(partial_begin, partial_end, num_stages=STAGES):
             columns, words = next_columns, next_words
             next_columns = tl.load(partial_columns_ptr + (tile + 1) * BLOCK_N + n)
             next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
             bitmap = tl.load(partial_bitmap_ptr + tile + 2)
-            if BUNDLED:
-                code = next_code
-                next_code = tl.load(tile_code_ptr + tile + 1)
             acc, m_i, l_i = _step(
                 q, acc, m_i, l_i, columns, words, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
                 stride_bk, scale, softcap, head_dim, value_dim, True, MODIFIED, HAS_SOFTCAP, HAS_BIAS, PAD_D, PAD_V,
-                WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
-            if BUNDLED:
-                if code % 2 == 1:
-                    # The row block ends here: write it, and go on to the next while K and V keep arriving.
-                    _store(
-                        acc, m_i, l_i, row, head, row_ok, out_base, lse_ptr + b64 * heads * q_len, sinks_ptr,
-                        stride_oh, stride_os, q_len, value_dim, HAS_SINKS, PAD_V, BLOCK_V,
-                    )  # fmt: skip
-                    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                    l_i = tl.zeros([BLOCK_M], tl.float32)
-                    row, head, row_ok = _rows(
-                        next_code // 2, first_head, pattern, row_order_ptr, q_len, heads_per_group,
-                        BLOCK_Q, PACK, BLOCK_M, PERMUTED, WIDE,
-                    )  # fmt: skip
-                    # acc needs no clearing: its factor is exp2(-inf - m) = 0 in the next step.
-                    q_ptrs = q_base + (head.to(tl.int64) * stride_qh + row * stride_qs)[:, None] + d[None, :]
-                    q_ok = row_ok[:, None] & (d < head_dim)[None, :] if PAD_D else row_ok[:, None]
-                    q = tl.load(q_ptrs, mask=q_ok, other=0.0)
-                    bias_row_ptr = bias_base + head.to(tl.int64) * stride_bh + row.to(tl.int64) * stride_bq
         if HAS_FULL and FULL_GATHERED:
             next_columns = full_columns
     if HAS_FULL:
@@ -375,15 +354,11 @@ def block_wise_kernel(
             acc, m_i, l_i = _step(
                 q, acc, m_i, l_i, columns, 0, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
                 stride_bk, scale, softcap, head_dim, value_dim, False, MODIFIED, HAS_SOFTCAP, HAS_BIAS, PAD_D, PAD_V,
-                WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 
-    if BUNDLED and not SPLIT:
-        return
     if SPLIT:
         n_chunks = tl.load(item_ptr + 5)
-        if BUNDLED and n_chunks <= 1:
-            return
         if n_chunks > 1:
             first_chunk = tl.load(item_ptr + 6)
             chunk = tl.load(item_ptr + 7)
@@ -497,8 +472,8 @@ def bind_block_wise(
         block_wise_kernel,
         items * -(-groups // side) * side,
         (
-            work.pattern_of, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.tile_code,
-            work.bitmaps, work.full_columns, work.row_order if permuted else work.pattern_of,
+            work.pattern_of, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.bitmaps,
+            work.full_columns, work.row_order if permuted else work.pattern_of,
         ),
         (
             *strides, *out_strides, *bias_strides,
@@ -508,13 +483,15 @@ def bind_block_wise(
         ),
         (
             work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
-            work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, work.bundled, permuted,
+            work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
             work.splits > 0, modified, softcap > 0, bias is not None, sinks is not None,
-            _is_wide(q, k, v, out, bias), "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages,
+            _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
+            "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages,
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        max_registers=config.max_registers,
+        # The options' arithmetic does not fit the registers that the plain kernel is held to.
+        max_registers=0 if modified else config.max_registers,
         device=q.device,
     )  # fmt: skip
     device = q.device
@@ -554,4 +531,4 @@ def _with_contiguous_rows(work: Work, config: BlockWiseConfig, scale: float, sof
 
 def _is_wide(*tensors: Tensor | None) -> bool:
     """Whether offsets within one (batch, head) pass 2^31 elements; between them they are 64-bit anyway."""
-    return any(t is not None and t.stride(2) * t.shape[2] + t.shape[3] >= 2**31 for t in tensors)
+    return any(t is not None and t.stride(2) * t.shape[2] + t.stride(3) * t.shape[3] >= 2**31 for t in tensors)

@@ -18,7 +18,6 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from stof.errors import KernelError
 
-
 # `call(q, k, v, bias, sinks) -> (out, lse)`
 BoundCall = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
@@ -77,7 +76,7 @@ class Launch:
             low |= pointer
         current = torch.cuda.current_device()
         # Compiled for pointers to multiples of 16 bytes; hooks are for profilers, which want Triton's own path.
-        if low & 15 or self.device.index not in (None, current) or knobs.runtime.launch_enter_hook is not None:
+        if low & 15 or self.device.index not in (None, current) or _hooked():
             self._first(tensors)
             return
         compiled.run(
@@ -102,16 +101,7 @@ class Launch:
             self._compiled = compiled
 
 
-def launch(
-    kernel: Any,
-    grid: int,
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[int | float, ...],
-    constants: tuple[Any, ...],
-    *,
-    num_warps: int,
-    num_stages: int,
-    device: torch.device,
-) -> None:
-    """One launch, nothing kept; see `Launch`."""
-    Launch(kernel, grid, (), numbers, constants, num_warps=num_warps, num_stages=num_stages, device=device)(*tensors)
+def _hooked() -> bool:
+    """Whether a profiler listens: Triton's hooks are chains, empty as a rule, never None."""
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stof.errors import ArgumentError, LayoutError
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.triton.launch import launch
+from stof.kernels.triton.launch import BoundCall, Launch
 from stof.layout.layout import Layout
 
 LOG2E = math.log2(math.e)
@@ -171,25 +171,47 @@ def row_wise_attention(
     Returns:
         `(out, lse)`: `[B, H, Sq, Dv]` as `empty_output` lays it out, and float32 `[B, H, Sq]`.
     """
+    result = empty_output(q, v)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    options = {"scale": scale, "softcap": softcap, "bias": bias, "sinks": sinks, "config": config}
+    out, lse = bind_row_wise(q, k, v, tensors, sizes, **options)(q, k, v, bias, sinks)  # type: ignore[arg-type]
+    return (out if out.stride() == result.stride() else result.copy_(out)), lse
+
+
+def bind_row_wise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: list[Tensor],
+    sizes: list[int],
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    config: RowWiseConfig | None = None,
+) -> BoundCall:
+    """`row_wise_attention` with everything but the data decided, for tensors like these.
+
+    The call takes tensors with the shapes, strides, dtypes and device of those given here.
+    """
+    if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        return lambda q, k, v, bias, sinks: row_wise_attention(
+            q, k, v, tensors, sizes, scale=scale, softcap=softcap, bias=bias, sinks=sinks, config=config
+        )
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
     out = empty_output(q, v)
-    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     pattern_of, rows, row_ptr, columns = tensors
     mask_batch, mask_heads = pattern_of.shape
     config = config or default_config(max(head_dim, value_dim), sizes[0], q.element_size())
     bias_strides = [0, 0, 0, 0]
     if bias is not None:
         bias_strides = [0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)]
-    launch(
+    ready = Launch(
         row_wise_kernel,
         -(-q_len // config.rows) * batch * heads,
-        (
-            q, k, v, out, lse,
-            q if bias is None else bias, q if sinks is None else sinks,  # what the kernel does not read may be anything
-            pattern_of, rows, row_ptr, columns,
-        ),
+        (pattern_of, rows, row_ptr, columns),
         (
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride(), *bias_strides,
             0 if mask_batch == 1 else mask_heads, 0 if mask_heads == 1 else 1,
@@ -207,7 +229,15 @@ def row_wise_attention(
         num_stages=1,
         device=q.device,
     )  # fmt: skip
-    return out, lse
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        out = empty_output(q, v)
+        lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
+        # What the kernel does not read may be anything.
+        ready(q, k, v, out, lse, q if bias is None else bias, q if sinks is None else sinks)
+        return out, lse
+
+    return call
 
 
 # Tuples grow while the compiler unrolls loops, which a type checker cannot follow: hence no_type_check.

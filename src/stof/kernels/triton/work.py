@@ -15,7 +15,7 @@ from stof.layout.build import PARTIAL_TILE_COST
 
 # int32 fields of a work item: row block, first and last partial tile, first and last full tile, then for split row
 # blocks: chunks it is cut into, slot of its first chunk, number of this chunk, number of the split row block; last the
-# bitmap of the first partial tile, and the first column of the first full tile (the code of the first tile in bundles).
+# bitmap of the first partial tile, and the first column of the first full tile.
 ITEM_FIELDS = 11
 
 # Bitmaps unpacked at once while reordering: bounds the memory of `make_work`.
@@ -32,9 +32,6 @@ class BlockWiseConfig:
         max_registers: registers of a thread at most (more programs fit on a multiprocessor); 0 for no bound.
         pack: put the query heads of a key head into the rows of one tile (for few query rows).
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
-        bundle_tiles: 0 gives each row block a program, which loops over its partial tiles, then its full ones. Else a
-            program loops once over all tiles of several neighbouring row blocks, about so many tiles together: full
-            tiles get a bitmap too, but the pipeline stays filled from one row block to the next.
         side: (batch, head) pairs that run the same item side by side, so that K and V stay in the L2 cache; 0 for all.
     """
 
@@ -43,14 +40,12 @@ class BlockWiseConfig:
     max_registers: int = 0
     pack: bool = False
     split_tiles: int = 0
-    bundle_tiles: int = 0
     side: int = 0
 
     def __str__(self) -> str:
         parts = [f"{self.num_warps} warps", f"{self.num_stages} stages"]
         parts += [f"{self.max_registers} registers"] * (self.max_registers > 0)
         parts += ["heads packed"] * self.pack
-        parts += [f"row blocks bundled to {self.bundle_tiles} tiles"] * (self.bundle_tiles > 0)
         parts += [f"split at {self.split_tiles} tiles"] * (self.split_tiles > 0)
         parts += [f"{self.side} heads side by side"] * (self.side > 0)
         return ", ".join(parts)
@@ -64,9 +59,9 @@ class Work:
         pattern_of: int32 `[mask_batch, mask_heads]`.
         items: int32 `[P, I, ITEM_FIELDS]`, longest first; row block -1 where a pattern has fewer items.
         first_columns: int32 `[P, I, block_n]`, key columns of the first tile of each item.
-        partial_columns: int32 `[Tp + 2, block_n]`, key column of each tile column, -1 where no row keeps it.
+        partial_columns: int32 `[Tp + 2, block_n]`, key column of each tile column (where no row keeps it, another of
+            the tile's columns).
         partial_bitmap: int32 `[Tp + 2]`, row of bitmaps.
-        tile_code: int32 `[T + 2]` for bundles, else empty: twice the tile's row block, plus 1 on its last tile.
         bitmaps: int32 `[U, block_m, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         full_columns: int32 `[Tf + 2, block_n]`, empty but for padding when `full_runs`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
@@ -75,8 +70,6 @@ class Work:
         splits: split row blocks of a pattern, at most.
         has_partial, has_full: whether there are tiles of that kind.
         full_runs: whether the columns of each item's full tiles follow each other, so that the first one tells all.
-        bundled: whether items are bundles of row blocks: then all tiles count as partial, and an empty row block has
-            one tile without columns.
 
     The last two rows of `partial_*` and `full_columns` are padding: the kernel loads ahead.
     """
@@ -86,7 +79,6 @@ class Work:
     first_columns: Tensor
     partial_columns: Tensor
     partial_bitmap: Tensor
-    tile_code: Tensor
     bitmaps: Tensor
     full_columns: Tensor
     row_order: Tensor
@@ -99,7 +91,6 @@ class Work:
     has_partial: int
     has_full: int
     full_runs: int
-    bundled: int
 
     def flatten(self) -> tuple[list[Tensor], list[int]]:
         """Tensors and integers, as operators carry them."""
@@ -111,37 +102,33 @@ class Work:
         return Work(*tensors, *sizes)  # type: ignore[arg-type]
 
 
-def make_work(layout: Layout, split_tiles: int = 0, bundle_tiles: int = 0) -> Work:
+def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     """Prepare a layout.
 
     Args:
         layout: tiles of at most 128 columns.
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
-        bundle_tiles: see `BlockWiseConfig`.
     """
     config = layout.config
-    tiles = _bundled_tiles(layout) if bundle_tiles else _all_tiles(layout)
-    is_partial = tiles.bitmap >= 0
+    is_partial = layout.tile_bitmap >= 0
     partial, full = is_partial.nonzero()[:, 0], (~is_partial).nonzero()[:, 0]
-    bitmap = tiles.bitmap[partial]
-    columns = torch.where(_live(tiles.bitmaps, config.block_n)[bitmap], tiles.columns(layout, partial), -1)
-    items, chunks, splits = _items(layout, tiles, split_tiles, bundle_tiles)
+    bitmap = layout.tile_bitmap[partial]
+    columns = _live_columns(layout.tile_columns(partial), _live(layout.bitmaps, config.block_n)[bitmap])
+    items, chunks, splits = _items(layout, is_partial, split_tiles)
     items[..., 9] = _padded(bitmap)[items[..., 1].clamp(min=0).long()]
-    full_columns = tiles.columns(layout, full)
+    full_columns = layout.tile_columns(full)
     first = _padded(full_columns)[items[..., 3].clamp(min=0).long()]
+    items[..., 10] = first[..., 0]
     some_partial = items[..., 1] < items[..., 2]
     first_columns = torch.where(some_partial[..., None], _padded(columns)[items[..., 1].clamp(min=0).long()], first)
     full_runs = _full_runs(items, full_columns, config.block_n)
-    code = _codes(layout, tiles, split_tiles) if bundle_tiles else tiles.bitmap[:0]
-    items[..., 10] = _padded(code)[items[..., 1].clamp(min=0).long()] if bundle_tiles else first[..., 0]
     return Work(
         pattern_of=layout.pattern_of.contiguous(),
         items=items,
         first_columns=first_columns.int().contiguous(),
         partial_columns=_padded(columns),
         partial_bitmap=_padded(bitmap),
-        tile_code=_padded(code),
-        bitmaps=_accumulator_order(tiles.bitmaps, config.block_n),
+        bitmaps=_accumulator_order(layout.bitmaps, config.block_n),
         full_columns=_padded(full_columns[:0] if full_runs else full_columns),
         row_order=layout.pattern_of.new_empty(0) if layout.row_order is None else layout.row_order.contiguous(),
         block_m=config.block_m,
@@ -153,8 +140,17 @@ def make_work(layout: Layout, split_tiles: int = 0, bundle_tiles: int = 0) -> Wo
         has_partial=len(partial) > 0,
         has_full=len(full) > 0,
         full_runs=full_runs,
-        bundled=bundle_tiles > 0,
     )
+
+
+def _live_columns(columns: Tensor, live: Tensor) -> Tensor:
+    """Columns `[t, block_n]` with those that no row keeps replaced by one of the tile that some row keeps.
+
+    So the kernel loads every column of a tile without asking, and still reads nothing that no row keeps.
+    """
+    first = live.int().argmax(1, keepdim=True)
+    # clamp: a tile that keeps nothing, which no builder makes but a file may hold
+    return torch.where(live, columns, columns.gather(1, first)).clamp(min=0)
 
 
 def parts_of(tiles: Tensor, split_tiles: int) -> Tensor:
@@ -162,77 +158,6 @@ def parts_of(tiles: Tensor, split_tiles: int) -> Tensor:
     if not split_tiles:
         return torch.ones_like(tiles)
     return torch.div(tiles + split_tiles - 1, split_tiles, rounding_mode="floor").clamp(min=1)
-
-
-def bundle_starts(tiles: Tensor, parts: Tensor, bundle_tiles: int) -> Tensor:
-    """bool like `tiles [..., row blocks]`: where a new item begins when neighbours are bundled.
-
-    Row blocks whose first tiles fall into the same run of `bundle_tiles` share an item; split ones stay alone.
-    """
-    starts = torch.ones_like(tiles, dtype=torch.bool)
-    if bundle_tiles:
-        bucket = torch.div(tiles.cumsum(-1) - tiles, bundle_tiles, rounding_mode="floor")
-        split = parts > 1
-        starts[..., 1:] = (bucket[..., 1:] != bucket[..., :-1]) | split[..., 1:] | split[..., :-1]
-    return starts
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """Tiles in the order the kernel walks them.
-
-    Attributes:
-        index: int64 `[T]`, tile of the layout, -1 for the empty tile of an empty row block.
-        bitmap: int64 `[T]`, row of `bitmaps`, -1 for a full tile.
-        bitmaps: row-major, as the layout's.
-        pointers: int64 `[P * R + 1]`, tiles of row block n are `pointers[n] : pointers[n + 1]`.
-    """
-
-    index: Tensor
-    bitmap: Tensor
-    bitmaps: Tensor
-    pointers: Tensor
-
-    def columns(self, layout: Layout, some: Tensor) -> Tensor:
-        index = self.index[some]
-        if not layout.tiles:
-            return torch.full((len(some), layout.config.block_n), -1, device=index.device)
-        return torch.where(index[:, None] >= 0, layout.tile_columns(index.clamp(min=0)), -1)
-
-
-def _all_tiles(layout: Layout) -> _Tiles:
-    index = torch.arange(layout.tiles, device=layout.device)
-    return _Tiles(index, layout.tile_bitmap.long(), layout.bitmaps, layout.row_block_ptr.long())
-
-
-def _bundled_tiles(layout: Layout) -> _Tiles:
-    """All tiles with a bitmap, and one empty tile where a row block has none."""
-    config, device = layout.config, layout.device
-    pointers = layout.row_block_ptr.long()
-    counts = pointers.diff()
-    wanted = counts.clamp(min=1)
-    ends = torch.nn.functional.pad(wanted.cumsum(0), (1, 0))
-    owner = torch.repeat_interleave(torch.arange(len(counts), device=device), wanted)
-    index = pointers[:-1][owner] + torch.arange(len(owner), device=device) - ends[:-1][owner]
-    index = torch.where(counts[owner] > 0, index, -1)
-    shape = (1, config.block_m, bits.words(config.block_n))
-    extra = [torch.full(shape, value, dtype=torch.int32, device=device) for value in (-1, 0)]
-    ones, none = len(layout.bitmaps), len(layout.bitmaps) + 1
-    if layout.tiles:
-        bitmap = layout.tile_bitmap.long()[index.clamp(min=0)]
-        bitmap = torch.where(index < 0, none, torch.where(bitmap < 0, ones, bitmap))
-    else:
-        bitmap = torch.full_like(index, none)
-    return _Tiles(index, bitmap, torch.cat([layout.bitmaps, *extra]), ends)
-
-
-def _codes(layout: Layout, tiles: _Tiles, split_tiles: int) -> Tensor:
-    """`Work.tile_code`, without padding; a split row block is finished after the loop, so it has no last tile."""
-    counts = tiles.pointers.diff()
-    owner = torch.repeat_interleave(torch.arange(len(counts), device=layout.device), counts)
-    last = torch.zeros(len(owner), dtype=torch.int64, device=layout.device)
-    last[tiles.pointers[1:] - 1] = (parts_of(counts, split_tiles) == 1).long()
-    return 2 * (owner % layout.row_blocks) + last
 
 
 def _full_runs(items: Tensor, full_columns: Tensor, block_n: int) -> bool:
@@ -275,27 +200,19 @@ def _pieces(bitmaps: Tensor) -> list[Tensor]:
     return list(bitmaps.split(max(1, _BITS_AT_ONCE // (bitmaps[0].numel() * 32))))
 
 
-def _items(layout: Layout, tiles: _Tiles, split_tiles: int, bundle_tiles: int) -> tuple[Tensor, int, int]:
+def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor, int, int]:
     """Work items `[P, I, ITEM_FIELDS]`, and the largest number of chunks and of split row blocks of a pattern."""
     device, patterns, row_blocks = layout.device, layout.patterns, layout.row_blocks
-    pointers = tiles.pointers
-    is_partial = tiles.bitmap >= 0
+    pointers = layout.row_block_ptr.long()
     partial_before = torch.nn.functional.pad(is_partial.long().cumsum(0), (1, 0))[pointers]
     full_before = pointers - partial_before
-    counts = pointers.diff()
+    tiles, partials = pointers.diff(), partial_before.diff()
 
-    parts = parts_of(counts, split_tiles)
-    starts = bundle_starts(counts.view(patterns, row_blocks), parts.view(patterns, row_blocks), bundle_tiles).flatten()
-    # Row blocks that begin an item, and one past the last row block that shares it.
-    heads = starts.nonzero()[:, 0]
-    tails = torch.cat([heads[1:], heads.new_tensor([len(counts)])])
-    owner = torch.repeat_interleave(torch.arange(len(heads), device=device), parts[heads])
-    tail, owner = tails[owner], heads[owner]
-    first_item = torch.searchsorted(owner, owner)
-    chunk = torch.arange(len(owner), device=device) - first_item
-    held = pointers[tail] - pointers[owner]
-    begin = torch.div(chunk * held, parts[owner], rounding_mode="floor")
-    end = torch.div((chunk + 1) * held, parts[owner], rounding_mode="floor")
+    parts = parts_of(tiles, split_tiles)
+    owner = torch.repeat_interleave(torch.arange(len(tiles), device=device), parts)
+    chunk = torch.arange(len(owner), device=device) - (parts.cumsum(0) - parts)[owner]
+    begin = torch.div(chunk * tiles[owner], parts[owner], rounding_mode="floor")
+    end = torch.div((chunk + 1) * tiles[owner], parts[owner], rounding_mode="floor")
 
     def within(low: Tensor, high: Tensor, before: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """`begin`..`end` cut to one kind of tile, numbered among all tiles of that kind."""
@@ -303,10 +220,9 @@ def _items(layout: Layout, tiles: _Tiles, split_tiles: int, bundle_tiles: int) -
         stop = torch.minimum(torch.maximum(end, low), high)
         return before + start - offset, before + stop - offset
 
-    # In a bundle all tiles are partial, so "partial first, then full" holds for bundles as for single row blocks.
-    zero, some = torch.zeros_like(begin), partial_before[tail] - partial_before[owner]
-    partial_begin, partial_end = within(zero, some, partial_before[owner], zero)
-    full_begin, full_end = within(some, held, full_before[owner], some)
+    zero, some = torch.zeros_like(begin), partials[owner]
+    partial_begin, partial_end = within(zero, some, partial_before[:-1][owner], zero)
+    full_begin, full_end = within(some, tiles[owner], full_before[:-1][owner], some)
 
     is_split = (parts > 1).view(patterns, row_blocks)
     split = (is_split.long().cumsum(1) - 1).flatten()

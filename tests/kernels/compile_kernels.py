@@ -1,0 +1,317 @@
+"""Compile kernels for GPUs that are not there, and print what each one takes of them.
+
+    PYTHONPATH=.venv/triton-3.6 python -m tests.kernels.compile_kernels [--json] [--only TEXT]
+
+Runs under whichever Triton is imported first. What is compiled is what would be launched: choices come from the
+selector's tables, arguments from the kernels' own launching code, specialised as Triton does for aligned tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import stof
+from stof.kernels.triton import block_wise, row_wise
+from stof.kernels.triton.work import make_work
+from stof.layout import LayoutConfig, build_layout
+from stof.layout.survey import Survey
+from stof.masks.tensors import as_mask
+from stof.selection import CallSpec, Choice
+from stof.selection.gpu import gpu_choices
+from stof.selection.model import shared_memory
+
+ARCHS = (80, 89, 90, 100, 120)
+# Lengths at which every tile size has partial and full tiles, and row blocks long enough to be split.
+Q_LEN, KV_LEN = 256, 1600
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile.
+
+    Attributes:
+        group: kernels that share a bound on spills, see `test_compile.py`.
+        name: what is printed.
+        call: the call it serves.
+        choice: how.
+        archs: for which GPUs.
+    """
+
+    group: str
+    name: str
+    call: CallSpec
+    choice: Choice
+    archs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiled kernel takes: registers and spilled bytes of a thread, shared memory of a program.
+
+    `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile.
+    """
+
+    group: str
+    name: str
+    arch: int
+    registers: int
+    spilled: int
+    shared: int
+    estimated: int
+    wgmma: bool
+    block_m: int
+    itemsize: int
+    seconds: float
+
+
+class Open:
+    """A plan that can take any layout."""
+
+    fixed: LayoutConfig | None = None
+    row_orders: tuple[str, ...] = ()
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        raise NotImplementedError
+
+
+def call_of(dtype: torch.dtype, head_dim: int, **changes: Any) -> CallSpec:
+    plain = CallSpec("cuda", dtype, head_dim, head_dim, 4, 4, q_len=Q_LEN, kv_len=KV_LEN, compute_capability=(8, 0))
+    return replace(plain, **changes)
+
+
+def cases() -> Iterator[Case]:
+    """Every tile size of the selector, every kind of kernel, the ones most used for every GPU."""
+    half, single = torch.float16, torch.float32
+    yield from _tile_sizes("D 64", call_of(half, 64), "block_wise", ARCHS)
+    yield from _tile_sizes("D 128", call_of(half, 128), "block_wise", ARCHS)
+    yield from _tile_sizes("D 256", call_of(half, 256), "block_wise", (80, 120))
+    # Head dimensions in between are padded to the next power of two.
+    yield from _kinds("D 128", call_of(torch.bfloat16, 80), ("contiguous",), (90,))
+    yield from _kinds("D 256", call_of(half, 192, value_dim=128), ("gathered split",), (90,))
+    yield from _kinds("fp32 D 64", call_of(single, 64), ("gathered split",), (80, 90))
+    yield from _kinds("fp32", call_of(single, 128), ("gathered split",), (90, 120))
+    yield from _kinds("fp32", call_of(single, 256), ("gathered split",), (90,))
+    options = {"has_bias": True, "has_softcap": True, "has_sinks": True}
+    yield from _kinds("options D 64", call_of(half, 64, **options), ("gathered split",), (80, 90))
+    yield from _kinds("options D 128", call_of(half, 128, **options), ("gathered split", "contiguous"), (90,))
+    packed = call_of(half, 128, q_len=1, heads=32, kv_heads=8)
+    yield from _tile_sizes("decode", packed, "decode", ARCHS)
+    yield from _kinds("decode", replace(packed, q_len=16), ("gathered split",), (90,), "decode")
+    yield from _kinds("decode", call_of(half, 64, q_len=1), ("contiguous split",), (80,), "decode")
+    yield from _kinds("decode", call_of(half, 256, q_len=4, heads=8), ("gathered split",), (90,), "decode")
+    yield from _row_wise(call_of(half, 64), ARCHS)
+    yield from _row_wise(call_of(half, 256), (90,))
+    yield from _row_wise(call_of(single, 128), (80,))
+
+
+def _row_wise(call: CallSpec, archs: tuple[int, ...]) -> Iterator[Case]:
+    yield Case("row-wise", f"row_wise {_short(call)}", call, Choice("row_wise", LayoutConfig(64, 64, 1)), archs)
+
+
+def _tile_sizes(group: str, call: CallSpec, implementation: str, archs: tuple[int, ...]) -> Iterator[Case]:
+    """Every tile size for sm_90, and the first one in every kind; the first one for the other GPUs too."""
+    by_tile: dict[tuple[int, ...], list[Choice]] = {}
+    for choice in gpu_choices(call, Open(), implementation):
+        layout, kernel = choice.layout, choice.kernel
+        assert layout is not None
+        assert kernel is not None
+        tile = (layout.block_m, layout.block_n, kernel.num_warps, kernel.num_stages, kernel.max_registers)
+        by_tile.setdefault(tile, []).append(choice)
+    for number, choices in enumerate(by_tile.values()):
+        yield _case(group, call, "gathered split", choices, tuple(sorted({90, *archs})) if number == 0 else (90,))
+        if number == 0:
+            yield _case(group, call, "contiguous", choices, (80, 90))
+
+
+def _kinds(
+    group: str, call: CallSpec, kinds: tuple[str, ...], archs: tuple[int, ...], implementation: str = "block_wise"
+) -> Iterator[Case]:
+    choices = gpu_choices(call, Open(), implementation)
+    for kind in kinds:
+        yield _case(group, call, kind, choices, archs)
+
+
+def _case(group: str, call: CallSpec, kind: str, choices: list[Choice], archs: tuple[int, ...]) -> Case:
+    """The first choice of a kind: gathered or contiguous columns, split or not."""
+    for choice in choices:
+        assert choice.layout is not None
+        assert choice.kernel is not None
+        if (choice.layout.slab is not None) == ("gathered" in kind) and (choice.kernel.split_tiles > 0) == (
+            "split" in kind
+        ):
+            layout, kernel = choice.layout, choice.kernel
+            settings = f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r"
+            options = " bias softcap sinks" if call.has_bias else ""
+            name = (
+                f"{choice.implementation} {_short(call)} {layout.block_m}x{layout.block_n} {settings} {kind}{options}"
+            )
+            return Case(group, name, call, choice, archs)
+    raise AssertionError(f"the selector has no choice that is {kind}")
+
+
+def _short(call: CallSpec) -> str:
+    widths = f"{call.head_dim}" if call.value_dim == call.head_dim else f"{call.head_dim}/{call.value_dim}"
+    rows = f" rows {call.q_len}x{call.heads // call.kv_heads}" if call.q_len <= 16 else ""
+    return f"{str(call.dtype).removeprefix('torch.')} D {widths}{rows}"
+
+
+@dataclass
+class Recorded:
+    """Stands in for `Launch`: keeps what a kernel would be launched with."""
+
+    made: list[Recorded] = field(default_factory=list)
+    given: tuple[Any, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, *given: Any, **options: Any) -> Recorded:
+        one = Recorded(given=given, options=options)
+        self.made.append(one)
+        return one
+
+    def __call__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def launch(self, kernel: Any, grid: int, tensors: tuple[Tensor, ...], *rest: Any, **options: Any) -> None:
+        self.make(kernel, grid, (), *rest, **options)(*tensors)
+
+
+def recorded(case: Case) -> Recorded:
+    """What the launching code passes on for this case."""
+    call, choice = case.call, case.choice
+    # Causal, so that there are partial tiles, and without every fourth key, so that gathered full tiles have gaps.
+    rows, columns = torch.arange(call.q_len)[:, None], torch.arange(call.kv_len)[None, :]
+    keep = columns <= rows + call.kv_len - call.q_len
+    if choice.layout is None or choice.layout.slab is not None:
+        keep = keep & (columns % 4 != 3)
+    layout = build_layout(as_mask(keep), call.q_len, call.kv_len, choice.layout)
+    q = torch.empty(1, call.heads, call.q_len, call.head_dim, dtype=call.dtype)
+    k = torch.empty(1, call.kv_heads, call.kv_len, call.head_dim, dtype=call.dtype)
+    v = torch.empty(1, call.kv_heads, call.kv_len, call.value_dim, dtype=call.dtype)
+    options: dict[str, Any] = {
+        "scale": 0.1,
+        "softcap": 30.0 if call.has_softcap else 0.0,
+        "bias": q.new_empty(1, call.heads, call.q_len, call.kv_len) if call.has_bias else None,
+        "sinks": q.new_empty(call.heads) if call.has_sinks else None,
+    }
+    record = Recorded()
+    with mock.patch.object(block_wise, "Launch", record.make), mock.patch.object(row_wise, "launch", record.launch):
+        if choice.kernel is None:
+            row_wise.row_wise_attention(q, k, v, *row_wise.prepare_row_wise(layout), **options)
+        else:
+            work = make_work(layout, choice.kernel.split_tiles)
+            block_wise.block_wise_attention(q, k, v, work, choice.kernel, **options)
+    (one,) = record.made
+    return one
+
+
+def source(record: Recorded) -> ASTSource:
+    """Specialised as Triton does: 1 is a constant, multiples of 16 are known to be, pointers are aligned."""
+    kernel, _grid, static, numbers, constants = record.given
+    values = (*record.tensors, *static, *numbers)
+    signature: dict[str, str] = {}
+    fixed: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for place, (name, value) in enumerate(zip(kernel.arg_names, (*values, *constants), strict=True)):
+        constant = place >= len(values) or (type(value) is int and value == 1)
+        if constant:
+            signature[name], fixed[place,] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name] = "*" + _TYPES[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+        if not constant and (isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)):
+            attributes[place,] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, fixed, attributes)
+
+
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+
+
+def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
+    """Compile for one GPU and read the resources off the binary."""
+    options = {"num_warps": record.options["num_warps"], "num_stages": record.options["num_stages"]}
+    if record.options.get("max_registers"):
+        options["maxnreg"] = record.options["max_registers"]
+    start = time.perf_counter()
+    kernel = triton.compile(source(record), target=GPUTarget("cuda", arch, 32), options=options)
+    seconds = time.perf_counter() - start
+    registers, spilled = _resources(kernel.asm["cubin"])
+    choice, estimated = case.choice, 0
+    if choice.kernel is not None and choice.layout is not None:
+        estimated = shared_memory(choice.layout, case.call, choice.kernel.num_stages, choice.kernel.pack)
+    return Compiled(
+        group=case.group,
+        name=case.name,
+        arch=arch,
+        registers=registers,
+        spilled=spilled,
+        shared=kernel.metadata.shared,
+        estimated=estimated,
+        wgmma="wgmma.mma_async" in kernel.asm["ptx"],
+        block_m=choice.layout.block_m if choice.kernel is not None and choice.layout is not None else 0,
+        itemsize=case.call.dtype.itemsize,
+        seconds=round(seconds, 2),
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of a thread; our kernels have no arrays, so the stack is what was spilled."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", shown)
+    assert found is not None, shown
+    return int(found[1]), int(found[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--only", default="", help="names that contain this")
+    given = parser.parse_args()
+    assert "TRITON_INTERPRET" not in os.environ, "kernels must be compiled, not interpreted"
+    if not given.json:
+        print(f"triton {triton.__version__}, stof {stof.__version__}")
+        print("  sm  registers  spilled   shared  estimate  wgmma  seconds  kernel")
+    for case in cases():
+        if given.only not in case.name:
+            continue
+        record = recorded(case)
+        for arch in case.archs:
+            one = compiled(case, record, arch)
+            if given.json:
+                print(json.dumps({"triton": triton.__version__, **asdict(one)}), flush=True)
+            else:
+                print(
+                    f"{arch:>4}  {one.registers:>9}  {one.spilled:>7}  {one.shared:>7}  {one.estimated:>8}  "
+                    f"{'yes' if one.wgmma else 'no':>5}  {one.seconds:>7.1f}  [{one.group}] {one.name}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()
+    sys.exit(0)

@@ -1,0 +1,80 @@
+"""Kernels compile for every GPU generation we serve, without one, under both Triton versions, and hardly spill."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# `make test` puts the older release beside the environment's own.
+OLDER = Path(sys.prefix) / "triton-3.6"
+
+# Bytes a thread may spill, for sm_90 and for the other GPUs: what both Triton releases need, rounded up to 32. Head
+# dimensions of 64 are compiled for more programs on a multiprocessor, which pays for its few spills; 256 and float32
+# would need more than the 255 registers there are.
+SPILLS = {
+    "D 64": (96, 128),
+    "D 128": (0, 0),
+    "D 256": (192, 448),
+    "fp32 D 64": (0, 64),
+    "fp32": (992, 864),
+    "options D 64": (352, 384),
+    "options D 128": (768, 768),
+    "decode": (32, 0),
+    "row-wise": (0, 0),
+}
+# Shared memory a program may have.
+LIMITS = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+# What the selector's estimate may miss.
+UNCOUNTED = 4096
+
+
+def compile_all(path: Path | None, cache: Path) -> list[dict[str, Any]]:
+    """Everything `compile_kernels.py` reports, under the Triton in `path` or the installed one."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    if path is not None:
+        paths = [str(path), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, "-m", "tests.kernels.compile_kernels", "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.6", "installed"])
+def test_kernels_compile(version: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    if version == "3.6" and not OLDER.is_dir():
+        pytest.skip("Triton 3.6 is not beside the environment; `make test` puts it there")
+    kernels = compile_all(OLDER if version == "3.6" else None, tmp_path)
+    assert {kernel["group"] for kernel in kernels} == set(SPILLS), "every bound is used, and no kernel is without one"
+    assert {kernel["arch"] for kernel in kernels} == set(LIMITS)
+    if version == "3.6":
+        assert all(kernel["triton"].startswith("3.6.") for kernel in kernels)
+    problems = [f"sm_{kernel['arch']} {kernel['name']}: {problem}" for kernel in kernels for problem in faults(kernel)]
+    assert not problems, "\n".join(["", *problems])
+
+
+def faults(kernel: dict[str, Any]) -> list[str]:
+    """What is wrong with a compiled kernel."""
+    found = []
+    allowed = SPILLS[kernel["group"]][kernel["arch"] != 90]
+    if kernel["spilled"] > allowed:
+        found.append(f"spills {kernel['spilled']} bytes, allowed {allowed}")
+    if kernel["estimated"] and kernel["shared"] > kernel["estimated"] + UNCOUNTED:
+        found.append(f"takes {kernel['shared']} bytes of shared memory, the selector counts {kernel['estimated']}")
+    limit = LIMITS[kernel["arch"]]
+    # The selector refuses by its estimate; what it lets through must fit.
+    if kernel["shared"] > limit >= kernel["estimated"]:
+        found.append(f"takes {kernel['shared']} bytes of shared memory, the GPU has {limit}")
+    if kernel["arch"] == 90 and kernel["block_m"] >= 64 and kernel["itemsize"] == 2 and not kernel["wgmma"]:
+        found.append("has no wgmma")
+    return found

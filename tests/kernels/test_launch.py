@@ -1,0 +1,136 @@
+"""Launching: the JIT once, the compiled kernel from then on, and one error for kernels that cannot run on a device."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from stof.errors import KernelError
+from stof.kernels.triton import launch
+from stof.kernels.triton.launch import Launch
+
+STREAM = 77
+
+
+class Kernel:
+    """Stands in for a `triton.jit` function: counts compilations and keeps what it was launched with."""
+
+    __name__ = "some_kernel"
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.through_jit: list[tuple[Any, ...]] = []
+        self.direct: list[tuple[Any, ...]] = []
+        self.options: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if self.error is not None:
+                raise self.error
+            self.through_jit.append((grid, *args))
+            self.options = options
+            return SimpleNamespace(run=lambda *a: self.direct.append(a), function="function", packed_metadata="meta")
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much of a GPU as launching asks for."""
+    monkeypatch.setattr(launch.triton, "JITFunction", Kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
+
+
+def made(kernel: Kernel, tensors: tuple[torch.Tensor, ...] = (), index: int = 0, **options: int) -> Launch:
+    settings = {"num_warps": 4, "num_stages": 3, **options}
+    return Launch(kernel, 5, tensors, (1, 2.5), (True,), device=torch.device("cuda", index), **settings)
+
+
+def test_compiled_once_then_launched_directly() -> None:
+    kernel, fixed, first, second = Kernel(), torch.zeros(8), torch.zeros(8), torch.zeros(8)
+    ready = made(kernel, (fixed,))
+    ready(first)
+    assert kernel.through_jit == [((5,), first, fixed, 1, 2.5, True)]
+    ready(second)
+    ready(second)
+    assert len(kernel.through_jit) == 1
+    arguments = (second.data_ptr(), fixed.data_ptr(), 1, 2.5, True)
+    assert kernel.direct == [(5, 1, 1, STREAM, "function", "meta", None, None, None, *arguments)] * 2
+
+
+@pytest.mark.parametrize(("registers", "wanted"), [(0, {}), (168, {"maxnreg": 168})])
+def test_compile_options(registers: int, wanted: dict[str, int]) -> None:
+    kernel = Kernel()
+    made(kernel, max_registers=registers)(torch.zeros(1))
+    assert kernel.options == {"num_warps": 4, "num_stages": 3, **wanted}
+
+
+def test_tensors_that_are_not_aligned_go_through_the_jit() -> None:
+    """A kernel compiled for aligned pointers loads 16 bytes at once; the JIT compiles another one for the rest."""
+    kernel, aligned, odd = Kernel(), torch.zeros(8), torch.zeros(8)[1:]
+    ready = made(kernel)
+    for tensor in (odd, aligned, odd, aligned):
+        ready(tensor)
+    assert [args[1].data_ptr() % 16 > 0 for args in kernel.through_jit] == [True, False, True]
+    assert len(kernel.direct) == 1
+    ready = made(kernel, (odd,))
+    ready(aligned)
+    ready(aligned)
+    assert len(kernel.direct) == 1
+
+
+def test_another_current_device_goes_through_the_jit() -> None:
+    kernel, tensor = Kernel(), torch.zeros(8)
+    ready = made(kernel, index=1)
+    ready(tensor)
+    ready(tensor)
+    assert len(kernel.through_jit) == 2
+    assert not kernel.direct
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_profilers_see_every_launch(hook: str) -> None:
+    kernel, tensor, chain = Kernel(), torch.zeros(8), getattr(launch.knobs.runtime, hook)
+    ready = made(kernel)
+    ready(tensor)
+    chain.add(print)
+    try:
+        ready(tensor)
+    finally:
+        chain.remove(print)
+    assert len(kernel.through_jit) == 2
+    ready(tensor)
+    assert len(kernel.through_jit) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OutOfResources(300_000, 232_448, "shared memory"), "OutOfResources: out of resource: shared memory"),
+        (PTXASError("line 1\nptxas fatal: no"), "PTXASError: .*ptxas fatal: no"),
+        (CompilationError("x", None, "told\nwhy"), "CompilationError"),
+    ],
+    ids=["resources", "ptxas", "compilation"],
+)
+def test_failures_are_kernel_errors(error: Exception, text: str) -> None:
+    ready = made(Kernel(error))
+    for _ in range(2):
+        with pytest.raises(KernelError, match=f"some_kernel does not run on this device: {text}") as caught:
+            ready(torch.zeros(8))
+        assert caught.value.__cause__ is error
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("illegal address")])
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        made(Kernel(error))(torch.zeros(8))
+    assert caught.value is error
