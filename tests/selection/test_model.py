@@ -16,7 +16,7 @@ from stof import LayoutConfig, masks
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection import Choice
-from stof.selection.gpu import gpu_choices
+from stof.selection.gpu import geometries, gpu_choices
 from stof.selection.model import (
     DeviceModel,
     KernelTimes,
@@ -200,7 +200,7 @@ def test_occupancy() -> None:
     # One at least, whatever the estimate says.
     large = Choice("block_wise", LayoutConfig(128, 128), None, BlockWiseConfig(8, 4))
     assert occupancy(large, call_of(head_dim=256), MODEL) == 1
-    tiny = Choice("decode", LayoutConfig(1, 16), None, BlockWiseConfig(1, 1, 32))
+    tiny = Choice("decode", LayoutConfig(1, 16), None, BlockWiseConfig(1, 2, 32))
     assert occupancy(tiny, call, MODEL) == 8
 
 
@@ -210,12 +210,21 @@ def test_row_wise_by_rows_and_keys() -> None:
     few, many = (estimate(choice, call, counted([1] * 10, kept=kept), MODEL) for kept in (8, 800))
     assert few is not None
     assert many is not None
-    assert few == pytest.approx(3.0 + 12 * 640 * (2e-4 + 8 * 1.5e-4))
-    assert many == pytest.approx(3.0 + 12 * 640 * (2e-4 + 800 * 1.5e-4))
+    assert few == pytest.approx(3.0 + 2.0 + 12 * 640 * (2e-4 + 8 * 1.5e-4))
+    assert many == pytest.approx(3.0 + 2.0 + 12 * 640 * (2e-4 + 800 * 1.5e-4))
+    # A single long row takes its keys one after the other.
+    alone = estimate(choice, call_of(q_len=1, heads=1, batch=1), counted([1], kept=4000), MODEL)
+    assert alone == pytest.approx(3.0 + 2.0 + 4000 * 0.021)
 
 
-def test_unknown_constants_give_no_estimate() -> None:
-    assert estimate(choice_of(), call_of(), counted([1]), MODEL) is None
+def test_unknown_kernels_are_guessed() -> None:
+    """By their arithmetic: float32 costs more than float16; implementations without a model have no estimate."""
+    half, single = (
+        estimate(choice_of(), call_of(dtype=dtype), counted([9]), MODEL) for dtype in (torch.float16, torch.float32)
+    )
+    assert half is not None
+    assert single is not None
+    assert 0 < half < single
     assert estimate(Choice("batched"), call_of(), counted([1]), MODEL) is None
 
 

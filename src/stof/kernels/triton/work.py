@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from stof.errors import ArgumentError
 from stof.layout import Layout, bits
 from stof.layout.build import PARTIAL_TILE_COST
 
@@ -28,7 +29,8 @@ class BlockWiseConfig:
 
     Attributes:
         num_warps: warps of a program.
-        num_stages: buffers of the K and V pipeline.
+        num_stages: buffers of the K and V pipeline, at least 2: without a pipeline, Triton 3.6 compiles a loop for
+            sm_90 that reads shared memory out of bounds (seen on an H200).
         max_registers: registers of a thread at most (more programs fit on a multiprocessor); 0 for no bound.
         pack: put the query heads of a key head into the rows of one tile (for few query rows).
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
@@ -41,6 +43,10 @@ class BlockWiseConfig:
     pack: bool = False
     split_tiles: int = 0
     side: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 2:
+            raise ArgumentError(f"num_stages is at least 2, got {self.num_stages}")
 
     def __str__(self) -> str:
         parts = [f"{self.num_warps} warps", f"{self.num_stages} stages"]
