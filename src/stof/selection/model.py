@@ -27,6 +27,7 @@ from stof.selection.choice import Choice
 DECODE_ROWS = 16
 # Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 products.
 _FLOPS_PER_US = (2e6, 0.3e6)
+_GUESS_PENALTY = 1.5
 # A row by itself: what it costs at least, and each key that one program reads after the other.
 _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
@@ -160,8 +161,11 @@ def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel)
         return None
     if choice.implementation == "block_wise" and call.q_len <= DECODE_ROWS:
         return None  # `decode` is the same kernel, made for this
-    times = model.kernels.get(kernel_key(choice, call)) or guessed_times(choice, call)
-    return estimate_tiles(choice, call, survey, model, times)
+    times = model.kernels.get(kernel_key(choice, call))
+    if times is not None:
+        return estimate_tiles(choice, call, survey, model, times)
+    # A guess must not beat what was measured by being bold.
+    return _GUESS_PENALTY * estimate_tiles(choice, call, survey, model, guessed_times(choice, call))
 
 
 def guessed_times(choice: Choice, call: CallSpec) -> KernelTimes:
