@@ -1,0 +1,80 @@
+"""Fitting the cost model: synthetic times give back the constants they were made with, and no regret."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stof import LayoutConfig, masks
+from stof.bench import selector
+from stof.bench.grid import Shape
+from stof.kernels.triton.work import BlockWiseConfig
+from stof.layout.survey import survey
+from stof.selection import Choice
+from stof.selection.model import DeviceModel, KernelTimes, estimate, kernel_key
+
+MASKS = {
+    "causal": masks.causal(),
+    "full": masks.full(),
+    "window": masks.sliding_window(300),
+    "longformer": masks.longformer(40, 40),
+    "strided": masks.strided(64, 64, 8),
+}
+LAYOUT = LayoutConfig(64, 64)
+CHOICES = [Choice("block_wise", LAYOUT, None, BlockWiseConfig(4, 3, 128, split_tiles=split)) for split in (0, 8)]
+TRUTH = KernelTimes(item=5.0, partial=1.5, full=0.8, merge=2.5, collect=0.3, solo=0.5)
+
+
+def model_with(times: KernelTimes) -> DeviceModel:
+    key = kernel_key(CHOICES[0], selector.call_of(Shape.parse("1,12,64,512"), torch.float16))
+    return DeviceModel("test", 132, 233_472, 2.0, 4.5e6, (2e-4, 1e-4), {key: times})
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[selector.Measured]:
+    rows = []
+    for name, mask in MASKS.items():
+        for batch, length in ((1, 512), (2, 1024), (8, 1024), (16, 2048)):
+            shape = Shape.parse(f"{batch},12,64,{length}")
+            counted = survey(mask, length, length, [LAYOUT])
+            counts = counted.counts[LAYOUT]
+            for choice in CHOICES:
+                us = estimate(choice, selector.call_of(shape, torch.float16), counted, model_with(TRUTH))
+                assert us is not None
+                sizes = f"{batch},12,12,64,{length},{length}"
+                kept = float(counted.kept.sum())
+                row = (name, sizes, "float16", choice, us, counts.partial.tolist(), counts.full.tolist(), kept)
+                rows.append(selector.Measured(*row))
+    return rows
+
+
+def test_fit_gives_back_the_constants(measured: list[selector.Measured]) -> None:
+    start = KernelTimes(item=3.0, partial=1.0, full=1.0, merge=1.0, collect=0.2, solo=0.9)
+    fitted = selector.fit(measured, model_with(start))
+    errors, regrets = selector.self_check(measured, fitted)
+    assert max(errors) < 0.1
+    assert max(regret.share for regret in regrets) < 0.05
+    (times,) = fitted.kernels.values()
+    assert times.full == pytest.approx(TRUTH.full, rel=0.15)
+    assert times.partial == pytest.approx(TRUTH.partial, rel=0.15)
+
+
+def test_leaving_a_mask_out(measured: list[selector.Measured]) -> None:
+    some = [row for row in measured if row.mask in ("causal", "window", "longformer")]
+    errors, regrets = selector.leave_one_out(some, model_with(replace(TRUTH, item=4.0)))
+    assert len(errors) == len(some)
+    assert {regret.mask for regret in regrets} == {row.mask for row in some}
+    assert "regret" in selector.summary(errors, regrets)
+
+
+def test_measurements_survive_json(measured: list[selector.Measured]) -> None:
+    assert selector.from_json(json.loads(json.dumps(selector.to_json(measured)))) == measured
+
+
+def test_cells_can_be_drawn() -> None:
+    for mask, sizes in selector.CELLS:
+        shape = Shape.parse(sizes)
+        assert selector.cell_mask(mask, shape).name == mask
