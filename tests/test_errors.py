@@ -206,6 +206,16 @@ def test_nothing_runs_before_the_checks() -> None:
     assert stof.plan_cache.info().misses == 0
 
 
+def test_kept_calls_do_not_hide_the_checks() -> None:
+    """A plan that has served a call finds the next one by likeness; what is wrong with that one is still said."""
+    ready = stof.plan(masks.causal(), Q.shape[2], K.shape[2])
+    stof.attention(Q, K, V, ready)
+    with pytest.raises(DtypeError, match="k is a "):
+        stof.attention(Q, None, V, ready)
+    with pytest.raises(ArgumentError, match="scale"):
+        stof.attention(Q, K, V, ready, scale=[1.0])
+
+
 def test_explain() -> None:
     weighed = stof.explain(Q, KG, VG, masks.causal(), softcap=3.0)
     assert {candidate.name for candidate in weighed} == set(IMPLEMENTATIONS)

@@ -81,7 +81,7 @@ attention_op.register_autograd(no_backward)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether an implementation may be called straight, past the operator, which costs as much as a small kernel.
+    """Whether an implementation may be called straight, past the operator and its host time.
 
     The operator must be seen by autograd when an input requires a gradient, and by whoever wraps tensors or intercepts
     operators (fake tensors, functorch transforms, tracing).

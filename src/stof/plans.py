@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, DeviceError
+from stof.kernels.triton.work import BoundCall
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.io import load_layout, save_layout
 from stof.layout.orders import named_order
@@ -35,7 +36,6 @@ from stof.selection import (
     failures,
     refined_config,
 )
-from stof.selection.implementations import BoundCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +203,10 @@ class Plan:
         """The call kept for tensors and options like these, already checked and chosen for; None when there is none."""
         if not self._bound or not is_plain(q, k, v, bias, sinks) or torch.is_autocast_enabled(self.device.type):
             return None
-        return self._bound.get(_likeness(q, k, v, bias, sinks, scale, softcap, implementation))
+        try:
+            return self._bound.get(_likeness(q, k, v, bias, sinks, scale, softcap, implementation))
+        except (AttributeError, TypeError):  # no tensor, or a scale that is no number: the checks have the message
+            return None
 
     def bind(self, given: tuple[Any, ...], call: BoundCall) -> None:
         """Keep a call for arguments like those given to `attention`."""

@@ -24,7 +24,7 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection import CallSpec, Choice
 from stof.selection.implementations import IMPLEMENTATIONS, Options
-from stof.selection.model import DeviceModel, KernelTimes, critical_load, estimate, kernel_key, overlapped
+from stof.selection.model import DeviceModel, KernelTimes, critical_load, estimate, estimate_tiles, kernel_key
 from stof.tuning.timing import time_calls
 
 if TYPE_CHECKING:
@@ -220,18 +220,12 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
             # A partial tile does all that a full one does; few measurements may say otherwise.
             times = KernelTimes(item, max(partial, full / 2), full, merge, collect, solo)
         error = sum(
-            (math.log(estimate_case(choice, call, counts, model, times)) - math.log(us + model.launch)) ** 2
+            (math.log(estimate_tiles(choice, call, counts, model, times)) - math.log(us + model.launch)) ** 2
             for choice, call, counts, us in cases
         )
         if error < least:
             best, least = times, error
     return best
-
-
-def estimate_case(choice: Choice, call: CallSpec, counts: Survey, model: DeviceModel, times: KernelTimes) -> float:
-    load, filled, bytes_us = critical_load(choice, call, counts, model, times)
-    busy = times.solo + (1 - times.solo) * filled
-    return model.launch + overlapped(busy * float(load @ times.weights()), bytes_us)
 
 
 def _nonnegative(matrix: Tensor, target: Tensor) -> Tensor:
@@ -302,11 +296,9 @@ def leave_one_out(rows: Sequence[Measured], base: DeviceModel) -> tuple[list[flo
     for mask in dict.fromkeys(row.mask for row in rows):
         model = fit([row for row in rows if row.mask != mask], base)
         own = [row for row in rows if row.mask == mask]
-        for row in own:
-            guess = estimate(row.choice, call_of_row(row), survey_of(row), model)
-            if guess is not None:
-                errors.append(abs(guess / row.us - 1))
-        found += regrets(own, model)
+        off, picked = self_check(own, model)
+        errors += off
+        found += picked
     return errors, found
 
 
@@ -347,7 +339,7 @@ def measure(
 
 
 def self_check(rows: Sequence[Measured], model: DeviceModel) -> tuple[list[float], list[Regret]]:
-    """Relative errors of a model's estimates on the rows it was fitted to, and its regrets."""
+    """Relative errors of a model's estimates on these rows, and its regrets."""
     errors = []
     for row in rows:
         guess = estimate(row.choice, call_of_row(row), survey_of(row), model)

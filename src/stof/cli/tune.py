@@ -55,7 +55,7 @@ def tune(
     if check:
         Console().print(selector.regret_table(rows, base))
         return
-    if measurements is None or output is not None:
+    if not device or measurements is None or output is not None:  # else only measured, to be fitted elsewhere
         fitted = selector.fit(rows, base)
         errors, left_out = selector.leave_one_out(rows, base)
         quality = {"fit": selector.summary(*selector.self_check(rows, fitted))}

@@ -28,13 +28,12 @@ _FLOAT32_TILES = {
     128: ((64, 32, 4, 2, 0), (32, 16, 4, 2, 0)),
     256: ((32, 16, 4, 2, 0), (16, 16, 4, 2, 0)),
 }
-# (block_n, warps, stages): decoding is bound by memory, so what counts is bytes in flight. The first is the fastest on
-# an H200 wherever it fits; the second is for GPUs with less shared memory.
+# (block_n, warps, stages): decoding is bound by memory, so what counts is bytes in flight. The first was the fastest
+# in every decode cell of `stof tune --device` on an H200; the second is for GPUs with less shared memory.
 _DECODE_TILES = ((128, 4, 3), (64, 4, 2))
 # Keys of a chunk: short ones fill the machine when there are few sequences, long ones need fewer merges.
 _CHUNK_KEYS = (512, 1024, 2048, 4096)
-# Bytes of K and V that heads side by side may keep in the L2 cache (the H200 has 50 MB); a quarter to twice as much is
-# within 3 % on most masks.
+# Bytes of K and V that heads side by side may keep in the L2 cache (the H200 has 50 MB).
 _L2_SHARE = 32 * 2**20
 
 

@@ -7,7 +7,7 @@ the kernel reads (once per plan), `run` gets exactly those tensors back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from stof.kernels.batched import BatchedLayout, batched_attention, make_batched
 from stof.kernels.cpu import Schedule, empty_output, make_schedule, row_block_attention
 from stof.kernels.reference import reference_attention
-from stof.kernels.triton.work import BlockWiseConfig, Work, make_work
+from stof.kernels.triton.work import BlockWiseConfig, BoundCall, Work, make_work
 from stof.layout import Layout
 from stof.selection.capabilities import Capabilities
 from stof.selection.model import DECODE_ROWS
@@ -50,9 +50,6 @@ class Options:
     softcap: float
     bias: Tensor | None
     sinks: Tensor | None
-
-
-BoundCall = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -175,6 +172,10 @@ def _run_row_wise(
     return _bind_row_wise(q, k, v, tensors, sizes, options)(q, k, v, options.bias, options.sinks)
 
 
+_TRITON = Capabilities(
+    devices=("cuda",), dtypes=GPU_FLOATS, head_dims=(1, 256), value_dims=(1, 256), compute_capability=(8, 0)
+)
+
 # In order of preference: the first that refuses nothing runs.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     impl.name: impl
@@ -189,9 +190,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="block_wise",
             summary="Triton: tensor cores over tiles of scores, heavy row blocks split and merged",
-            capabilities=Capabilities(
-                devices=("cuda",), dtypes=GPU_FLOATS, head_dims=(1, 256), value_dims=(1, 256), compute_capability=(8, 0)
-            ),
+            capabilities=_TRITON,
             prepare=_prepare_block_wise,
             run=_run_block_wise,
             bind=_bind_block_wise,
@@ -199,15 +198,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="decode",
             summary="Triton: few query rows against a long key cache, query heads packed into rows, split along keys",
-            capabilities=Capabilities(
-                devices=("cuda",),
-                dtypes=GPU_FLOATS,
-                head_dims=(1, 256),
-                value_dims=(1, 256),
-                compute_capability=(8, 0),
-                q_len=DECODE_ROWS,
-                one_mask_per_group=True,
-            ),
+            capabilities=replace(_TRITON, q_len=DECODE_ROWS, one_mask_per_group=True),
             prepare=_prepare_block_wise,
             run=_run_block_wise,
             bind=_bind_block_wise,
@@ -215,9 +206,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="row_wise",
             summary="Triton: each row over its own keys, without tensor cores; for few keys a row",
-            capabilities=Capabilities(
-                devices=("cuda",), dtypes=GPU_FLOATS, head_dims=(1, 256), value_dims=(1, 256), compute_capability=(8, 0)
-            ),
+            capabilities=_TRITON,
             prepare=_prepare_row_wise,
             run=_run_row_wise,
             bind=_bind_row_wise,

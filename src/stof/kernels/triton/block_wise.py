@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.triton.launch import BoundCall, Launch
+from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.scratch import zeroed_counters
-from stof.kernels.triton.work import ITEM_FIELDS, BlockWiseConfig, Work
+from stof.kernels.triton.work import ITEM_FIELDS, BlockWiseConfig, BoundCall, Work
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -286,8 +286,8 @@ def block_wise_kernel(
         item += pattern * items
     else:
         pattern = 0
-    # Everything the first products need is one load away from the program's number: a chain of dependent loads costs
-    # up to a microsecond each, as much as a tile.
+    # Everything the first products need is one load away from the program's number: each further link in a chain
+    # of loads would delay every program by a trip to memory.
     n = tl.arange(0, BLOCK_N)
     next_columns = tl.load(first_columns_ptr + item * BLOCK_N + n)
     item_ptr = items_ptr + item * ITEM_STRIDE
@@ -442,8 +442,7 @@ def bind_block_wise(
 ) -> BoundCall:
     """`block_wise_attention` with everything but the data decided: `call(q, k, v, bias, sinks) -> (out, lse)`.
 
-    The call takes tensors with the shapes, strides, dtypes and device of those given here. It costs some 10 us of host
-    time, a third of deciding everything anew.
+    The call takes tensors with the shapes, strides, dtypes and device of those given here.
     """
     if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return _with_contiguous_rows(work, config, scale, softcap)

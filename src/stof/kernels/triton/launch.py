@@ -1,12 +1,11 @@
 """Launching Triton kernels: once through the JIT, then straight from the compiled kernel.
 
-Triton's own call path binds, specialises and hashes every argument, some 20 us for a kernel of 60; the direct path
-costs little more than the launch itself.
+Triton's own call path binds, specialises and hashes every argument. An eager attention call took 52 us of host time
+through it and takes 15 without (`stof bench launch`, H200 machine).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +16,6 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from stof.errors import KernelError
-
-# `call(q, k, v, bias, sinks) -> (out, lse)`
-BoundCall = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class Launch:

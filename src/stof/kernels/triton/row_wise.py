@@ -18,7 +18,8 @@ from torch import Tensor
 
 from stof.errors import ArgumentError, LayoutError
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.triton.launch import BoundCall, Launch
+from stof.kernels.triton.launch import Launch
+from stof.kernels.triton.work import BoundCall
 from stof.layout.layout import Layout
 
 LOG2E = math.log2(math.e)

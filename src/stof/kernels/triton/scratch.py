@@ -20,7 +20,7 @@ def zeroed_counters(count: int, device: torch.device) -> Tensor:
 
     Calls on one stream follow each other, so they share counters; streams do not. A captured call may be replayed
     next to anything else: it gets counters of its own, taken from an arena that was cleared before any capture,
-    so that the graph holds no clearing (2 us a call).
+    so that the graph holds no clearing.
     """
     if device.type != "cuda":  # Triton's interpreter
         return torch.zeros(count, dtype=torch.int32, device=device)

@@ -5,6 +5,7 @@ Plain torch; importing it does not import Triton.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -18,6 +19,9 @@ from stof.layout.build import PARTIAL_TILE_COST
 # blocks: chunks it is cut into, slot of its first chunk, number of this chunk, number of the split row block; last the
 # bitmap of the first partial tile, and the first column of the first full tile.
 ITEM_FIELDS = 11
+
+# `call(q, k, v, bias, sinks) -> (out, lse)` for tensors like those it was bound to.
+BoundCall = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
 # Bitmaps unpacked at once while reordering: bounds the memory of `make_work`.
 _BITS_AT_ONCE = 2**25
