@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal, overload
 
 import torch
@@ -182,8 +183,8 @@ def _run(
         _check_forced(implementation, call)
     while True:
         choice = ready.choice(call, implementation or None)
-        prepared = ready.prepared(choice)
         try:
+            prepared = ready.prepared(choice)
             if not is_plain(q, k, v, bias, sinks):
                 return attention_op(
                     q, k, v, prepared.tensors, prepared.sizes, bias, sinks, scale, softcap, choice.implementation
@@ -196,7 +197,7 @@ def _run(
             return found
         except KernelError as error:
             # The next best candidate serves, down to plain PyTorch, which compiles nothing.
-            ready.reject(choice, call, str(error))
+            ready.reject(choice, call, error)
 
 
 @torch.library.custom_op("stof::masked_attention", mutates_args=())
@@ -216,7 +217,12 @@ def masked_attention_op(
     The plan is looked up (or built once) when the operator runs; `implementation` is "" for the default.
     """
     ready = Plan.by_handle(mask) if mask.startswith("plan ") else _planned(mask_by_key(mask), q, k)
-    return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation)
+    given = (q, k, v, bias, sinks, scale, softcap, implementation)
+    bound = ready.bound(*given)
+    if bound is not None:
+        with contextlib.suppress(KernelError):  # as in `attention`
+            return bound(q, k, v, bias, sinks)
+    return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation, given)
 
 
 @masked_attention_op.register_fake

@@ -80,5 +80,9 @@ class KernelError(StofError, RuntimeError):
     """A kernel does not compile for a device or needs more of it than there is; another implementation takes over."""
 
 
+class UnfitLayoutError(KernelError):
+    """A kernel cannot read the layout of one plan; another choice takes over for that plan, without a warning."""
+
+
 class MissingDependencyError(StofError, ImportError):
     """An optional package is needed for this feature; the message says how to install it."""

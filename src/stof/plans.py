@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from stof.errors import ArgumentError, DeviceError
+from stof.errors import ArgumentError, DeviceError, KernelError, UnfitLayoutError
 from stof.kernels.triton.work import BoundCall
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.io import load_layout, save_layout
@@ -111,6 +111,7 @@ class Plan:
         self._prepared: dict[Choice, PreparedLayout] = {}
         self._choices: dict[tuple[CallSpec, str | None], Choice] = {}
         self._bound: dict[Hashable, BoundCall] = {}
+        self._unfit: dict[tuple[object, ...], str] = {}
         self.handle = f"plan {next(_HANDLES)}"
         _BY_HANDLE[self.handle] = self
         if device.type != "cuda":
@@ -183,9 +184,16 @@ class Plan:
         """Every way to run a call, see `stof.explain`."""
         return candidates(call, self.device, self if self.device.type == "cuda" else None)
 
-    def reject(self, choice: Choice, call: CallSpec, reason: str) -> None:
-        """Leave a choice out from now on: it failed on this device."""
-        failures.add(choice, call, self.device, reason)
+    def unfit(self, choice: Choice) -> str | None:
+        """Why this plan cannot run a choice, as far as was found out."""
+        return self._unfit.get((choice.implementation, choice.layout, choice.row_order))
+
+    def reject(self, choice: Choice, call: CallSpec, error: KernelError) -> None:
+        """Leave a choice out from now on: it failed on this device, or with this plan's layout."""
+        if isinstance(error, UnfitLayoutError):
+            self._unfit[choice.implementation, choice.layout, choice.row_order] = str(error)
+        else:
+            failures.add(choice, call, self.device, str(error))
         self._choices.clear()
         self._bound.clear()
 

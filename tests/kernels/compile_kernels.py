@@ -89,6 +89,9 @@ class Open:
     fixed: LayoutConfig | None = None
     row_orders: tuple[str, ...] = ()
 
+    def unfit(self, choice: Choice) -> str | None:
+        return None
+
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         raise NotImplementedError
 

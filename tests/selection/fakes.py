@@ -12,7 +12,7 @@ from stof.layout import LayoutConfig
 from stof.layout.orders import named_order
 from stof.layout.survey import Survey, survey
 from stof.masks import Mask
-from stof.selection import CallSpec, select
+from stof.selection import CallSpec, Choice, select
 from stof.selection.model import load_model
 
 GPU = torch.device("cuda", 0)
@@ -28,6 +28,9 @@ class Geometry:
     kv_len: int
     fixed: LayoutConfig | None = None
     row_orders: tuple[str, ...] = ()
+
+    def unfit(self, choice: Choice) -> str | None:
+        return None
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         order = None if row_order is None else named_order(row_order, self.q_len)

@@ -113,23 +113,28 @@ def call_of(shape: Shape, dtype: torch.dtype) -> CallSpec:
 
 
 def measure_cell(
-    mask: GridMask, shape: Shape, device: torch.device, dtype: torch.dtype, report: Callable[[str], None]
+    mask: GridMask,
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Callable[[str], None],
+    only: str = "",
 ) -> list[Measured]:
     """Time every candidate of a cell that is right and not hopeless."""
     problem = Problem.draw(mask, shape, device, dtype)
     expected = Expected.of(problem, 256)
     plan = stof.plan(mask.mask(shape.q_len), shape.q_len, shape.kv_len, device=device)
     call = replace(call_of(shape, dtype), compute_capability=torch.cuda.get_device_capability(device))
-    weighed = [c for c in plan.candidates(call) if c.estimate_us is not None]
-    best = weighed[0].estimate_us or 0.0
+    weighed = [c for c in plan.candidates(call) if c.estimate_us is not None and only in ("", c.name)]
+    best = (weighed[0].estimate_us or 0.0) if weighed else 0.0
     calls: dict[str, Callable[[], object]] = {}
     chosen: dict[str, Choice] = {}
     for candidate in weighed:
         choice = candidate.choice
         if choice is None or (candidate.estimate_us or 0.0) > _WORTH_MEASURING * best:
             continue
-        run = _runner(problem, plan, choice)
         try:
+            run = _runner(problem, plan, choice)
             error = expected.error(run())
         except KernelError as failure:
             report(f"  {choice}: {failure}")
@@ -139,7 +144,7 @@ def measure_cell(
             continue
         calls[str(choice)] = run
         chosen[str(choice)] = choice
-    timings = time_calls(calls, device, rounds=3)
+    timings = time_calls(calls, device, rounds=3) if calls else {}
     rows = []
     for name, choice in chosen.items():
         counts, kept = _counts(plan, call, choice)
@@ -157,8 +162,10 @@ def _runner(problem: Problem, plan: stof.Plan, choice: Choice) -> Callable[[], T
     impl = IMPLEMENTATIONS[choice.implementation]
     options = Options(problem.shape.head_dim**-0.5, 0.0, None, None)
 
+    bound = impl.bound(problem.q, problem.k, problem.v, prepared.tensors, prepared.sizes, options)
+
     def run() -> Tensor:
-        return impl.run(problem.q, problem.k, problem.v, prepared.tensors, prepared.sizes, options)[0]
+        return bound(problem.q, problem.k, problem.v, None, None)[0]
 
     return run
 
@@ -318,12 +325,19 @@ def from_json(values: Iterable[dict[str, Any]]) -> list[Measured]:
 
 
 def measure(
-    cells: Sequence[tuple[str, str]], workers: int, budget: float | None, report: Callable[[str], None]
+    cells: Sequence[tuple[str, str]],
+    workers: int,
+    budget: float | None,
+    report: Callable[[str], None],
+    only: str = "",
 ) -> list[Measured]:
-    """Measure the cells in float16 on the current GPU; those the budget (seconds) leaves out are reported."""
+    """Measure the cells in float16 on the current GPU; those the budget (seconds) leaves out are reported.
+
+    `only` names the one implementation to measure.
+    """
     start = time.monotonic()
     if workers > 1:
-        warm(cells, "float16", workers, report)
+        warm(cells, "float16", workers, report, only)
         report(f"compiled ahead in {time.monotonic() - start:.0f} s")
     rows: list[Measured] = []
     for mask, sizes in cells:
@@ -331,8 +345,11 @@ def measure(
             report(f"{mask} {sizes}: left out, the budget is spent")
             continue
         shape = Shape.parse(sizes)
-        found = measure_cell(cell_mask(mask, shape), shape, torch.device("cuda"), torch.float16, report)
+        found = measure_cell(cell_mask(mask, shape), shape, torch.device("cuda"), torch.float16, report, only)
         rows += found
+        if not found:
+            report(f"{mask} {sizes}: no candidate")
+            continue
         best = min(found, key=lambda row: row.us)
         report(f"{mask} {sizes}: {len(found)} candidates, best {best.us:.1f} us by {best.choice}")
     return rows
@@ -380,20 +397,22 @@ def short_name(choice: Choice) -> str:
     return f"{layout.block_m}x{layout.block_n} {columns}{order} {compiled}{split}"
 
 
-def warm(cells: Sequence[tuple[str, str]], dtype: str, workers: int, report: Callable[[str], None]) -> None:
+def warm(
+    cells: Sequence[tuple[str, str]], dtype: str, workers: int, report: Callable[[str], None], only: str = ""
+) -> None:
     """Compile what the cells need in several processes, into Triton's cache on disk."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for failure in pool.map(_warm_cell, [(*cell, dtype) for cell in cells]):
+        for failure in pool.map(_warm_cell, [(*cell, dtype, only) for cell in cells]):
             if failure:
                 report(failure)
 
 
-def _warm_cell(job: tuple[str, str, str]) -> str | None:
-    name, sizes, dtype = job
+def _warm_cell(job: tuple[str, str, str, str]) -> str | None:
+    name, sizes, dtype, only = job
     try:
         shape = Shape.parse(sizes)
         # One sequence and two key heads are enough: sizes are no constants of a kernel.
@@ -405,7 +424,7 @@ def _warm_cell(job: tuple[str, str, str]) -> str | None:
             call_of(Shape.parse(sizes), problem.q.dtype), compute_capability=torch.cuda.get_device_capability(device)
         )
         for candidate in plan.candidates(call):
-            if candidate.choice is not None and candidate.estimate_us is not None:
+            if candidate.choice is not None and candidate.estimate_us is not None and only in ("", candidate.name):
                 try:
                     _runner(problem, plan, candidate.choice)()
                 except KernelError:

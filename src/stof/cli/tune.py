@@ -13,10 +13,12 @@ def tune(
         bool, typer.Option("--device", help="Measure every candidate on this machine's GPU, and fit the model.")
     ] = False,
     measurements: Annotated[
-        Path | None, typer.Option(help="Write the measurements here; without --device, read them from here.")
+        list[Path] | None,
+        typer.Option(help="Write the measurements here; without --device, read them from here (may be repeated)."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the fitted constants here.")] = None,
     masks: Annotated[str, typer.Option(help="Only cells with these masks, separated by spaces.")] = "",
+    only: Annotated[str, typer.Option(help="Only candidates of this implementation.")] = "",
     shapes: Annotated[str, typer.Option(help="Only cells with these shapes, separated by spaces.")] = "",
     budget: Annotated[float | None, typer.Option(help="Seconds after which no further cell is measured.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that compile ahead.")] = 8,
@@ -41,12 +43,18 @@ def tune(
             for mask, shape in selector.CELLS
             if (not masks or mask in masks.split()) and (not shapes or shape in shapes.split())
         ]
-        rows = selector.measure(cells, workers, budget, lambda line: console.print(line, style="dim", markup=False))
-        if measurements is not None:
-            measurements.parent.mkdir(parents=True, exist_ok=True)
-            measurements.write_text(json.dumps(selector.to_json(rows)), encoding="utf-8")
-    elif measurements is not None:
-        rows = selector.from_json(json.loads(measurements.read_text(encoding="utf-8")))
+        if measurements is not None and len(measurements) > 1:
+            raise ArgumentError("--device writes one file of measurements")
+        rows = selector.measure(
+            cells, workers, budget, lambda line: console.print(line, style="dim", markup=False), only
+        )
+        for file in measurements or ():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(selector.to_json(rows)), encoding="utf-8")
+    elif measurements:
+        rows = [
+            row for file in measurements for row in selector.from_json(json.loads(file.read_text(encoding="utf-8")))
+        ]
     else:
         raise ArgumentError("give --device to measure this GPU, or --measurements FILE to fit what was measured")
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
@@ -55,7 +63,7 @@ def tune(
     if check:
         Console().print(selector.regret_table(rows, base))
         return
-    if not device or measurements is None or output is not None:  # else only measured, to be fitted elsewhere
+    if not device or not measurements or output is not None:  # else only measured, to be fitted elsewhere
         fitted = selector.fit(rows, base)
         errors, left_out = selector.leave_one_out(rows, base)
         quality = {"fit": selector.summary(*selector.self_check(rows, fitted))}

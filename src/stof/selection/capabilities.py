@@ -41,6 +41,8 @@ class Capabilities:
         gqa: whether several query heads may share a key head.
         bias, softcap, sinks, permuted_rows: whether the option is served.
         compute_capability: the oldest GPU that can run it.
+        one_generation: it runs on GPUs of exactly that compute capability.
+        head_dim_multiple: what head_dim must be a multiple of.
         q_len: most query rows, 0 for no bound.
         one_mask_per_group: query heads that share a key head must share a mask.
     """
@@ -56,6 +58,8 @@ class Capabilities:
     sinks: bool = True
     permuted_rows: bool = True
     compute_capability: tuple[int, int] = (0, 0)
+    one_generation: bool = False
+    head_dim_multiple: int = 1
     q_len: int = 0
     one_mask_per_group: bool = False
 
@@ -66,6 +70,10 @@ class Capabilities:
             (not self.devices or call.device in self.devices, f"runs on {', '.join(self.devices)}, not {call.device}"),
             (call.dtype in self.dtypes, f"takes {_names(self.dtypes)}, not {call.dtype}"),
             (low <= call.head_dim <= high, f"head_dim {call.head_dim} is outside {low}..{high}"),
+            (
+                call.head_dim % self.head_dim_multiple == 0,
+                f"head_dim {call.head_dim} is no multiple of {self.head_dim_multiple}",
+            ),
             (
                 self.value_dims[0] <= call.value_dim <= self.value_dims[1],
                 f"value width {call.value_dim} is outside {self.value_dims[0]}..{self.value_dims[1]}",
@@ -79,6 +87,11 @@ class Capabilities:
             (
                 call.device != "cuda" or call.compute_capability >= self.compute_capability,
                 f"needs compute capability {_dotted(self.compute_capability)}, not {_dotted(call.compute_capability)}",
+            ),
+            (
+                call.device != "cuda" or not self.one_generation or call.compute_capability <= self.compute_capability,
+                f"runs on compute capability {_dotted(self.compute_capability)} alone, not "
+                f"{_dotted(call.compute_capability)}",
             ),
             (not self.q_len or call.q_len <= self.q_len, f"takes {self.q_len} query rows at most, not {call.q_len}"),
             (

@@ -13,7 +13,7 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
-from stof.selection.model import head_dim_class, shared_memory
+from stof.selection.model import head_dim_class, hopper_shared_memory, shared_memory
 
 # (block_m, block_n, warps, stages, registers) worth having, by head_dim class; `stof tune --device` times them all.
 # Three stages keep K and V of two tiles in flight; four warps on 64 rows leave room for two programs or more on a
@@ -31,10 +31,16 @@ _FLOAT32_TILES = {
 # (block_n, warps, stages): decoding is bound by memory, so what counts is bytes in flight. The first was the fastest
 # in every decode cell of `stof tune --device` on an H200; the second is for GPUs with less shared memory.
 _DECODE_TILES = ((128, 4, 3), (64, 4, 2))
+# The Hopper kernel's tiles, and its stages by head_dim class: what shared memory holds.
+HOPPER_TILE = (128, 128)
+_HOPPER_STAGES = {64: 4, 128: 2}
 # Keys of a chunk: short ones fill the machine when there are few sequences, long ones need fewer merges.
 _CHUNK_KEYS = (512, 1024, 2048, 4096)
 # Bytes of K and V that heads side by side may keep in the L2 cache (the H200 has 50 MB).
 _L2_SHARE = 32 * 2**20
+# The Hopper kernel's thread blocks keep step less well, so they want more room: at D 128, S 8192, causal, 2 and 4 heads
+# side by side took 823 to 826 us, 8 839 us, 16 861 us (H200).
+_HOPPER_L2_SHARE = 16 * 2**20
 
 
 class Geometry(Protocol):
@@ -51,12 +57,17 @@ class Geometry(Protocol):
     @property
     def row_orders(self) -> tuple[str, ...]: ...
 
+    def unfit(self, choice: Choice) -> str | None:
+        """Why this plan cannot run a choice, as far as was found out."""
+
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         """Tile counts under each geometry."""
 
 
 def gpu_choices(call: CallSpec, geometry: Geometry, implementation: str) -> list[Choice]:
     """Every choice of one implementation for a call, whether it pays or not."""
+    if implementation == "hopper":
+        return _hopper_choices(call, geometry)
     if implementation == "row_wise":
         return [Choice("row_wise", geometry.fixed or LayoutConfig(64, 64, 1))]
     tiles = _decode_tiles(call) if implementation == "decode" else _block_tiles(call)
@@ -67,6 +78,24 @@ def gpu_choices(call: CallSpec, geometry: Geometry, implementation: str) -> list
                 kernel = BlockWiseConfig(warps, stages, registers, pack=pack, side=_side(call))
                 choices += _variants(Choice(implementation, layout, order, kernel), call)
     return list(dict.fromkeys(choices))
+
+
+def _hopper_choices(call: CallSpec, geometry: Geometry) -> list[Choice]:
+    """Contiguous tiles, slabs of 16 or 8 columns, and evenly spaced rows and columns."""
+    kernel = BlockWiseConfig(
+        4, _HOPPER_STAGES[head_dim_class(call.head_dim, call.value_dim)], side=_side(call, share=_HOPPER_L2_SHARE)
+    )
+    fixed = geometry.fixed
+    layouts: list[tuple[LayoutConfig, str | None]] = []
+    if fixed is None:
+        layouts += [(LayoutConfig(*HOPPER_TILE, slab), None) for slab in (None, 16, 8)]
+        even = [name for name in geometry.row_orders if name.startswith("remainder")]
+        layouts += [(LayoutConfig(*HOPPER_TILE, 1), name) for name in even]
+    elif (fixed.block_m, fixed.block_n) == HOPPER_TILE and fixed.slab != 1 and not call.permuted_rows:
+        layouts.append((fixed, None))
+    return [
+        variant for layout, order in layouts for variant in _variants(Choice("hopper", layout, order, kernel), call)
+    ]
 
 
 def geometries(choices: list[Choice]) -> tuple[LayoutConfig, ...]:
@@ -101,6 +130,8 @@ def fits(choice: Choice, call: CallSpec, limit: int) -> bool:
     """Whether a choice's shared memory stays within the device's."""
     if choice.kernel is None or choice.layout is None:
         return True
+    if choice.implementation == "hopper":
+        return hopper_shared_memory(choice.layout, call, choice.kernel.num_stages) <= limit
     return shared_memory(choice.layout, call, choice.kernel.num_stages, choice.kernel.pack) <= limit
 
 
@@ -138,12 +169,12 @@ def _variants(choice: Choice, call: CallSpec) -> Iterator[Choice]:
             yield replace(choice, kernel=replace(choice.kernel, split_tiles=keys // choice.layout.block_n))
 
 
-def _side(call: CallSpec) -> int:
+def _side(call: CallSpec, share: int = _L2_SHARE) -> int:
     """Heads side by side: as many as keep their K and V in the L2 cache together, 0 for all of them."""
     per_head = call.kv_len * (call.head_dim + call.value_dim) * call.dtype.itemsize
     per_head = per_head * call.kv_heads // call.heads
     groups = call.batch * call.heads
-    most = max(1, _L2_SHARE // max(1, per_head))
+    most = max(1, share // max(1, per_head))
     if most >= groups:
         return 0
     # A divisor leaves no group of heads smaller than the others.

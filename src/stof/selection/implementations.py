@@ -151,6 +151,31 @@ def _run_block_wise(
     return _bind_block_wise(q, k, v, tensors, sizes, options)(q, k, v, options.bias, options.sinks)
 
 
+def _prepare_hopper(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
+    from stof.kernels.hopper.jobs import make_tile_lists
+
+    settings = settings or BlockWiseConfig(num_stages=2)
+    tensors, sizes = make_tile_lists(layout, settings.split_tiles).flatten()
+    return tensors, [int(value) for value in (*astuple(settings), *sizes)]
+
+
+def _bind_hopper(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
+) -> BoundCall:
+    from stof.kernels.hopper.attention import bind_warp_specialized
+    from stof.kernels.hopper.jobs import TileLists
+
+    settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
+    lists = TileLists.unflatten(tensors, sizes[_SETTINGS:])
+    return bind_warp_specialized(q, k, v, lists, settings, **vars(options))
+
+
+def _run_hopper(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
+) -> tuple[Tensor, Tensor]:
+    return _bind_hopper(q, k, v, tensors, sizes, options)(q, k, v, options.bias, options.sinks)
+
+
 def _prepare_row_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
     from stof.kernels.triton.row_wise import prepare_row_wise
 
@@ -186,6 +211,23 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS),
             prepare=_prepare_row_block,
             run=_run_row_block,
+        ),
+        Implementation(
+            name="hopper",
+            summary="Gluon, for Hopper: a warp that copies by TMA, two warpgroups that compute, on persistent blocks",
+            capabilities=Capabilities(
+                devices=("cuda",),
+                dtypes=(torch.float16, torch.bfloat16),
+                head_dims=(8, 128),
+                head_dim_multiple=8,
+                value_dim=False,
+                bias=False,
+                compute_capability=(9, 0),
+                one_generation=True,
+            ),
+            prepare=_prepare_hopper,
+            run=_run_hopper,
+            bind=_bind_hopper,
         ),
         Implementation(
             name="block_wise",

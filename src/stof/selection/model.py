@@ -96,11 +96,12 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
     assert kernel is not None
     # Decoding moves the same bytes whatever its few rows are.
     rows = "" if choice.implementation == "decode" else str(layout.block_m)
+    hopper = choice.implementation == "hopper"
     parts = [
         choice.implementation,
         f"{'float32-' if call.dtype == torch.float32 else ''}{head_dim_class(call.head_dim, call.value_dim)}",
         f"{rows}x{layout.block_n}",
-        "contiguous" if layout.slab is None else "gathered",
+        "contiguous" if layout.slab is None else f"slabs of {layout.slab}" if hopper else "gathered",
         f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
     ]
     return "/".join(parts)
@@ -160,8 +161,8 @@ def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel)
         return model.launch + _ROW_START_US + max(whole, float(survey.kept.max()) * _ROW_KEY_US)
     if choice.kernel is None or choice.layout is None:
         return None
-    if choice.implementation == "block_wise" and call.q_len <= DECODE_ROWS:
-        return None  # `decode` is the same kernel, made for this
+    if choice.implementation in ("block_wise", "hopper") and call.q_len <= DECODE_ROWS:
+        return None  # `decode` is made for this
     times = model.kernels.get(kernel_key(choice, call))
     if times is not None:
         return estimate_tiles(choice, call, survey, model, times)
@@ -263,10 +264,18 @@ def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: b
     return held + (rows * layout.block_n * 4 if call.has_bias else 0)
 
 
+def hopper_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> int:
+    """Bytes of shared memory of the Hopper kernel: three row blocks' Q, stages of K and V, barriers."""
+    width = head_dim_class(call.head_dim, call.value_dim)
+    return call.dtype.itemsize * width * (3 * layout.block_m + 2 * num_stages * layout.block_n) + _RESERVED
+
+
 def occupancy(choice: Choice, call: CallSpec, model: DeviceModel) -> int:
     """Programs that fit on a multiprocessor at once."""
     assert choice.kernel is not None
     assert choice.layout is not None
+    if choice.implementation == "hopper":
+        return 1
     kernel = choice.kernel
     by_memory = model.shared_bytes // (shared_memory(choice.layout, call, kernel.num_stages, kernel.pack) + _RESERVED)
     registers = kernel.max_registers or (255 if head_dim_class(call.head_dim, call.value_dim) > 64 else 160)

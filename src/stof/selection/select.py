@@ -17,7 +17,7 @@ from stof.selection.implementations import IMPLEMENTATIONS
 from stof.selection.model import DeviceModel, estimate, load_model
 
 # Implementations whose choices the cost model weighs; the others follow in their order of preference.
-_MODELLED = ("decode", "block_wise", "row_wise")
+_MODELLED = ("hopper", "decode", "block_wise", "row_wise")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _weigh(
         ordered = [choice for choice in choices if choice.row_order == order]
         counted = geometry.survey(geometries(ordered), order)
         for choice in ordered:
-            reason = failures.reason(choice, call, device)
+            reason = failures.reason(choice, call, device) or geometry.unfit(choice)
             if reason is None and not fits(choice, call, limit):
                 reason = f"needs more shared memory than the {limit} bytes of this device"
             if reason is not None:

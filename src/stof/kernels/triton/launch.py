@@ -6,7 +6,7 @@ through it and takes 15 without (`stof bench launch`, H200 machine).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,10 +18,22 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from stof.errors import KernelError
 
 
+class TensorMap(NamedTuple):
+    """Where TMA finds boxes of a tensor. Triton's launcher reads these names."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+
 class Launch:
     """A kernel on a one-dimensional grid with everything decided but some of its tensors.
 
-    The kernel's parameters are, in this order: the tensors of a call, `tensors`, `numbers`, `constants`.
+    The kernel's parameters are, in this order: a call's tensor maps and tensors, `tensors`, `numbers`, `constants`.
 
     Args:
         kernel: a `triton.jit` function.
@@ -56,7 +68,7 @@ class Launch:
         self._static_aligned = not any(pointer % 16 for pointer in self._pointers)
         self._compiled: Any = None
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def __call__(self, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> None:
         """Run the kernel; shapes, strides and dtypes are those of every other call.
 
         Raises:
@@ -64,7 +76,7 @@ class Launch:
         """
         compiled = self._compiled
         if compiled is None:
-            self._first(tensors)
+            self._first(tensors, maps)
             return
         pointers = [t.data_ptr() for t in tensors]
         low = 0
@@ -73,16 +85,16 @@ class Launch:
         current = torch.cuda.current_device()
         # Compiled for pointers to multiples of 16 bytes; hooks are for profilers, which want Triton's own path.
         if low & 15 or self.device.index not in (None, current) or _hooked():
-            self._first(tensors)
+            self._first(tensors, maps)
             return
         compiled.run(
             self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(current), compiled.function, compiled.packed_metadata,
-            None, None, None, *pointers, *self._pointers, *self.rest,
+            None, None, None, *maps, *pointers, *self._pointers, *self.rest,
         )  # fmt: skip
 
-    def _first(self, tensors: tuple[Tensor, ...]) -> None:
+    def _first(self, tensors: tuple[Tensor, ...], maps: tuple[TensorMap | None, ...]) -> None:
         """Through Triton's own path, which compiles what is new."""
-        arguments = (*tensors, *self.tensors, *self.rest)
+        arguments = (*_descriptors(maps), *tensors, *self.tensors, *self.rest)
         if not isinstance(self.kernel, triton.JITFunction):  # Triton's interpreter
             self.kernel[(self.grid,)](*arguments)
             return
@@ -95,6 +107,15 @@ class Launch:
             raise KernelError(f"{name} does not run on this device: {type(error).__name__}: {first}") from error
         if self._static_aligned and not any(t.data_ptr() % 16 for t in tensors):
             self._compiled = compiled
+
+
+def _descriptors(maps: tuple[TensorMap | None, ...]) -> list[Any]:
+    """Tensor maps as Triton's own path wants them."""
+    if not maps:
+        return []
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return [tensor_map and TensorDescriptor(*tensor_map[:5]) for tensor_map in maps]
 
 
 def _hooked() -> bool:

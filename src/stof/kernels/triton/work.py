@@ -138,7 +138,7 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
         first_columns=first_columns.int().contiguous(),
         partial_columns=_padded(columns),
         partial_bitmap=_padded(bitmap),
-        bitmaps=_accumulator_order(layout.bitmaps, config.block_n),
+        bitmaps=accumulator_order(layout.bitmaps, config.block_n),
         full_columns=_padded(full_columns[:0] if full_runs else full_columns),
         row_order=layout.pattern_of.new_empty(0) if layout.row_order is None else layout.row_order.contiguous(),
         block_m=config.block_m,
@@ -193,7 +193,7 @@ def _live(bitmaps: Tensor, block_n: int) -> Tensor:
     return torch.cat(pieces) if pieces else torch.zeros(0, block_n, dtype=torch.bool, device=bitmaps.device)
 
 
-def _accumulator_order(bitmaps: Tensor, block_n: int) -> Tensor:
+def accumulator_order(bitmaps: Tensor, block_n: int) -> Tensor:
     """Row-major bitmaps `[U, block_m, words]` in the order of `Work.bitmaps`."""
     out = torch.zeros(max(1, len(bitmaps)), bitmaps.shape[1], 4, dtype=torch.int32, device=bitmaps.device)
     start = 0

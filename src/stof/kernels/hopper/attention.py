@@ -1,0 +1,155 @@
+"""Calling the Hopper kernel: tensor maps for TMA, the list of jobs, launch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from stof.kernels.cpu.attention import empty_output
+from stof.kernels.hopper.jobs import TileLists, job_lists
+from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
+from stof.kernels.triton.launch import Launch, TensorMap
+from stof.kernels.triton.scratch import zeroed_counters
+from stof.kernels.triton.work import BlockWiseConfig, BoundCall
+
+# 128-byte swizzle of 16-bit elements, as TMA writes and wgmma reads.
+_SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+# Rows of Q for one warpgroup, and columns of one TMA box.
+_ROWS, _BOX = 64, 64
+# Row blocks whose Q (or output, on its way out) is in shared memory at once.
+_Q_STAGES = 3
+
+
+class Window(NamedTuple):
+    """Boxes of a `[B, H, S, D]` tensor whose rows lie `step` apart: seen as `[B, H, S / step, step * row stride]`."""
+
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    residue_stride: int
+
+    @staticmethod
+    def over(tensor: Tensor, rows: int, width: int, step: int = 1) -> Window:
+        batch, heads, length, dim = tensor.shape
+        stride = tensor.stride()
+        inner = dim if step == 1 else (step - 1) * stride[2] + dim
+        # A dimension of size 1 may have any stride; tensor maps want multiples of 16 bytes.
+        outer = [8 if n == 1 else s for n, s in zip(tensor.shape[:2], stride[:2], strict=True)]
+        return Window(
+            [batch, heads, length // step, inner], [*outer, step * stride[2], 1], [1, 1, rows, width], stride[2]
+        )
+
+    def at(self, tensor: Tensor) -> TensorMap:
+        """These boxes of a tensor with the same shape and strides."""
+        return TensorMap(tensor, self.shape, self.strides, self.block_shape, _SWIZZLED)
+
+
+def bind_warp_specialized(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: TileLists,
+    config: BlockWiseConfig,
+    *,
+    scale: float,
+    softcap: float,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+) -> BoundCall:
+    """The kernel bound to tensors like these: `call(q, k, v, bias, sinks) -> (out, lse)`.
+
+    Args:
+        q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, D]`; float16 or bfloat16, D a multiple of 8 up to
+            128; a call copies what TMA cannot read (strides that are no multiples of 8, rows that are not contiguous).
+        lists: see `make_tile_lists`.
+        config: stages and side.
+        scale, softcap: floats, softcap 0 for none.
+        bias: must be None.
+        sinks: None or `[H]`.
+
+    Returns (the call):
+        `out [B, H, Sq, D]` in q's memory order, `lse [B, H, Sq]` float32.
+
+    Raises (the call):
+        KernelError: the kernel does not compile here.
+    """
+    del bias
+    device = q.device
+    batch, heads, q_len, head_dim = q.shape
+    copied = [not _readable(x) for x in (q, k, v)]
+    q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
+    out = empty_output(q, v)
+    copy_out = not _readable(out)
+    if copy_out:
+        out = out.contiguous()
+    width = _BOX if head_dim <= _BOX else 2 * _BOX
+    has_slabs, has_runs = lists.slab > 0, lists.mixed > 0 or lists.slab == 0
+    q_window = Window.over(q, _ROWS, width, lists.row_step)
+    out_window = Window.over(out, _ROWS, width, lists.row_step)
+    k_window = Window.over(k, lists.block_n, width, lists.column_step) if has_runs else None
+    v_window = Window.over(v, lists.block_n, width, lists.column_step) if has_runs else None
+    k_slab = Window.over(k, lists.slab, _BOX) if has_slabs else None
+    v_slab = Window.over(v, lists.slab, _BOX) if has_slabs else None
+
+    groups = lists.block_m // _ROWS
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    side = min(config.side or batch * heads, batch * heads)
+    on_cpu, begins = job_lists(lists, batch, heads, processors, side)
+    jobs = on_cpu.to(device)
+    modified = softcap > 0 or scale <= 0
+    permuted = lists.row_order.numel() > 0
+    ready = Launch(
+        warp_specialized_kernel,
+        processors,
+        (jobs, begins.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
+         lists.row_order if permuted else jobs),
+        (heads, heads // k.shape[1], q_len, q_len // lists.row_step, q.stride(2), out.stride(2), lists.column_step,
+         k.stride(2), v.stride(2), float(scale if modified else scale * math.log2(math.e)), float(softcap)),
+        (groups, lists.block_n, width, lists.slab, has_runs, config.num_stages, _Q_STAGES, permuted, lists.splits > 0,
+         modified, softcap > 0, sinks is not None, lists.has_full > 0),
+        num_warps=4,
+        num_stages=config.num_stages,
+        device=device,
+    )  # fmt: skip
+    lse_shape = (batch, heads, q_len)
+    chunk_size = batch * heads * lists.chunks * groups * _ROWS
+    counters_size = batch * heads * lists.splits * groups
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        del bias
+        result = out = empty_output(q, v)
+        if copy_out:
+            out = torch.empty_like(result, memory_format=torch.contiguous_format)
+        # 16 bytes: what TMA asks of an address
+        q, k, v = (
+            x.contiguous() if copy else x if x.data_ptr() % 16 == 0 else x.clone()
+            for x, copy in zip((q, k, v), copied, strict=True)
+        )
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        # Pointers the kernel is compiled not to read take any tensor.
+        chunk_out, chunk_ml, counters = lse, lse, jobs
+        if counters_size:
+            scratch = torch.empty(chunk_size * (width + 2), dtype=torch.float32, device=device)
+            chunk_out, chunk_ml = scratch, scratch[chunk_size * width :]
+            counters = zeroed_counters(counters_size, device)
+        maps = (
+            q_window.at(q),
+            k_window and k_window.at(k),
+            v_window and v_window.at(v),
+            k_slab and k_slab.at(k),
+            v_slab and v_slab.at(v),
+            out_window.at(out),
+        )
+        ready(lse, q if sinks is None else sinks, chunk_out, chunk_ml, counters, maps=maps)
+        return (result.copy_(out) if copy_out else result), lse
+
+    return call
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether TMA can read these strides: rows contiguous, all other strides multiples of 16 bytes."""
+    return x.stride(3) == 1 and all(n == 1 or s % 8 == 0 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))

@@ -1,0 +1,259 @@
+"""Layouts as the Hopper kernel reads them, and the lists of jobs its thread blocks work through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from stof.errors import UnfitLayoutError
+from stof.kernels.triton.work import accumulator_order, parts_of
+from stof.layout import Layout
+from stof.layout.build import PARTIAL_TILE_COST
+from stof.layout.orders import by_remainder
+
+# Integers that describe a job: one 64-byte line.
+JOB_FIELDS = 16
+# Fields of an item (a job of any head): row block, tiles [begin, partial end, end), parts of its row block, first chunk
+# and chunk, split row block, bitmap of the first tile.
+_ITEM_FIELDS = 9
+# What starting and ending a job costs, in full tiles.
+_JOB_COST = 0.6
+
+
+@dataclass(frozen=True, eq=False)
+class TileLists:
+    """What the kernel needs of a layout. `P` patterns, `T` tiles.
+
+    Attributes:
+        pattern_of: int32 `[mask_batch, mask_heads]`.
+        items: int32 `[I, 9]` on the CPU, the items of all patterns.
+        item_ptr: int32 `[P + 1]` on the CPU, items of a pattern.
+        tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab, or `-1 - c` for the contiguous
+            columns from c; without slabs `[T + 2, 1]`, the first column.
+        tile_bitmap: int32 `[T + 3]`, row of bitmaps.
+        bitmaps: int32 `[U, block_m, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
+        row_order: int32 `[P, q_len]`, empty when rows keep their order.
+        block_m, block_n, q_len, kv_len: sizes of the layout.
+        slab: columns copied together, 0 when all tiles are evenly spaced.
+        mixed: whether there are evenly spaced tiles next to slabs.
+        row_step: rows follow each other at this distance: `i`, `i + row_step`, ..., residue after residue.
+        column_step: distance of neighbouring columns of evenly spaced tiles.
+        chunks, splits: of all row blocks of a pattern, at most.
+        has_full: whether there are full tiles.
+    """
+
+    pattern_of: Tensor
+    items: Tensor
+    item_ptr: Tensor
+    tile_columns: Tensor
+    tile_bitmap: Tensor
+    bitmaps: Tensor
+    row_order: Tensor
+    block_m: int
+    block_n: int
+    q_len: int
+    kv_len: int
+    slab: int
+    mixed: int
+    row_step: int
+    column_step: int
+    chunks: int
+    splits: int
+    has_full: int
+
+    def flatten(self) -> tuple[list[Tensor], list[int]]:
+        """Tensors and integers, as operators carry them."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return [v for v in values if isinstance(v, Tensor)], [v for v in values if not isinstance(v, Tensor)]
+
+    @staticmethod
+    def unflatten(tensors: list[Tensor], sizes: list[int]) -> TileLists:
+        return TileLists(*tensors, *sizes)  # type: ignore[arg-type]
+
+
+def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
+    """Prepare a layout.
+
+    Args:
+        layout: row blocks of 64 or 128 rows; tiles contiguous, gathered in slabs of 8 or 16, or, where gathered one by
+            one, evenly spaced.
+        split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
+
+    Raises:
+        UnfitLayoutError: columns or rows lie in a way that TMA cannot copy.
+    """
+    config = layout.config
+    pointers = layout.row_block_ptr.long().cpu()
+    partial = layout.partial_count.long().cpu()
+    slab, column_step, mixed = config.slab or 0, 1, False
+    if slab == 1:
+        columns, column_step = _evenly_spaced(layout)
+        columns, slab = columns[:, None], 0
+    else:
+        columns, mixed = _slabs(layout)
+        slab = slab if columns.shape[1] > 1 else 0
+    bitmaps = accumulator_order(layout.bitmaps, config.block_n)
+    # Row blocks without a tile get one that keeps nothing; full tiles may come first in a job and then need a bitmap.
+    nothing, everything = len(bitmaps), len(bitmaps) + 1
+    bitmaps = torch.cat([bitmaps, torch.zeros_like(bitmaps[:1]), torch.full_like(bitmaps[:1], -1)])
+    tile_bitmap = torch.where(layout.tile_bitmap >= 0, layout.tile_bitmap, everything)
+    dummy = len(columns)
+    spare = columns[:1] if dummy else columns.new_zeros(1, columns.shape[1])
+    columns = torch.cat([columns, spare, spare])
+    tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
+
+    items, item_ptr, chunks, splits = _items(pointers, partial, layout.patterns, split_tiles, dummy)
+    items[:, 8] = tile_bitmap.cpu()[items[:, 1].long()]
+    return TileLists(
+        pattern_of=layout.pattern_of.contiguous(),
+        items=items,
+        item_ptr=item_ptr,
+        tile_columns=columns.int().contiguous(),
+        tile_bitmap=tile_bitmap.int().contiguous(),
+        bitmaps=bitmaps.contiguous(),
+        row_order=layout.pattern_of.new_empty(0) if layout.row_order is None else layout.row_order.contiguous(),
+        block_m=config.block_m,
+        block_n=config.block_n,
+        q_len=layout.q_len,
+        kv_len=layout.kv_len,
+        slab=slab,
+        mixed=mixed,
+        row_step=_row_step(layout),
+        column_step=column_step,
+        chunks=chunks,
+        splits=splits,
+        has_full=bool((items[:, 2] < items[:, 3]).any()),
+    )
+
+
+def _slabs(layout: Layout) -> tuple[Tensor, bool]:
+    """`TileLists.tile_columns` of contiguous tiles and slabs, and whether there are both."""
+    base = layout.tile_base.long()
+    contiguous = base >= 0
+    if bool(contiguous.all()):
+        return base[:, None], False
+    slots = layout.gathered.long()
+    # Unused slabs repeat the tile's first one: no row keeps their columns.
+    slots = torch.where(slots < 0, slots[:, :1], slots)
+    columns = slots[torch.where(contiguous, 0, ~base)]
+    return torch.where(contiguous[:, None], -1 - base[:, None], columns), bool(contiguous.any())
+
+
+def _evenly_spaced(layout: Layout) -> tuple[Tensor, int]:
+    """First column of each tile, and the distance of columns, the same in all tiles."""
+    columns = layout.tile_columns()
+    live = columns >= 0
+    pairs = live[:, 1:] & live[:, :-1]
+    distances = (columns[:, 1:] - columns[:, :-1])[pairs]
+    step = int(distances[0]) if len(distances) else 1
+    if step < 1 or bool((distances != step).any()) or bool((live[:, 1:] & ~live[:, :-1]).any()):
+        raise UnfitLayoutError("columns gathered one by one are not evenly spaced")
+    if layout.kv_len % step:
+        raise UnfitLayoutError(f"{layout.kv_len} keys do not divide by the distance of columns, {step}")
+    return columns[:, 0], step
+
+
+def _row_step(layout: Layout) -> int:
+    """Distance of neighbouring rows."""
+    order = layout.row_order
+    if order is None:
+        return 1
+    step = int(order[0, 1] - order[0, 0]) if layout.q_len > 1 else 1
+    per_residue = layout.q_len // max(step, 1)
+    if step < 1 or layout.q_len % step or per_residue % 64:
+        raise UnfitLayoutError("rows are not in an order that TMA can copy")
+    if not bool((order == by_remainder(layout.q_len, step).to(order)).all()):
+        raise UnfitLayoutError("rows are not in an order that TMA can copy")
+    return step
+
+
+def _items(
+    pointers: Tensor, partial: Tensor, patterns: int, split_tiles: int, dummy: int
+) -> tuple[Tensor, Tensor, int, int]:
+    """Items `[I, 9]` of all row blocks, where each pattern's begin, and the most chunks and split row blocks of one."""
+    tiles = pointers.diff()
+    blocks = len(tiles) // patterns
+    parts = parts_of(tiles, split_tiles)
+    owner = torch.repeat_interleave(torch.arange(len(tiles)), parts)
+    chunk = torch.arange(len(owner)) - (parts.cumsum(0) - parts)[owner]
+    low = torch.div(chunk * tiles[owner], parts[owner], rounding_mode="floor")
+    high = torch.div((chunk + 1) * tiles[owner], parts[owner], rounding_mode="floor")
+    begin, end = pointers[owner] + low, pointers[owner] + high
+    partial_end = torch.minimum(torch.maximum(pointers[owner] + partial[owner], begin), end)
+    empty = begin == end
+    begin = torch.where(empty, dummy, begin)
+    partial_end, end = torch.where(empty, dummy + 1, partial_end), torch.where(empty, dummy + 1, end)
+
+    split_parts = torch.where(parts > 1, parts, 0).view(patterns, blocks)
+    first_chunk = (split_parts.cumsum(1) - split_parts).flatten()
+    is_split = (parts > 1).view(patterns, blocks)
+    split = (is_split.long().cumsum(1) - 1).clamp(min=0).flatten()
+    items = torch.stack(
+        [owner % blocks, begin, partial_end, end, parts[owner], first_chunk[owner], chunk, split[owner], chunk * 0], 1
+    ).int()
+    pattern = torch.div(owner, blocks, rounding_mode="floor")
+    item_ptr = torch.nn.functional.pad(torch.bincount(pattern, minlength=patterns).cumsum(0), (1, 0)).int()
+    return items, item_ptr, int(split_parts.sum(1).max()), int(is_split.sum(1).max())
+
+
+def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> tuple[Tensor, Tensor]:
+    """Every item of every batch entry and head, dealt out to thread blocks so that all end at about the same time.
+
+    Args:
+        lists: of the mask.
+        batch, heads: of the call.
+        blocks: thread blocks that run at once.
+        side: neighbouring heads computed at the same time, for the L2 cache.
+
+    Returns:
+        Jobs int32 `[J, 16]` and `[blocks + 1]` int32, where each thread block's jobs begin; both on the CPU.
+        Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
+        its first chunk, chunk, counter, pattern, bitmap of the first tile.
+    """
+    mask_batch, mask_heads = lists.pattern_of.shape
+    pattern_of = lists.pattern_of.cpu().expand(batch if mask_batch == 1 else mask_batch, -1)
+    pattern = pattern_of.expand(-1, heads if mask_heads == 1 else mask_heads).reshape(-1).long()
+    item_ptr = lists.item_ptr.long()
+    count = item_ptr.diff()[pattern]
+    group = torch.repeat_interleave(torch.arange(len(pattern)), count)
+    item = torch.arange(len(group)) - (count.cumsum(0) - count)[group] + item_ptr[pattern[group]]
+    rows = lists.items[item].long()
+    cost = (rows[:, 2] - rows[:, 1]) * PARTIAL_TILE_COST + (rows[:, 3] - rows[:, 2]) + _JOB_COST
+    # Heads side by side come first, but jobs that would stick out at the end before all others; then longest first.
+    together = torch.div(group, side, rounding_mode="floor")
+    together[cost > cost.sum() / blocks / 8] = -1
+    order = torch.argsort(cost, descending=True, stable=True)
+    order = order[torch.argsort(together[order], stable=True)]
+    owner = _dealt(cost[order], blocks)
+    by_owner = torch.argsort(owner, stable=True)
+    order = order[by_owner]
+    rows, group = rows[order], group[order]
+    # One more, for reading ahead.
+    jobs = torch.zeros(len(order) + 1, JOB_FIELDS, dtype=torch.int32)
+    jobs[:-1, 0] = rows[:, 0]
+    jobs[:-1, 1] = torch.div(group, heads, rounding_mode="floor")
+    jobs[:-1, 2] = group % heads
+    jobs[:-1, 3:7] = rows[:, 1:5]
+    jobs[:-1, 7] = group * lists.chunks + rows[:, 5]
+    jobs[:-1, 8] = rows[:, 6]
+    jobs[:-1, 9] = group * lists.splits + rows[:, 7]
+    jobs[:-1, 10] = pattern[group]
+    jobs[:-1, 11] = rows[:, 8]
+    begins = torch.nn.functional.pad(torch.bincount(owner, minlength=blocks).cumsum(0), (1, 0)).int()
+    return jobs, begins
+
+
+def _dealt(cost: Tensor, blocks: int) -> Tensor:
+    """Thread block of each job: round after round, the longest job left goes to the block with least to do."""
+    owner = torch.empty(len(cost), dtype=torch.int64)
+    load = torch.zeros(blocks, dtype=torch.float64)
+    for start in range(0, len(cost), blocks):
+        some = cost[start : start + blocks]
+        chosen = torch.argsort(load, stable=True)[: len(some)]
+        # Within a round jobs of two sets of heads may meet: the longer one still goes to the least loaded.
+        longest = torch.argsort(some, descending=True, stable=True)
+        owner[start + longest] = chosen
+        load[chosen] += some[longest]
+    return owner
