@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.hopper.jobs import TileLists, job_lists
+from stof.kernels.hopper.jobs import RUN, TileLists, job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
@@ -87,13 +87,14 @@ def bind_warp_specialized(
     if copy_out:
         out = out.contiguous()
     width = _BOX if head_dim <= _BOX else 2 * _BOX
-    has_slabs, has_runs = lists.slab > 0, lists.mixed > 0 or lists.slab == 0
     q_window = Window.over(q, _ROWS, width, lists.row_step)
     out_window = Window.over(out, _ROWS, width, lists.row_step)
-    k_window = Window.over(k, lists.block_n, width, lists.column_step) if has_runs else None
-    v_window = Window.over(v, lists.block_n, width, lists.column_step) if has_runs else None
-    k_slab = Window.over(k, lists.slab, _BOX) if has_slabs else None
-    v_slab = Window.over(v, lists.slab, _BOX) if has_slabs else None
+    # Whole tiles, or runs of columns and slabs.
+    box = (RUN, _BOX) if lists.slab else (lists.block_n, width)
+    k_window = Window.over(k, *box, lists.column_step)
+    v_window = Window.over(v, *box, lists.column_step)
+    k_slab = Window.over(k, lists.slab, _BOX) if lists.slab else None
+    v_slab = Window.over(v, lists.slab, _BOX) if lists.slab else None
 
     groups = lists.block_m // _ROWS
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -109,7 +110,7 @@ def bind_warp_specialized(
          lists.row_order if permuted else jobs),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, q.stride(2), out.stride(2), lists.column_step,
          k.stride(2), v.stride(2), float(scale if modified else scale * math.log2(math.e)), float(softcap)),
-        (groups, lists.block_n, width, lists.slab, has_runs, config.num_stages, _Q_STAGES, permuted, lists.splits > 0,
+        (groups, lists.block_n, width, lists.slab, config.num_stages, _Q_STAGES, permuted, lists.splits > 0,
          modified, softcap > 0, sinks is not None, lists.has_full > 0),
         num_warps=4,
         num_stages=config.num_stages,
@@ -138,8 +139,8 @@ def bind_warp_specialized(
             counters = zeroed_counters(counters_size, device)
         maps = (
             q_window.at(q),
-            k_window and k_window.at(k),
-            v_window and v_window.at(v),
+            k_window.at(k),
+            v_window.at(v),
             k_slab and k_slab.at(k),
             v_slab and v_slab.at(v),
             out_window.at(out),

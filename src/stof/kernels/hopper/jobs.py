@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.triton.work import accumulator_order, parts_of
+from stof.kernels.triton.work import accumulator_order, live_columns, parts_of
 from stof.layout import Layout
 from stof.layout.build import PARTIAL_TILE_COST
 from stof.layout.orders import by_remainder
 
 # Integers that describe a job: one 64-byte line.
 JOB_FIELDS = 16
+# Columns that one copy brings when they follow each other, and the mark of slabs that come along.
+RUN = 64
+COVERED_SLAB = -(2**31)
 # Fields of an item (a job of any head): row block, tiles [begin, partial end, end), parts of its row block, first chunk
 # and chunk, split row block, bitmap of the first tile.
 _ITEM_FIELDS = 9
@@ -30,14 +33,13 @@ class TileLists:
         pattern_of: int32 `[mask_batch, mask_heads]`.
         items: int32 `[I, 9]` on the CPU, the items of all patterns.
         item_ptr: int32 `[P + 1]` on the CPU, items of a pattern.
-        tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab, or `-1 - c` for the contiguous
-            columns from c; without slabs `[T + 2, 1]`, the first column.
+        tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab; `-1 - c` where a run of 64 columns
+            from c begins, and `COVERED_SLAB` for the slabs it covers. Without slabs `[T + 2, 1]`, the first column.
         tile_bitmap: int32 `[T + 3]`, row of bitmaps.
         bitmaps: int32 `[U, block_m, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
         block_m, block_n, q_len, kv_len: sizes of the layout.
-        slab: columns copied together, 0 when all tiles are evenly spaced.
-        mixed: whether there are evenly spaced tiles next to slabs.
+        slab: columns of a slab, 0 when every tile is evenly spaced columns.
         row_step: rows follow each other at this distance: `i`, `i + row_step`, ..., residue after residue.
         column_step: distance of neighbouring columns of evenly spaced tiles.
         chunks, splits: of all row blocks of a pattern, at most.
@@ -56,7 +58,6 @@ class TileLists:
     q_len: int
     kv_len: int
     slab: int
-    mixed: int
     row_step: int
     column_step: int
     chunks: int
@@ -87,13 +88,14 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     config = layout.config
     pointers = layout.row_block_ptr.long().cpu()
     partial = layout.partial_count.long().cpu()
-    slab, column_step, mixed = config.slab or 0, 1, False
+    slab, column_step = config.slab or 0, 1
     if slab == 1:
         columns, column_step = _evenly_spaced(layout)
         columns, slab = columns[:, None], 0
     else:
-        columns, mixed = _slabs(layout)
+        columns = _slabs(layout)
         slab = slab if columns.shape[1] > 1 else 0
+    _check_reads(layout, columns, slab, column_step)
     bitmaps = accumulator_order(layout.bitmaps, config.block_n)
     # Row blocks without a tile get one that keeps nothing; full tiles may come first in a job and then need a bitmap.
     nothing, everything = len(bitmaps), len(bitmaps) + 1
@@ -119,7 +121,6 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         q_len=layout.q_len,
         kv_len=layout.kv_len,
         slab=slab,
-        mixed=mixed,
         row_step=_row_step(layout),
         column_step=column_step,
         chunks=chunks,
@@ -128,17 +129,56 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     )
 
 
-def _slabs(layout: Layout) -> tuple[Tensor, bool]:
-    """`TileLists.tile_columns` of contiguous tiles and slabs, and whether there are both."""
+def _check_reads(layout: Layout, coded: Tensor, slab: int, column_step: int) -> None:
+    """Refuse to read keys that no query of a pattern sees: their values may be anything, and 0 * NaN is NaN."""
+    block_n, kv_len = layout.config.block_n, layout.kv_len
+    if slab:
+        spread = torch.arange(slab, device=coded.device)
+        run = torch.where((coded < 0) & (coded > COVERED_SLAB), -1 - coded, coded)
+        # Covered slabs are checked as what they are: the columns after the run's first.
+        for i in range(1, run.shape[1]):
+            run[:, i] = torch.where(coded[:, i] == COVERED_SLAB, run[:, i - 1] + slab, run[:, i])
+        read = (run[:, :, None] + spread).flatten(1)
+    else:
+        read = coded + column_step * torch.arange(block_n, device=coded.device)
+    pattern = torch.div(layout.tile_row_block(), layout.row_blocks, rounding_mode="floor")
+    columns = layout.tile_columns()
+    live = torch.ones_like(columns, dtype=torch.bool)
+    partial = layout.tile_bitmap >= 0
+    live[partial] = live_columns(layout.bitmaps, block_n)[layout.tile_bitmap[partial].long()]
+    # One spare column stands for those past the end, which are read as zeros.
+    kept = torch.zeros(layout.patterns, kv_len + 1, dtype=torch.bool, device=coded.device)
+    kept[pattern[:, None].expand_as(columns)[live], columns[live]] = True
+    kept[:, kv_len] = True
+    if not bool(kept[pattern[:, None], read.clamp(max=kv_len)].all()):
+        raise UnfitLayoutError("its tiles hold keys that no query sees, whose values may be anything")
+
+
+def _slabs(layout: Layout) -> Tensor:
+    """`TileLists.tile_columns` of contiguous tiles and slabs."""
     base = layout.tile_base.long()
     contiguous = base >= 0
     if bool(contiguous.all()):
-        return base[:, None], False
+        return base[:, None]
+    slab = layout.config.slab_columns
     slots = layout.gathered.long()
-    # Unused slabs repeat the tile's first one: no row keeps their columns.
-    slots = torch.where(slots < 0, slots[:, :1], slots)
-    columns = slots[torch.where(contiguous, 0, ~base)]
-    return torch.where(contiguous[:, None], -1 - base[:, None], columns), bool(contiguous.any())
+    # Unused slots repeat the tile's slabs from the first: runs stay runs, and nothing is read that no row keeps.
+    used = (slots >= 0).sum(1, keepdim=True)
+    slots = slots.gather(1, torch.arange(slots.shape[1], device=slots.device) % used)
+    along = torch.arange(0, layout.config.block_n, slab, device=base.device)
+    columns = torch.where(contiguous[:, None], base[:, None] + along, slots[torch.where(contiguous, 0, ~base)])
+    # Slabs that follow each other make runs.
+    length = RUN // slab
+    free = torch.ones_like(columns, dtype=torch.bool)
+    starts = columns.unfold(1, length, 1)
+    is_run = (starts == starts[..., :1] + along[:length]).all(-1)
+    coded = columns.clone()
+    for i in range(is_run.shape[1]):
+        here = is_run[:, i] & free[:, i : i + length].all(1)
+        coded[here, i] = -1 - columns[here, i]
+        coded[here, i + 1 : i + length] = COVERED_SLAB
+        free[here, i : i + length] = False
+    return coded
 
 
 def _evenly_spaced(layout: Layout) -> tuple[Tensor, int]:

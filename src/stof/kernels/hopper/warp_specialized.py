@@ -23,9 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from stof.kernels.hopper.jobs import COVERED_SLAB, JOB_FIELDS
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-FIELDS = gl.constexpr(16)
+FIELDS = gl.constexpr(JOB_FIELDS)
+# A slab that the run before it brings along.
+COVERED = gl.constexpr(COVERED_SLAB)
 
 # Triton 3.7 has another name for it.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -91,35 +95,34 @@ def _of_lane(value, lane):
 @no_type_check
 def _copy_tile(
     record, b, h, desc, slab_desc, buffer, slab_buffer, stage, bar, kv_step, residue_stride,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr, RUNS: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a tile of K or V: contiguous (or evenly spaced) columns, or slabs, one to a lane."""
+    """Start copying a tile of K or V: all of it at once, or runs of 64 columns and slabs, as `record` says by lane."""
     dtype: gl.constexpr = buffer.dtype
     mbarrier.expect(bar, BLOCK_N * D * (dtype.primitive_bitwidth // 8))
-    first = _of_lane(record, 0)
-    contiguous = True
-    if SLAB > 0:
-        contiguous = first < 0 if RUNS else False
-    if RUNS:
-        if contiguous:
-            column = first
-            if SLAB > 0:
-                column = -1 - first
-            tile = buffer.index(stage)._reinterpret(dtype, [1, 1, BLOCK_N, D], _tile_layout(dtype, BLOCK_N, D, 4))
-            tma.async_copy_global_to_shared(
-                desc, [b, h, column // kv_step, (column % kv_step) * residue_stride], bar, tile
+    if SLAB == 0:
+        column = _of_lane(record, 0)
+        tile = buffer.index(stage)._reinterpret(dtype, [1, 1, BLOCK_N, D], _tile_layout(dtype, BLOCK_N, D, 4))
+        tma.async_copy_global_to_shared(desc, [b, h, column // kv_step, (column % kv_step) * residue_stride], bar, tile)
+    else:
+        slabs: gl.constexpr = BLOCK_N // SLAB
+        for i in range(_opaque(slabs)):
+            # A loop, not many copies of it: the instructions of the warps that compute share the cache with these.
+            i = gl.inline_asm_elementwise(
+                '.pragma "nounroll"; mov.b32 $0, $1;', "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
             )
-    if SLAB > 0:
-        if not contiguous:
-            slabs: gl.constexpr = BLOCK_N // SLAB
-            for i in gl.static_range(slabs):
-                column = _of_lane(record, i)
+            column = _of_lane(record, i)
+            place = stage * (D // 64) * slabs + i
+            if column >= 0:
                 for chunk in gl.static_range(D // 64):
-                    place = (stage * (D // 64) + chunk) * slabs + i
-                    slab = slab_buffer.index(place)._reinterpret(
-                        dtype, [1, 1, SLAB, 64], _tile_layout(dtype, SLAB, 64, 4)
-                    )
+                    slab = slab_buffer.index(place + chunk * slabs)
+                    slab = slab._reinterpret(dtype, [1, 1, SLAB, 64], _tile_layout(dtype, SLAB, 64, 4))
                     tma.async_copy_global_to_shared(slab_desc, [b, h, column, chunk * 64], bar, slab)
+            elif column > COVERED:
+                for chunk in gl.static_range(D // 64):
+                    run = slab_buffer.index(place + chunk * slabs)
+                    run = run._reinterpret(dtype, [1, 1, 64, 64], _tile_layout(dtype, 64, 64, 4))
+                    tma.async_copy_global_to_shared(desc, [b, h, -1 - column, chunk * 64], bar, run)
 
 
 @gluon.jit
@@ -128,7 +131,7 @@ def _producer(
     shared, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
     k_residue_stride, v_residue_stride,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, SLAB: gl.constexpr, RUNS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     (
         q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
@@ -182,10 +185,10 @@ def _producer(
             stage = count % STAGES
             mbarrier.wait(k_empty.index(stage), (count // STAGES + 1) & 1)
             _copy_tile(record, b, kv_head, k_desc, k_slab_desc, k_smem, k_slabs, stage, k_full.index(stage), kv_step,
-                       k_residue_stride, BLOCK_N, D, SLAB, RUNS)  # fmt: skip
+                       k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
             mbarrier.wait(v_empty.index(stage), (count // STAGES + 1) & 1)
             _copy_tile(record, b, kv_head, v_desc, v_slab_desc, v_smem, v_slabs, stage, v_full.index(stage), kv_step,
-                       v_residue_stride, BLOCK_N, D, SLAB, RUNS)  # fmt: skip
+                       v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
             count += 1
 
 
@@ -569,7 +572,6 @@ def warp_specialized_kernel(
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
     SLAB: gl.constexpr,
-    RUNS: gl.constexpr,
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     PERMUTED: gl.constexpr,
@@ -622,7 +624,7 @@ def warp_specialized_kernel(
             (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
                          HAS_SINKS, HAS_FULL)),
             (_producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                         v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, RUNS, STAGES,
+                         v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES,
                          Q_STAGES)),
         ],
         [4, 1],

@@ -123,7 +123,7 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     is_partial = layout.tile_bitmap >= 0
     partial, full = is_partial.nonzero()[:, 0], (~is_partial).nonzero()[:, 0]
     bitmap = layout.tile_bitmap[partial]
-    columns = _live_columns(layout.tile_columns(partial), _live(layout.bitmaps, config.block_n)[bitmap])
+    columns = _only_live_columns(layout.tile_columns(partial), live_columns(layout.bitmaps, config.block_n)[bitmap])
     items, chunks, splits = _items(layout, is_partial, split_tiles)
     items[..., 9] = _padded(bitmap)[items[..., 1].clamp(min=0).long()]
     full_columns = layout.tile_columns(full)
@@ -153,7 +153,7 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     )
 
 
-def _live_columns(columns: Tensor, live: Tensor) -> Tensor:
+def _only_live_columns(columns: Tensor, live: Tensor) -> Tensor:
     """Columns `[t, block_n]` with those that no row keeps replaced by one of the tile that some row keeps.
 
     So the kernel loads every column of a tile without asking, and still reads nothing that no row keeps.
@@ -187,7 +187,7 @@ def _padded(rows: Tensor) -> Tensor:
     return torch.cat([rows.int(), rows.new_zeros(2, *rows.shape[1:], dtype=torch.int32)]).contiguous()
 
 
-def _live(bitmaps: Tensor, block_n: int) -> Tensor:
+def live_columns(bitmaps: Tensor, block_n: int) -> Tensor:
     """bool `[U, block_n]`: columns some row of the bitmap keeps."""
     pieces = [bits.unpack(piece, block_n).any(1) for piece in _pieces(bitmaps)]
     return torch.cat(pieces) if pieces else torch.zeros(0, block_n, dtype=torch.bool, device=bitmaps.device)
