@@ -36,5 +36,9 @@ def launch_times(device: torch.device, dtype: torch.dtype, calls: int) -> list[L
         "scaled_dot_product_attention, dense mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=keep),
         "scaled_dot_product_attention, is_causal": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and dtype.itemsize == 2:
+        contenders["stof.attention, causal, Hopper kernel"] = lambda: stof.attention(
+            q, k, v, causal, implementation="hopper"
+        )
     with torch.no_grad():
         return [Launch(name, host_us(call, device, calls=calls)) for name, call in contenders.items()]

@@ -35,6 +35,7 @@ _WORTH_MEASURING = 2.5
 # Rounds of placing work by the constants of the round before; they settle after three.
 _ROUNDS = 4
 _SOLO = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_STARTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
 
 
 @dataclass(frozen=True)
@@ -206,15 +207,19 @@ def fit(rows: Sequence[Measured], base: DeviceModel) -> DeviceModel:
 def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes) -> KernelTimes:
     best, least = start, math.inf
     cases = [(row.choice, call_of_row(row), survey_of(row), row.us - model.launch) for row in rows]
-    for solo in _SOLO:
-        times = replace(start, solo=solo)
+    persistent = rows[0].choice.implementation == "hopper"
+    # Thread blocks that stay have their multiprocessor to themselves, but need time to set up.
+    settings = [(1.0, us) for us in _STARTS] if persistent else [(solo, 0.0) for solo in _SOLO]
+    for solo, start_us in settings:
+        times = replace(start, solo=solo, start=start_us)
         for _ in range(_ROUNDS):
             features, measured = [], []
             for choice, call, counts, us in cases:
                 load, filled, bytes_us = critical_load(choice, call, counts, model, times)
                 busy = solo + (1 - solo) * filled
-                if bytes_us < 0.9 * us:  # what memory bounds says nothing about the kernel
-                    compute_us = (us**8 - bytes_us**8) ** 0.125
+                own_us = us - start_us
+                if bytes_us < 0.9 * own_us:  # what memory bounds says nothing about the kernel
+                    compute_us = (own_us**8 - bytes_us**8) ** 0.125
                     features.append(load * busy / compute_us)
                     measured.append(1.0)
             if not features:
@@ -225,7 +230,7 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
             target = torch.cat([torch.ones(len(measured), dtype=torch.float64), torch.full((5,), 0.02).double()])
             item, partial, full, merge, collect = _nonnegative(matrix, target).clamp(min=1e-3).tolist()
             # A partial tile does all that a full one does; few measurements may say otherwise.
-            times = KernelTimes(item, max(partial, full / 2), full, merge, collect, solo)
+            times = KernelTimes(item, max(partial, full / 2), full, merge, collect, solo, start_us)
         error = sum(
             (math.log(estimate_tiles(choice, call, counts, model, times)) - math.log(us + model.launch)) ** 2
             for choice, call, counts, us in cases

@@ -47,6 +47,7 @@ class KernelTimes:
         merge: what an item costs more when it is a chunk of a split row block.
         collect: each chunk that the last one to finish reads back.
         solo: factor on all of them when few programs run.
+        start: before a thread block's first item, where blocks stay and take item after item.
     """
 
     item: float
@@ -55,6 +56,7 @@ class KernelTimes:
     merge: float
     collect: float
     solo: float
+    start: float = 0.0
 
     def weights(self) -> Tensor:
         """float64 `[5]`: item, partial, full, merge, collect."""
@@ -182,7 +184,7 @@ def estimate_tiles(choice: Choice, call: CallSpec, survey: Survey, model: Device
     """`estimate` of a choice that works on tiles, with given constants."""
     load, filled, bytes_us = critical_load(choice, call, survey, model, times)
     busy = times.solo + (1 - times.solo) * filled
-    return model.launch + overlapped(busy * float(load @ times.weights()), bytes_us)
+    return model.launch + times.start + overlapped(busy * float(load @ times.weights()), bytes_us)
 
 
 def overlapped(compute_us: float, bytes_us: float) -> float:

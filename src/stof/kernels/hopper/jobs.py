@@ -15,9 +15,8 @@ from stof.layout.orders import by_remainder
 
 # Integers that describe a job: one 64-byte line.
 JOB_FIELDS = 16
-# Columns that one copy brings when they follow each other, and the mark of slabs that come along.
+# Columns that one copy brings when they follow each other: half a tile.
 RUN = 64
-COVERED_SLAB = -(2**31)
 # Fields of an item (a job of any head): row block, tiles [begin, partial end, end), parts of its row block, first chunk
 # and chunk, split row block, bitmap of the first tile.
 _ITEM_FIELDS = 9
@@ -33,8 +32,8 @@ class TileLists:
         pattern_of: int32 `[mask_batch, mask_heads]`.
         items: int32 `[I, 9]` on the CPU, the items of all patterns.
         item_ptr: int32 `[P + 1]` on the CPU, items of a pattern.
-        tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab; `-1 - c` where a run of 64 columns
-            from c begins, and `COVERED_SLAB` for the slabs it covers. Without slabs `[T + 2, 1]`, the first column.
+        tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab, or `-1 - c` in all slabs of a half
+            tile whose 64 columns follow each other from c. Without slabs `[T + 2, 1]`, the first column of the tile.
         tile_bitmap: int32 `[T + 3]`, row of bitmaps.
         bitmaps: int32 `[U, block_m, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
@@ -92,10 +91,11 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     if slab == 1:
         columns, column_step = _evenly_spaced(layout)
         columns, slab = columns[:, None], 0
+        read = columns + column_step * torch.arange(config.block_n, device=columns.device)
     else:
-        columns = _slabs(layout)
+        columns, read = _slabs(layout)
         slab = slab if columns.shape[1] > 1 else 0
-    _check_reads(layout, columns, slab, column_step)
+    _check_reads(layout, read)
     bitmaps = accumulator_order(layout.bitmaps, config.block_n)
     # Row blocks without a tile get one that keeps nothing; full tiles may come first in a job and then need a bitmap.
     nothing, everything = len(bitmaps), len(bitmaps) + 1
@@ -129,37 +129,32 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     )
 
 
-def _check_reads(layout: Layout, coded: Tensor, slab: int, column_step: int) -> None:
-    """Refuse to read keys that no query of a pattern sees: their values may be anything, and 0 * NaN is NaN."""
+def _check_reads(layout: Layout, read: Tensor) -> None:
+    """Refuse to read keys that no query of a pattern sees: their values may be anything, and 0 * NaN is NaN.
+
+    Args:
+        read: int64 `[T, block_n]`, key columns that copies of the tiles touch; past the end they are zeros.
+    """
     block_n, kv_len = layout.config.block_n, layout.kv_len
-    if slab:
-        spread = torch.arange(slab, device=coded.device)
-        run = torch.where((coded < 0) & (coded > COVERED_SLAB), -1 - coded, coded)
-        # Covered slabs are checked as what they are: the columns after the run's first.
-        for i in range(1, run.shape[1]):
-            run[:, i] = torch.where(coded[:, i] == COVERED_SLAB, run[:, i - 1] + slab, run[:, i])
-        read = (run[:, :, None] + spread).flatten(1)
-    else:
-        read = coded + column_step * torch.arange(block_n, device=coded.device)
     pattern = torch.div(layout.tile_row_block(), layout.row_blocks, rounding_mode="floor")
     columns = layout.tile_columns()
     live = torch.ones_like(columns, dtype=torch.bool)
     partial = layout.tile_bitmap >= 0
     live[partial] = live_columns(layout.bitmaps, block_n)[layout.tile_bitmap[partial].long()]
     # One spare column stands for those past the end, which are read as zeros.
-    kept = torch.zeros(layout.patterns, kv_len + 1, dtype=torch.bool, device=coded.device)
+    kept = torch.zeros(layout.patterns, kv_len + 1, dtype=torch.bool, device=read.device)
     kept[pattern[:, None].expand_as(columns)[live], columns[live]] = True
     kept[:, kv_len] = True
     if not bool(kept[pattern[:, None], read.clamp(max=kv_len)].all()):
         raise UnfitLayoutError("its tiles hold keys that no query sees, whose values may be anything")
 
 
-def _slabs(layout: Layout) -> Tensor:
-    """`TileLists.tile_columns` of contiguous tiles and slabs."""
+def _slabs(layout: Layout) -> tuple[Tensor, Tensor]:
+    """`TileLists.tile_columns` of contiguous tiles and slabs, and all columns they read, `[T, block_n]`."""
     base = layout.tile_base.long()
     contiguous = base >= 0
     if bool(contiguous.all()):
-        return base[:, None]
+        return base[:, None], base[:, None] + torch.arange(layout.config.block_n, device=base.device)
     slab = layout.config.slab_columns
     slots = layout.gathered.long()
     # Unused slots repeat the tile's slabs from the first: runs stay runs, and nothing is read that no row keeps.
@@ -167,18 +162,11 @@ def _slabs(layout: Layout) -> Tensor:
     slots = slots.gather(1, torch.arange(slots.shape[1], device=slots.device) % used)
     along = torch.arange(0, layout.config.block_n, slab, device=base.device)
     columns = torch.where(contiguous[:, None], base[:, None] + along, slots[torch.where(contiguous, 0, ~base)])
-    # Slabs that follow each other make runs.
-    length = RUN // slab
-    free = torch.ones_like(columns, dtype=torch.bool)
-    starts = columns.unfold(1, length, 1)
-    is_run = (starts == starts[..., :1] + along[:length]).all(-1)
-    coded = columns.clone()
-    for i in range(is_run.shape[1]):
-        here = is_run[:, i] & free[:, i : i + length].all(1)
-        coded[here, i] = -1 - columns[here, i]
-        coded[here, i + 1 : i + length] = COVERED_SLAB
-        free[here, i : i + length] = False
-    return coded
+    read = (columns[:, :, None] + torch.arange(slab, device=base.device)).flatten(1)
+    halves = read.unflatten(1, (-1, RUN))
+    is_run = (halves == halves[..., :1] + torch.arange(RUN, device=base.device)).all(-1)
+    coded = torch.where(is_run[..., None], -1 - halves[..., :1], columns.unflatten(1, (-1, RUN // slab)))
+    return coded.flatten(1), read
 
 
 def _evenly_spaced(layout: Layout) -> tuple[Tensor, int]:

@@ -23,13 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stof.kernels.hopper.jobs import COVERED_SLAB, JOB_FIELDS
+from stof.kernels.hopper.jobs import JOB_FIELDS
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 FIELDS = gl.constexpr(JOB_FIELDS)
-# A slab that the run before it brings along.
-COVERED = gl.constexpr(COVERED_SLAB)
 
 # Triton 3.7 has another name for it.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -106,23 +104,23 @@ def _copy_tile(
         tma.async_copy_global_to_shared(desc, [b, h, column // kv_step, (column % kv_step) * residue_stride], bar, tile)
     else:
         slabs: gl.constexpr = BLOCK_N // SLAB
-        for i in range(_opaque(slabs)):
-            # A loop, not many copies of it: the instructions of the warps that compute share the cache with these.
-            i = gl.inline_asm_elementwise(
-                '.pragma "nounroll"; mov.b32 $0, $1;', "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
-            )
-            column = _of_lane(record, i)
-            place = stage * (D // 64) * slabs + i
-            if column >= 0:
-                for chunk in gl.static_range(D // 64):
-                    slab = slab_buffer.index(place + chunk * slabs)
-                    slab = slab._reinterpret(dtype, [1, 1, SLAB, 64], _tile_layout(dtype, SLAB, 64, 4))
-                    tma.async_copy_global_to_shared(slab_desc, [b, h, column, chunk * 64], bar, slab)
-            elif column > COVERED:
+        per_run: gl.constexpr = 64 // SLAB
+        for start in gl.static_range(0, slabs, per_run):
+            place = stage * (D // 64) * slabs + start
+            first = _of_lane(record, start)
+            if first < 0:
                 for chunk in gl.static_range(D // 64):
                     run = slab_buffer.index(place + chunk * slabs)
                     run = run._reinterpret(dtype, [1, 1, 64, 64], _tile_layout(dtype, 64, 64, 4))
-                    tma.async_copy_global_to_shared(desc, [b, h, -1 - column, chunk * 64], bar, run)
+                    tma.async_copy_global_to_shared(desc, [b, h, -1 - first, chunk * 64], bar, run)
+            else:
+                # No loop: each turn of it would wait for its own shuffle.
+                for i in gl.static_range(per_run):
+                    column = _of_lane(record, start + i)
+                    for chunk in gl.static_range(D // 64):
+                        slab = slab_buffer.index(place + chunk * slabs + i)
+                        slab = slab._reinterpret(dtype, [1, 1, SLAB, 64], _tile_layout(dtype, SLAB, 64, 4))
+                        tma.async_copy_global_to_shared(slab_desc, [b, h, column, chunk * 64], bar, slab)
 
 
 @gluon.jit
