@@ -192,7 +192,7 @@ def _run(
             options = Options(scale, softcap, bias, sinks)
             bound = IMPLEMENTATIONS[choice.implementation].bound(q, k, v, prepared.tensors, prepared.sizes, options)
             found = bound(q, k, v, bias, sinks)
-            if given is not None and given[0] is q and given[3] is bias:
+            if given is not None and given[0] is q and given[3] is bias and given[4] is sinks:
                 ready.bind(given, bound)
             return found
         except KernelError as error:

@@ -108,7 +108,7 @@ def check_bias(bias: Tensor | None, q: Tensor, kv_len: int) -> Tensor | None:
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
-    """One logit per query head."""
+    """One logit per query head, one after the other."""
     if sinks is None:
         return None
     if not isinstance(sinks, Tensor):
@@ -119,4 +119,4 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
         raise ShapeError(f"sinks holds one logit per query head [{q.shape[1]}], got {list(sinks.shape)}")
     if sinks.device != q.device:
         raise DeviceError(f"sinks is on {sinks.device}, the inputs on {q.device}")
-    return sinks
+    return sinks.contiguous()

@@ -28,16 +28,21 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 import stof
+from stof.kernels.hopper import attention as hopper
+from stof.kernels.hopper.jobs import make_tile_lists
 from stof.kernels.triton import block_wise, row_wise
+from stof.kernels.triton.launch import TensorMap
 from stof.kernels.triton.work import make_work
-from stof.layout import LayoutConfig, build_layout
+from stof.layout import Layout, LayoutConfig, build_layout
+from stof.layout.orders import named_order
 from stof.layout.survey import Survey
 from stof.masks.tensors import as_mask
 from stof.selection import CallSpec, Choice
 from stof.selection.gpu import gpu_choices
-from stof.selection.model import shared_memory
+from stof.selection.model import hopper_shared_memory, shared_memory
 
 ARCHS = (80, 89, 90, 100, 120)
 # Lengths at which every tile size has partial and full tiles, and row blocks long enough to be split.
@@ -67,7 +72,8 @@ class Case:
 class Compiled:
     """What a compiled kernel takes: registers and spilled bytes of a thread, shared memory of a program.
 
-    `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile.
+    `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile;
+    `warnings` are what the assembler says of its own losses of speed (asked only for kernels that place wgmma by hand).
     """
 
     group: str
@@ -80,6 +86,7 @@ class Compiled:
     wgmma: bool
     block_m: int
     itemsize: int
+    warnings: list[str]
     seconds: float
 
 
@@ -87,7 +94,7 @@ class Open:
     """A plan that can take any layout."""
 
     fixed: LayoutConfig | None = None
-    row_orders: tuple[str, ...] = ()
+    row_orders: tuple[str, ...] = ("remainder 2",)
 
     def unfit(self, choice: Choice) -> str | None:
         return None
@@ -121,9 +128,27 @@ def cases() -> Iterator[Case]:
     yield from _kinds("decode", replace(packed, q_len=16), ("gathered split",), (90,), "decode")
     yield from _kinds("decode", call_of(half, 64, q_len=1), ("contiguous split",), (80,), "decode")
     yield from _kinds("decode", call_of(half, 256, q_len=4, heads=8), ("gathered split",), (90,), "decode")
+    yield from _hopper()
     yield from _row_wise(call_of(half, 64), ARCHS)
     yield from _row_wise(call_of(half, 256), (90,))
     yield from _row_wise(call_of(single, 128), (80,))
+
+
+def _hopper() -> Iterator[Case]:
+    """Every way to copy a tile, with and without splitting and options; 96 columns are padded to 128."""
+    half, bfloat = torch.float16, torch.bfloat16
+    options = {"has_softcap": True, "has_sinks": True}
+    for group, call, kinds in (
+        ("hopper D 64", call_of(half, 64), ("contiguous split", "slabs of 16", "evenly spaced")),
+        ("hopper D 64", call_of(bfloat, 64), ("slabs of 8 split",)),
+        ("hopper D 128", call_of(half, 128), ("contiguous", "slabs of 8", "evenly spaced split")),
+        ("hopper D 128", call_of(bfloat, 96), ("slabs of 16 split",)),
+        ("hopper options", call_of(half, 64, **options), ("slabs of 8 split",)),
+        ("hopper options", call_of(bfloat, 128, **options), ("contiguous split",)),
+    ):
+        call = replace(call, compute_capability=(9, 0))
+        for kind in kinds:
+            yield _case(group, call, kind, gpu_choices(call, Open(), "hopper"), (90,))
 
 
 def _row_wise(call: CallSpec, archs: tuple[int, ...]) -> Iterator[Case]:
@@ -154,16 +179,22 @@ def _kinds(
 
 
 def _case(group: str, call: CallSpec, kind: str, choices: list[Choice], archs: tuple[int, ...]) -> Case:
-    """The first choice of a kind: gathered or contiguous columns, split or not."""
+    """The first choice of a kind: how columns are gathered, split or not."""
+    slabs = {
+        "contiguous": (None,),
+        "gathered": (1, 8, 16),
+        "slabs of 16": (16,),
+        "slabs of 8": (8,),
+        "evenly spaced": (1,),
+    }
     for choice in choices:
         assert choice.layout is not None
         assert choice.kernel is not None
-        if (choice.layout.slab is not None) == ("gathered" in kind) and (choice.kernel.split_tiles > 0) == (
-            "split" in kind
-        ):
+        gathered = choice.layout.slab in slabs[kind.removesuffix(" split")]
+        if gathered and (choice.kernel.split_tiles > 0) == kind.endswith(" split"):
             layout, kernel = choice.layout, choice.kernel
             settings = f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r"
-            options = " bias softcap sinks" if call.has_bias else ""
+            options = " bias" * call.has_bias + " softcap sinks" * call.has_softcap
             name = (
                 f"{choice.implementation} {_short(call)} {layout.block_m}x{layout.block_n} {settings} {kind}{options}"
             )
@@ -184,6 +215,7 @@ class Recorded:
     made: list[Recorded] = field(default_factory=list)
     given: tuple[Any, ...] = ()
     tensors: tuple[Tensor, ...] = ()
+    maps: tuple[TensorMap | None, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, *given: Any, **options: Any) -> Recorded:
@@ -191,19 +223,32 @@ class Recorded:
         self.made.append(one)
         return one
 
-    def __call__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
+    def __call__(self, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> None:
+        self.tensors, self.maps = tensors, maps
+
+
+def layout_of(call: CallSpec, choice: Choice) -> Layout:
+    """A layout of the choice's kind, with partial and full tiles."""
+    # Causal, so that there are partial tiles.
+    rows, columns = torch.arange(call.q_len)[:, None], torch.arange(call.kv_len)[None, :]
+    keep = columns <= rows + call.kv_len - call.q_len
+    slab = 1 if choice.layout is None else choice.layout.slab
+    if choice.row_order is not None:
+        keep = keep & ((columns - rows) % 2 == 0)
+    elif choice.implementation == "hopper" and slab is not None:
+        # Some columns follow each other, others in slabs. Tiles of slabs of 8 are all partial here.
+        keep = keep & ((columns < 608) | (columns // slab % 3 != 1)) & ((slab != 8) | (columns % 8 != rows % 8))
+    elif slab is not None:
+        # Without every fourth key, so that gathered full tiles have gaps.
+        keep = keep & (columns % 4 != 3)
+    order = None if choice.row_order is None else named_order(choice.row_order, call.q_len)
+    return build_layout(as_mask(keep), call.q_len, call.kv_len, choice.layout, row_order=order)
 
 
 def recorded(case: Case) -> Recorded:
     """What the launching code passes on for this case."""
     call, choice = case.call, case.choice
-    # Causal, so that there are partial tiles, and without every fourth key, so that gathered full tiles have gaps.
-    rows, columns = torch.arange(call.q_len)[:, None], torch.arange(call.kv_len)[None, :]
-    keep = columns <= rows + call.kv_len - call.q_len
-    if choice.layout is None or choice.layout.slab is not None:
-        keep = keep & (columns % 4 != 3)
-    layout = build_layout(as_mask(keep), call.q_len, call.kv_len, choice.layout)
+    layout = layout_of(call, choice)
     q = torch.empty(1, call.heads, call.q_len, call.head_dim, dtype=call.dtype)
     k = torch.empty(1, call.kv_heads, call.kv_len, call.head_dim, dtype=call.dtype)
     v = torch.empty(1, call.kv_heads, call.kv_len, call.value_dim, dtype=call.dtype)
@@ -214,9 +259,16 @@ def recorded(case: Case) -> Recorded:
         "sinks": q.new_empty(call.heads) if call.has_sinks else None,
     }
     record = Recorded()
-    with mock.patch.object(block_wise, "Launch", record.make), mock.patch.object(row_wise, "Launch", record.make):
+    with contextlib.ExitStack() as patched:
+        for module in (block_wise, row_wise, hopper):
+            patched.enter_context(mock.patch.object(module, "Launch", record.make))
         if choice.kernel is None:
             row_wise.row_wise_attention(q, k, v, *row_wise.prepare_row_wise(layout), **options)
+        elif choice.implementation == "hopper":
+            lists = make_tile_lists(layout, choice.kernel.split_tiles)
+            assert bool(lists.slab) == (layout.config.slab in (8, 16)), "the layout has no slabs"
+            bound = hopper.bind_warp_specialized(q, k, v, lists, choice.kernel, **options)
+            bound(q, k, v, None, options["sinks"])
         else:
             work = make_work(layout, choice.kernel.split_tiles)
             block_wise.block_wise_attention(q, k, v, work, choice.kernel, **options)
@@ -227,23 +279,26 @@ def recorded(case: Case) -> Recorded:
 def source(record: Recorded) -> ASTSource:
     """Specialised as Triton does: 1 is a constant, multiples of 16 are known to be, pointers are aligned."""
     kernel, _grid, static, numbers, constants = record.given
-    values = (*record.tensors, *static, *numbers)
+    values = (*record.maps, *record.tensors, *static, *numbers)
     signature: dict[str, str] = {}
     fixed: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
     for place, (name, value) in enumerate(zip(kernel.arg_names, (*values, *constants), strict=True)):
-        constant = place >= len(values) or (type(value) is int and value == 1)
+        constant = place >= len(values) or value is None or (type(value) is int and value == 1)
         if constant:
             signature[name], fixed[place,] = "constexpr", value
+        elif isinstance(value, TensorMap):
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
         elif isinstance(value, Tensor):
             signature[name] = "*" + _TYPES[value.dtype]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
         if not constant and (isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)):
             attributes[place,] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, fixed, attributes)
+    return (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, fixed, attributes)
 
 
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 
@@ -257,7 +312,9 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
     seconds = time.perf_counter() - start
     registers, spilled = _resources(kernel.asm["cubin"])
     choice, estimated = case.choice, 0
-    if choice.kernel is not None and choice.layout is not None:
+    if choice.implementation == "hopper" and choice.kernel is not None and choice.layout is not None:
+        estimated = hopper_shared_memory(choice.layout, case.call, choice.kernel.num_stages)
+    elif choice.kernel is not None and choice.layout is not None:
         estimated = shared_memory(choice.layout, case.call, choice.kernel.num_stages, choice.kernel.pack)
     return Compiled(
         group=case.group,
@@ -270,20 +327,33 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
         wgmma="wgmma.mma_async" in kernel.asm["ptx"],
         block_m=choice.layout.block_m if choice.kernel is not None and choice.layout is not None else 0,
         itemsize=case.call.dtype.itemsize,
+        warnings=_warnings(kernel.asm["ptx"]) if choice.implementation == "hopper" else [],
         seconds=round(seconds, 2),
     )
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and stack bytes of a thread; our kernels have no arrays, so the stack is what was spilled."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        shown = subprocess.run(
+            [_TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", shown)
     assert found is not None, shown
     return int(found[1]), int(found[2])
+
+
+def _warnings(ptx: str) -> list[str]:
+    """Performance warnings of the assembler, C7500 and up: wgmma instructions that wait for each other and the like."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command: list[str | Path] = [_TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Used" in done.stderr, "ptxas says nothing"
+    return [line for line in done.stderr.splitlines() if "(C75" in line]
 
 
 def main() -> None:
@@ -307,6 +377,8 @@ def main() -> None:
                 print(
                     f"{arch:>4}  {one.registers:>9}  {one.spilled:>7}  {one.shared:>7}  {one.estimated:>8}  "
                     f"{'yes' if one.wgmma else 'no':>5}  {one.seconds:>7.1f}  [{one.group}] {one.name}",
+                    *one.warnings,
+                    sep="\n",
                     flush=True,
                 )
 

@@ -89,7 +89,8 @@ def _hopper_choices(call: CallSpec, geometry: Geometry) -> list[Choice]:
     layouts: list[tuple[LayoutConfig, str | None]] = []
     if fixed is None:
         layouts += [(LayoutConfig(*HOPPER_TILE, slab), None) for slab in (None, 16, 8)]
-        even = [name for name in geometry.row_orders if name.startswith("remainder")]
+        # Evenly spaced rows have to fill the 64 or 128 elements that TMA copies of each.
+        even = [name for name in geometry.row_orders if name.startswith("remainder") and call.head_dim in (64, 128)]
         layouts += [(LayoutConfig(*HOPPER_TILE, 1), name) for name in even]
     elif (fixed.block_m, fixed.block_n) == HOPPER_TILE and fixed.slab != 1 and not call.permuted_rows:
         layouts.append((fixed, None))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from stof.errors import UnfitLayoutError
 from stof.kernels.cpu.attention import empty_output
 from stof.kernels.hopper.jobs import RUN, TileLists, job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
@@ -38,10 +39,9 @@ class Window(NamedTuple):
         stride = tensor.stride()
         inner = dim if step == 1 else (step - 1) * stride[2] + dim
         # A dimension of size 1 may have any stride; tensor maps want multiples of 16 bytes.
-        outer = [8 if n == 1 else s for n, s in zip(tensor.shape[:2], stride[:2], strict=True)]
-        return Window(
-            [batch, heads, length // step, inner], [*outer, step * stride[2], 1], [1, 1, rows, width], stride[2]
-        )
+        strides = [8 if n == 1 else s for n, s in zip(tensor.shape[:3], stride[:3], strict=True)]
+        strides[2] *= step
+        return Window([batch, heads, length // step, inner], [*strides, 1], [1, 1, rows, width], stride[2])
 
     def at(self, tensor: Tensor) -> TensorMap:
         """These boxes of a tensor with the same shape and strides."""
@@ -74,19 +74,23 @@ def bind_warp_specialized(
     Returns (the call):
         `out [B, H, Sq, D]` in q's memory order, `lse [B, H, Sq]` float32.
 
-    Raises (the call):
-        KernelError: the kernel does not compile here.
+    Raises:
+        UnfitLayoutError: evenly spaced rows or columns, and a head_dim that is not 64 or 128.
+        KernelError: (the call) the kernel does not compile here.
     """
     del bias
     device = q.device
     batch, heads, q_len, head_dim = q.shape
-    copied = [not _readable(x) for x in (q, k, v)]
-    q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
+    width = _BOX if head_dim <= _BOX else 2 * _BOX
+    if head_dim != width and (lists.row_step > 1 or lists.column_step > 1):
+        raise UnfitLayoutError(f"evenly spaced rows of {head_dim} elements do not fill the {width} that TMA copies")
+    # The output has the memory order of q as it was given.
     out = empty_output(q, v)
     copy_out = not _readable(out)
     if copy_out:
         out = out.contiguous()
-    width = _BOX if head_dim <= _BOX else 2 * _BOX
+    copied = [not _readable(x) for x in (q, k, v)]
+    q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
     q_window = Window.over(q, _ROWS, width, lists.row_step)
     out_window = Window.over(out, _ROWS, width, lists.row_step)
     # Whole tiles, or runs of columns and slabs.
@@ -103,12 +107,14 @@ def bind_warp_specialized(
     jobs = on_cpu.to(device)
     modified = softcap > 0 or scale <= 0
     permuted = lists.row_order.numel() > 0
+    # Rows of one residue: what lies past them is past the width, whatever stride a single row has.
+    residues = (q.stride(2), out.stride(2)) if lists.row_step > 1 else (width, width)
     ready = Launch(
         warp_specialized_kernel,
         processors,
         (jobs, begins.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
          lists.row_order if permuted else jobs),
-        (heads, heads // k.shape[1], q_len, q_len // lists.row_step, q.stride(2), out.stride(2), lists.column_step,
+        (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
          k.stride(2), v.stride(2), float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (groups, lists.block_n, width, lists.slab, config.num_stages, _Q_STAGES, permuted, lists.splits > 0,
          modified, softcap > 0, sinks is not None, lists.has_full > 0),
@@ -125,11 +131,12 @@ def bind_warp_specialized(
         result = out = empty_output(q, v)
         if copy_out:
             out = torch.empty_like(result, memory_format=torch.contiguous_format)
-        # 16 bytes: what TMA asks of an address
-        q, k, v = (
-            x.contiguous() if copy else x if x.data_ptr() % 16 == 0 else x.clone()
-            for x, copy in zip((q, k, v), copied, strict=True)
-        )
+        q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
+            q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+            again = bind_warp_specialized(q, k, v, lists, config, scale=scale, softcap=softcap, bias=None, sinks=sinks)
+            out, lse = again(q, k, v, None, sinks)
+            return result.copy_(out), lse
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
         # Pointers the kernel is compiled not to read take any tensor.
         chunk_out, chunk_ml, counters = lse, lse, jobs
@@ -152,5 +159,6 @@ def bind_warp_specialized(
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether TMA can read these strides: rows contiguous, all other strides multiples of 16 bytes."""
-    return x.stride(3) == 1 and all(n == 1 or s % 8 == 0 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    """Whether TMA can read these strides: rows contiguous, all other strides positive multiples of 16 bytes."""
+    outer = zip(x.shape[:3], x.stride()[:3], strict=True)
+    return x.stride(3) == 1 and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in outer)

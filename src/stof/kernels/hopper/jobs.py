@@ -77,8 +77,8 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     """Prepare a layout.
 
     Args:
-        layout: row blocks of 64 or 128 rows; tiles contiguous, gathered in slabs of 8 or 16, or, where gathered one by
-            one, evenly spaced.
+        layout: row blocks of 128 rows and tiles of 128 columns: contiguous ones, gathered in slabs of 8 or 16, or,
+            where gathered one by one, evenly spaced.
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
 
     Raises:
@@ -102,7 +102,8 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     bitmaps = torch.cat([bitmaps, torch.zeros_like(bitmaps[:1]), torch.full_like(bitmaps[:1], -1)])
     tile_bitmap = torch.where(layout.tile_bitmap >= 0, layout.tile_bitmap, everything)
     dummy = len(columns)
-    spare = columns[:1] if dummy else columns.new_zeros(1, columns.shape[1])
+    # Past the end, where TMA fills in zeros: no key is read for nothing.
+    spare = columns.new_full((1, columns.shape[1]), layout.kv_len)
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
 

@@ -1,4 +1,4 @@
-"""Masked attention on Hopper, in Gluon: one warp copies by TMA, two or three warpgroups compute.
+"""Masked attention on Hopper, in Gluon: one warp copies by TMA, two warpgroups compute.
 
 A thread block stays on its multiprocessor and works through a list of jobs (see `stof.kernels.hopper.jobs`): some tiles
 of one row block, for one batch entry and one head. One warp, the producer, copies Q, K and V to shared memory; each

@@ -1,0 +1,295 @@
+"""The Hopper kernel on a real GPU. Run with `pytest -m gpu` on a machine with compute capability 9.0."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import stof
+from stof import LayoutConfig, masks
+from stof.bench.grid import grid_mask
+from stof.errors import UnsupportedError
+from stof.kernels.triton.work import BlockWiseConfig, BoundCall
+from stof.layout import Layout, build_layout
+from stof.layout.orders import named_order
+from stof.masks import Mask
+from stof.masks.tensors import as_mask
+from stof.selection import IMPLEMENTATIONS, failures
+from stof.selection.implementations import Options
+from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
+from tests.strategies import dense_masks
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+
+# The oracle's matrix products under PyTorch's deterministic mode, which poisons memory.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+GRID = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
+HALVES = (torch.float16, torch.bfloat16)
+# Heavy first rows, to be split; columns that slabs pick.
+HEAVY = masks.longformer(32, 64)
+SCATTERED = masks.longformer(64, 30) | masks.strided(16, 64, 8)
+UNSEEN = "keys that no query sees"
+
+
+@pytest.fixture(autouse=True)
+def _no_failures() -> Iterator[None]:
+    failures.clear()
+    yield
+    failures.clear()
+
+
+def random_inputs(**sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    plain: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 1003, "head_dim": 64, "device": "cuda"}
+    return make_inputs(**plain | {"dtype": torch.float16} | sizes).qkv
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> None:
+    """Through the public operator, in the layout that the selector thinks fastest."""
+    out, lse = stof.attention(q, k, v, mask, return_lse=True, implementation="hopper", **options)
+    keep = mask.to_dense(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device="cuda")
+    assert_attention(out, lse, q, k, v, keep, **options)
+
+
+def layout_of(mask: Mask, q: Tensor, k: Tensor, slab: int | None, order: str | None = None) -> Layout:
+    row_order = None if order is None else named_order(order, q.shape[2])
+    config, sizes = LayoutConfig(128, 128, slab), {"batch": q.shape[0], "heads": q.shape[1]}
+    return build_layout(mask, q.shape[2], k.shape[2], config, **sizes, device="cuda", row_order=row_order)
+
+
+def bound(
+    layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, side: int = 0, **options: Any
+) -> BoundCall:
+    """The kernel on a layout of the test's choice, row blocks split or not."""
+    hopper, stages = IMPLEMENTATIONS["hopper"], 4 if q.shape[3] <= 64 else 2
+    tensors, sizes = hopper.prepare(layout, BlockWiseConfig(4, stages, split_tiles=split_tiles, side=side))
+    given = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "sinks": None, **options}
+    return hopper.bound(q, k, v, tensors, sizes, Options(given["scale"], given["softcap"], None, given["sinks"]))
+
+
+def check_layout(
+    layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, side: int = 0, **options: Any
+) -> None:
+    out, lse = bound(layout, q, k, v, split_tiles, side, **options)(q, k, v, None, options.get("sinks"))
+    assert_attention(out, lse, q, k, v, layout.to_dense(), **options)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", GRID)
+def test_grid_masks(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    for length in (2048, 1003):
+        check(*random_inputs(q_len=length, head_dim=head_dim, dtype=dtype), grid_mask(name).mask(length))
+
+
+@pytest.mark.parametrize("split_tiles", [0, 2])
+@pytest.mark.parametrize("slab", [None, 16, 8])
+@pytest.mark.parametrize("name", GRID)
+def test_every_layout(name: str, slab: int | None, split_tiles: int) -> None:
+    q, k, v = random_inputs(q_len=1500, kv_len=1500)
+    layout = layout_of(grid_mask(name).mask(1500), q, k, slab)
+    check_layout(layout, q, k, v, split_tiles, side=3)
+
+
+@pytest.mark.parametrize("memory", ["bhsd", "bshd", "packed", "transposed"])
+@pytest.mark.parametrize("split_tiles", [0, 1])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_evenly_spaced_rows_and_columns(head_dim: int, split_tiles: int, memory: str) -> None:
+    mask = masks.dilated_window(900, dilation=5)
+    q, k, v = random_inputs(q_len=1280, head_dim=head_dim, memory=memory)
+    check_layout(layout_of(mask, q, k, 1, "remainder 5"), q, k, v, split_tiles)
+
+
+def test_dilated_with_heads_narrower_than_tiles() -> None:
+    """Boxes of evenly spaced rows would reach into the next row."""
+    for head_dim in (40, 80):
+        check(*random_inputs(q_len=2048, head_dim=head_dim), masks.dilated_window(2047, dilation=16))
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 120, 128])
+def test_sizes_and_options(head_dim: int) -> None:
+    """Odd lengths, grouped heads, every option."""
+    q, k, v = random_inputs(heads=6, q_len=777, kv_len=1531, head_dim=head_dim, memory="bshd")
+    check(q, k, v, SCATTERED)
+    check(q, k, v, SCATTERED, scale=0.1, sinks=torch.randn(6, device="cuda"), softcap=20.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 0.0},
+        {"scale": -0.3},
+        {"softcap": 0.5},
+        {"sinks": "float32"},
+        {"sinks": "float16"},
+        {"sinks": "strided"},
+    ],
+    ids=str,
+)
+def test_each_option(options: dict[str, Any]) -> None:
+    sinks = {
+        "float32": torch.randn(4, device="cuda"),
+        "float16": torch.randn(4, device="cuda", dtype=torch.float16),
+        "strided": torch.randn(8, device="cuda")[::2],
+    }
+    if "sinks" in options:
+        options = {"sinks": sinks[options["sinks"]]}
+    check(*random_inputs(q_len=300, kv_len=900), SCATTERED, **options)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (1, 777), (2, 129), (63, 64), (64, 1), (129, 5), (128, 128)])
+def test_short_lengths(q_len: int, kv_len: int) -> None:
+    for heads, kv_heads in ((4, 4), (8, 1)):
+        q, k, v = random_inputs(heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len)
+        check(q, k, v, masks.full())
+        check(q, k, v, as_mask(readable(torch.rand(1, heads, q_len, kv_len, device="cuda") < 0.5)))
+
+
+@pytest.mark.parametrize("split_tiles", [0, 1])
+@pytest.mark.parametrize("slab", [None, 8])
+def test_rows_and_heads_that_keep_nothing(slab: int | None, split_tiles: int) -> None:
+    """Whole row blocks, single rows and whole heads: output 0, log-sum-exp -inf."""
+    generator = torch.Generator().manual_seed(0)
+    keep = torch.rand(2, 4, 500, 700, generator=generator) < torch.tensor([0.0, 0.01, 0.3, 1.0]).view(1, 4, 1, 1)
+    keep[:, 1:, 60] = True  # each key is seen
+    keep[:, :, 130:400] = False
+    keep[:, :, ::7] &= torch.arange(500)[::7, None] == 60
+    q, k, v = random_inputs(q_len=500, kv_len=700)
+    for kept in (keep, keep[:, 2:3], keep[:1], keep & False):
+        layout = layout_of(as_mask(kept.cuda()), q, k, slab)
+        check_layout(layout, q, k, v, split_tiles, sinks=torch.randn(4, device="cuda"))
+
+
+def test_masks_by_head_and_sequence() -> None:
+    q, k, v = random_inputs()
+    check(q, k, v, masks.per_head([masks.causal(), masks.full(), masks.causal(), masks.sliding_window(9)]))
+    check(q, k, v, masks.padding([1003, 896]) & masks.causal())
+    check(q, k, v, ~masks.full())
+
+
+def test_keys_that_no_query_sees() -> None:
+    """The unused end of a cache may hold anything, and so may all of it: no NaN comes through."""
+    mask = masks.padding([1000, 0, 512])
+    q, k, v = random_inputs(batch=3, kv_len=1000)
+    unseen = ~mask.to_dense(1003, 1000, batch=3, device="cuda").any(2)[:, :, :, None]
+    stale_k, stale_v = (x.masked_fill(unseen, torch.nan) for x in (k, v))
+    out, lse = stof.attention(q, stale_k, stale_v, mask, return_lse=True, implementation="hopper")
+    assert_attention(out, lse, q, k, v, mask.to_dense(1003, 1000, batch=3, device="cuda"))
+    with pytest.raises(UnsupportedError, match=UNSEEN):
+        stof.attention(q, k, v, masks.padding([1000, 0, 500]), implementation="hopper")
+    out, lse = stof.attention(q, k, v, masks.padding([1000, 0, 500]), return_lse=True)
+    assert_attention(out, lse, q, k, v, masks.padding([1000, 0, 500]).to_dense(1003, 1000, batch=3, device="cuda"))
+
+
+def readable(keep: Tensor) -> Tensor:
+    """The mask with one row more in each head that keeps every key, so that none is unseen; empty heads stay so."""
+    keep = keep.clone()
+    keep[:, :, -1] |= keep.flatten(2).any(2)[:, :, None]
+    return keep
+
+
+@given(data=st.data())
+@settings(max_examples=40)
+def test_random_masks_and_shapes(data: st.DataObject) -> None:
+    q_len, kv_len = (data.draw(st.sampled_from([1, 63, 129, 300, 641])) for _ in range(2))
+    kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (1, 8)]))
+    batch, heads = data.draw(st.integers(1, 3)), kv_heads * group
+    q, k, v = random_inputs(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=data.draw(st.sampled_from([64, 80, 96, 128])),
+        dtype=data.draw(st.sampled_from(HALVES)),
+        memory=data.draw(st.sampled_from(MEMORY_LAYOUTS)),
+        seed=data.draw(st.integers(0, 2**31 - 1)),
+    )
+    sizes = (data.draw(st.sampled_from([1, batch])), data.draw(st.sampled_from([1, heads])))
+    keep = data.draw(dense_masks(q_len, kv_len, *sizes)).cuda()
+    options: dict[str, Any] = data.draw(st.sampled_from([{}, {}, {"softcap": 5.0}, {"scale": -0.2}]))
+    if data.draw(st.booleans()):
+        options = {**options, "sinks": torch.randn(heads, device="cuda")}
+    try:
+        out, lse = stof.attention(q, k, v, keep, return_lse=True, implementation="hopper", **options)
+    except UnsupportedError:
+        assert not bool(keep.any(2).all()), "only keys that no query sees make a mask unfit"
+        keep = readable(keep)
+        out, lse = stof.attention(q, k, v, keep, return_lse=True, implementation="hopper", **options)
+    assert_attention(out, lse, q, k, v, keep, **options)
+
+
+# Settings that are compiled in: dtype, head_dim, heads of a key head, columns of a slab, longest chunk, option.
+FAMILIES = list(
+    itertools.product(
+        HALVES, (64, 80, 96, 128), (1, 3), (None, 16, 8), (0, 1, 3), ("plain", "softcap", "sinks", "scale")
+    )
+)
+
+
+@pytest.mark.slow
+def test_a_thousand_random_calls() -> None:
+    """Few kernels, many masks and shapes: compiling is what takes time."""
+    chance = random.Random(0)
+    families = chance.sample(FAMILIES, 24)
+    for number in range(1000):
+        dtype, head_dim, group, slab, split_tiles, option = families[number % len(families)]
+        batch, kv_heads = chance.randint(1, 3), chance.randint(2, 3)
+        # No multiples of 16, for which there would be kernels of their own.
+        q_len, kv_len = 16 * chance.randint(0, 40) + chance.randint(2, 15), chance.randint(1, 900)
+        heads = kv_heads * group
+        q, k, v = random_inputs(
+            batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype,
+            memory=chance.choice(["bhsd", "bshd", "packed"]), seed=number,
+        )  # fmt: skip
+        keep = readable(random_keep(chance, batch, heads, q_len, kv_len, number))
+        by_name: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "softcap": {"softcap": 8.0},
+            "sinks": {"sinks": torch.randn(heads, device="cuda")},
+            "scale": {"scale": -0.25},
+        }
+        layout = layout_of(as_mask(keep), q, k, slab)
+        try:
+            check_layout(layout, q, k, v, split_tiles, chance.randint(0, 4), **by_name[option])
+        except AssertionError as error:
+            raise AssertionError(f"call {number}: {families[number % len(families)]}, {list(keep.shape)}") from error
+
+
+def random_keep(chance: random.Random, batch: int, heads: int, q_len: int, kv_len: int, seed: int) -> Tensor:
+    """Bool `[1 or batch, 1 or heads, q_len, kv_len]` of one of several textures."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (chance.choice([1, batch]), chance.choice([1, heads]), q_len, kv_len)
+    noise = torch.rand(shape, generator=generator, device="cuda")
+    rows, columns = torch.arange(q_len, device="cuda")[:, None], torch.arange(kv_len, device="cuda")[None, :]
+    density = chance.choice([0.0, 0.002, 0.03, 0.5, 0.98, 1.0])
+    textures = {
+        "scores": noise < density,
+        "rows": noise[..., :1].expand(shape) < density,
+        "columns": noise[..., :1, :].expand(shape) < density,
+        "band": ((rows - columns).abs() < chance.randint(1, 200)) & (noise < 0.9),
+        "causal": ((columns <= rows + kv_len - q_len) & (noise[..., :1] < 0.95)).expand(shape),
+        "strips": ((columns // chance.choice([8, 16, 24])) % 5 == rows // 40 % 5).expand(shape),
+    }
+    return textures[chance.choice(sorted(textures))]
+
+
+def test_long_rows_split() -> None:
+    q, k, v = random_inputs(batch=1, q_len=300, kv_len=20_000, head_dim=128)
+    for split_tiles in (8, 64, 1000):
+        check_layout(layout_of(HEAVY, q, k, None), q, k, v, split_tiles)
+    check(q, k, v, HEAVY)

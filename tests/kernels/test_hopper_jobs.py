@@ -1,0 +1,362 @@
+"""Lists of the Hopper kernel: decoded again without the kernel, they are the layout's mask, each job dealt once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stof import LayoutConfig, masks
+from stof.bench.grid import grid_mask
+from stof.errors import UnfitLayoutError
+from stof.kernels.hopper.jobs import _JOB_COST, JOB_FIELDS, RUN, TileLists, job_lists, make_tile_lists
+from stof.layout import Layout, build_layout
+from stof.layout.build import PARTIAL_TILE_COST
+from stof.layout.orders import named_order
+from stof.masks.tensors import as_mask
+from tests.strategies import dense_masks
+
+GRID = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
+EVEN = LayoutConfig(128, 128, 1)
+
+
+def layout_of(keep: Tensor, slab: int | None, **options: Any) -> Layout:
+    batch, heads, q_len, kv_len = keep.shape
+    config = LayoutConfig(128, 128, slab)
+    return build_layout(as_mask(keep), q_len, kv_len, config, batch=batch, heads=heads, **options)
+
+
+def grid_layout(name: str, length: int, slab: int | None) -> Layout:
+    return build_layout(grid_mask(name).mask(length), length, length, LayoutConfig(128, 128, slab))
+
+
+def even_layout(length: int, stride: int = 16) -> Layout:
+    """A dilated mask with like rows side by side: rows and columns at one distance."""
+    mask = masks.dilated_window(900, dilation=stride)
+    return build_layout(mask, length, length, EVEN, row_order=named_order(f"remainder {stride}", length))
+
+
+def columns_of(lists: TileLists) -> Tensor:
+    """Key column of each column of each tile `[T + 2, block_n]`, at or past `kv_len` where TMA fills in zeros."""
+    records = lists.tile_columns.long()
+    if lists.slab == 0:
+        assert records.shape[1] == 1
+        return records + lists.column_step * torch.arange(lists.block_n)
+    out = torch.full((len(records), lists.block_n), -1)
+    slabs = lists.block_n // lists.slab
+    assert records.shape[1] == slabs
+    for start in range(0, slabs, RUN // lists.slab):
+        # Half a tile: one copy from `-1 - first`, or a copy of each slab.
+        first, place = records[:, start], start * lists.slab
+        run = (-1 - first)[:, None] + torch.arange(RUN)
+        each = (records[:, start : start + RUN // lists.slab, None] + torch.arange(lists.slab)).flatten(1)
+        out[:, place : place + RUN] = torch.where(first[:, None] < 0, run, each)
+    assert bool((out >= 0).all())
+    return out
+
+
+def keep_of(words: Tensor) -> Tensor:
+    """Bool `[block_m, 128]` of words `[block_m, 4]` in the accumulator's order."""
+    column = torch.arange(128)
+    at = torch.div(column % 8, 2, rounding_mode="floor")
+    shift = 2 * torch.div(column, 8, rounding_mode="floor") + column % 2
+    return ((words[:, at] >> shift) & 1).bool()
+
+
+def rows_of(lists: TileLists) -> Tensor:
+    """Original row at each position, as TMA copies them: residue after residue."""
+    return torch.arange(lists.q_len).view(-1, lists.row_step).T.flatten()
+
+
+def seen_keys(layout: Layout) -> Tensor:
+    """Bool `[P, kv_len]`: keys that some query of a pattern sees."""
+    seen = torch.zeros(layout.patterns, layout.kv_len, dtype=torch.bool)
+    seen[layout.pattern_of.long()] = layout.to_dense().any(2)
+    return seen
+
+
+def counted(lists: TileLists, seen: Tensor) -> Tensor:
+    """How often each score counts: int `[mask_batch, mask_heads, q_len, kv_len]`; `seen` as `seen_keys` gives it."""
+    columns, rows = columns_of(lists), rows_of(lists)
+    times = torch.zeros(len(lists.item_ptr) - 1, lists.q_len, lists.kv_len, dtype=torch.int32)
+    for pattern, (first, last) in enumerate(itertools.pairwise(lists.item_ptr.tolist())):
+        for row_block, begin, partial_end, end, *_, bitmap in lists.items[first:last].tolist():
+            mine = rows[row_block * lists.block_m : (row_block + 1) * lists.block_m]
+            assert begin < end, "a job computes one tile at least"
+            for tile in range(begin, end):
+                read = columns[tile][columns[tile] < lists.kv_len]
+                assert bool(seen[pattern, read].all()), "0 * NaN is NaN: what nobody sees may not be read"
+                kept = torch.ones(len(mine), lists.block_n, dtype=torch.bool)
+                if tile < partial_end:
+                    # The bitmap of an item's first tile comes with the item.
+                    number = bitmap if tile == begin else int(lists.tile_bitmap[tile])
+                    kept = keep_of(lists.bitmaps[number])[: len(mine)]
+                row, column = kept.nonzero(as_tuple=True)
+                at = (mine[row], columns[tile][column])
+                times[pattern].index_put_(at, torch.ones_like(row, dtype=torch.int32), accumulate=True)
+    return times[lists.pattern_of.long()]
+
+
+def reads_unseen_keys(layout: Layout) -> bool:
+    """Whether some tile, or a slab of one, holds a key that no query of its pattern sees."""
+    columns = layout.tile_columns()
+    pattern = torch.div(layout.tile_row_block(), layout.row_blocks, rounding_mode="floor")
+    return bool(((columns >= 0) & ~seen_keys(layout)[pattern[:, None], columns.clamp(min=0)]).any())
+
+
+def check_lists(layout: Layout, split_tiles: int) -> TileLists | None:
+    """The lists of a layout, or None where its tiles cannot be read without keys that no query sees."""
+    if reads_unseen_keys(layout):
+        with pytest.raises(UnfitLayoutError, match="its tiles hold keys that no query sees, whose values may be anyth"):
+            make_tile_lists(layout, split_tiles)
+        return None
+    lists = make_tile_lists(layout, split_tiles)
+    tensors, sizes = lists.flatten()
+    assert all(tensor.is_contiguous() and tensor.dtype == torch.int32 for tensor in tensors)
+    again = TileLists.unflatten(tensors, [int(size) for size in sizes])
+    assert [int(size) for size in again.flatten()[1]] == [int(size) for size in sizes]
+    assert all(a is b for a, b in zip(again.flatten()[0], tensors, strict=True))
+    assert torch.equal(counted(again, seen_keys(layout)), layout.to_dense().int())
+    # The kernel reads ahead: a tile, and the bitmaps of two.
+    tiles = int(lists.items[:, 3].max())
+    assert len(lists.tile_columns) >= tiles + 1
+    assert len(lists.tile_bitmap) >= tiles + 2
+    assert 0 <= int(lists.tile_bitmap.min()) <= int(lists.tile_bitmap.max()) < len(lists.bitmaps)
+    check_items(lists, layout, split_tiles)
+    return lists
+
+
+def check_items(lists: TileLists, layout: Layout, split_tiles: int) -> None:
+    """Chunks of a row block complete, equal to within a tile, with slots and a number of their own."""
+    tiles = layout.row_block_ptr.diff().view(layout.patterns, layout.row_blocks)
+    chunks, splits = [0], [0]
+    for pattern, (first, last) in enumerate(itertools.pairwise(lists.item_ptr.tolist())):
+        items = lists.items[first:last].tolist()
+        slots: list[int] = []
+        numbers: list[int] = []
+        for row_block in range(layout.row_blocks):
+            count = int(tiles[pattern, row_block])
+            wanted = max(1, -(-count // split_tiles)) if split_tiles else 1
+            mine = [item for item in items if item[0] == row_block]
+            lengths = [item[3] - item[1] for item in mine]
+            assert sum(lengths) == max(1, count)
+            assert max(lengths) - min(lengths) <= 1
+            assert sorted(item[6] for item in mine) == list(range(wanted))
+            assert {item[4] for item in mine} == {wanted}
+            if wanted > 1:
+                assert len({(item[5], item[7]) for item in mine}) == 1
+                slots += range(mine[0][5], mine[0][5] + wanted)
+                numbers.append(mine[0][7])
+        assert sorted(slots) == list(range(len(slots)))
+        assert sorted(numbers) == list(range(len(numbers)))
+        chunks.append(len(slots))
+        splits.append(len(numbers))
+    assert (lists.chunks, lists.splits) == (max(chunks), max(splits))
+    assert bool(lists.has_full) == any(item[2] < item[3] for item in lists.items.tolist())
+
+
+@pytest.mark.parametrize("split_tiles", [0, 1, 3])
+@pytest.mark.parametrize("slab", [None, 16, 8])
+@pytest.mark.parametrize("name", GRID)
+def test_grid_masks(name: str, slab: int | None, split_tiles: int) -> None:
+    for length in (1000, 1280):
+        lists = check_lists(grid_layout(name, length, slab), split_tiles)
+        assert lists is not None
+        assert (lists.row_step, lists.column_step) == (1, 1)
+
+
+@pytest.mark.parametrize("split_tiles", [0, 1, 3])
+def test_evenly_spaced_rows_and_columns(split_tiles: int) -> None:
+    for length, stride in ((2048, 16), (1280, 5), (384, 1)):
+        lists = check_lists(even_layout(length, stride), split_tiles)
+        assert lists is not None
+        assert (lists.slab, lists.row_step, lists.column_step) == (0, stride, stride)
+        assert torch.equal(lists.row_order[0].long(), rows_of(lists))
+
+
+@given(data=st.data(), slab=st.sampled_from([None, 8, 16]), split_tiles=st.sampled_from([0, 1, 2]))
+@settings(max_examples=60)
+def test_every_kept_score_once(data: st.DataObject, slab: int | None, split_tiles: int) -> None:
+    q_len = data.draw(st.sampled_from([1, 64, 128, 130, 300]))
+    kv_len = data.draw(st.sampled_from([1, 15, 128, 129, 500]))
+    keep = data.draw(dense_masks(q_len, kv_len, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))))
+    check_lists(layout_of(keep, slab), split_tiles)
+
+
+@given(stride=st.sampled_from([1, 2, 3, 7]), texture=st.sampled_from(["random", "band", "empty", "full"]))
+@settings(max_examples=20)
+def test_evenly_spaced_masks(stride: int, texture: str) -> None:
+    """Rows see keys of their own remainder only."""
+    length = 128 * stride
+    rows, columns = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    like = (rows - columns) % stride == 0
+    keep = {
+        "random": like & (torch.rand(length, 1) < 0.7),
+        "band": like & ((rows - columns).abs() < 40 * stride),
+        "empty": like & False,
+        "full": like,
+    }[texture]
+    order = named_order(f"remainder {stride}", length)
+    check_lists(layout_of(keep[None, None], 1, row_order=order), 1)
+
+
+def test_runs_are_copied_at_once() -> None:
+    """Among slabs, half a tile of columns that follow each other is one copy; slots left over repeat the first ones."""
+    keep = torch.zeros(1, 1, 128, 1024, dtype=torch.bool)
+    keep[..., :128] = True  # a full tile
+    keep[..., 3, 512:576] = True
+    keep[..., 5, 704:720] = True
+    for slab in (8, 16):
+        lists = make_tile_lists(layout_of(keep, slab))
+        assert lists.slab == slab
+        halves = lists.tile_columns[:2].unflatten(1, (2, -1))
+        assert halves[..., 0].tolist() == [[-1 - 512, 704], [-1, -1 - 64]]
+        assert columns_of(lists)[0].tolist() == [*range(512, 576), *range(704, 720), *range(512, 560)]
+
+
+def test_keys_that_no_query_sees() -> None:
+    """Slabs leave out what tiles of 128 would read, where they hold no such keys themselves."""
+    keep = masks.causal().to_dense(300).clone()
+    keep[..., 192:256] = False
+    assert check_lists(layout_of(keep, None), 0) is None
+    assert check_lists(layout_of(keep, 16), 0) is not None
+    keep[..., 190] = False
+    assert check_lists(layout_of(keep, 8), 0) is None
+    # The keys of a head count, whatever others see.
+    both = torch.cat([keep, keep | True], 1)
+    assert check_lists(layout_of(both, 8), 0) is None
+
+
+def test_without_slabs_whole_tiles_are_copied() -> None:
+    """Gathering that gathers nothing is not paid for."""
+    lists = make_tile_lists(grid_layout("causal", 1024, 16))
+    assert lists.slab == 0
+    assert lists.tile_columns.shape[1] == 1
+
+
+@pytest.mark.parametrize("slab", [None, 8, 1])
+def test_row_blocks_without_tiles(slab: int | None) -> None:
+    """They get a tile all the same, which keeps nothing and reads nothing that is not seen."""
+    keep = torch.zeros(1, 3, 600, 200, dtype=torch.bool)
+    keep[0, 1, 200:250] = True
+    keep[0, 2, 200:250, 128:] = True
+    for kept in (keep, keep[:, :2], keep[:, 1:], keep[:, :1]):
+        lists = check_lists(layout_of(kept, slab), 1)
+        assert lists is not None
+        tiles = [item[2] - item[1] for item in lists.items.tolist() if item[0] != 1]
+        assert set(tiles) == {1}, "partial: all its scores are masked"
+        assert not lists.has_full
+
+
+@pytest.mark.parametrize(
+    ("keep", "order", "reason"),
+    [
+        (masks.dilated_window(500, dilation=16) | masks.global_tokens(3), "remainder 16", "not evenly spaced"),
+        (masks.dilated_window(500, dilation=3), "remainder 16", "not evenly spaced"),
+        (masks.strided(64, 64, 8), None, "not evenly spaced"),
+        (masks.dilated_window(500, dilation=16), "patch 64 16 8 8", "rows are not in an order"),
+        (masks.full(), "remainder 32", "rows are not in an order"),  # 32 rows of a remainder: half a box
+    ],
+)
+def test_layouts_that_cannot_be_copied(keep: Any, order: str | None, reason: str) -> None:
+    row_order = None if order is None else named_order(order, 1024)
+    layout = build_layout(keep, 1024, 1024, EVEN, row_order=row_order)
+    with pytest.raises(UnfitLayoutError, match=reason):
+        make_tile_lists(layout)
+
+
+def test_lengths_that_do_not_divide() -> None:
+    mask = masks.dilated_window(500, dilation=16)
+    layout = build_layout(mask, 2048, 2054, EVEN, row_order=named_order("remainder 16", 2048))
+    with pytest.raises(UnfitLayoutError, match="2054 keys do not divide by the distance of columns, 16"):
+        make_tile_lists(layout)
+    layout = build_layout(masks.full(), 1000, 1008, EVEN, row_order=named_order("remainder 16", 1000))
+    with pytest.raises(UnfitLayoutError, match="rows are not in an order that TMA can copy"):
+        make_tile_lists(layout)
+
+
+def costs(jobs: Tensor) -> Tensor:
+    begin, partial_end, end = jobs[:, 3].double(), jobs[:, 4].double(), jobs[:, 5].double()
+    return (partial_end - begin) * PARTIAL_TILE_COST + (end - partial_end) + _JOB_COST
+
+
+def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> Tensor:
+    """Every item of every batch entry and head once; returns what each thread block has to do, in full tiles."""
+    padded, begins = job_lists(lists, batch, heads, blocks, side)
+    assert padded.dtype == begins.dtype == torch.int32
+    assert padded.shape[1] == JOB_FIELDS
+    assert not bool(padded[-1].any())
+    jobs, bounds = padded[:-1], begins.tolist()
+    assert len(bounds) == blocks + 1
+    assert bounds == sorted(bounds)
+    assert (bounds[0], bounds[-1]) == (0, len(jobs))
+    pattern_of = lists.pattern_of.expand(batch, heads)
+    wanted, slots, numbers = [], set(), set()
+    for b, h in itertools.product(range(batch), range(heads)):
+        pattern = int(pattern_of[b, h])
+        for item in lists.items[lists.item_ptr[pattern] : lists.item_ptr[pattern + 1]].tolist():
+            wanted.append((b, h, pattern, *item[:5], item[6], item[8]))
+    found = []
+    for row_block, b, h, begin, partial_end, end, parts, slot, chunk, counter, pattern, bitmap, *rest in jobs.tolist():
+        found.append((b, h, pattern, row_block, begin, partial_end, end, parts, chunk, bitmap))
+        assert not any(rest)
+        if parts > 1:
+            slots.add((slot, parts, b, h, row_block))
+            numbers.add((counter, b, h, row_block))
+    assert sorted(found) == sorted(wanted)
+    taken = [place for slot, parts, *_ in slots for place in range(slot, slot + parts)]
+    assert len(set(taken)) == len(taken)
+    assert all(0 <= place < batch * heads * lists.chunks for place in taken)
+    assert len({number[0] for number in numbers}) == len({number[1:] for number in numbers}) == len(numbers)
+    assert all(0 <= counter < batch * heads * lists.splits for counter, *_ in numbers)
+    cost = costs(jobs)
+    return torch.stack([cost[first:last].sum() for first, last in itertools.pairwise(bounds)])
+
+
+@pytest.mark.parametrize("split_tiles", [0, 2])
+@pytest.mark.parametrize("name", GRID)
+def test_jobs_of_grid_masks(name: str, split_tiles: int) -> None:
+    lists = make_tile_lists(grid_layout(name, 2048, None), split_tiles)
+    for batch, heads, side in ((1, 1, 1), (2, 12, 1), (2, 12, 4), (3, 16, 48)):
+        loads = check_jobs(lists, batch, heads, 132, side)
+        longest = float(costs(job_lists(lists, batch, heads, 132, side)[0][:-1]).max())
+        # The longest of each round goes where least is to do, so no two thread blocks are further apart than one job.
+        assert float(loads.max() - loads.min()) <= longest + 1e-6
+    # With all heads at once, longest first: what is left over at the end is short.
+    loads = check_jobs(lists, 4, 32, 132, 128)
+    assert float(loads.max()) <= 1.05 * float(loads.mean())
+
+
+@given(data=st.data(), split_tiles=st.sampled_from([0, 1, 2]), blocks=st.sampled_from([1, 7, 132]))
+@settings(max_examples=40)
+def test_jobs_of_random_masks(data: st.DataObject, split_tiles: int, blocks: int) -> None:
+    batch, heads = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 3)]))
+    keep = data.draw(dense_masks(data.draw(st.sampled_from([1, 130, 300])), 400, batch, heads))
+    layout = layout_of(keep, data.draw(st.sampled_from([None, 8])))
+    assume(not reads_unseen_keys(layout))
+    lists = make_tile_lists(layout, split_tiles)
+    times = data.draw(st.sampled_from([1, 2]))  # masks that are the same in every batch entry or head
+    sizes = (batch if batch > 1 else times, heads if heads > 1 else 2 * times)
+    loads = check_jobs(lists, *sizes, blocks, data.draw(st.integers(1, sizes[0] * sizes[1])))
+    jobs = costs(job_lists(lists, *sizes, blocks, 1)[0][:-1])
+    assert float(loads.sum()) == pytest.approx(float(jobs.sum()))
+    assert float(loads.max()) <= float(loads.mean()) + float(jobs.max()) + 1e-6
+
+
+def test_heads_side_by_side() -> None:
+    """Thread blocks work through groups of heads in the same order, but what would stick out at the end comes first."""
+    lists = make_tile_lists(grid_layout("longformer", 2048, None))
+    heads, side, blocks = 24, 4, 16
+    padded, begins = job_lists(lists, 1, heads, blocks, side)
+    cost = costs(padded[:-1])
+    large = cost > cost.sum() / blocks / 8
+    assert 0 < int(large.sum()) < len(large)
+    for first, last in itertools.pairwise(begins.tolist()):
+        group = torch.div(padded[first:last, 2], side, rounding_mode="floor")
+        group[large[first:last]] = -1
+        assert torch.equal(group, group.sort().values)

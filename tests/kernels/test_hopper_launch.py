@@ -1,0 +1,287 @@
+"""What the Hopper kernel is launched with, worked through in plain PyTorch: it is attention, whatever the memory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stof import LayoutConfig, masks
+from stof.errors import UnfitLayoutError
+from stof.kernels.hopper.jobs import RUN
+from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
+from stof.kernels.triton.work import BlockWiseConfig
+from stof.layout import Layout, build_layout
+from stof.selection import IMPLEMENTATIONS
+from stof.selection.gpu import gpu_choices
+from stof.selection.implementations import Options
+from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
+from tests.kernels.test_hopper_jobs import even_layout, keep_of, layout_of
+from tests.selection.fakes import Geometry, call_of
+
+LONG = masks.longformer(20, 30) | masks.strided(8, 64, 8)
+
+
+class Twin:
+    """The kernel in plain PyTorch, one job after the other; stands in for `Launch.__call__`."""
+
+    def __init__(self) -> None:
+        self.constants: dict[str, Any] = {}
+
+    def __call__(self, launch: Launch, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> None:
+        _descriptors(maps)  # Triton's own checks of strides, sizes and alignment
+        given = dict(zip(launch.kernel.arg_names, (*maps, *tensors, *launch.tensors, *launch.rest), strict=True))
+        self.constants = {name: value for name, value in given.items() if name.isupper()}
+        a = SimpleNamespace(**given)
+        written = torch.zeros(a.lse_ptr.shape, dtype=torch.int32)
+        for program in range(launch.grid):
+            for number in range(int(a.job_ptr_ptr[program]), int(a.job_ptr_ptr[program + 1])):
+                for group in range(a.GROUPS):
+                    _job(a, a.jobs_ptr[number].tolist(), group, written)
+        assert bool((written == 1).all())
+        assert not a.SPLIT or not bool(a.counters_ptr.any())
+
+
+def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> None:
+    """64 rows of a job."""
+    row_block, b, h, begin, partial_end, end, parts, slot, chunk, counter, pattern, bitmap, *_ = job
+    position = (row_block * a.GROUPS + group) * 64
+    residue, row = divmod(position, a.rows_per_residue)
+    q = box(a.q_desc, [b, h, row, residue * a.q_residue_stride])
+    scores, values = [], []
+    for tile in range(begin, end):
+        k, v = (
+            _tile(a, desc, slab, tile, b, h // a.heads_per_group, stride)
+            for desc, slab, stride in (
+                (a.k_desc, a.k_slab_desc, a.k_residue_stride),
+                (a.v_desc, a.v_slab_desc, a.v_residue_stride),
+            )
+        )
+        s = q @ k.T * a.scale * (1 if a.MODIFIED else math.log(2))
+        if a.HAS_SOFTCAP:
+            s = a.softcap * torch.tanh(s / a.softcap)
+        if tile < partial_end:
+            words = a.bitmaps_ptr[bitmap if tile == begin else int(a.tile_bitmap_ptr[tile])]
+            s = s.masked_fill(~keep_of(words)[group * 64 : group * 64 + 64], -torch.inf)
+        else:
+            assert a.HAS_FULL
+        scores.append(s)
+        values.append(v)
+    s = torch.cat(scores, 1)
+    m = s.amax(1)
+    p = torch.exp(s - torch.where(m == -torch.inf, 0.0, m)[:, None])
+    total, acc = p.sum(1), p @ torch.cat(values)
+    if a.SPLIT and parts > 1:
+        mine = (slot + chunk) * a.GROUPS + group
+        memory(a.chunk_out_ptr)[mine * 64 * a.D :][: 64 * a.D].copy_(acc.flatten())
+        memory(a.chunk_ml_ptr)[mine * 128 :][:128].copy_(torch.cat([m, total]))
+        count = memory(a.counters_ptr)[counter * a.GROUPS + group :][:1]
+        count += 1
+        if int(count) < parts:
+            return
+        count.zero_()
+        others = [(slot + c) * a.GROUPS + group for c in range(parts)]
+        parted = torch.stack([memory(a.chunk_ml_ptr)[n * 128 :][:128].double().view(2, 64) for n in others])
+        outs = torch.stack([memory(a.chunk_out_ptr)[n * 64 * a.D :][: 64 * a.D].double().view(64, a.D) for n in others])
+        m = parted[:, 0].amax(0)
+        factor = torch.exp(parted[:, 0] - torch.where(m == -torch.inf, 0.0, m))
+        total, acc = (parted[:, 1] * factor).sum(0), (outs * factor[:, :, None]).sum(0)
+    rows = torch.arange(position, position + 64)
+    rows = rows[rows < a.q_len]
+    lse = torch.where(total > 0, m + torch.log(total), -torch.inf)
+    if a.HAS_SINKS:
+        total = total * (1 + torch.exp(float(memory(a.sinks_ptr)[h]) - lse))
+    acc = acc * torch.where(lse == -torch.inf, 0.0, 1 / total)[:, None]
+    at = rows if not a.PERMUTED else memory(a.row_order_ptr)[pattern * a.q_len + rows].long()
+    written.view(-1)[(b * a.heads + h) * a.q_len + at] += 1
+    memory(a.lse_ptr)[(b * a.heads + h) * a.q_len + at] = lse[: len(rows)].float()
+    box(a.out_desc, [b, h, row, residue * a.out_residue_stride], acc)
+
+
+def _tile(
+    a: SimpleNamespace, desc: TensorMap, slab_desc: TensorMap | None, tile: int, b: int, h: int, stride: int
+) -> Tensor:
+    """K or V of a tile."""
+    record = memory(a.tiles_ptr).view(-1, 128 // a.SLAB if a.SLAB else 1)[tile].tolist()
+    if not a.SLAB:
+        return box(desc, [b, h, record[0] // a.kv_step, record[0] % a.kv_step * stride])
+    assert slab_desc is not None
+    pieces = []
+    for start in range(0, len(record), RUN // a.SLAB):
+        columns = record[start : start + RUN // a.SLAB]
+        copies = [(desc, -1 - columns[0])] if columns[0] < 0 else [(slab_desc, column) for column in columns]
+        for source, first in copies:
+            pieces.append(torch.cat([box(source, [b, h, first, chunk]) for chunk in range(0, a.D, 64)], 1))
+    return torch.cat(pieces)
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """What a pointer to a tensor reaches, up to the end of its storage."""
+    offset = tensor.storage_offset()
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size() - offset,), (1,), offset)
+
+
+def box(source: TensorMap, at: list[int], values: Tensor | None = None) -> Tensor:
+    """What TMA reads into a box in float64, zeros past the ends of the tensor; or writes, nothing past the ends."""
+    base, shape, strides, sizes = source[:4]
+    places = torch.zeros(1, dtype=torch.int64)
+    inside = torch.ones(1, dtype=torch.bool)
+    for first, length, stride, size in zip(at, shape, strides, sizes, strict=True):
+        place = first + torch.arange(size)
+        places = places[..., None] + place * stride
+        inside = inside[..., None] & (place >= 0) & (place < length)
+    places, inside = places.view(sizes[-2:]), inside.view(sizes[-2:])
+    if values is not None:
+        memory(base)[places[inside]] = values[inside].to(base.dtype)
+        return values
+    out = torch.zeros(sizes[-2:], dtype=torch.float64)
+    out[inside] = memory(base)[places[inside]].double()
+    return out
+
+
+@pytest.fixture
+def twin(monkeypatch: pytest.MonkeyPatch) -> Twin:
+    stands_in = Twin()
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *tensors, maps=(): stands_in(launch, *tensors, maps=maps))
+    return stands_in
+
+
+def check_call(layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, **options: Any) -> None:
+    hopper = IMPLEMENTATIONS["hopper"]
+    tensors, sizes = hopper.prepare(layout, BlockWiseConfig(4, 2, split_tiles=split_tiles))
+    given = {"scale": q.shape[-1] ** -0.5, "softcap": None, "sinks": None, **options}
+    scalars = Options(given["scale"], given["softcap"] or 0.0, None, given["sinks"])
+    out, lse = hopper.run(q, k, v, tensors, sizes, scalars)
+    assert out.stride() == torch.empty_like(q).stride()
+    assert_attention(out, lse, q, k, v, layout.to_dense(), **given)
+
+
+def inputs(**sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    plain: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 200, "kv_len": 333, "head_dim": 64}
+    return make_inputs(**plain | {"dtype": torch.float16} | sizes).qkv
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("memory_layout", MEMORY_LAYOUTS)
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_memory(twin: Twin, memory_layout: str, head_dim: int) -> None:
+    for slab in (None, 8):
+        check_call(
+            build_layout(LONG, 200, 333, LayoutConfig(128, 128, slab)), *inputs(head_dim=head_dim, memory=memory_layout)
+        )
+    assert twin.constants["SLAB"] == 8
+
+
+def unaligned(x: Tensor) -> Tensor:
+    """A slice of a fused projection that does not start at a multiple of 16 bytes."""
+    batch, heads, length, width = x.shape
+    buffer = x.new_full((batch * length * 3 * heads * width + 3,), torch.nan)
+    packed = buffer[3:].view(batch, length, 3, heads, width)[:, :, 1]
+    return packed.copy_(x.transpose(1, 2)).transpose(1, 2)
+
+
+def wide_rows(x: Tensor) -> Tensor:
+    """Rows 65 elements or so apart: no multiple of 16 bytes."""
+    return torch.nn.functional.pad(x, (0, 1), value=torch.nan)[..., :-1]
+
+
+@pytest.mark.usefixtures("poisoned_memory", "twin")
+@pytest.mark.parametrize("change", [unaligned, wide_rows])
+@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)])
+def test_memory_that_must_be_copied(change: Any, which: tuple[int, ...]) -> None:
+    given = list(inputs())
+    for number in which:
+        given[number] = change(given[number])
+    check_call(build_layout(LONG, 200, 333, LayoutConfig(128, 128, 16)), given[0], given[1], given[2])
+
+
+@pytest.mark.usefixtures("poisoned_memory", "twin")
+@pytest.mark.parametrize("stride", [0, 8, 65])
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 4)])
+def test_one_row_of_any_stride(batch: int, heads: int, stride: int) -> None:
+    """The strides of dimensions of size 1 mean nothing."""
+    q, k, v = inputs(batch=batch, heads=heads, kv_heads=heads, q_len=1, kv_len=1)
+    q, k, v = (x.as_strided(x.shape, (heads * 64, 64, stride, 1)) for x in (q, k, v))
+    check_call(build_layout(masks.full(), 1, 1, LayoutConfig(128, 128)), q, k, v)
+
+
+@pytest.mark.usefixtures("poisoned_memory", "twin")
+def test_aligned_and_unaligned_tensors_by_turns() -> None:
+    """A bound call serves all tensors of the same strides."""
+    hopper, layout = IMPLEMENTATIONS["hopper"], build_layout(LONG, 200, 333, LayoutConfig(128, 128))
+    tensors, sizes = hopper.prepare(layout, None)
+    aligned = inputs(memory="packed")
+    call = hopper.bound(*aligned, tensors, sizes, Options(0.125, 0.0, None, None))
+    for q, k, v in (aligned, tuple(unaligned(x) for x in inputs(seed=1)), aligned):
+        out, lse = call(q, k, v, None, None)
+        assert_attention(out, lse, q, k, v, layout.to_dense())
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale": 0.0},
+        {"scale": -0.3},
+        {"softcap": 5.0},
+        {"sinks": torch.randn(4)},
+        {"softcap": 5.0, "sinks": torch.randn(4).half(), "scale": 0.5},
+    ],
+    ids=("plain", "no scale", "negative scale", "softcap", "sinks", "all"),
+)
+def test_options(twin: Twin, options: dict[str, Any]) -> None:
+    keep = LONG.to_dense(200, 333).clone()
+    keep[..., 100:110, :] = False
+    check_call(layout_of(keep, 8), *inputs(), split_tiles=1, **options)
+    assert twin.constants["SPLIT"]
+    assert twin.constants["MODIFIED"] == ("scale" in options or "softcap" in options)
+
+
+@pytest.mark.usefixtures("poisoned_memory", "twin")
+@pytest.mark.parametrize("split_tiles", [0, 1])
+@pytest.mark.parametrize("slab", [None, 16])
+def test_patterns(slab: int | None, split_tiles: int) -> None:
+    """A mask of its own for each batch entry and head, one of them empty, rows and keys of odd numbers."""
+    generator = torch.Generator().manual_seed(0)
+    keep = torch.rand(2, 4, 141, 333, generator=generator) < torch.tensor([0.0, 0.003, 0.3, 1.0]).view(1, 4, 1, 1)
+    keep[:, 1:, 60] = True  # each key is seen
+    check_call(layout_of(keep, slab), *inputs(q_len=141), split_tiles=split_tiles)
+    check_call(layout_of(keep[:, :1], slab), *inputs(q_len=141), split_tiles=split_tiles)
+    check_call(layout_of(keep[:1, 1:2], slab), *inputs(q_len=141), split_tiles=split_tiles)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("memory_layout", ["bhsd", "bshd", "packed", "transposed"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_evenly_spaced_calls(twin: Twin, head_dim: int, memory_layout: str) -> None:
+    """Boxes of evenly spaced rows are as wide as the kernel's tiles; heads that are narrower are refused."""
+    layout = even_layout(640, 5)
+    geometry = Geometry(masks.full(), 640, 640, row_orders=("remainder 5",))
+    offered = gpu_choices(call_of(head_dim=head_dim, q_len=640, kv_len=640), geometry, "hopper")
+    given = inputs(q_len=640, kv_len=640, batch=1, heads=2, kv_heads=1, head_dim=head_dim, memory=memory_layout)
+    if any(choice.row_order for choice in offered):
+        with contextlib.suppress(UnfitLayoutError) if head_dim == 80 else contextlib.nullcontext():
+            check_call(layout, *given, split_tiles=1)
+            assert twin.constants["PERMUTED"]
+    else:
+        assert head_dim == 80
+
+
+@pytest.mark.usefixtures("poisoned_memory", "twin")
+@pytest.mark.parametrize(("slab", "lengths"), [(None, [320, 0, 256]), (8, [320, 0, 64])])
+def test_keys_that_no_query_sees(slab: int | None, lengths: list[int]) -> None:
+    """They may hold anything, as the unused end of a cache does: no NaN among them comes through."""
+    layout = build_layout(masks.padding(lengths), 320, 320, LayoutConfig(128, 128, slab), batch=3)
+    q, k, v = inputs(batch=3, q_len=320, kv_len=320)
+    unseen = ~layout.to_dense().any(2)[:, :, :, None]
+    assert bool(unseen[1].all())
+    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, None)
+    stale_k, stale_v = (x.masked_fill(unseen, torch.nan) for x in (k, v))
+    out, lse = IMPLEMENTATIONS["hopper"].run(q, stale_k, stale_v, tensors, sizes, Options(0.125, 0.0, None, None))
+    assert_attention(out, lse, q, k, v, layout.to_dense())

@@ -1,0 +1,307 @@
+"""The Hopper kernel's capabilities and choices, and plans whose layouts it cannot read."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stof import LayoutConfig, masks, plans
+from stof.errors import KernelError, UnfitLayoutError, UnsupportedError
+from stof.kernels.hopper.jobs import make_tile_lists
+from stof.layout import build_layout
+from stof.layout.orders import named_order
+from stof.layout.survey import survey
+from stof.masks import Mask
+from stof.masks.tensors import as_mask
+from stof.plans import Plan, PlanSource
+from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, candidates, failures, select
+from stof.selection.gpu import _CHUNK_KEYS, _HOPPER_L2_SHARE, fits, gpu_choices
+from stof.testing import make_inputs, oracle_attention
+from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
+
+
+@pytest.fixture(autouse=True)
+def _no_failures() -> Iterator[None]:
+    failures.clear()
+    yield
+    failures.clear()
+
+
+def choices_of(mask: Mask | None = None, fixed: LayoutConfig | None = None, **changes: Any) -> list[Choice]:
+    call = call_of(**changes)
+    orders = ("remainder 16", "patch 16 32 8 8")
+    geometry = Geometry(masks.causal() if mask is None else mask, call.q_len, call.kv_len, fixed, orders)
+    return gpu_choices(call, geometry, "hopper")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float32}, "takes float16, bfloat16, not torch.float32"),
+        ({"dtype": torch.float64}, "takes float16, bfloat16, not torch.float64"),
+        ({"has_bias": True}, "no bias"),
+        ({"head_dim": 100}, "head_dim 100 is no multiple of 8"),
+        ({"head_dim": 160}, "head_dim 160 is outside 8..128"),
+        ({"head_dim": 4}, "head_dim 4 is outside 8..128"),
+        ({"value_dim": 48}, "value width must equal head_dim"),
+        ({"compute_capability": (8, 0)}, "needs compute capability 9.0, not 8.0"),
+        ({"compute_capability": (8, 9)}, "needs compute capability 9.0, not 8.9"),
+        ({"compute_capability": (10, 0)}, "runs on compute capability 9.0 alone, not 10.0"),
+        ({"compute_capability": (12, 0)}, "runs on compute capability 9.0 alone, not 12.0"),
+        ({"device": "cpu", "compute_capability": (0, 0)}, "runs on cuda, not cpu"),
+    ],
+)
+def test_refusals(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str) -> None:
+    fake_gpu(monkeypatch)
+    call = call_of(**changes)
+    refusals = IMPLEMENTATIONS["hopper"].capabilities.refusals(call)
+    assert reason in refusals
+    if call.device == "cuda":
+        (one,) = [c for c in candidates(call, GPU, Geometry(masks.causal(), 512, 512)) if c.name == "hopper"]
+        assert one.refusals == tuple(refusals)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": torch.bfloat16, "head_dim": 128},
+        {"head_dim": 8},
+        {"head_dim": 96, "kv_heads": 3, "mask_heads": 12},
+        {"has_softcap": True, "has_sinks": True, "q_len": 1, "kv_len": 3},
+    ],
+)
+def test_what_it_takes(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    fake_gpu(monkeypatch)
+    call = call_of(**changes)
+    weighed = candidates(call, GPU, Geometry(masks.causal(), call.q_len, call.kv_len))
+    mine = [c for c in weighed if c.name == "hopper"]
+    assert mine
+    assert not any(c.refusals for c in mine)
+    # Decoding is another kernel's business: with few rows there is no estimate, and so no preference.
+    assert all((c.estimate_us is None) == (call.q_len <= 16) for c in mine)
+
+
+@pytest.mark.parametrize(("head_dim", "stages"), [(8, 4), (64, 4), (72, 2), (128, 2)])
+def test_choices(head_dim: int, stages: int) -> None:
+    choices = choices_of(head_dim=head_dim, q_len=4096, kv_len=4096)
+    assert len(set(choices)) == len(choices)
+    assert {choice.implementation for choice in choices} == {"hopper"}
+    kinds = {(choice.layout and choice.layout.slab, choice.row_order) for choice in choices}
+    contiguous = {(None, None), (16, None), (8, None)}
+    assert contiguous <= kinds <= contiguous | {(1, "remainder 16")}
+    if head_dim in (64, 128):
+        assert (1, "remainder 16") in kinds
+    for choice in choices:
+        assert choice.kernel is not None
+        assert choice.layout is not None
+        assert (choice.layout.block_m, choice.layout.block_n) == (128, 128)
+        assert (choice.kernel.num_warps, choice.kernel.num_stages) == (4, stages)
+    for kind in kinds:
+        splits = {
+            c.kernel.split_tiles for c in choices if c.kernel and c.layout and (c.layout.slab, c.row_order) == kind
+        }
+        assert splits == {0, *(keys // 128 for keys in _CHUNK_KEYS if keys < 4096)}
+
+
+def test_heads_side_by_side_share_the_cache() -> None:
+    for kv_len, heads in ((512, 12), (8192, 30), (2**20, 12)):
+        (side,) = {c.kernel.side for c in choices_of(kv_len=kv_len, heads=heads, batch=2) if c.kernel}
+        assert (2 * heads) % (side or 1) == 0
+        assert (side or 2 * heads) * kv_len * 2 * 64 * 2 <= _HOPPER_L2_SHARE or side == 1
+
+
+def test_choices_fit_the_gpu_they_are_made_for() -> None:
+    for head_dim in (8, 64, 72, 128):
+        call = call_of(head_dim=head_dim)
+        for choice in choices_of(head_dim=head_dim):
+            assert fits(choice, call, H200_SHARED)
+            # Q of three row blocks, and at each stage K and V of a tile.
+            width, stages = (64, 4) if head_dim <= 64 else (128, 2)
+            assert not fits(choice, call, 2 * width * 128 * (3 + 2 * stages))
+
+
+@pytest.mark.parametrize("slab", [None, 8, 16])
+def test_fixed_layouts_it_takes(slab: int | None) -> None:
+    fixed = LayoutConfig(128, 128, slab)
+    choices = choices_of(fixed=fixed, kv_len=4096)
+    assert {(choice.layout, choice.row_order) for choice in choices} == {(fixed, None)}
+    assert {bool(choice.kernel and choice.kernel.split_tiles) for choice in choices} == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "changes"),
+    [
+        (LayoutConfig(128, 128, 1), {}),
+        (LayoutConfig(64, 128), {}),
+        (LayoutConfig(128, 64, 8), {}),
+        (LayoutConfig(256, 128), {}),
+        (LayoutConfig(128, 128), {"permuted_rows": True}),
+    ],
+)
+def test_fixed_layouts_it_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, fixed: LayoutConfig, changes: dict[str, Any]
+) -> None:
+    assert choices_of(fixed=fixed, **changes) == []
+    fake_gpu(monkeypatch)
+    weighed = candidates(call_of(**changes), GPU, Geometry(masks.causal(), 512, 512, fixed))
+    assert [c.refusals for c in weighed if c.name == "hopper"] == [("the plan's layout has tiles it does not take",)]
+    assert not weighed[0].refusals
+
+
+@pytest.mark.parametrize("length", [512, 2048])
+@pytest.mark.parametrize(
+    "mask",
+    [masks.full(), masks.causal(), masks.longformer(40, 40), masks.dilated_window(500, dilation=16), ~masks.full()],
+)
+def test_layouts_of_choices_can_be_prepared_or_say_why(mask: Mask, length: int) -> None:
+    for choice in choices_of(mask, q_len=length, kv_len=length):
+        assert choice.layout is not None
+        order = None if choice.row_order is None else named_order(choice.row_order, length)
+        layout = build_layout(mask, length, length, choice.layout, row_order=order)
+        if choice.row_order is None:
+            assert make_tile_lists(layout).row_order.numel() == 0
+        elif length == 2048:
+            assert make_tile_lists(layout).row_order.shape == (1, length)
+        else:  # 32 rows of each remainder are half a box
+            with pytest.raises(UnfitLayoutError, match=r"not evenly spaced|rows are not in an order"):
+                make_tile_lists(layout)
+
+
+class OnCpu:
+    """A plan for a GPU whose layouts are built, and whose calls are answered, on the CPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[str] = []
+        self.monkeypatch = monkeypatch
+        fake_gpu(monkeypatch)
+        for name, real in (("build_layout", build_layout), ("survey", survey)):
+            monkeypatch.setattr(plans, name, lambda *a, real=real, **kw: real(*a, **{**kw, "device": "cpu"}))
+        idle = SimpleNamespace(synchronize=lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: idle)
+        for name in ("hopper", "block_wise", "row_wise"):
+            monkeypatch.setitem(IMPLEMENTATIONS, name, replace(IMPLEMENTATIONS[name], bind=self.answer(name)))
+
+    def answer(self, name: str) -> Any:
+        real = IMPLEMENTATIONS[name].bind
+
+        def bind(*args: Any) -> Any:
+            if name == "hopper" and real is not None:
+                real(*args)  # it may find tensors that do not fit
+            self.ran.append(name)
+            return lambda q, k, v, bias, sinks: (q, oracle_attention(q, k, v)[1].float())
+
+        return bind
+
+    def prefer(self, row_order: str | None, name: str = "hopper") -> None:
+        """Estimates by which choices with this row order are fastest."""
+
+        def estimate(choice: Choice, *rest: Any) -> float:
+            return 1.0 + 2.0 * (choice.implementation != name) + 1.0 * (choice.row_order != row_order)
+
+        self.monkeypatch.setattr(select, "estimate", estimate)
+
+    def plan(self, mask: Mask, length: int) -> Plan:
+        return Plan(repr(mask), (length, length), (1, 1), GPU, source=PlanSource(mask, 1, 1))
+
+    def run(self, plan: Plan, implementation: str | None, head_dim: int = 64) -> None:
+        """`stof.attention` past the checks that tensors and plan are on one device."""
+        call, module = spec(plan, head_dim), importlib.import_module("stof.attention")
+        self.monkeypatch.setattr(module, "_call_spec", lambda *args: call)
+        q, k, v = make_inputs(q_len=plan.q_len, head_dim=head_dim, heads=1, dtype=torch.float16).qkv
+        out, _ = module._run(q, k, v, plan, None, None, 0.125, 0.0, implementation)
+        assert out is q
+
+
+def spec(plan: Plan, head_dim: int = 64) -> CallSpec:
+    return call_of(heads=1, q_len=plan.q_len, kv_len=plan.kv_len, head_dim=head_dim)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> OnCpu:
+    return OnCpu(monkeypatch)
+
+
+UNEVEN = masks.dilated_window(500, dilation=16) | masks.global_tokens(3)
+
+
+@pytest.mark.parametrize("implementation", [None, "hopper"])
+def test_an_unfit_choice_is_left_out_for_its_plan_without_a_warning(on_cpu: OnCpu, implementation: str | None) -> None:
+    """Warnings are errors here."""
+    on_cpu.prefer("remainder 16")
+    plan, other = on_cpu.plan(UNEVEN, 2048), on_cpu.plan(masks.dilated_window(500, dilation=16), 2048)
+    assert plan.row_orders == other.row_orders == ("remainder 16",)
+    call = spec(plan)
+    first = plan.choice(call, implementation)
+    assert (first.implementation, first.row_order) == ("hopper", "remainder 16")
+    assert plan.unfit(first) is None
+    on_cpu.run(plan, implementation)
+    assert on_cpu.ran == ["hopper"], "what could not be prepared was not run, and nothing else took over"
+    second = plan.choice(call, implementation)
+    assert (second.implementation, second.row_order) == ("hopper", None)
+    reason = "columns gathered one by one are not evenly spaced"
+    assert plan.unfit(first) == reason
+    refused = [c for c in plan.candidates(call) if c.name == "hopper" and c.refusals]
+    # However its work is cut.
+    assert {(c.choice.row_order, c.refusals) for c in refused if c.choice} == {("remainder 16", (reason,))}
+    assert len(refused) > 1
+    assert all(reason in str(c) for c in refused)
+    # Nothing is known against the kernel itself.
+    assert failures.reason(first, call, GPU) is None
+    assert other.unfit(first) is None
+    assert other.choice(call, implementation).row_order == "remainder 16"
+    on_cpu.run(other, implementation)
+    assert other.choice(call, implementation).row_order == "remainder 16"
+    on_cpu.run(plan, implementation)
+    assert on_cpu.ran == ["hopper"] * 3
+
+
+def test_a_plan_it_cannot_read_at_all(on_cpu: OnCpu) -> None:
+    """Every eighth key is seen by nobody: any slab would read some."""
+    keep = torch.ones(300, 300, dtype=torch.bool)
+    keep[:, 3::8] = False
+    plan = on_cpu.plan(as_mask(keep), 300)
+    on_cpu.prefer(None)
+    assert plan.choice(spec(plan)).implementation == "hopper"
+    on_cpu.run(plan, None)
+    assert on_cpu.ran == ["block_wise"]
+    with pytest.raises(UnsupportedError, match=r"hopper.*keys that no query sees"):
+        on_cpu.run(plan, "hopper")
+    refused = [c for c in plan.candidates(spec(plan)) if c.name == "hopper"]
+    assert {c.choice.row_order for c in refused if c.choice} == {None}
+    assert all("keys that no query sees" in str(c) for c in refused)
+
+
+def test_a_failing_kernel_is_left_out_for_all_plans(on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not so a kernel that does not compile: one warning, and no plan tries it again."""
+
+    def broken(*args: Any) -> Any:
+        raise KernelError("no such instruction")
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "hopper", replace(IMPLEMENTATIONS["hopper"], bind=broken))
+    on_cpu.prefer(None)
+    plan, other = (on_cpu.plan(mask, 256) for mask in (masks.causal(), masks.full()))
+    first = plan.choice(spec(plan))
+    with pytest.warns(RuntimeWarning, match="hopper .* is left out from now on: no such instruction"):
+        on_cpu.run(plan, None)
+    assert plan.unfit(first) is None
+    assert failures.reason(first, spec(plan), GPU) == "no such instruction"
+    assert first not in {c.choice for c in other.candidates(spec(other)) if not c.refusals}
+    assert on_cpu.ran == ["block_wise"]
+
+
+def test_heads_too_narrow_for_a_choice_say_nothing_of_others(on_cpu: OnCpu) -> None:
+    """Evenly spaced rows must fill what TMA copies; a plan serves calls of every head_dim."""
+    on_cpu.prefer("remainder 16")
+    plan = on_cpu.plan(masks.dilated_window(500, dilation=16), 2048)
+    on_cpu.run(plan, "hopper", head_dim=80)
+    assert plan.choice(spec(plan, 80), "hopper").row_order is None
+    assert plan.choice(spec(plan, 64), "hopper").row_order == "remainder 16"
+    on_cpu.run(plan, "hopper", head_dim=64)
+    assert plan.choice(spec(plan, 64), "hopper").row_order == "remainder 16"
