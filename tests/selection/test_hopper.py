@@ -278,6 +278,19 @@ def test_a_plan_it_cannot_read_at_all(on_cpu: OnCpu) -> None:
     assert all("keys that no query sees" in str(c) for c in refused)
 
 
+def test_slabs_where_whole_tiles_read_too_much(on_cpu: OnCpu) -> None:
+    """Padding: a tile of 128 holds keys that no query sees, slabs of 8 do not, though there are as many tiles."""
+    keep = torch.zeros(300, 300, dtype=torch.bool)
+    keep[:, :200] = True
+    plan = on_cpu.plan(as_mask(keep), 300)
+    on_cpu.prefer(None)
+    on_cpu.run(plan, "hopper")
+    layout = plan.choice(spec(plan), "hopper").layout
+    assert layout is not None
+    assert layout.slab == 8
+    assert on_cpu.ran == ["hopper"]
+
+
 def test_a_failing_kernel_is_left_out_for_all_plans(on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not so a kernel that does not compile: one warning, and no plan tries it again."""
 

@@ -104,8 +104,8 @@ def geometries(choices: list[Choice]) -> tuple[LayoutConfig, ...]:
     return tuple(dict.fromkeys(choice.layout for choice in choices if choice.layout is not None))
 
 
-def worthwhile(choice: Choice, survey: Survey) -> bool:
-    """Whether a choice differs from a simpler one on this mask."""
+def worthwhile(choice: Choice, survey: Survey, simpler: bool = True) -> bool:
+    """Whether a choice differs from a simpler one on this mask; `simpler` says whether that one can run."""
     if choice.kernel is None or choice.layout is None:
         return True
     kernel, layout = choice.kernel, choice.layout
@@ -114,7 +114,7 @@ def worthwhile(choice: Choice, survey: Survey) -> bool:
     if kernel.split_tiles and kernel.split_tiles >= int(tiles.max()):
         return False
     contiguous = replace(layout, slab=None)
-    if layout.slab is not None and contiguous in survey.counts:
+    if simpler and layout.slab is not None and contiguous in survey.counts:
         other = survey.counts[contiguous]
         if torch.equal(other.partial, counts.partial) and torch.equal(other.full, counts.full):
             return False

@@ -121,9 +121,14 @@ def _weigh(
                 reason = f"needs more shared memory than the {limit} bytes of this device"
             if reason is not None:
                 bad.append(Candidate(name, (reason,), choice))
-            elif worthwhile(choice, counted):
+            elif worthwhile(choice, counted, geometry.unfit(_contiguous(choice)) is None):
                 good.append(Candidate(name, (), choice, estimate(choice, call, counted, model)))
     return good, bad
+
+
+def _contiguous(choice: Choice) -> Choice:
+    """The same choice without gathering."""
+    return choice if choice.layout is None else replace(choice, layout=replace(choice.layout, slab=None))
 
 
 def device_model(device: torch.device) -> DeviceModel:
