@@ -22,6 +22,8 @@ from stof.masks.index import Index
 # larger strips: each one launches some 40 small kernels.
 STRIP_SCORES = 2**22
 STRIP_SCORES_GPU = 2**25
+# Keys are evaluated or left out in aligned stretches of this many: whole tiles of every width there is.
+SPAN = 256
 
 # A partial tile costs 1.09 full ones (measured on an H200 with bitmaps in registers, D = 128).
 PARTIAL_TILE_COST = 1.09
@@ -91,10 +93,17 @@ def _strip_scores(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Strip:
-    """Evaluated scores of some whole row blocks: `keep` bool `[n, block_m, kv_len]`, rows past the end False."""
+    """Evaluated scores of some whole row blocks.
+
+    Attributes:
+        keep: bool `[n, block_m, K]`, rows past the end False; columns are those of `spans`.
+        valid_rows: int64 `[n]`, rows of each block that exist.
+        spans: int64 `[K / SPAN]`, which stretches of SPAN keys the columns are, in order; None for all keys.
+    """
 
     keep: Tensor
-    valid_rows: Tensor  # [n], rows of each block that exist
+    valid_rows: Tensor
+    spans: Tensor | None = None
 
 
 def strips(
@@ -110,24 +119,56 @@ def strips(
     """Evaluate one (batch, head) mask a few row blocks at a time; `order` as `checked_order` gives it."""
     block_m = config.block_m
     row_blocks = -(-q_len // block_m)
-    per_strip = max(1, _strip_scores(torch.device(device)) // (block_m * kv_len))
-    kv = torch.arange(kv_len, device=device)
+    most = _strip_scores(torch.device(device))
+    everything = torch.arange(kv_len, device=device)
     batch_index = torch.tensor([b], device=device)
     head_index = torch.tensor([h], device=device)
-    for first in range(0, row_blocks, per_strip):
-        count = min(per_strip, row_blocks - first)
+    first = 0
+    while first < row_blocks:
+        count = min(max(1, most // (block_m * kv_len)), row_blocks - first)
+        spans = None
+        if order is None:
+            spans = _stretches(mask, first * block_m, min((first + count) * block_m, q_len), kv_len)
+            # Where keys are few, more rows at once.
+            while spans is not None and count < row_blocks - first:
+                more = min(2 * count, row_blocks - first)
+                wider = _stretches(mask, first * block_m, min((first + more) * block_m, q_len), kv_len)
+                if wider is None or more * block_m * len(wider) * SPAN > most:
+                    break
+                count, spans = more, wider
         start, stop = first * block_m, min((first + count) * block_m, q_len)
+        kv, chosen = everything, None
+        if spans is not None:
+            chosen = torch.tensor(spans, device=device)
+            kv = (chosen[:, None] * SPAN + torch.arange(SPAN, device=device)).flatten()
+            kv = kv[: len(kv) - max(0, (spans[-1] + 1) * SPAN - kv_len)]
         rows = torch.arange(start, stop, device=device) if order is None else order[start:stop]
         index = Index.make(rows, kv, q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
         evaluated = mask.evaluate(index)
         if evaluated.dtype != torch.bool:
             raise ShapeError(f"{mask!r} evaluated to {evaluated.dtype}, expected bool")
-        keep = evaluated.expand(1, 1, stop - start, kv_len)[0, 0]
+        keep = evaluated.expand(1, 1, stop - start, len(kv))[0, 0]
         if stop - start < count * block_m:
             keep = torch.nn.functional.pad(keep, (0, 0, 0, count * block_m - (stop - start)))
         starts = torch.arange(start, start + count * block_m, block_m, device=device)
         valid = (q_len - starts).clamp(max=block_m)
-        yield Strip(keep.reshape(count, block_m, kv_len), valid)
+        yield Strip(keep.reshape(count, block_m, len(kv)), valid, chosen)
+        first += count
+
+
+def _stretches(mask: Mask, start: int, stop: int, kv_len: int) -> list[int] | None:
+    """Which stretches of SPAN keys queries `start` to `stop - 1` may see, at least one; None when most of them."""
+    known = mask.spans(start, stop - 1, kv_len)
+    if known is None:
+        return None
+    found: set[int] = set()
+    for low, high in known:
+        low, high = max(low, 0), min(high, kv_len)
+        if low < high:
+            found.update(range(low // SPAN, (high - 1) // SPAN + 1))
+    if len(found) * SPAN > 0.9 * kv_len:
+        return None
+    return sorted(found) or [0]
 
 
 @dataclass(frozen=True)
@@ -187,6 +228,9 @@ def _compile_strip(strip: Strip, config: LayoutConfig) -> _Pattern:
     owner = torch.repeat_interleave(torch.arange(count, device=keep.device), tile_count, output_size=total)
     partial = torch.arange(total, device=keep.device) < (first_tile + partial_tiles)[owner]
     bitmaps = _bitmaps(keep, owner[partial], columns[partial], config)
+    if strip.spans is not None:
+        stretch = strip.spans[torch.div(columns.clamp(min=0), SPAN, rounding_mode="floor")]
+        columns = torch.where(columns < 0, columns, stretch * SPAN + torch.remainder(columns, SPAN))
     return _Pattern(tile_count, partial_tiles, columns, partial, bitmaps)
 
 

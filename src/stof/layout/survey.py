@@ -76,7 +76,7 @@ def survey(
         for strip in strips(mask, q_len, kv_len, tallest, b, h, order, device):
             kept.append(strip.keep.sum(-1, dtype=torch.int32).flatten())
             for block_m in {geometry.block_m for geometry in wanted}:
-                keep = strip.keep.view(-1, block_m, kv_len)
+                keep = strip.keep.view(-1, block_m, strip.keep.shape[-1])
                 per_column = keep.sum(1, dtype=torch.int32)
                 first = torch.arange(0, tallest.block_m, block_m, device=keep.device)
                 rows = (strip.valid_rows[:, None] - first).clamp(0, block_m).flatten()

@@ -19,6 +19,20 @@ from stof.masks.index import Index
 _ALIVE: WeakValueDictionary[str, Mask] = WeakValueDictionary()
 
 
+# Key ranges `[start, stop)`; None for anywhere.
+Spans = list[tuple[int, int]] | None
+
+
+def joined_spans(parts: list[Spans]) -> Spans:
+    """All ranges of all parts; anywhere when one of them is."""
+    out: list[tuple[int, int]] = []
+    for part in parts:
+        if part is None:
+            return None
+        out += part
+    return out
+
+
 class Mask(ABC):
     """What may attend to what: `keep[b, h, i, j]` is true when query `i` sees key `j`.
 
@@ -62,6 +76,14 @@ class Mask(ABC):
 
         A leading dimension larger than 1 means that the mask depends on the batch (or head) index.
         """
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        """Key ranges `[start, stop)` outside which queries `first` to `last` see nothing, in any sequence or head.
+
+        None says nothing is known: anywhere. Ranges may overlap and stick out; building evaluates nothing outside them.
+        """
+        del first, last, kv_len
+        return None
 
     def check(self, q_len: int, kv_len: int) -> None:
         """Raise `ShapeError` when this mask's own data do not fit the lengths."""
@@ -236,6 +258,16 @@ class Composite(Mask):
 class And(Composite):
     """Kept where every part keeps."""
 
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        found: Spans = None
+        for mask in self.masks:
+            own = mask.spans(first, last, kv_len)
+            if own is not None and found is not None:
+                pairs = ((max(a, c), min(b, d)) for a, b in found for c, d in own)
+                own = [(low, high) for low, high in pairs if low < high]
+            found = found if own is None else own
+        return found
+
     def evaluate(self, index: Index) -> Tensor:
         out = self.masks[0].evaluate(index)
         for mask in self.masks[1:]:
@@ -249,6 +281,9 @@ class And(Composite):
 @dataclass(frozen=True, eq=False, repr=False)
 class Or(Composite):
     """Kept where any part keeps."""
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        return joined_spans([mask.spans(first, last, kv_len) for mask in self.masks])
 
     def evaluate(self, index: Index) -> Tensor:
         out = self.masks[0].evaluate(index)
@@ -315,6 +350,9 @@ class QueryOffset(Wrapped):
 
     offset: int
 
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        return self.mask.spans(first + self.offset, last + self.offset, kv_len)
+
     def check(self, q_len: int, kv_len: int) -> None:
         self.mask.check(q_len + self.offset, kv_len)
 
@@ -339,6 +377,9 @@ class PerHead(Composite):
     @property
     def heads(self) -> int:
         return len(self.masks)
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        return joined_spans([mask.spans(first, last, kv_len) for mask in dict.fromkeys(self.masks)])
 
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         Mask.dims(self, batch, heads, device)

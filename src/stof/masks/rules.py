@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ShapeError
-from stof.masks.base import Mask
+from stof.masks.base import Mask, Spans
 from stof.masks.index import Index
 
 
@@ -48,6 +49,10 @@ class Full(Rule):
 class Causal(Rule):
     name = "causal"
 
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del first, kv_len
+        return [(0, last + 1)]
+
     def evaluate(self, index: Index) -> Tensor:
         return index.q >= index.kv
 
@@ -57,6 +62,10 @@ class SlidingWindow(Rule):
     name = "sliding_window"
     left: int
     right: int
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del kv_len
+        return [(first - self.left, last + self.right + 1)]
 
     def evaluate(self, index: Index) -> Tensor:
         distance = index.q - index.kv
@@ -69,6 +78,10 @@ class DilatedWindow(Rule):
     left: int
     right: int
     dilation: int
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del kv_len
+        return [(first - self.left, last + self.right + 1)]
 
     @property
     def row_orders(self) -> tuple[str, ...]:
@@ -88,6 +101,10 @@ class Strided(Rule):
     width: int
     causal: bool
 
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del first, kv_len
+        return [(0, last + 1)] if self.causal else None
+
     def evaluate(self, index: Index) -> Tensor:
         distance = index.q - index.kv
         summary = torch.remainder(index.kv, self.stride) >= self.stride - self.width
@@ -101,6 +118,12 @@ class GlobalTokens(Rule):
     name = "global_tokens"
     tokens: int | tuple[int, ...]
 
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del kv_len
+        if isinstance(self.tokens, int):
+            return None if first < self.tokens else [(0, self.tokens)]
+        return None if any(first <= t <= last for t in self.tokens) else [(t, t + 1) for t in self.tokens]
+
     def evaluate(self, index: Index) -> Tensor:
         if isinstance(self.tokens, int):
             return (index.q < self.tokens) | (index.kv < self.tokens)
@@ -112,6 +135,10 @@ class GlobalTokens(Rule):
 class SinkTokens(Rule):
     name = "sink_tokens"
     tokens: int
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del first, kv_len
+        return [(0, min(self.tokens, last + 1))]
 
     def evaluate(self, index: Index) -> Tensor:
         return (index.kv < self.tokens) & (index.q >= index.kv)
@@ -130,6 +157,11 @@ class RandomBlocks(Rule):
     blocks: int
     block_size: int
     seed: int
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        row_blocks = torch.arange(first // self.block_size, last // self.block_size + 1, device="cpu")
+        chosen = self.choose(row_blocks, -(-kv_len // self.block_size)).unique().tolist()
+        return [(block * self.block_size, (block + 1) * self.block_size) for block in chosen]
 
     def evaluate(self, index: Index) -> Tensor:
         kv_blocks = -(-index.kv_len // self.block_size)
@@ -159,6 +191,10 @@ class PrefixLM(Rule):
     name = "prefix_lm"
     prefix: tuple[int, ...]
 
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del first, kv_len
+        return [(0, max(last + 1, *self.prefix))]
+
     @property
     def batch(self) -> int:
         return len(self.prefix)
@@ -171,6 +207,10 @@ class PrefixLM(Rule):
 class Padding(Rule):
     name = "padding"
     lengths: tuple[int, ...]
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del first, last, kv_len
+        return [(0, max(self.lengths))]
 
     @property
     def batch(self) -> int:
@@ -201,6 +241,19 @@ class Documents(Rule):
     @property
     def length(self) -> int:
         return sum(length for _, length in self.runs[0])
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del kv_len
+        out = []
+        for runs in self.runs:
+            ids = [doc for doc, _ in runs if doc >= 0]
+            if len(set(ids)) < len(ids):  # parts of one document see each other across the others
+                return None
+            stops = list(itertools.accumulate(length for _, length in runs))
+            low, high = bisect.bisect_right(stops, first), bisect.bisect_right(stops, last)
+            if low < len(stops):
+                out.append((stops[low - 1] if low else 0, stops[min(high, len(stops) - 1)]))
+        return out
 
     def check(self, q_len: int, kv_len: int) -> None:
         if self.length != kv_len or q_len > kv_len:
@@ -239,6 +292,11 @@ class Neighborhood2D(Rule):
     height: int
     width: int
     kernel: tuple[int, int]
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del kv_len
+        reach = self.kernel[0] // 2
+        return [((first // self.width - reach) * self.width, (last // self.width + reach + 1) * self.width)]
 
     @property
     def row_orders(self) -> tuple[str, ...]:
