@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -242,14 +243,23 @@ class Documents(Rule):
     def length(self) -> int:
         return sum(length for _, length in self.runs[0])
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del kv_len
+    @functools.cached_property
+    def _stops(self) -> list[list[int]] | None:
+        """Where the runs of each sequence end; None when parts of one document see each other across others."""
         out = []
         for runs in self.runs:
             ids = [doc for doc, _ in runs if doc >= 0]
-            if len(set(ids)) < len(ids):  # parts of one document see each other across the others
+            if len(set(ids)) < len(ids):
                 return None
-            stops = list(itertools.accumulate(length for _, length in runs))
+            out.append(list(itertools.accumulate(length for _, length in runs)))
+        return out
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del kv_len
+        if self._stops is None:
+            return None
+        out = []
+        for stops in self._stops:
             low, high = bisect.bisect_right(stops, first), bisect.bisect_right(stops, last)
             if low < len(stops):
                 out.append((stops[low - 1] if low else 0, stops[min(high, len(stops) - 1)]))
