@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from stof.errors import KernelError
 from stof.kernels.batched import BatchedLayout, batched_attention, make_batched
 from stof.kernels.cpu import Schedule, empty_output, make_schedule, row_block_attention
 from stof.kernels.reference import reference_attention
@@ -52,6 +53,10 @@ class Options:
     sinks: Tensor | None
 
 
+Run = Callable[[Tensor, Tensor, Tensor, list[Tensor], list[int], Options], tuple[Tensor, Tensor]]
+Bind = Callable[[Tensor, Tensor, Tensor, list[Tensor], list[int], Options], BoundCall]
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One way to compute masked attention.
@@ -70,8 +75,8 @@ class Implementation:
     summary: str
     capabilities: Capabilities
     prepare: Callable[[Layout, BlockWiseConfig | None], tuple[list[Tensor], list[int]]]
-    run: Callable[[Tensor, Tensor, Tensor, list[Tensor], list[int], Options], tuple[Tensor, Tensor]]
-    bind: Callable[[Tensor, Tensor, Tensor, list[Tensor], list[int], Options], BoundCall] | None = None
+    run: Run
+    bind: Bind | None = None
 
     def bound(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
@@ -129,6 +134,17 @@ def _run_reference(
     return empty_output(q, v).copy_(out), lse
 
 
+def _run_by(bind: Bind) -> Run:
+    """Bound anew for one call."""
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
+    ) -> tuple[Tensor, Tensor]:
+        return bind(q, k, v, tensors, sizes, options)(q, k, v, options.bias, options.sinks)
+
+    return run
+
+
 def _prepare_block_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
     settings = settings or BlockWiseConfig()
     tensors, sizes = make_work(layout, settings.split_tiles).flatten()
@@ -145,12 +161,6 @@ def _bind_block_wise(
     return bind_block_wise(q, k, v, work, settings, **vars(options))
 
 
-def _run_block_wise(
-    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
-) -> tuple[Tensor, Tensor]:
-    return _bind_block_wise(q, k, v, tensors, sizes, options)(q, k, v, options.bias, options.sinks)
-
-
 def _prepare_hopper(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
     from stof.kernels.hopper.jobs import make_tile_lists
 
@@ -162,18 +172,16 @@ def _prepare_hopper(layout: Layout, settings: BlockWiseConfig | None) -> tuple[l
 def _bind_hopper(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
 ) -> BoundCall:
-    from stof.kernels.hopper.attention import bind_warp_specialized
     from stof.kernels.hopper.jobs import TileLists
+
+    try:
+        from stof.kernels.hopper.attention import bind_warp_specialized
+    except (ImportError, AttributeError) as error:  # Gluon came with Triton 3.4 and moves from release to release
+        raise KernelError(f"this Triton has no Gluon that the kernel knows: {error}") from error
 
     settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
     lists = TileLists.unflatten(tensors, sizes[_SETTINGS:])
     return bind_warp_specialized(q, k, v, lists, settings, **vars(options))
-
-
-def _run_hopper(
-    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
-) -> tuple[Tensor, Tensor]:
-    return _bind_hopper(q, k, v, tensors, sizes, options)(q, k, v, options.bias, options.sinks)
 
 
 def _prepare_row_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
@@ -189,12 +197,6 @@ def _bind_row_wise(
     from stof.kernels.triton.row_wise import bind_row_wise
 
     return bind_row_wise(q, k, v, tensors, sizes, **vars(options))
-
-
-def _run_row_wise(
-    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
-) -> tuple[Tensor, Tensor]:
-    return _bind_row_wise(q, k, v, tensors, sizes, options)(q, k, v, options.bias, options.sinks)
 
 
 _TRITON = Capabilities(
@@ -226,7 +228,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
                 one_generation=True,
             ),
             prepare=_prepare_hopper,
-            run=_run_hopper,
+            run=_run_by(_bind_hopper),
             bind=_bind_hopper,
         ),
         Implementation(
@@ -234,7 +236,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             summary="Triton: tensor cores over tiles of scores, heavy row blocks split and merged",
             capabilities=_TRITON,
             prepare=_prepare_block_wise,
-            run=_run_block_wise,
+            run=_run_by(_bind_block_wise),
             bind=_bind_block_wise,
         ),
         Implementation(
@@ -242,7 +244,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             summary="Triton: few query rows against a long key cache, query heads packed into rows, split along keys",
             capabilities=replace(_TRITON, q_len=DECODE_ROWS, one_mask_per_group=True),
             prepare=_prepare_block_wise,
-            run=_run_block_wise,
+            run=_run_by(_bind_block_wise),
             bind=_bind_block_wise,
         ),
         Implementation(
@@ -250,7 +252,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             summary="Triton: each row over its own keys, without tensor cores; for few keys a row",
             capabilities=_TRITON,
             prepare=_prepare_row_wise,
-            run=_run_row_wise,
+            run=_run_by(_bind_row_wise),
             bind=_bind_row_wise,
         ),
         Implementation(

@@ -31,7 +31,6 @@ class Window(NamedTuple):
     shape: list[int]
     strides: list[int]
     block_shape: list[int]
-    residue_stride: int
 
     @staticmethod
     def over(tensor: Tensor, rows: int, width: int, step: int = 1) -> Window:
@@ -41,7 +40,7 @@ class Window(NamedTuple):
         # A dimension of size 1 may have any stride; tensor maps want multiples of 16 bytes.
         strides = [8 if n == 1 else s for n, s in zip(tensor.shape[:3], stride[:3], strict=True)]
         strides[2] *= step
-        return Window([batch, heads, length // step, inner], [*strides, 1], [1, 1, rows, width], stride[2])
+        return Window([batch, heads, length // step, inner], [*strides, 1], [1, 1, rows, width])
 
     def at(self, tensor: Tensor) -> TensorMap:
         """These boxes of a tensor with the same shape and strides."""

@@ -17,9 +17,6 @@ from stof.layout.orders import by_remainder
 JOB_FIELDS = 16
 # Columns that one copy brings when they follow each other: half a tile.
 RUN = 64
-# Fields of an item (a job of any head): row block, tiles [begin, partial end, end), parts of its row block, first chunk
-# and chunk, split row block, bitmap of the first tile.
-_ITEM_FIELDS = 9
 # What starting and ending a job costs, in full tiles.
 _JOB_COST = 0.6
 
@@ -30,7 +27,8 @@ class TileLists:
 
     Attributes:
         pattern_of: int32 `[mask_batch, mask_heads]`.
-        items: int32 `[I, 9]` on the CPU, the items of all patterns.
+        items: int32 `[I, 9]` on the CPU, the items (jobs of any head) of all patterns: row block, tiles [begin, partial
+            end, end), parts of its row block, first chunk and chunk, split row block, bitmap of the first tile.
         item_ptr: int32 `[P + 1]` on the CPU, items of a pattern.
         tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab, or `-1 - c` in all slabs of a half
             tile whose 64 columns follow each other from c. Without slabs `[T + 2, 1]`, the first column of the tile.

@@ -131,6 +131,7 @@ def _producer(
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
+    """The warp that copies. Jobs and tiles are read one ahead, a word to a lane."""
     (
         q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
         q_residue_stride, kv_step,
@@ -482,13 +483,9 @@ def _consumer(
                         rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
                         PERMUTED, SPLIT, HAS_SINKS,
                     )  # fmt: skip
-                    if Q_STAGES == 2:
-                        tma.store_wait(0)
-                        mbarrier.arrive(q_empty.index(q_before), count=1)
-                    else:
-                        # The output of the job before that one has left its buffer long ago.
-                        tma.store_wait(1)
-                        mbarrier.arrive(q_empty.index((turn + Q_STAGES - 2) % Q_STAGES), count=1, pred=turn > 1)
+                    # Three stages at least: the output of the job before that one has left its buffer long ago.
+                    tma.store_wait(1)
+                    mbarrier.arrive(q_empty.index((turn + Q_STAGES - 2) % Q_STAGES), count=1, pred=turn > 1)
                     acc = _cleared(acc)
                     l_i = _cleared(l_i)
             packed = _packed(p, dtype, BLOCK_N)
@@ -598,6 +595,7 @@ def warp_specialized_kernel(
         mbarrier.init(k_empty.index(i), count=GROUPS)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=GROUPS)
+    # What the product with V reads before there is a tile before: 0 * NaN is NaN.
     zeros_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     v_smem.index(STAGES - 1).store(gl.full([BLOCK_N, D], 0.0, dtype, layout=zeros_layout))
     fence_async_shared()
