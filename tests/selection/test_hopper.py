@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from stof.masks.tensors import as_mask
 from stof.plans import Plan, PlanSource
 from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, candidates, failures, select
 from stof.selection.gpu import _CHUNK_KEYS, _HOPPER_L2_SHARE, fits, gpu_choices
+from stof.selection.implementations import Options
 from stof.testing import make_inputs, oracle_attention
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 
@@ -318,3 +320,13 @@ def test_heads_too_narrow_for_a_choice_say_nothing_of_others(on_cpu: OnCpu) -> N
     assert plan.choice(spec(plan, 64), "hopper").row_order == "remainder 16"
     on_cpu.run(plan, "hopper", head_dim=64)
     assert plan.choice(spec(plan, 64), "hopper").row_order == "remainder 16"
+
+
+def test_a_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a kernel that does not run here, so another takes over; not an import error in the user's face."""
+    layout = build_layout(masks.causal(), 128, 128, LayoutConfig(128, 128))
+    hopper = IMPLEMENTATIONS["hopper"]
+    q, k, v = make_inputs(q_len=128, head_dim=64, heads=1, dtype=torch.float16).qkv
+    monkeypatch.setitem(sys.modules, "stof.kernels.hopper.attention", None)
+    with pytest.raises(KernelError, match="no Gluon"):
+        hopper.bound(q, k, v, *hopper.prepare(layout, None), Options(0.125, 0.0, None, None))
