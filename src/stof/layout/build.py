@@ -65,7 +65,7 @@ def build_layout(
     pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
     for b in range(mask_batch):
         for h in range(mask_heads):
-            pieces = strips(mask, q_len, kv_len, config, b, h, order, device)
+            pieces = strips(mask, q_len, kv_len, config.block_m, b, h, order, device)
             built = _Pattern.join([_compile_strip(strip, config) for strip in pieces])
             same = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
             if same == len(distinct):
@@ -110,14 +110,13 @@ def strips(
     mask: Mask,
     q_len: int,
     kv_len: int,
-    config: LayoutConfig,
+    block_m: int,
     b: int,
     h: int,
     order: Tensor | None,
     device: torch.device | str,
 ) -> Iterator[Strip]:
-    """Evaluate one (batch, head) mask a few row blocks at a time; `order` as `checked_order` gives it."""
-    block_m = config.block_m
+    """Evaluate one (batch, head) mask a few blocks of `block_m` rows at a time; `order` as `checked_order` gives it."""
     row_blocks = -(-q_len // block_m)
     most = _strip_scores(torch.device(device))
     everything = torch.arange(kv_len, device=device)

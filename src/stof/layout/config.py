@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from stof.errors import ArgumentError
 
 SLABS = (1, 8, 16)
-BLOCK_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BLOCK_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 BLOCK_COLUMNS = (16, 32, 64, 128, 256)
 
 

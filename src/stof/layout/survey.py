@@ -5,6 +5,7 @@ Choosing a layout needs only the counts of each row block; building one needs th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -66,24 +67,24 @@ def survey(
         geometries: block sizes to count.
     """
     wanted = sorted(set(geometries), key=lambda g: (g.block_m, g.block_n, g.slab or 0))
-    tallest = LayoutConfig(max([g.block_m for g in wanted], default=64), 64)
+    rows_of_strip = math.lcm(64, *(g.block_m for g in wanted))
     order = checked_order(row_order, q_len, device)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
     counted = [(b, h) for b in range(mask_batch) for h in range(mask_heads)][:_MASKS_COUNTED]
     kept: list[Tensor] = []
     found: dict[LayoutConfig, list[tuple[Tensor, Tensor]]] = {geometry: [] for geometry in wanted}
     for b, h in counted:
-        for strip in strips(mask, q_len, kv_len, tallest, b, h, order, device):
+        for strip in strips(mask, q_len, kv_len, rows_of_strip, b, h, order, device):
             kept.append(strip.keep.sum(-1, dtype=torch.int32).flatten())
             for block_m in {geometry.block_m for geometry in wanted}:
                 keep = strip.keep.view(-1, block_m, strip.keep.shape[-1])
                 per_column = keep.sum(1, dtype=torch.int32)
-                first = torch.arange(0, tallest.block_m, block_m, device=keep.device)
+                first = torch.arange(0, rows_of_strip, block_m, device=keep.device)
                 rows = (strip.valid_rows[:, None] - first).clamp(0, block_m).flatten()
                 for geometry in wanted:
                     if geometry.block_m == block_m:
                         found[geometry].append(_count(per_column, rows, geometry))
-    padded = -(-q_len // tallest.block_m) * tallest.block_m
+    padded = -(-q_len // rows_of_strip) * rows_of_strip
     counts = {}
     for geometry, parts in found.items():
         blocks = -(-q_len // geometry.block_m)

@@ -31,9 +31,9 @@ _FLOAT32_TILES = {
 # (block_n, warps, stages): decoding is bound by memory, so what counts is bytes in flight. The first was the fastest
 # in every decode cell of `stof tune --device` on an H200; the second is for GPUs with less shared memory.
 _DECODE_TILES = ((128, 4, 3), (64, 4, 2))
-# The Hopper kernel's tiles, and its stages by head_dim class: what shared memory holds.
-HOPPER_TILE = (128, 128)
-_HOPPER_STAGES = {64: 4, 128: 2}
+# (block_m, block_n, stages) of the Hopper kernel by head_dim class: two warpgroups, or three where registers allow, and
+# what shared memory holds.
+_HOPPER_TILES = {64: ((128, 128, 4), (192, 128, 3)), 128: ((128, 128, 2),)}
 # Keys of a chunk: short ones fill the machine when there are few sequences, long ones need fewer merges.
 _CHUNK_KEYS = (512, 1024, 2048, 4096)
 # Bytes of K and V that heads side by side may keep in the L2 cache (the H200 has 50 MB).
@@ -81,21 +81,21 @@ def gpu_choices(call: CallSpec, geometry: Geometry, implementation: str) -> list
 
 def _hopper_choices(call: CallSpec, geometry: Geometry) -> list[Choice]:
     """Contiguous tiles, slabs of 16 or 8 columns, and evenly spaced rows and columns."""
-    kernel = BlockWiseConfig(
-        4, _HOPPER_STAGES[head_dim_class(call.head_dim, call.value_dim)], side=_side(call, share=_HOPPER_L2_SHARE)
-    )
-    fixed = geometry.fixed
-    layouts: list[tuple[LayoutConfig, str | None]] = []
-    if fixed is None:
-        layouts += [(LayoutConfig(*HOPPER_TILE, slab), None) for slab in (None, 16, 8)]
-        # Evenly spaced rows have to fill the 64 or 128 elements that TMA copies of each.
-        even = [name for name in geometry.row_orders if name.startswith("remainder") and call.head_dim in (64, 128)]
-        layouts += [(LayoutConfig(*HOPPER_TILE, 1), name) for name in even]
-    elif (fixed.block_m, fixed.block_n) == HOPPER_TILE and fixed.slab != 1 and not call.permuted_rows:
-        layouts.append((fixed, None))
-    return [
-        variant for layout, order in layouts for variant in _variants(Choice("hopper", layout, order, kernel), call)
-    ]
+    choices: list[Choice] = []
+    fixed, side = geometry.fixed, _side(call, share=_HOPPER_L2_SHARE)
+    for block_m, block_n, stages in _HOPPER_TILES[head_dim_class(call.head_dim, call.value_dim)]:
+        kernel = BlockWiseConfig(4, stages, side=side)
+        layouts: list[tuple[LayoutConfig, str | None]] = []
+        if fixed is None:
+            layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in (None, 16, 8)]
+            # Evenly spaced rows have to fill the 64 or 128 elements that TMA copies of each.
+            even = [name for name in geometry.row_orders if name.startswith("remainder") and call.head_dim in (64, 128)]
+            layouts += [(LayoutConfig(block_m, block_n, 1), name) for name in even]
+        elif (fixed.block_m, fixed.block_n) == (block_m, block_n) and fixed.slab != 1 and not call.permuted_rows:
+            layouts.append((fixed, None))
+        for layout, order in layouts:
+            choices += _variants(Choice("hopper", layout, order, kernel), call)
+    return choices
 
 
 def geometries(choices: list[Choice]) -> tuple[LayoutConfig, ...]:
@@ -155,7 +155,7 @@ def _decode_tiles(call: CallSpec) -> list[_Tile]:
 
 def _layouts(fixed: LayoutConfig | None, block_m: int, block_n: int, order: str | None) -> list[LayoutConfig]:
     if fixed is not None:
-        return [fixed] if fixed.block_n <= 128 else []
+        return [fixed] if fixed.block_n <= 128 and fixed.block_m.bit_count() == 1 else []
     gathered = LayoutConfig(block_m, block_n, 1)
     return [gathered] if order else [LayoutConfig(block_m, block_n, None), gathered]
 

@@ -102,7 +102,7 @@ def bind_warp_specialized(
     groups = lists.block_m // _ROWS
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     side = min(config.side or batch * heads, batch * heads)
-    on_cpu, begins = job_lists(lists, batch, heads, processors, side)
+    on_cpu, starts = job_lists(lists, batch, heads, processors, side)
     jobs = on_cpu.to(device)
     modified = softcap > 0 or scale <= 0
     permuted = lists.row_order.numel() > 0
@@ -111,7 +111,7 @@ def bind_warp_specialized(
     ready = Launch(
         warp_specialized_kernel,
         processors,
-        (jobs, begins.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
+        (jobs, starts.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
          lists.row_order if permuted else jobs),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
          k.stride(2), v.stride(2), float(scale if modified else scale * math.log2(math.e)), float(softcap)),

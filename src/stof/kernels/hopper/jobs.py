@@ -235,9 +235,11 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
         side: neighbouring heads computed at the same time, for the L2 cache.
 
     Returns:
-        Jobs int32 `[J, 16]` and `[blocks + 1]` int32, where each thread block's jobs begin; both on the CPU.
+        Jobs int32 `[J, 16]`, and each thread block's start int32 `[blocks, 32]`; both on the CPU.
         Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
         its first chunk, chunk, counter, pattern, bitmap of the first tile.
+        A start: the first job, in fields 12 and 13 where the thread block's jobs begin and end, and the columns of
+        the first job's first tile.
     """
     mask_batch, mask_heads = lists.pattern_of.shape
     pattern_of = lists.pattern_of.cpu().expand(batch if mask_batch == 1 else mask_batch, -1)
@@ -268,8 +270,12 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     jobs[:-1, 9] = group * lists.splits + rows[:, 7]
     jobs[:-1, 10] = pattern[group]
     jobs[:-1, 11] = rows[:, 8]
-    begins = torch.nn.functional.pad(torch.bincount(owner, minlength=blocks).cumsum(0), (1, 0)).int()
-    return jobs, begins
+    ends = torch.bincount(owner, minlength=blocks).cumsum(0)
+    begins = torch.nn.functional.pad(ends[:-1], (1, 0))
+    first = jobs[begins]
+    columns = lists.tile_columns[first[:, 3].to(lists.tile_columns.device)].cpu()
+    first[:, 12], first[:, 13] = begins, ends
+    return jobs, torch.cat([first, torch.nn.functional.pad(columns, (0, JOB_FIELDS - columns.shape[1]))], 1)
 
 
 def _dealt(cost: Tensor, blocks: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Masked attention on Hopper, in Gluon: one warp copies by TMA, two warpgroups compute.
+"""Masked attention on Hopper, in Gluon: one warp copies by TMA, two or three warpgroups compute.
 
 A thread block stays on its multiprocessor and works through a list of jobs (see `stof.kernels.hopper.jobs`): some tiles
 of one row block, for one batch entry and one head. One warp, the producer, copies Q, K and V to shared memory; each
@@ -54,6 +54,28 @@ def _tile_layout(dtype, rows, width, rank):  # type: ignore[no-untyped-def]
         element_bitwidth=dtype.primitive_bitwidth,
         rank=rank,
     )
+
+
+@gluon.constexpr_function
+def _turn(operation, group):  # type: ignore[no-untyped-def]
+    """Two warpgroups meet at a barrier of the hardware; Triton takes the first few of the sixteen for itself."""
+    return f"bar.{operation} {8 + group}, 256; mov.u32 $0, 0;"
+
+
+@gluon.jit
+@no_type_check
+def _await_turn(GROUP: gl.constexpr):
+    """Wait until the warpgroup before this one has handed its products to the tensor cores.
+
+    So one computes exponentials while another multiplies; left alone they fall into step and want one unit at once.
+    """
+    gl.inline_asm_elementwise(_turn("sync", GROUP), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def _pass_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    gl.inline_asm_elementwise(_turn("arrive", (GROUP + 1) % GROUPS), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -125,26 +147,48 @@ def _copy_tile(
 
 @gluon.jit
 @no_type_check
+def _slabs_of(buffer, BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr):
+    """Tiles of K or V in shared memory, slab by slab and 64 elements of each row at a time."""
+    rows: gl.constexpr = SLAB if SLAB > 0 else 8
+    layout: gl.constexpr = _tile_layout(buffer.dtype, rows, 64, 2)
+    return buffer._reinterpret(buffer.dtype, [STAGES * (D // 64) * (BLOCK_N // rows), rows, 64], layout)
+
+
+@gluon.jit
+@no_type_check
+def _copy_rows(
+    job, q_desc, q_smem, stage, bar, rows_per_residue, residue_stride, GROUPS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Start copying Q of a job, whose fields `job` says by lane."""
+    dtype: gl.constexpr = q_smem.dtype
+    row_block = _of_lane(job, 0)
+    b = _of_lane(job, 1)
+    h = _of_lane(job, 2)
+    mbarrier.expect(bar, GROUPS * 64 * D * (dtype.primitive_bitwidth // 8))
+    for group in gl.static_range(GROUPS):
+        position = (row_block * GROUPS + group) * 64
+        residue = position // rows_per_residue
+        row = position - residue * rows_per_residue
+        rows = q_smem.index(stage * GROUPS + group)._reinterpret(dtype, [1, 1, 64, D], _tile_layout(dtype, 64, D, 4))
+        tma.async_copy_global_to_shared(q_desc, [b, h, row, residue * residue_stride], bar, rows)
+
+
+@gluon.jit
+@no_type_check
 def _producer(
     shared, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
     k_residue_stride, v_residue_stride,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that copies. Jobs and tiles are read one ahead, a word to a lane."""
+    """The warp that copies. Jobs and tiles are read one ahead, a word to a lane; the first tile is on its way."""
     (
         q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
         q_residue_stride, kv_step,
     ) = shared  # fmt: skip
-    dtype: gl.constexpr = q_smem.dtype
-    slab_rows: gl.constexpr = SLAB if SLAB > 0 else 8
     slabs: gl.constexpr = BLOCK_N // SLAB if SLAB > 0 else 1
-    k_slabs = k_smem._reinterpret(
-        dtype, [STAGES * (D // 64) * (BLOCK_N // slab_rows), slab_rows, 64], _tile_layout(dtype, slab_rows, 64, 2)
-    )
-    v_slabs = v_smem._reinterpret(
-        dtype, [STAGES * (D // 64) * (BLOCK_N // slab_rows), slab_rows, 64], _tile_layout(dtype, slab_rows, 64, 2)
-    )
+    k_slabs = _slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES)
+    v_slabs = _slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES)
     lane = _lane()
     # Lists end with a job and a tile that nobody computes, for reading ahead.
     jobs_ptr += gl.minimum(lane, FIELDS - 1)
@@ -156,24 +200,15 @@ def _producer(
         job = next_job
         next_job = gl.load(jobs_ptr + (number + 1) * FIELDS)
         b = _of_lane(job, 1)
-        h = _of_lane(job, 2)
+        kv_head = _of_lane(job, 2) // heads_per_group
         begin = _of_lane(job, 3)
         end = _of_lane(job, 5)
-        kv_head = h // heads_per_group
-        row_block = _of_lane(job, 0)
         turn = number - job_begin
-        q_stage = turn % Q_STAGES
-        mbarrier.wait(q_empty.index(q_stage), (turn // Q_STAGES + 1) & 1)
-        mbarrier.expect(q_full.index(q_stage), GROUPS * 64 * D * (dtype.primitive_bitwidth // 8))
-        for group in gl.static_range(GROUPS):
-            position = (row_block * GROUPS + group) * 64
-            residue = position // rows_per_residue
-            row = position - residue * rows_per_residue
-            rows = q_smem.index(q_stage * GROUPS + group)._reinterpret(
-                dtype, [1, 1, 64, D], _tile_layout(dtype, 64, D, 4)
-            )
-            tma.async_copy_global_to_shared(
-                q_desc, [b, h, row, residue * q_residue_stride], q_full.index(q_stage), rows
+        if turn > 0:
+            q_stage = turn % Q_STAGES
+            mbarrier.wait(q_empty.index(q_stage), (turn // Q_STAGES + 1) & 1)
+            _copy_rows(
+                job, q_desc, q_smem, q_stage, q_full.index(q_stage), rows_per_residue, q_residue_stride, GROUPS, D
             )
         for tile in range(begin, end):
             record = next_tile
@@ -181,13 +216,16 @@ def _producer(
             if following == end:
                 following = _of_lane(next_job, 3)
             next_tile = gl.load(tiles_ptr + following * slabs)
-            stage = count % STAGES
-            mbarrier.wait(k_empty.index(stage), (count // STAGES + 1) & 1)
-            _copy_tile(record, b, kv_head, k_desc, k_slab_desc, k_smem, k_slabs, stage, k_full.index(stage), kv_step,
-                       k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
-            mbarrier.wait(v_empty.index(stage), (count // STAGES + 1) & 1)
-            _copy_tile(record, b, kv_head, v_desc, v_slab_desc, v_smem, v_slabs, stage, v_full.index(stage), kv_step,
-                       v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+            if count > 0:
+                stage = count % STAGES
+                mbarrier.wait(k_empty.index(stage), (count // STAGES + 1) & 1)
+                _copy_tile(record, b, kv_head, k_desc, k_slab_desc, k_smem, k_slabs, stage, k_full.index(stage),
+                           kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+                # V's ring is one ahead: its first place holds zeros, for the tile before the first.
+                stage = (count + 1) % STAGES
+                mbarrier.wait(v_empty.index(stage), ((count + 1) // STAGES + 1) & 1)
+                _copy_tile(record, b, kv_head, v_desc, v_slab_desc, v_smem, v_slabs, stage, v_full.index(stage),
+                           kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
             count += 1
 
 
@@ -432,6 +470,13 @@ def _consumer(
     next_end = gl.load(next_ptr + 5)
     next_words = _words(words_ptr, gl.load(next_ptr + 11), GROUPS)
     bitmap = gl.load(tile_bitmap_ptr + next_begin + 1)
+    # What the product with V reads before there is a tile before: 0 * NaN is NaN.
+    zeros_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    v_smem.index(0).store(gl.full([BLOCK_N, D], 0.0, dtype, layout=zeros_layout))
+    fence_async_shared()
+    _barrier()
+    if GROUP == GROUPS - 1:
+        _pass_turn(GROUP, GROUPS)
     for number in range(job_begin, job_end):
         job_ptr = jobs_ptr + number * FIELDS
         begin = next_begin
@@ -447,23 +492,24 @@ def _consumer(
         mbarrier.wait(q_full.index(turn % Q_STAGES), (turn // Q_STAGES) & 1)
         rest = gl.maximum(begin + 1, partial_end) if HAS_FULL else end
         for tile in range(begin, rest):
-            # Scores of this tile, while the weights of the tile before are multiplied with V: also when that one ended
+            # The weights of the tile before are multiplied with V under this tile's softmax: also when that one ended
             # the job before. Before the first tile of all, zeros are.
             words = next_words
             last = tile + 1 == rest
             next_words = _words(words_ptr, gl.where(last, first_bitmap, bitmap), GROUPS)
             bitmap = gl.load(tile_bitmap_ptr + gl.where(last, next_begin + 1, tile + 2))
             p16 = _operand(packed, dtype, p_layout)
-            stage = count % STAGES
-            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-            s = warpgroup_mma(q_rows, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            before = (count + STAGES - 1) % STAGES
-            v_phase = ((count - 1) // STAGES) & 1
-            follows = count > 0
-            mbarrier.wait(v_full.index(before), v_phase, pred=follows)
-            pv = warpgroup_mma(p16, v_smem.index(before), acc, is_async=True)
+            v_stage = count % STAGES
+            v_phase = (count // STAGES) & 1
+            k_stage = count % STAGES
+            mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+            _await_turn(GROUP)
+            s = warpgroup_mma(q_rows, k_smem.index(k_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            pv = warpgroup_mma(p16, v_smem.index(v_stage), acc, is_async=True)
+            _pass_turn(GROUP, GROUPS)
             s = warpgroup_mma_wait(1, deps=(s,))
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.arrive(k_empty.index(k_stage), count=1)
             if tile < partial_end:
                 s = _masked(s, words, BLOCK_N)
             m_old = m_i
@@ -471,11 +517,12 @@ def _consumer(
                 m_old = gl.full([64], float("-inf"), gl.float32, layout=rows_layout)
             p, m_new, alpha, sums = _weights(s, m_old, scale, softcap, True, MODIFIED, HAS_SOFTCAP, BLOCK_N)
             # Never blocks; it ends the basic block, across which the assembler does not move the wait for PV up.
-            mbarrier.wait(v_full.index(before), v_phase, pred=follows)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
             acc = warpgroup_mma_wait(0, deps=(pv,))
-            mbarrier.arrive(v_empty.index(before), count=1, pred=follows)
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            packed = _packed(p, dtype, BLOCK_N)
             if tile == begin:
-                if follows:
+                if turn > 0:
                     q_before = (turn + Q_STAGES - 1) % Q_STAGES
                     _finish(
                         acc, m_i, l_i, job_ptr - FIELDS, q_smem.index(q_before * GROUPS + GROUP), out_desc,
@@ -483,12 +530,11 @@ def _consumer(
                         rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
                         PERMUTED, SPLIT, HAS_SINKS,
                     )  # fmt: skip
-                    # Three stages at least: the output of the job before that one has left its buffer long ago.
+                    # The output of the job before that one has left its buffer long ago.
                     tma.store_wait(1)
                     mbarrier.arrive(q_empty.index((turn + Q_STAGES - 2) % Q_STAGES), count=1, pred=turn > 1)
                     acc = _cleared(acc)
                     l_i = _cleared(l_i)
-            packed = _packed(p, dtype, BLOCK_N)
             m_i = m_new
             l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None] + sums
             # Rescaled here: between the two products it would make the assembler serialise them.
@@ -499,28 +545,32 @@ def _consumer(
             # The same without bits and ends of jobs.
             for _tile in range(rest, end):
                 p16 = _operand(packed, dtype, p_layout)
-                stage = count % STAGES
-                mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-                s = warpgroup_mma(q_rows, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                before = (count + STAGES - 1) % STAGES
-                v_phase = ((count - 1) // STAGES) & 1
-                mbarrier.wait(v_full.index(before), v_phase)
-                pv = warpgroup_mma(p16, v_smem.index(before), acc, is_async=True)
+                v_stage = count % STAGES
+                v_phase = (count // STAGES) & 1
+                k_stage = count % STAGES
+                mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+                _await_turn(GROUP)
+                s = warpgroup_mma(
+                    q_rows, k_smem.index(k_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
+                )
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                pv = warpgroup_mma(p16, v_smem.index(v_stage), acc, is_async=True)
+                _pass_turn(GROUP, GROUPS)
                 s = warpgroup_mma_wait(1, deps=(s,))
-                mbarrier.arrive(k_empty.index(stage), count=1)
+                mbarrier.arrive(k_empty.index(k_stage), count=1)
                 p, m_i, alpha, sums = _weights(s, m_i, scale, softcap, False, MODIFIED, HAS_SOFTCAP, BLOCK_N)
-                mbarrier.wait(v_full.index(before), v_phase)
+                mbarrier.wait(v_full.index(v_stage), v_phase)
                 acc = warpgroup_mma_wait(0, deps=(pv,))
-                mbarrier.arrive(v_empty.index(before), count=1)
+                mbarrier.arrive(v_empty.index(v_stage), count=1)
                 packed = _packed(p, dtype, BLOCK_N)
                 l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None] + sums
                 acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout))[:, None]
                 count += 1
 
     if job_end > job_begin:
-        before = (count + STAGES - 1) % STAGES
-        mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
-        pv = warpgroup_mma(_operand(packed, dtype, p_layout), v_smem.index(before), acc, is_async=True)
+        v_stage = count % STAGES
+        mbarrier.wait(v_full.index(v_stage), (count // STAGES) & 1)
+        pv = warpgroup_mma(_operand(packed, dtype, p_layout), v_smem.index(v_stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pv,))
         turn = job_end - 1 - job_begin
         _finish(
@@ -547,7 +597,7 @@ def warp_specialized_kernel(
     chunk_ml_ptr,
     counters_ptr,
     jobs_ptr,
-    job_ptr_ptr,
+    starts_ptr,
     tiles_ptr,
     tile_bitmap_ptr,
     bitmaps_ptr,
@@ -587,22 +637,41 @@ def warp_specialized_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=GROUPS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
-    # What the product with V reads before there is a tile before: 0 * NaN is NaN.
-    zeros_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    v_smem.index(STAGES - 1).store(gl.full([BLOCK_N, D], 0.0, dtype, layout=zeros_layout))
+    # A thread block's first job and the columns of that job's first tile lie in one line. Their copies start before
+    # anything else: memory takes longer to answer than all other barriers to be set up.
+    lane = _lane()
+    start = gl.load(starts_ptr + gl.program_id(0) * (2 * FIELDS) + lane)
+    mbarrier.init(q_full.index(0), count=1)
+    mbarrier.init(k_full.index(0), count=1)
+    mbarrier.init(v_full.index(1), count=1)
+    fence_async_shared()
+    job_begin = _of_lane(start, 12)
+    job_end = _of_lane(start, 13)
+    if job_begin < job_end:
+        record = _of_lane(start, lane + FIELDS)
+        b = _of_lane(start, 1)
+        kv_head = _of_lane(start, 2) // heads_per_group
+        _copy_tile(record, b, kv_head, k_desc, k_slab_desc, k_smem, _slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES), 0,
+                   k_full.index(0), kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+        _copy_rows(start, q_desc, q_smem, 0, q_full.index(0), rows_per_residue, q_residue_stride, GROUPS, D)
+        _copy_tile(record, b, kv_head, v_desc, v_slab_desc, v_smem, _slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES), 1,
+                   v_full.index(1), kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+    for i in gl.static_range(max(STAGES, Q_STAGES)):
+        if i < Q_STAGES:
+            if i > 0:
+                mbarrier.init(q_full.index(i), count=1)
+            mbarrier.init(q_empty.index(i), count=GROUPS)
+        if i < STAGES:
+            if i > 0:
+                mbarrier.init(k_full.index(i), count=1)
+            mbarrier.init(k_empty.index(i), count=GROUPS)
+            if i != 1:
+                mbarrier.init(v_full.index(i), count=1)
+            mbarrier.init(v_empty.index(i), count=GROUPS)
+    # The zeros that stand for the tile before the first are there.
+    mbarrier.arrive(v_full.index(0), count=1)
     fence_async_shared()
 
-    program = gl.program_id(0)
-    job_begin = gl.load(job_ptr_ptr + program)
-    job_end = gl.load(job_ptr_ptr + program + 1)
     shared = (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, jobs_ptr,
         job_begin, job_end, tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
@@ -613,16 +682,31 @@ def warp_specialized_kernel(
         q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
         q_residue_stride, kv_step,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                         HAS_SINKS, HAS_FULL)),
-            (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                         HAS_SINKS, HAS_FULL)),
-            (_producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                         v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES,
-                         Q_STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
+                             HAS_SINKS, HAS_FULL)),
+                (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
+                             HAS_SINKS, HAS_FULL)),
+                (_producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
+                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
+                             HAS_SINKS, HAS_FULL)),
+                (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
+                             HAS_SINKS, HAS_FULL)),
+                (_consumer, (shared, 2, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
+                             HAS_SINKS, HAS_FULL)),
+                (_producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
+                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip
