@@ -3,8 +3,7 @@
 A thread block stays on its multiprocessor and walks output tiles. The two warpgroups of consumers either
 
 - take turns (*pingpong*): each has a tile of its own, and the tensor cores work on one tile while the other's epilogue
-  (bias, activation, residual, store) runs on the ordinary cores. The copies arrive in the order of the tiles, which
-  alone keeps the two apart: a consumer finds its first stage filled when the other is about to finish; or
+  (bias, activation, residual, store) runs on the ordinary cores; or
 - share a tile (*together*), each with half of its rows: the columns are copied once for both.
 
 Source: structure of CUTLASS's persistent warp-specialised Hopper kernels, cooperative and ping-pong.
@@ -92,7 +91,7 @@ def _consumer(
 ):  # fmt: skip
     """One warpgroup of those that compute: every other tile, or half the rows of every tile."""
     (
-        a_smem, b_smem, c_smem, full, empty, residual_full, c_desc, residual_desc, bias_ptr, row_scale_ptr,
+        a_smem, b_smem, c_smem, full, empty, turn, residual_full, c_desc, residual_desc, bias_ptr, row_scale_ptr,
         tiles_m, tiles_n, k_tiles, rows, columns,
     ) = shared  # fmt: skip
     dtype: gl.constexpr = a_smem.dtype
@@ -123,6 +122,10 @@ def _consumer(
         phase = (count // STAGES) & 1
         before = stage
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
+        if SHARES == 1:
+            # Until the other consumer has seen all its stages filled. Earlier, a stage could be two fills behind the
+            # one waited for, which a barrier's single phase bit does not tell from none behind.
+            mbarrier.wait(turn.index(NUMBER), ((number // 2) & 1) ^ (1 - NUMBER))
         for k in range(k_tiles):
             mbarrier.wait(full.index(stage), phase)
             b = b_tiles.index(stage)
@@ -137,6 +140,8 @@ def _consumer(
             if stage == STAGES:
                 stage = 0
                 phase = phase ^ 1
+        if SHARES == 1:
+            mbarrier.arrive(turn.index(1 - NUMBER), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before), count=1)
 
@@ -215,11 +220,13 @@ def hopper_gemm_kernel(
     c_smem = gl.allocate_shared_memory(dtype, [2, ROWS, WIDTH], _shared_layout(dtype, WIDTH))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     residual_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=SHARES)
     for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
         mbarrier.init(residual_full.index(i), count=1)
     fence_async_shared()
 
@@ -227,7 +234,7 @@ def hopper_gemm_kernel(
     tiles_n = gl.cdiv(columns, WIDTH)
     k_tiles = gl.cdiv(depth, BLOCK_K)
     shared = (
-        a_smem, b_smem, c_smem, full, empty, residual_full, c_desc, residual_desc, bias_ptr, row_scale_ptr,
+        a_smem, b_smem, c_smem, full, empty, turn, residual_full, c_desc, residual_desc, bias_ptr, row_scale_ptr,
         tiles_m, tiles_n, k_tiles, rows, columns,
     )  # fmt: skip
     gl.warp_specialize(
