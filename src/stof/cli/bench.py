@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stof.cli.bench_fusion import gemm
+from stof.cli.bench_fusion import gemm, layer
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,7 @@ _Merge = Annotated[bool, typer.Option("--merge", help="Keep what the output file
 
 
 app.command()(gemm)
+app.command()(layer)
 
 
 @app.callback()

@@ -76,6 +76,56 @@ def gemm(
     Console(width=150).print(table)
 
 
+def layer(
+    model: Annotated[str, typer.Option(help="bert (base) or llama (1B).")] = "bert",
+    batch: Annotated[int, typer.Option(min=1)] = 8,
+    length: Annotated[int, typer.Option(min=1)] = 512,
+    gemms: Annotated[
+        Path | None, typer.Option(help="Results of `stof bench gemm`: each product's best is used.")
+    ] = None,
+    autotuned: Annotated[bool, typer.Option("--autotuned", help="Inductor's max-autotune as a second peer.")] = False,
+    dtype: _Dtype = "float16",
+    rounds: _Rounds = 11,
+    output: _Output = None,
+) -> None:
+    """Time one layer fused by hand with the templates against torch.compile, both under CUDA graphs."""
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from stof.bench.gemm import Record
+    from stof.bench.layer import FUSED, PEERS, configs_from, layer_shape, run_layer
+    from stof.bench.results import provenance
+    from stof.errors import ArgumentError
+    from stof.tuning.machine import device_name
+
+    if model not in ("bert", "llama"):
+        raise ArgumentError(f"model is bert or llama, got {model!r}")
+    device, precision = gpu(dtype)
+    shape = layer_shape(model, batch, length)
+    configs = configs_from([] if gemms is None else Record(gemms, device).rows, model, batch * length)
+    peers = list(PEERS)[: 2 if autotuned else 1]
+    rows = run_layer(shape, configs, device, precision, rounds, peers)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        content = {"meta": provenance(device), "configs": configs, "rows": [asdict(row) for row in rows]}
+        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    console = Console(width=120)
+    for name, text in configs.items():
+        console.print(f"{name}: {'left to Inductor' if text is None else text or 'default'}")
+    table = Table(title=f"{model} layer {batch} x {length} on {device_name(device)}, {dtype}, CUDA graphs")
+    for heading in ("way", "us", "cosine", "speed-up of fusing"):
+        table.add_column(heading, justify="left" if heading == "way" else "right")
+    ours = next(row.us for row in rows if row.impl == FUSED)
+    for row in rows:
+        ratio = f"{row.us / ours:.3f}" if row.us and ours and row.impl != FUSED else ""
+        figures = (f"{row.us:.1f}" if row.us else row.problem, "" if row.cosine is None else f"{row.cosine:.6f}")
+        table.add_row(row.impl, *figures, ratio)
+    console.print(table)
+
+
 def gpu(dtype: str) -> tuple[torch.device, torch.dtype]:
     """The GPU, and a 16-bit dtype.
 
