@@ -215,8 +215,8 @@ def run_gemm(
     for name in wanted:
         start = time.perf_counter()
         problem, error = "", None
-        call = call_of(gemm, given, name)
         try:
+            call = call_of(gemm, given, name)
             if name == BARE:
                 call()
             else:

@@ -187,8 +187,8 @@ def _unfit_for_tma(config: GemmConfig, shape: GemmShape, capability: tuple[int, 
     rows = config.block_m if config.kind == "pingpong" else config.block_m // 2
     if rows not in (64, 128) or rows * config.block_n > 128 * 128:
         found.append("a consumer computes 64 or 128 rows and at most 128 x 128 products")
-    if config.block_k != 64:
-        found.append("steps are 64 deep, a row of 128 bytes")
+    if config.block_k != 64 or config.stages < 2:
+        found.append("steps are 64 deep (a row of 128 bytes), and a stage is free again when the next step runs")
     if shape.gated and shape.transposed:
         found.append("gate and up must lie below each other")
     if shape.gated and config.block_n < 128:

@@ -38,6 +38,21 @@ def _shared_layout(dtype, width):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 @no_type_check
+def first_step(number, k_tiles, STAGES: gl.constexpr):
+    """Stage and phase of the first step of a tile, `number` tiles of the thread block having come before."""
+    count = number * k_tiles
+    return count % STAGES, (count // STAGES) & 1
+
+
+@gluon.jit
+@no_type_check
+def turn_phase(number, NUMBER: gl.constexpr):
+    """Phase of a consumer's turn: the other consumer's tile before it; the first tile of all waits for nobody."""
+    return ((number // 2) & 1) ^ (1 - NUMBER)
+
+
+@gluon.jit
+@no_type_check
 def _producer(
     a_desc, b_desc, a_smem, b_smem, full, empty, tiles_m, tiles_n, k_tiles, columns,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -117,15 +132,13 @@ def _consumer(
             _barrier()
             mbarrier.expect(residual_full.index(NUMBER), ROWS * WIDTH * (dtype.primitive_bitwidth // 8))
             tma.async_copy_global_to_shared(residual_desc, [row, n * WIDTH], residual_full.index(NUMBER), staged)
-        count = number * k_tiles
-        stage = count % STAGES
-        phase = (count // STAGES) & 1
+        stage, phase = first_step(number, k_tiles, STAGES)
         before = stage
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
         if SHARES == 1:
             # Until the other consumer has seen all its stages filled. Earlier, a stage could be two fills behind the
             # one waited for, which a barrier's single phase bit does not tell from none behind.
-            mbarrier.wait(turn.index(NUMBER), ((number // 2) & 1) ^ (1 - NUMBER))
+            mbarrier.wait(turn.index(NUMBER), turn_phase(number, NUMBER))
         for k in range(k_tiles):
             mbarrier.wait(full.index(stage), phase)
             b = b_tiles.index(stage)
