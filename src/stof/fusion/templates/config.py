@@ -125,8 +125,8 @@ class GemmConfig:
             return loads
         if self.kind == "persistent":
             # The result on its way out; a residual is read in rows and goes the same way to the accumulator's order.
-            tiles = (0.5 if self.halves else 1) * (1 + 0.5 * shape.residual)
-            return loads + int(tiles * self.block_m * width * itemsize)
+            tile = self.block_m * width * itemsize // (2 if self.halves else 1)
+            return loads + tile * (1 + shape.residual)
         outputs = 2 if self.kind == "pingpong" else 1
         return loads + outputs * self.block_m * width * itemsize
 

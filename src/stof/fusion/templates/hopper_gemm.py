@@ -172,9 +172,9 @@ def _consumer(
             acc = acc + gl.load(bias_ptr + column, mask=exists, other=0.0).to(gl.float32)[None, :]
         if GATED:
             gate, up = _halves(acc, out_layout)
-            out = activate(gate, ACTIVATION) * up
+            out = activate(gate, ACTIVATION, True) * up
         else:
-            out = activate(acc, ACTIVATION)
+            out = activate(acc, ACTIVATION, True)
         if HAS_RESIDUAL:
             mbarrier.wait(residual_full.index(NUMBER), (number // TURNS) & 1)
             out = out + staged.load(out_layout).to(gl.float32)

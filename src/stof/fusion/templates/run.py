@@ -164,7 +164,7 @@ def _tile(call: Product, config: GemmConfig, out: Tensor, mean: Tensor | None, r
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, SPLITS=config.split,
         GATED=shape.gated,
         ACTIVATION="gelu_exact" if call.activation == "gelu" and x.dtype == torch.float32 else call.activation,
-        HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None,
+        FAST=x.device.type == "cuda", HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None,
         NORM="none" if norm is None else norm.kind,
         HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
         HAS_NORM_BIAS=norm is not None and norm.bias is not None,
@@ -190,8 +190,8 @@ def _persistent(call: Product, config: GemmConfig, out: Tensor) -> None:
         a_desc, b_desc, c_desc, call.bias, call.residual, shape.m, shape.n, shape.k,
         0 if call.residual is None else call.residual.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, GATED=shape.gated,
-        TRANSPOSED=shape.transposed, ACTIVATION=call.activation, HAS_BIAS=call.bias is not None,
-        HAS_RESIDUAL=call.residual is not None, SUBTILES=2 if config.halves else 1,
+        TRANSPOSED=shape.transposed, ACTIVATION=call.activation, FAST=out.device.type == "cuda",
+        HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None, SUBTILES=2 if config.halves else 1,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 

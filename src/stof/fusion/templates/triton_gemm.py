@@ -14,14 +14,15 @@ from stof.fusion.templates.device import activate, tile_place
 @no_type_check
 def _epilogue(
     acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
-    GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """What becomes of products `[r, n]` on their way out, in float32; `up` is ignored unless GATED."""
     if HAS_BIAS:
         acc = acc + tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
         if GATED:
             up = up + tl.load(bias_ptr + columns + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
-    acc = activate(acc, ACTIVATION)
+    acc = activate(acc, ACTIVATION, FAST)
     if GATED:
         acc = acc * up
     if HAS_RESIDUAL:
@@ -60,6 +61,7 @@ def tile_gemm_kernel(
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
@@ -140,7 +142,20 @@ def tile_gemm_kernel(
             tl.store(counters_ptr + tile, 0)
     if write:
         out = _epilogue(
-            acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL
+            acc,
+            up,
+            bias_ptr,
+            residual_ptr,
+            r,
+            n,
+            rows,
+            columns,
+            stride_rm,
+            GATED,
+            ACTIVATION,
+            FAST,
+            HAS_BIAS,
+            HAS_RESIDUAL,
         )
         kept = (r < rows)[:, None] & (n < columns)[None, :]
         # r, not row: the last row would be written again and again.
@@ -167,6 +182,7 @@ def persistent_gemm_kernel(
     GATED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     SUBTILES: tl.constexpr,
@@ -207,16 +223,16 @@ def persistent_gemm_kernel(
             if GATED:
                 left_up, right_up = tl.split(tl.permute(tl.reshape(up, [BLOCK_M, 2, HALF]), [0, 2, 1]))
             n = first + tl.arange(0, HALF)
-            left = _epilogue(left, left_up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm, GATED, ACTIVATION,
-                             HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
+            left = _epilogue(left, left_up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
+                             GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
             c_desc.store([first_row, first], left.to(dtype))
-            right = _epilogue(right, right_up, bias_ptr, residual_ptr, r, n + HALF, rows, columns, stride_rm, GATED,
-                              ACTIVATION, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
+            right = _epilogue(right, right_up, bias_ptr, residual_ptr, r, n + HALF, rows, columns, stride_rm,
+                              GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
             c_desc.store([first_row, first + HALF], right.to(dtype))
         else:
             n = first + tl.arange(0, BLOCK_N)
-            out = _epilogue(acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm, GATED, ACTIVATION,
-                            HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
+            out = _epilogue(acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
+                             GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
             c_desc.store([first_row, first], out.to(dtype))
 
 
