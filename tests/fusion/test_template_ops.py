@@ -139,8 +139,12 @@ def test_candidates_and_defaults_fit(shape: GemmShape, capability: tuple[int, in
     for config in configs(shape, dtype, capability):
         assert unfit(config, shape, dtype, capability) == []
     chosen = default(shape, dtype, capability, 132)
-    assert chosen is not None
-    assert unfit(chosen, shape, dtype, capability) == []
+    if dtype == torch.float32:
+        assert chosen is None
+    else:
+        assert chosen is not None
+        assert unfit(chosen, shape, dtype, capability) == []
+        assert configs(shape, dtype, capability), "there is always something to measure"
 
 
 def test_reasons() -> None:

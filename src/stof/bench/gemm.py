@@ -34,12 +34,15 @@ _MODES = {INDUCTOR: "default", AUTOTUNED: "max-autotune-no-cudagraphs"}
 QUICK = (
     "cublas",
     "128x128x64,5s,pingpong",
+    "64x128x64,7s,pingpong",
     "64x256x64,4s,pingpong",
     "128x256x64,3s,together",
     "256x128x64,3s,together",
     "128x256x64,8w,3s,persistent,halves",
     "128x128x64,8w,3s,tile",
+    "128x64x64,4w,4s,tile",
     "64x64x64,4w,4s,tile",
+    "64x32x128,4w,4s,tile",
     "64x64x128,4w,3s,tile,split4",
 )
 

@@ -215,6 +215,8 @@ def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], p
     Args:
         processors: multiprocessors of the device.
     """
+    if dtype == torch.float32:
+        return None  # cuBLAS has better float32 products than ours; they are there to be measured, not by default
     for config in _preferred(shape, processors):
         if not unfit(config, shape, dtype, capability):
             return config
@@ -249,7 +251,11 @@ def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -
         # Splitting pays where the tiles alone leave most of a device idle.
         tiles = -(-shape.m // config.block_m) * -(-shape.n // config.block_n) if config.block_m else 1
         idle = config.split == 1 or tiles * config.split <= 512
-        if not tall and not wide and idle and not unfit(config, shape, dtype, capability):
+        # Fewer programs than that leave nine tenths of a large GPU idle; small tiles do not.
+        small = config.block_m * config.block_n <= 64 * 64
+        few = tiles * config.split < 13 and not small
+        many = tiles > 2048 and small and config.kind != "cublas"
+        if not (tall or wide or few or many) and idle and not unfit(config, shape, dtype, capability):
             found.append(config)
     return found
 
@@ -279,8 +285,12 @@ _CANDIDATES = (
     GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=2),
     GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=4),
     GemmConfig("tile", 64, 64, 64, warps=4, stages=4, split=8),
+    GemmConfig("persistent", 64, 64, 128, warps=4, stages=3),
+    GemmConfig("tile", 64, 32, 128, warps=4, stages=4),
+    GemmConfig("tile", 64, 32, 128, warps=4, stages=4, split=4),
     GemmConfig("tile", 32, 64, 128, warps=4, stages=4),
     GemmConfig("tile", 32, 64, 128, warps=4, stages=4, split=4),
+    GemmConfig("tile", 16, 32, 128, warps=4, stages=3),
     GemmConfig("tile", 16, 64, 128, warps=4, stages=4),
     GemmConfig("tile", 16, 64, 128, warps=4, stages=4, split=4),
     GemmConfig("tile", 16, 32, 256, warps=4, stages=3, split=2),
