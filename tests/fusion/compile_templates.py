@@ -160,15 +160,17 @@ def recorded(case: Case) -> list[Recorder]:
     return [one for one in recorders.values() if one.given is not None]
 
 
-def source(record: Recorder) -> tuple[ASTSource, dict[str, int]]:
+def source(record: Recorder, arch: int) -> tuple[ASTSource, dict[str, int]]:
     """Specialised as Triton does: 1 is a constant, multiples of 16 are known to be, pointers are aligned."""
     assert record.given is not None
     kernel = record.kernel
     values, named = record.given
-    options = {name: named[name] for name in ("num_warps", "num_stages") if name in named}
+    options = {name: named[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in named}
     given = dict(zip(kernel.arg_names, values, strict=False))
     given |= {name: value for name, value in named.items() if name not in options}
-    given |= {"FAST": True} if "FAST" in given else {}  # on the CPU where this runs they are for the interpreter
+    # On the CPU where this runs they are for the interpreter.
+    given |= {"FAST": True} if "FAST" in given else {}
+    given |= {"CHAINED": arch >= 90} if "CHAINED" in given else {}
     constants = {p.name for p in kernel.params if p.is_constexpr}
     signature: dict[str, str] = {}
     fixed: dict[tuple[int], Any] = {}
@@ -196,7 +198,7 @@ def source(record: Recorder) -> tuple[ASTSource, dict[str, int]]:
 
 def compiled(case: Case, record: Recorder, arch: int) -> Compiled:
     """Compile for one GPU and read the resources off the binary."""
-    made, options = source(record)
+    made, options = source(record, arch)
     kernel = triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = _resources(kernel.asm["cubin"])
     product = record.kernel.__name__ != "row_norm_kernel"

@@ -14,7 +14,7 @@ NORMS = ("rms", "layer")
 TEMPLATES = ("linear", "norm_linear", "gated_linear", "linear_norm")
 # tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. cublas: PyTorch's own product.
 KINDS = ("tile", "persistent", "pingpong", "together", "cublas")
-_GLUON = ("pingpong", "together")
+GLUON = ("pingpong", "together")
 _HALVES = (torch.float16, torch.bfloat16)
 # Shared memory that one program may have, in bytes, by compute capability; what is not listed has the least of them.
 _SHARED = {(8, 0): 166_912, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
@@ -55,6 +55,11 @@ class GemmShape:
     def gated(self) -> bool:
         return self.template == "gated_linear"
 
+    @property
+    def commutes(self) -> bool:
+        """Whether the norm before the product scales rows alone, and so may follow it."""
+        return self.template == "norm_linear" and self.norm == "rms" and not self.scaled
+
 
 @dataclass(frozen=True)
 class GemmConfig:
@@ -85,7 +90,7 @@ class GemmConfig:
         if self.kind == "cublas":
             return self.kind
         parts = [f"{self.block_m}x{self.block_n}x{self.block_k}"]
-        parts += [f"{self.warps}w"] * (self.kind not in _GLUON)
+        parts += [f"{self.warps}w"] * (self.kind not in GLUON)
         parts += [f"{self.stages}s", self.kind]
         parts += [f"split{self.split}"] * (self.split > 1) + [f"group{self.group}"] * (self.group != 8)
         return ",".join(parts + ["halves"] * self.halves)
@@ -176,11 +181,7 @@ def _unfit_for_tma(config: GemmConfig, shape: GemmShape, capability: tuple[int, 
         found.append("TMA needs compute capability 9.0")
     if not shape.aligned:
         found.append("TMA needs addresses and row strides that are multiples of 16 bytes")
-    if shape.norm and (shape.norm != "rms" or shape.scaled) and shape.template == "norm_linear":
-        found.append("the norm does not commute with the product (only an RMSNorm without weight does)")
     if config.kind == "persistent":
-        if shape.template == "norm_linear":
-            found.append("persistent programs do not normalise")
         return found
     if capability != (9, 0):
         found.append("written for compute capability 9.0")
@@ -198,8 +199,8 @@ def _unfit_for_tma(config: GemmConfig, shape: GemmShape, capability: tuple[int, 
 
 def _unfit_for_cublas(shape: GemmShape) -> list[str]:
     found = []
-    if shape.template not in ("linear", "linear_norm"):
-        found.append("cuBLAS has no such prologue or epilogue")
+    if shape.gated:
+        found.append("cuBLAS has no gated epilogue")
     if shape.activation not in ("none", "relu", "gelu_tanh"):
         found.append(f"cuBLAS has no {shape.activation} epilogue")
     if shape.residual and shape.activation != "none":

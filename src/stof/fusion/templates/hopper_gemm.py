@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stof.fusion.templates.device import activate, tile_place
+from stof.fusion.templates.device import activate, take_turn, tile_place
 
 # Triton 3.7 has another name for it.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -242,6 +242,7 @@ def hopper_gemm_kernel(
         mbarrier.init(turn.index(i), count=1)
         mbarrier.init(residual_full.index(i), count=1)
     fence_async_shared()
+    take_turn(True)
 
     tiles_m = gl.cdiv(rows, ROWS * SHARES)
     tiles_n = gl.cdiv(columns, WIDTH)
