@@ -8,6 +8,7 @@ Runs under whichever Triton is imported first. Arguments are those of the templa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stof.fusion.templates import GemmConfig, configs, hopper_gemm, run, triton_gemm
+from stof.fusion.templates import GemmConfig, configs, hopper_pingpong, hopper_together, run, triton_gemm
 from stof.fusion.templates.config import GemmShape
 from stof.fusion.templates.run import Norm, Product
 from tests.kernels.compile_kernels import ARCHS, _resources, _warnings
@@ -75,8 +76,8 @@ class Case:
 _SOME = (
     "128x128x64,5s,pingpong",
     "64x256x64,4s,pingpong",
-    "128x256x64,3s,together",
-    "256x128x64,3s,together",
+    "128x256x64,5s,together",
+    "256x128x64,6s,together",
     "128x256x64,8w,3s,persistent,halves",
     "128x128x64,8w,4s,persistent",
     "128x256x64,8w,3s,tile",
@@ -143,21 +144,19 @@ def product_of(case: Case) -> Product:
 
 def recorded(case: Case) -> list[Recorder]:
     """What the launching code passes on: a product's kernel, and a norm's before it."""
-    recorders = {
-        (module, name): Recorder(getattr(module, name))
-        for module, name in (
-            (triton_gemm, "tile_gemm_kernel"),
-            (triton_gemm, "persistent_gemm_kernel"),
-            (triton_gemm, "row_norm_kernel"),
-            (hopper_gemm, "hopper_gemm_kernel"),
-        )
+    names = {
+        triton_gemm: ("tile_gemm_kernel", "persistent_gemm_kernel", "row_norm_kernel"),
+        hopper_pingpong: ("pingpong_gemm_kernel",),
+        hopper_together: ("together_gemm_kernel",),
     }
-    with (
-        mock.patch.multiple(triton_gemm, **{n: r for (m, n), r in recorders.items() if m is triton_gemm}),
-        mock.patch.multiple(hopper_gemm, **{n: r for (m, n), r in recorders.items() if m is hopper_gemm}),
-    ):
+    recorders: list[Recorder] = []
+    with contextlib.ExitStack() as patched:
+        for module, kernels in names.items():
+            for name in kernels:
+                recorders.append(Recorder(getattr(module, name)))
+                patched.enter_context(mock.patch.object(module, name, recorders[-1]))
         run.compute(product_of(case), case.config)
-    return [one for one in recorders.values() if one.given is not None]
+    return [one for one in recorders if one.given is not None]
 
 
 def source(record: Recorder, arch: int) -> tuple[ASTSource, dict[str, int]]:

@@ -158,7 +158,9 @@ def test_reasons() -> None:
     assert why("128x128x64,5s,pingpong") == ""
     assert "compute capability 9.0" in why("128x128x64,5s,pingpong", (10, 0))
     assert "16 bytes" in why("128x128x64,5s,pingpong", aligned=False)
-    assert "shared memory" in why("128x128x64,6s,pingpong")
+    assert why("128x128x64,6s,pingpong") == "", "the result leaves in pieces"
+    assert "shared memory" in why("128x128x64,7s,pingpong")
+    assert "shared memory" in why("256x128x64,7s,together")
     assert "128 rows" in why("256x128x64,2s,pingpong")
     assert "64 deep" in why("128x128x32,4s,pingpong")
     assert "next step" in why("128x128x64,1s,pingpong")

@@ -30,7 +30,9 @@ GLUON = (
     "128x128x64,2s,pingpong",
     "64x256x64,4s,pingpong",
     "64x64x64,3s,pingpong",
-    "128x256x64,3s,together",
+    "128x128x64,6s,pingpong",
+    "128x256x64,5s,together",
+    "256x128x64,6s,together",
     "256x128x64,3s,together,group1",
     "128x64x64,2s,together",
 )

@@ -70,7 +70,7 @@ class GemmConfig:
         block_m, block_n, block_k: a tile's rows, columns of products (gated: gate and up together) and depth of a step.
             pingpong's tile belongs to one of its two consumers.
         warps: of a Triton program (Gluon kernels have nine).
-        stages: steps in flight.
+        stages: steps in flight (together: of the columns).
         split: programs that share a tile's depth (tile only).
         group: rows of tiles that are walked side by side.
         halves: the result leaves in halves, one written while the other is computed (persistent only).
@@ -132,8 +132,27 @@ class GemmConfig:
             # The result on its way out; a residual is read in rows and goes the same way to the accumulator's order.
             tile = self.block_m * width * itemsize // (2 if self.halves else 1)
             return loads + tile * (1 + shape.residual)
+        if self.kind == "together":
+            loads = (self.row_stages * self.block_m + self.stages * self.block_n) * self.block_k * itemsize
         outputs = 2 if self.kind == "pingpong" else 1
-        return loads + outputs * self.block_m * width * itemsize
+        return loads + outputs * self.block_m * self.piece(shape, itemsize) * itemsize
+
+    @property
+    def row_stages(self) -> int:
+        """together: steps in flight of each consumer's own rows; the columns' may be more, for the lag."""
+        return min(self.stages, 3)
+
+    @property
+    def lag(self) -> int:
+        """together: steps that the second consumer is behind the first, as far as the columns' stages reach."""
+        return self.stages - self.row_stages
+
+    def piece(self, shape: GemmShape, itemsize: int) -> int:
+        """Columns of the output that leave a consumer at once: all of a tile where the stages leave room for it."""
+        width = self.block_n // 2 if shape.gated else self.block_n
+        loads = self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
+        whole = self.kind == "pingpong" and loads + 2 * self.block_m * width * itemsize <= _SHARED[9, 0] - _SHARED_REST
+        return width if whole else min(width, 64)
 
     def resident(self, shape: GemmShape, itemsize: int) -> int:
         """Persistent programs that a multiprocessor holds: the second computes during the first one's epilogue."""
@@ -264,13 +283,16 @@ def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -
 _CANDIDATES = (
     GemmConfig("cublas"),
     GemmConfig("pingpong", 128, 128, 64, stages=5),
-    GemmConfig("pingpong", 128, 128, 64, stages=4),
+    GemmConfig("pingpong", 128, 128, 64, stages=6),
     GemmConfig("pingpong", 64, 256, 64, stages=4),
     GemmConfig("pingpong", 64, 128, 64, stages=7),
-    GemmConfig("together", 128, 256, 64, stages=3),
-    GemmConfig("together", 128, 128, 64, stages=6),
+    GemmConfig("together", 256, 128, 64, stages=6),
+    GemmConfig("together", 256, 128, 64, stages=5),
     GemmConfig("together", 256, 128, 64, stages=3),
-    GemmConfig("together", 256, 128, 64, stages=3, group=4),
+    GemmConfig("together", 256, 128, 64, stages=6, group=4),
+    GemmConfig("together", 128, 256, 64, stages=5),
+    GemmConfig("together", 128, 256, 64, stages=3),
+    GemmConfig("together", 128, 128, 64, stages=7),
     GemmConfig("persistent", 128, 256, 64, warps=8, stages=3),
     GemmConfig("persistent", 128, 256, 64, warps=8, stages=3, halves=True),
     GemmConfig("persistent", 128, 128, 64, warps=8, stages=4),

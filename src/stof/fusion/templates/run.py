@@ -205,12 +205,11 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from stof.fusion.templates.hopper_gemm import hopper_gemm_kernel
-
-    shape = call.shape
-    shares = 1 if config.kind == "pingpong" else 2
-    rows = config.block_m // shares
+    shape, size = call.shape, out.element_size()
+    pingpong = config.kind == "pingpong"
+    rows = config.block_m if pingpong else config.block_m // 2
     width = config.block_n // 2 if shape.gated else config.block_n
+    piece = config.piece(shape, size)
     stored = call.weight.t() if shape.transposed else call.weight
     b_box = [config.block_k, width] if shape.transposed else [width, config.block_k]
 
@@ -219,16 +218,28 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         return TensorDescriptor(tensor, *_extent(tensor), box, layout)
 
-    tiles = -(-shape.m // config.block_m) * -(-shape.n // width)
-    hopper_gemm_kernel[(min(tiles, _programs(out)),)](
-        boxes(call.x, [rows, config.block_k]), boxes(stored, b_box), boxes(out, [rows, width]),
-        None if call.residual is None else boxes(call.residual, [rows, width]), call.bias, rstd,
+    given = (
+        boxes(call.x, [rows, config.block_k]), boxes(stored, b_box), boxes(out, [rows, piece]),
+        None if call.residual is None else boxes(call.residual, [rows, piece]), call.bias, rstd,
         shape.m, shape.n, shape.k,
-        ROWS=rows, BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages, GROUP_M=config.group,
-        SHARES=shares, GATED=shape.gated, TRANSPOSED=shape.transposed, ACTIVATION=call.activation,
-        HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None, HAS_SCALE=rstd is not None,
-        num_warps=4, launch_pdl=True,
     )  # fmt: skip
+    common = {
+        "ROWS": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group, "PIECE": piece,
+        "GATED": shape.gated, "TRANSPOSED": shape.transposed, "ACTIVATION": call.activation,
+        "HAS_BIAS": call.bias is not None, "HAS_RESIDUAL": call.residual is not None, "HAS_SCALE": rstd is not None,
+    }  # fmt: skip
+    grid = (min(-(-shape.m // config.block_m) * -(-shape.n // width), _programs(out)),)
+    if pingpong:
+        from stof.fusion.templates.hopper_pingpong import pingpong_gemm_kernel
+
+        pingpong_gemm_kernel[grid](*given, STAGES=config.stages, **common, num_warps=4, launch_pdl=True)
+    else:
+        from stof.fusion.templates.hopper_together import together_gemm_kernel
+
+        together_gemm_kernel[grid](
+            *given, A_STAGES=config.row_stages, B_STAGES=config.stages, LAG=config.lag, **common, num_warps=4,
+            launch_pdl=True,
+        )  # fmt: skip
 
 
 def _cublas(call: Product) -> Tensor:
