@@ -187,6 +187,8 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
     needed = config.shared_memory(shape, dtype.itemsize) + _SHARED_REST
     if needed > limit:
         found.append(f"needs {needed} bytes of shared memory, there are {limit}")
+    if capability < (8, 0):
+        found.append("written for compute capability 8.0 and up")
     if config.block_m * config.block_n > 128 * 256:
         found.append("the accumulator is larger than the registers")
     if config.kind != "tile":
@@ -211,8 +213,8 @@ def _unfit_for_tma(config: GemmConfig, shape: GemmShape, capability: tuple[int, 
         found.append("steps are 64 deep (a row of 128 bytes), and a stage is free again when the next step runs")
     if shape.gated and shape.transposed:
         found.append("gate and up must lie below each other")
-    if shape.gated and config.block_n < 128:
-        found.append("a gated tile has 128 columns of products or more")
+    if config.block_n < (128 if shape.gated else 64):
+        found.append("a piece of the result has 64 columns (gated: of 128 columns of products)")
     return found
 
 
