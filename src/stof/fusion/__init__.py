@@ -1,0 +1,1 @@
+"""Operator fusion for the parts of a model that are not attention."""
