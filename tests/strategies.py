@@ -120,7 +120,7 @@ def dense_masks(draw: st.DrawFn, q_len: int, kv_len: int, batch: int = 1, heads:
 
 configs = st.builds(
     LayoutConfig,
-    block_m=st.sampled_from([16, 32, 64, 128]),
+    block_m=st.sampled_from([16, 32, 64, 128, 192]),
     block_n=st.sampled_from([16, 32, 64, 128]),
     slab=st.sampled_from([None, 1, 8, 16]),
 )

@@ -46,7 +46,7 @@ from stof.selection.model import hopper_shared_memory, shared_memory
 
 ARCHS = (80, 89, 90, 100, 120)
 # Lengths at which every tile size has partial and full tiles, and row blocks long enough to be split.
-Q_LEN, KV_LEN = 256, 1600
+Q_LEN, KV_LEN = 768, 1600
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Compiled:
     """What a compiled kernel takes: registers and spilled bytes of a thread, shared memory of a program.
 
     `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile;
-    `warnings` are what the assembler says of its own losses of speed (asked only for kernels that place wgmma by hand).
+    `warnings` are what the assembler says of its own losses of speed, and barriers of the hardware that are taken twice
+    (asked only for kernels that place wgmma and barriers by hand).
     """
 
     group: str
@@ -135,20 +136,27 @@ def cases() -> Iterator[Case]:
 
 
 def _hopper() -> Iterator[Case]:
-    """Every way to copy a tile, with and without splitting and options; 96 columns are padded to 128."""
+    """Every way to copy a tile, with and without splitting and options, for two and for three warpgroups.
+
+    96 columns are padded to 128, 40 to 64.
+    """
     half, bfloat = torch.float16, torch.bfloat16
     options = {"has_softcap": True, "has_sinks": True}
-    for group, call, kinds in (
-        ("hopper D 64", call_of(half, 64), ("contiguous split", "slabs of 16", "evenly spaced")),
-        ("hopper D 64", call_of(bfloat, 64), ("slabs of 8 split",)),
-        ("hopper D 128", call_of(half, 128), ("contiguous", "slabs of 8", "evenly spaced split")),
-        ("hopper D 128", call_of(bfloat, 96), ("slabs of 16 split",)),
-        ("hopper options", call_of(half, 64, **options), ("slabs of 8 split",)),
-        ("hopper options", call_of(bfloat, 128, **options), ("contiguous split",)),
+    for group, call, block_m, kinds in (
+        ("hopper D 64", call_of(half, 64), 128, ("contiguous split", "slabs of 16", "evenly spaced")),
+        ("hopper D 64", call_of(bfloat, 64), 128, ("slabs of 8 split",)),
+        ("hopper 192 rows", call_of(half, 64), 192, ("contiguous", "slabs of 16 split")),
+        ("hopper 192 rows", call_of(bfloat, 64), 192, ("evenly spaced",)),
+        ("hopper 192 rows", call_of(bfloat, 40, **options), 192, ("contiguous split",)),
+        ("hopper D 128", call_of(half, 128), 128, ("contiguous", "slabs of 8", "evenly spaced split")),
+        ("hopper D 128", call_of(bfloat, 96), 128, ("slabs of 16 split",)),
+        ("hopper options", call_of(half, 64, **options), 128, ("slabs of 8 split",)),
+        ("hopper options", call_of(bfloat, 128, **options), 128, ("contiguous split",)),
     ):
         call = replace(call, compute_capability=(9, 0))
+        choices = [c for c in gpu_choices(call, Open(), "hopper") if c.layout and c.layout.block_m == block_m]
         for kind in kinds:
-            yield _case(group, call, kind, gpu_choices(call, Open(), "hopper"), (90,))
+            yield _case(group, call, kind, choices, (90,))
 
 
 def _row_wise(call: CallSpec, archs: tuple[int, ...]) -> Iterator[Case]:
@@ -346,14 +354,25 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _warnings(ptx: str) -> list[str]:
-    """Performance warnings of the assembler, C7500 and up: wgmma instructions that wait for each other and the like."""
+    """Performance warnings of the assembler, C7500 and up: wgmma instructions that wait for each other and the like.
+
+    And barriers of the hardware, sixteen in all, that Triton and the kernel both take.
+    """
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         command: list[str | Path] = [_TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Used" in done.stderr, "ptxas says nothing"
-    return [line for line in done.stderr.splitlines() if "(C75" in line]
+    return [line for line in done.stderr.splitlines() if "(C75" in line] + _clashes(ptx)
+
+
+def _clashes(ptx: str) -> list[str]:
+    """Barriers where now these, now those threads meet: Triton's are for 128, the kernel's own for 256."""
+    threads: dict[str, set[str]] = {}
+    for number, count in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)(?:,\s*(\d+))?", ptx):
+        threads.setdefault(number, set()).add(count)
+    return [f"barrier {number} is for {sorted(found)} threads" for number, found in threads.items() if len(found) > 1]
 
 
 def main() -> None:

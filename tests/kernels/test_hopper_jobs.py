@@ -23,22 +23,24 @@ from tests.strategies import dense_masks
 
 GRID = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
 EVEN = LayoutConfig(128, 128, 1)
+# Rows of two and of three warpgroups.
+HEIGHTS = (128, 192)
 
 
-def layout_of(keep: Tensor, slab: int | None, **options: Any) -> Layout:
+def layout_of(keep: Tensor, slab: int | None, block_m: int = 128, **options: Any) -> Layout:
     batch, heads, q_len, kv_len = keep.shape
-    config = LayoutConfig(128, 128, slab)
+    config = LayoutConfig(block_m, 128, slab)
     return build_layout(as_mask(keep), q_len, kv_len, config, batch=batch, heads=heads, **options)
 
 
-def grid_layout(name: str, length: int, slab: int | None) -> Layout:
-    return build_layout(grid_mask(name).mask(length), length, length, LayoutConfig(128, 128, slab))
+def grid_layout(name: str, length: int, slab: int | None, block_m: int = 128) -> Layout:
+    return build_layout(grid_mask(name).mask(length), length, length, LayoutConfig(block_m, 128, slab))
 
 
-def even_layout(length: int, stride: int = 16) -> Layout:
+def even_layout(length: int, stride: int = 16, block_m: int = 128) -> Layout:
     """A dilated mask with like rows side by side: rows and columns at one distance."""
-    mask = masks.dilated_window(900, dilation=stride)
-    return build_layout(mask, length, length, EVEN, row_order=named_order(f"remainder {stride}", length))
+    mask, config = masks.dilated_window(900, dilation=stride), LayoutConfig(block_m, 128, 1)
+    return build_layout(mask, length, length, config, row_order=named_order(f"remainder {stride}", length))
 
 
 def columns_of(lists: TileLists) -> Tensor:
@@ -164,35 +166,55 @@ def check_items(lists: TileLists, layout: Layout, split_tiles: int) -> None:
 @pytest.mark.parametrize("slab", [None, 16, 8])
 @pytest.mark.parametrize("name", GRID)
 def test_grid_masks(name: str, slab: int | None, split_tiles: int) -> None:
-    for length in (1000, 1280):
-        lists = check_lists(grid_layout(name, length, slab), split_tiles)
+    for length, block_m in ((1000, 128), (1280, 128), (1000, 192)):
+        lists = check_lists(grid_layout(name, length, slab, block_m), split_tiles)
         assert lists is not None
         assert (lists.row_step, lists.column_step) == (1, 1)
 
 
 @pytest.mark.parametrize("split_tiles", [0, 1, 3])
 def test_evenly_spaced_rows_and_columns(split_tiles: int) -> None:
-    for length, stride in ((2048, 16), (1280, 5), (384, 1)):
-        lists = check_lists(even_layout(length, stride), split_tiles)
+    for length, stride, block_m in ((2048, 16, 128), (1280, 5, 128), (384, 1, 128), (960, 5, 192), (320, 1, 192)):
+        lists = check_lists(even_layout(length, stride, block_m), split_tiles)
         assert lists is not None
         assert (lists.slab, lists.row_step, lists.column_step) == (0, stride, stride)
         assert torch.equal(lists.row_order[0].long(), rows_of(lists))
 
 
-@given(data=st.data(), slab=st.sampled_from([None, 8, 16]), split_tiles=st.sampled_from([0, 1, 2]))
+def test_rows_of_several_remainders() -> None:
+    """A row block may hold some of each where all see the same keys, but not where their columns differ."""
+    order = named_order("remainder 2", 640)
+    same = build_layout(masks.full(), 640, 640, LayoutConfig(192, 128, 1), row_order=order)
+    lists = check_lists(same, 2)
+    assert lists is not None
+    assert (lists.row_step, lists.column_step) == (2, 1)
+    with pytest.raises(UnfitLayoutError, match="not evenly spaced"):
+        make_tile_lists(even_layout(640, 2, 192))
+
+
+@given(
+    data=st.data(),
+    slab=st.sampled_from([None, 8, 16]),
+    split_tiles=st.sampled_from([0, 1, 2]),
+    block_m=st.sampled_from(HEIGHTS),
+)
 @settings(max_examples=60)
-def test_every_kept_score_once(data: st.DataObject, slab: int | None, split_tiles: int) -> None:
-    q_len = data.draw(st.sampled_from([1, 64, 128, 130, 300]))
+def test_every_kept_score_once(data: st.DataObject, slab: int | None, split_tiles: int, block_m: int) -> None:
+    q_len = data.draw(st.sampled_from([1, 64, 128, 130, 193, 300]))
     kv_len = data.draw(st.sampled_from([1, 15, 128, 129, 500]))
     keep = data.draw(dense_masks(q_len, kv_len, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))))
-    check_lists(layout_of(keep, slab), split_tiles)
+    check_lists(layout_of(keep, slab, block_m), split_tiles)
 
 
-@given(stride=st.sampled_from([1, 2, 3, 7]), texture=st.sampled_from(["random", "band", "empty", "full"]))
+@given(
+    stride=st.sampled_from([1, 2, 3, 7]),
+    texture=st.sampled_from(["random", "band", "empty", "full"]),
+    block_m=st.sampled_from(HEIGHTS),
+)
 @settings(max_examples=20)
-def test_evenly_spaced_masks(stride: int, texture: str) -> None:
+def test_evenly_spaced_masks(stride: int, texture: str, block_m: int) -> None:
     """Rows see keys of their own remainder only."""
-    length = 128 * stride
+    length = block_m * stride
     rows, columns = torch.arange(length)[:, None], torch.arange(length)[None, :]
     like = (rows - columns) % stride == 0
     keep = {
@@ -202,7 +224,7 @@ def test_evenly_spaced_masks(stride: int, texture: str) -> None:
         "full": like,
     }[texture]
     order = named_order(f"remainder {stride}", length)
-    check_lists(layout_of(keep[None, None], 1, row_order=order), 1)
+    check_lists(layout_of(keep[None, None], 1, block_m, row_order=order), 1)
 
 
 def test_runs_are_copied_at_once() -> None:
@@ -285,15 +307,21 @@ def costs(jobs: Tensor) -> Tensor:
     return (partial_end - begin) * PARTIAL_TILE_COST + (end - partial_end) + _JOB_COST
 
 
+def bounds_of(starts: Tensor) -> list[int]:
+    """Where each thread block's jobs begin, and where the last one's end."""
+    assert torch.equal(starts[1:, 12], starts[:-1, 13])
+    assert bool((starts[:, 12] <= starts[:, 13]).all())
+    return [*starts[:, 12].tolist(), int(starts[-1, 13])]
+
+
 def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> Tensor:
     """Every item of every batch entry and head once; returns what each thread block has to do, in full tiles."""
-    padded, begins = job_lists(lists, batch, heads, blocks, side)
-    assert padded.dtype == begins.dtype == torch.int32
+    padded, starts = job_lists(lists, batch, heads, blocks, side)
+    assert padded.dtype == starts.dtype == torch.int32
     assert padded.shape[1] == JOB_FIELDS
     assert not bool(padded[-1].any())
-    jobs, bounds = padded[:-1], begins.tolist()
-    assert len(bounds) == blocks + 1
-    assert bounds == sorted(bounds)
+    jobs, bounds = padded[:-1], bounds_of(starts)
+    check_starts(starts, padded, lists, blocks)
     assert (bounds[0], bounds[-1]) == (0, len(jobs))
     pattern_of = lists.pattern_of.expand(batch, heads)
     wanted, slots, numbers = [], set(), set()
@@ -318,10 +346,34 @@ def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int)
     return torch.stack([cost[first:last].sum() for first, last in itertools.pairwise(bounds)])
 
 
+def check_starts(starts: Tensor, padded: Tensor, lists: TileLists, blocks: int) -> None:
+    """A line of each thread block: its first job and the columns of that job's first tile, which it copies at once."""
+    assert starts.shape == (blocks, 2 * JOB_FIELDS)
+    first = padded[starts[:, 12].long()]
+    assert torch.equal(starts[:, :12], first[:, :12])
+    assert not bool(starts[:, 14:JOB_FIELDS].any())
+    columns = lists.tile_columns[first[:, 3].long()]
+    assert torch.equal(starts[:, JOB_FIELDS:][:, : columns.shape[1]], columns)
+    assert not bool(starts[:, JOB_FIELDS + columns.shape[1] :].any())
+
+
+@pytest.mark.parametrize("slab", [None, 16, 8])
+def test_starts_of_thread_blocks_without_jobs(slab: int | None) -> None:
+    """They begin where they end; there is a job and a tile to read, past the last."""
+    lists = make_tile_lists(grid_layout("strided", 512, slab, 192), 1)
+    padded, starts = job_lists(lists, 1, 1, 132, 1)
+    jobs = len(padded) - 1
+    assert 3 < jobs < 132
+    assert bool(lists.slab) == (slab is not None)
+    assert bounds_of(starts) == [min(n, jobs) for n in range(133)]
+    check_starts(starts, padded, lists, 132)
+
+
+@pytest.mark.parametrize("block_m", HEIGHTS)
 @pytest.mark.parametrize("split_tiles", [0, 2])
 @pytest.mark.parametrize("name", GRID)
-def test_jobs_of_grid_masks(name: str, split_tiles: int) -> None:
-    lists = make_tile_lists(grid_layout(name, 2048, None), split_tiles)
+def test_jobs_of_grid_masks(name: str, split_tiles: int, block_m: int) -> None:
+    lists = make_tile_lists(grid_layout(name, 2048, None, block_m), split_tiles)
     for batch, heads, side in ((1, 1, 1), (2, 12, 1), (2, 12, 4), (3, 16, 48)):
         loads = check_jobs(lists, batch, heads, 132, side)
         longest = float(costs(job_lists(lists, batch, heads, 132, side)[0][:-1]).max())
@@ -337,7 +389,7 @@ def test_jobs_of_grid_masks(name: str, split_tiles: int) -> None:
 def test_jobs_of_random_masks(data: st.DataObject, split_tiles: int, blocks: int) -> None:
     batch, heads = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 3)]))
     keep = data.draw(dense_masks(data.draw(st.sampled_from([1, 130, 300])), 400, batch, heads))
-    layout = layout_of(keep, data.draw(st.sampled_from([None, 8])))
+    layout = layout_of(keep, data.draw(st.sampled_from([None, 8])), data.draw(st.sampled_from(HEIGHTS)))
     assume(not reads_unseen_keys(layout))
     lists = make_tile_lists(layout, split_tiles)
     times = data.draw(st.sampled_from([1, 2]))  # masks that are the same in every batch entry or head
@@ -352,11 +404,11 @@ def test_heads_side_by_side() -> None:
     """Thread blocks work through groups of heads in the same order, but what would stick out at the end comes first."""
     lists = make_tile_lists(grid_layout("longformer", 2048, None))
     heads, side, blocks = 24, 4, 16
-    padded, begins = job_lists(lists, 1, heads, blocks, side)
+    padded, starts = job_lists(lists, 1, heads, blocks, side)
     cost = costs(padded[:-1])
     large = cost > cost.sum() / blocks / 8
     assert 0 < int(large.sum()) < len(large)
-    for first, last in itertools.pairwise(begins.tolist()):
+    for first, last in itertools.pairwise(bounds_of(starts)):
         group = torch.div(padded[first:last, 2], side, rounding_mode="floor")
         group[large[first:last]] = -1
         assert torch.equal(group, group.sort().values)

@@ -13,15 +13,16 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import RUN
+from stof.kernels.hopper.jobs import JOB_FIELDS, RUN
 from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
+from stof.layout.orders import named_order
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.gpu import gpu_choices
 from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
-from tests.kernels.test_hopper_jobs import even_layout, keep_of, layout_of
+from tests.kernels.test_hopper_jobs import HEIGHTS, even_layout, keep_of, layout_of
 from tests.selection.fakes import Geometry, call_of
 
 LONG = masks.longformer(20, 30) | masks.strided(8, 64, 8)
@@ -40,23 +41,30 @@ class Twin:
         a = SimpleNamespace(**given)
         written = torch.zeros(a.lse_ptr.shape, dtype=torch.int32)
         for program in range(launch.grid):
-            for number in range(int(a.job_ptr_ptr[program]), int(a.job_ptr_ptr[program + 1])):
+            start = a.starts_ptr[program].tolist()
+            first, last = start[12:14]
+            for number in range(first, last):
+                # The first job and its first tile are in the start itself.
+                job = start if number == first else a.jobs_ptr[number].tolist()
                 for group in range(a.GROUPS):
-                    _job(a, a.jobs_ptr[number].tolist(), group, written)
+                    _job(a, job, group, written)
         assert bool((written == 1).all())
         assert not a.SPLIT or not bool(a.counters_ptr.any())
 
 
 def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> None:
-    """64 rows of a job."""
+    """64 rows of a job, which may come with the columns of its first tile."""
     row_block, b, h, begin, partial_end, end, parts, slot, chunk, counter, pattern, bitmap, *_ = job
+    slabs = a.BLOCK_N // a.SLAB if a.SLAB else 1
+    tiles = memory(a.tiles_ptr).view(-1, slabs)
     position = (row_block * a.GROUPS + group) * 64
     residue, row = divmod(position, a.rows_per_residue)
     q = box(a.q_desc, [b, h, row, residue * a.q_residue_stride])
     scores, values = [], []
     for tile in range(begin, end):
+        record = tiles[tile].tolist() if tile > begin or len(job) == JOB_FIELDS else job[JOB_FIELDS:][:slabs]
         k, v = (
-            _tile(a, desc, slab, tile, b, h // a.heads_per_group, stride)
+            _tile(a, desc, slab, record, b, h // a.heads_per_group, stride)
             for desc, slab, stride in (
                 (a.k_desc, a.k_slab_desc, a.k_residue_stride),
                 (a.v_desc, a.v_slab_desc, a.v_residue_stride),
@@ -104,10 +112,9 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
 
 
 def _tile(
-    a: SimpleNamespace, desc: TensorMap, slab_desc: TensorMap | None, tile: int, b: int, h: int, stride: int
+    a: SimpleNamespace, desc: TensorMap, slab_desc: TensorMap | None, record: list[int], b: int, h: int, stride: int
 ) -> Tensor:
     """K or V of a tile."""
-    record = memory(a.tiles_ptr).view(-1, 128 // a.SLAB if a.SLAB else 1)[tile].tolist()
     if not a.SLAB:
         return box(desc, [b, h, record[0] // a.kv_step, record[0] % a.kv_step * stride])
     assert slab_desc is not None
@@ -168,13 +175,12 @@ def inputs(**sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("memory_layout", MEMORY_LAYOUTS)
-@pytest.mark.parametrize("head_dim", [64, 72, 128])
-def test_memory(twin: Twin, memory_layout: str, head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (72, 128), (128, 128), (40, 192), (64, 192)])
+def test_memory(twin: Twin, memory_layout: str, head_dim: int, block_m: int) -> None:
     for slab in (None, 8):
-        check_call(
-            build_layout(LONG, 200, 333, LayoutConfig(128, 128, slab)), *inputs(head_dim=head_dim, memory=memory_layout)
-        )
-    assert twin.constants["SLAB"] == 8
+        layout = build_layout(LONG, 200, 333, LayoutConfig(block_m, 128, slab))
+        check_call(layout, *inputs(head_dim=head_dim, memory=memory_layout))
+    assert (twin.constants["SLAB"], twin.constants["GROUPS"]) == (8, block_m // 64)
 
 
 def unaligned(x: Tensor) -> Tensor:
@@ -235,10 +241,11 @@ def test_aligned_and_unaligned_tensors_by_turns() -> None:
     ],
     ids=("plain", "no scale", "negative scale", "softcap", "sinks", "all"),
 )
-def test_options(twin: Twin, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("block_m", HEIGHTS)
+def test_options(twin: Twin, block_m: int, options: dict[str, Any]) -> None:
     keep = LONG.to_dense(200, 333).clone()
     keep[..., 100:110, :] = False
-    check_call(layout_of(keep, 8), *inputs(), split_tiles=1, **options)
+    check_call(layout_of(keep, 8, block_m), *inputs(), split_tiles=1, **options)
     assert twin.constants["SPLIT"]
     assert twin.constants["MODIFIED"] == ("scale" in options or "softcap" in options)
 
@@ -246,14 +253,14 @@ def test_options(twin: Twin, options: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("poisoned_memory", "twin")
 @pytest.mark.parametrize("split_tiles", [0, 1])
 @pytest.mark.parametrize("slab", [None, 16])
-def test_patterns(slab: int | None, split_tiles: int) -> None:
+@pytest.mark.parametrize("block_m", HEIGHTS)
+def test_patterns(block_m: int, slab: int | None, split_tiles: int) -> None:
     """A mask of its own for each batch entry and head, one of them empty, rows and keys of odd numbers."""
-    generator = torch.Generator().manual_seed(0)
-    keep = torch.rand(2, 4, 141, 333, generator=generator) < torch.tensor([0.0, 0.003, 0.3, 1.0]).view(1, 4, 1, 1)
+    generator, q_len = torch.Generator().manual_seed(0), block_m + 13
+    keep = torch.rand(2, 4, q_len, 333, generator=generator) < torch.tensor([0.0, 0.003, 0.3, 1.0]).view(1, 4, 1, 1)
     keep[:, 1:, 60] = True  # each key is seen
-    check_call(layout_of(keep, slab), *inputs(q_len=141), split_tiles=split_tiles)
-    check_call(layout_of(keep[:, :1], slab), *inputs(q_len=141), split_tiles=split_tiles)
-    check_call(layout_of(keep[:1, 1:2], slab), *inputs(q_len=141), split_tiles=split_tiles)
+    for kept in (keep, keep[:, :1], keep[:1, 1:2]):
+        check_call(layout_of(kept, slab, block_m), *inputs(q_len=q_len), split_tiles=split_tiles)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -271,6 +278,21 @@ def test_evenly_spaced_calls(twin: Twin, head_dim: int, memory_layout: str) -> N
             assert twin.constants["PERMUTED"]
     else:
         assert head_dim == 80
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("split_tiles", [0, 1])
+@pytest.mark.parametrize("memory_layout", ["bhsd", "packed"])
+def test_evenly_spaced_rows_of_three_warpgroups(twin: Twin, memory_layout: str, split_tiles: int) -> None:
+    """Row blocks of one remainder, and of two, the last one not full, for which the mask has to be the same."""
+    same = build_layout(masks.full(), 640, 640, LayoutConfig(192, 128, 1), row_order=named_order("remainder 2", 640))
+    for layout in (even_layout(384, 2, 192), same):
+        sizes = {"q_len": layout.q_len, "kv_len": layout.kv_len, "batch": 1, "heads": 2, "kv_heads": 1}
+        check_call(layout, *inputs(**sizes, memory=memory_layout), split_tiles=split_tiles)
+        assert twin.constants["PERMUTED"]
+        assert twin.constants["GROUPS"] == 3
+    with pytest.raises(UnfitLayoutError, match="rows of 40 elements do not fill the 64"):
+        check_call(layout, *inputs(**sizes, head_dim=40))
 
 
 @pytest.mark.usefixtures("poisoned_memory", "twin")

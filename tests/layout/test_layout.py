@@ -75,6 +75,16 @@ def test_round_trip_of_expressions(data: st.DataObject, config: LayoutConfig, q_
     assert_exact(layout, mask.to_dense(q_len, 70))
 
 
+@pytest.mark.parametrize("slab", [None, 8, 16])
+@pytest.mark.parametrize("q_len", [1, 191, 193, 400])
+def test_row_blocks_of_192(q_len: int, slab: int | None) -> None:
+    """A height that is no power of two, of lengths it does not divide."""
+    mask = masks.longformer(40, 9) | masks.strided(8, 64, 8)
+    layout = build_layout(mask, q_len, 401, LayoutConfig(192, 128, slab))
+    assert_exact(layout, mask.to_dense(q_len, 401))
+    assert layout.row_blocks == -(-q_len // 192)
+
+
 @pytest.mark.parametrize("slab", [None, 1, 16])
 def test_many_strips(monkeypatch: pytest.MonkeyPatch, slab: int | None) -> None:
     """Building strip by strip gives the same layout as all at once."""
@@ -213,7 +223,19 @@ def test_row_orders_that_are_none(order: object) -> None:
         build_layout(masks.causal(), 8, 8, row_order=order)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("sizes", [{"block_m": 0}, {"block_n": 48}, {"slab": 3}, {"block_m": "64"}, {"block_n": None}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"block_m": 0},
+        {"block_m": 96},
+        {"block_n": 48},
+        {"block_n": 192},
+        {"slab": 3},
+        {"block_m": "64"},
+        {"block_n": None},
+    ],
+    ids=str,
+)
 def test_configs(sizes: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match="is one of"):
         LayoutConfig(**sizes)

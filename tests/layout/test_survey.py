@@ -20,11 +20,11 @@ from tests.strategies import dense_masks, mask_trees, row_orders
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-lengths = st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 129, 200])
+lengths = st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 129, 200, 390])
 geometries = st.lists(
     st.builds(
         LayoutConfig,
-        block_m=st.sampled_from([1, 4, 16, 32, 64, 128]),
+        block_m=st.sampled_from([1, 4, 16, 32, 64, 128, 192]),
         block_n=st.sampled_from([16, 32, 64, 128, 256]),
         slab=st.sampled_from([None, 1, 8, 16]),
     ),
@@ -77,11 +77,13 @@ def test_counts_of_expressions(mask: Mask, q_len: int, wanted: list[LayoutConfig
     assert_counts(survey(mask, q_len, 64, wanted), mask, q_len, 64, wanted)
 
 
-def test_strips_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks are evaluated some row blocks of the tallest geometry at a time."""
+@pytest.mark.parametrize("q_len", [128, 300, 384, 800])
+def test_strips_change_nothing(monkeypatch: pytest.MonkeyPatch, q_len: int) -> None:
+    """Masks are evaluated as many rows at a time as all heights divide: here 128, and 384."""
     mask, wanted = masks.longformer(20, 3), [LayoutConfig(16, 32), LayoutConfig(64, 16, 1), LayoutConfig(128, 64, 8)]
     monkeypatch.setattr("stof.layout.build.STRIP_SCORES", 1)
-    assert_counts(survey(mask, 300, 330, wanted), mask, 300, 330, wanted)
+    for heights in (wanted, [*wanted, LayoutConfig(192, 128), LayoutConfig(192, 128, 16)], [LayoutConfig(192, 128)]):
+        assert_counts(survey(mask, q_len, 830, heights), mask, q_len, 830, heights)
 
 
 def test_many_masks_are_sampled() -> None:

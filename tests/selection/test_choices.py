@@ -90,8 +90,10 @@ def test_a_fixed_layout_is_kept() -> None:
         assert choices
         assert {choice.layout for choice in choices} == {fixed}
         assert {choice.row_order for choice in choices} == {None}
-    wide = Geometry(masks.full(), 512, 512, LayoutConfig(64, 256))
-    assert gpu_choices(call, wide, "block_wise") == []
+    # Triton's tiles are powers of two, and 256 columns are too many.
+    for other in (LayoutConfig(64, 256), LayoutConfig(192, 64), LayoutConfig(192, 128, 1)):
+        for name, q_len in (("block_wise", 512), ("decode", 1)):
+            assert gpu_choices(call_of(q_len=q_len), Geometry(masks.full(), q_len, 512, other), name) == []
 
 
 def side_of(call: CallSpec) -> int:

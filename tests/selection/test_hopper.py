@@ -35,6 +35,11 @@ def _no_failures() -> Iterator[None]:
     failures.clear()
 
 
+# Stages that shared memory holds, by whether heads are wider than 64 and by the rows of a row block.
+STAGES = {(False, 128): 4, (False, 192): 3, (True, 128): 2}
+DILATED = masks.dilated_window(500, dilation=16)
+
+
 def choices_of(mask: Mask | None = None, fixed: LayoutConfig | None = None, **changes: Any) -> list[Choice]:
     call = call_of(**changes)
     orders = ("remainder 16", "patch 16 32 8 8")
@@ -90,26 +95,23 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any])
     assert all((c.estimate_us is None) == (call.q_len <= 16) for c in mine)
 
 
-@pytest.mark.parametrize(("head_dim", "stages"), [(8, 4), (64, 4), (72, 2), (128, 2)])
-def test_choices(head_dim: int, stages: int) -> None:
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
+def test_choices(head_dim: int) -> None:
     choices = choices_of(head_dim=head_dim, q_len=4096, kv_len=4096)
     assert len(set(choices)) == len(choices)
     assert {choice.implementation for choice in choices} == {"hopper"}
-    kinds = {(choice.layout and choice.layout.slab, choice.row_order) for choice in choices}
-    contiguous = {(None, None), (16, None), (8, None)}
-    assert contiguous <= kinds <= contiguous | {(1, "remainder 16")}
-    if head_dim in (64, 128):
-        assert (1, "remainder 16") in kinds
+    kinds: dict[tuple[Any, ...], set[int]] = {}
     for choice in choices:
         assert choice.kernel is not None
         assert choice.layout is not None
-        assert (choice.layout.block_m, choice.layout.block_n) == (128, 128)
-        assert (choice.kernel.num_warps, choice.kernel.num_stages) == (4, stages)
-    for kind in kinds:
-        splits = {
-            c.kernel.split_tiles for c in choices if c.kernel and c.layout and (c.layout.slab, c.row_order) == kind
-        }
-        assert splits == {0, *(keys // 128 for keys in _CHUNK_KEYS if keys < 4096)}
+        assert choice.layout.block_n == 128
+        assert (choice.kernel.num_warps, choice.kernel.num_stages) == (4, STAGES[head_dim > 64, choice.layout.block_m])
+        kind = (choice.layout.block_m, choice.layout.slab, choice.row_order)
+        kinds.setdefault(kind, set()).add(choice.kernel.split_tiles)
+    columns = [(None, None), (16, None), (8, None), *([(1, "remainder 16")] if head_dim in (64, 128) else [])]
+    heights = (128,) if head_dim > 64 else (128, 192)
+    assert set(kinds) == {(block_m, *how) for block_m in heights for how in columns}
+    assert all(splits == {0, *(keys // 128 for keys in _CHUNK_KEYS if keys < 4096)} for splits in kinds.values())
 
 
 def test_heads_side_by_side_share_the_cache() -> None:
@@ -125,15 +127,20 @@ def test_choices_fit_the_gpu_they_are_made_for() -> None:
         for choice in choices_of(head_dim=head_dim):
             assert fits(choice, call, H200_SHARED)
             # Q of three row blocks, and at each stage K and V of a tile.
-            width, stages = (64, 4) if head_dim <= 64 else (128, 2)
-            assert not fits(choice, call, 2 * width * 128 * (3 + 2 * stages))
+            assert choice.layout is not None
+            block_m, wide = choice.layout.block_m, head_dim > 64
+            needed = 2 * (128 if wide else 64) * (3 * block_m + 2 * STAGES[wide, block_m] * 128)
+            assert fits(choice, call, needed + 4096)
+            assert not fits(choice, call, needed)
 
 
 @pytest.mark.parametrize("slab", [None, 8, 16])
-def test_fixed_layouts_it_takes(slab: int | None) -> None:
-    fixed = LayoutConfig(128, 128, slab)
+@pytest.mark.parametrize("block_m", [128, 192])
+def test_fixed_layouts_it_takes(block_m: int, slab: int | None) -> None:
+    fixed = LayoutConfig(block_m, 128, slab)
     choices = choices_of(fixed=fixed, kv_len=4096)
     assert {(choice.layout, choice.row_order) for choice in choices} == {(fixed, None)}
+    assert {choice.kernel.num_stages for choice in choices if choice.kernel} == {STAGES[False, block_m]}
     assert {bool(choice.kernel and choice.kernel.split_tiles) for choice in choices} == {False, True}
 
 
@@ -145,6 +152,10 @@ def test_fixed_layouts_it_takes(slab: int | None) -> None:
         (LayoutConfig(128, 64, 8), {}),
         (LayoutConfig(256, 128), {}),
         (LayoutConfig(128, 128), {"permuted_rows": True}),
+        (LayoutConfig(192, 128, 1), {}),
+        (LayoutConfig(192, 64), {}),
+        (LayoutConfig(192, 128), {"head_dim": 128}),
+        (LayoutConfig(192, 128), {"permuted_rows": True}),
     ],
 )
 def test_fixed_layouts_it_does_not_take(
@@ -160,7 +171,7 @@ def test_fixed_layouts_it_does_not_take(
 @pytest.mark.parametrize("length", [512, 2048])
 @pytest.mark.parametrize(
     "mask",
-    [masks.full(), masks.causal(), masks.longformer(40, 40), masks.dilated_window(500, dilation=16), ~masks.full()],
+    [masks.full(), masks.causal(), masks.longformer(40, 40), DILATED, ~masks.full()],
 )
 def test_layouts_of_choices_can_be_prepared_or_say_why(mask: Mask, length: int) -> None:
     for choice in choices_of(mask, q_len=length, kv_len=length):
@@ -169,9 +180,9 @@ def test_layouts_of_choices_can_be_prepared_or_say_why(mask: Mask, length: int) 
         layout = build_layout(mask, length, length, choice.layout, row_order=order)
         if choice.row_order is None:
             assert make_tile_lists(layout).row_order.numel() == 0
-        elif length == 2048:
+        elif length == 2048 and (choice.layout.block_m == 128 or mask is not DILATED):
             assert make_tile_lists(layout).row_order.shape == (1, length)
-        else:  # 32 rows of each remainder are half a box
+        else:  # 32 rows of each remainder are half a box; with 128, row blocks of 192 see keys of two remainders
             with pytest.raises(UnfitLayoutError, match=r"not evenly spaced|rows are not in an order"):
                 make_tile_lists(layout)
 
@@ -230,14 +241,14 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> OnCpu:
     return OnCpu(monkeypatch)
 
 
-UNEVEN = masks.dilated_window(500, dilation=16) | masks.global_tokens(3)
+UNEVEN = DILATED | masks.global_tokens(3)
 
 
 @pytest.mark.parametrize("implementation", [None, "hopper"])
 def test_an_unfit_choice_is_left_out_for_its_plan_without_a_warning(on_cpu: OnCpu, implementation: str | None) -> None:
     """Warnings are errors here."""
     on_cpu.prefer("remainder 16")
-    plan, other = on_cpu.plan(UNEVEN, 2048), on_cpu.plan(masks.dilated_window(500, dilation=16), 2048)
+    plan, other = on_cpu.plan(UNEVEN, 2048), on_cpu.plan(DILATED, 2048)
     assert plan.row_orders == other.row_orders == ("remainder 16",)
     call = spec(plan)
     first = plan.choice(call, implementation)
@@ -314,7 +325,7 @@ def test_a_failing_kernel_is_left_out_for_all_plans(on_cpu: OnCpu, monkeypatch: 
 def test_heads_too_narrow_for_a_choice_say_nothing_of_others(on_cpu: OnCpu) -> None:
     """Evenly spaced rows must fill what TMA copies; a plan serves calls of every head_dim."""
     on_cpu.prefer("remainder 16")
-    plan = on_cpu.plan(masks.dilated_window(500, dilation=16), 2048)
+    plan = on_cpu.plan(DILATED, 2048)
     on_cpu.run(plan, "hopper", head_dim=80)
     assert plan.choice(spec(plan, 80), "hopper").row_order is None
     assert plan.choice(spec(plan, 64), "hopper").row_order == "remainder 16"

@@ -72,7 +72,8 @@ def test_what_is_picked_makes_sense() -> None:
     def picked(mask: Any, call: CallSpec = long) -> Choice:
         return choose(call, GPU, Geometry(mask, call.q_len, call.kv_len, row_orders=mask.row_orders))
 
-    assert picked(masks.full()).implementation == "block_wise"
+    assert picked(masks.full()).implementation in ("hopper", "block_wise")
+    assert picked(masks.full(), replace(long, compute_capability=(8, 0))).implementation == "block_wise"
     dilated = picked(masks.dilated_window(2047, dilation=16))
     assert dilated.row_order == "remainder 16" or dilated.implementation == "row_wise"
     few = picked(masks.longformer(16, 1) & masks.longformer(2, 0))
@@ -126,11 +127,31 @@ def test_refusals(changes: dict[str, Any], names: set[str], reason: str) -> None
 
 
 @pytest.mark.usefixtures("_a_gpu")
-def test_tiles_that_are_too_wide() -> None:
+@pytest.mark.parametrize(
+    ("fixed", "serves"),
+    [
+        (LayoutConfig(64, 256), {"row_wise"}),
+        (LayoutConfig(192, 128), {"hopper", "row_wise"}),
+        (LayoutConfig(192, 128, 16), {"hopper", "row_wise"}),
+        (LayoutConfig(192, 128, 1), {"row_wise"}),
+        (LayoutConfig(192, 64), {"row_wise"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("q_len", [4, 512])
+def test_tiles_it_does_not_take(fixed: LayoutConfig, serves: set[str], q_len: int) -> None:
     """A plan made for other devices: the kernels that cannot read its tiles say so."""
-    weighed = candidates(call_of(), GPU, Geometry(masks.causal(), 512, 512, LayoutConfig(64, 256)))
-    assert any("tiles it does not take" in str(c) for c in weighed if c.name == "block_wise")
-    assert not weighed[0].refusals
+    call, geometry = call_of(q_len=q_len), Geometry(masks.causal(), q_len, 512, fixed)
+    weighed = candidates(call, GPU, geometry)
+    assert {c.name for c in weighed if "tiles it does not take" in str(c)} == (
+        {"block_wise", "hopper"} - serves | ({"decode"} if q_len == 4 else set())
+    )
+    assert {c.name for c in weighed if c.choice and c.choice.layout and not c.refusals} == serves
+    assert choose(call, GPU, geometry).implementation in serves
+    older = choose(replace(call, compute_capability=(8, 0)), GPU, geometry)
+    assert (older.implementation, older.layout) == ("row_wise", fixed)
+    with pytest.raises(UnsupportedError, match="tiles it does not take"):
+        choose(call, GPU, geometry, "block_wise")
 
 
 @pytest.mark.usefixtures("_a_gpu")

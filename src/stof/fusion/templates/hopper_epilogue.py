@@ -23,6 +23,16 @@ def shared_layout(dtype, width):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 @no_type_check
+def stage_before(stage, STAGES: gl.constexpr):
+    """The stage of the step before.
+
+    Not carried through the loop: Triton 3.6 and 3.7 then take the one before the loop, in every turn.
+    """
+    return (stage + (STAGES - 1)) % STAGES
+
+
+@gluon.jit
+@no_type_check
 def halves(acc):
     """Left and right half of a tile's columns. Both lie in the same threads, so nothing moves."""
     ROWS: gl.constexpr = acc.shape[0]

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from stof.fusion.templates.device import take_turn, tile_place
-from stof.fusion.templates.hopper_epilogue import fetch_residual, shared_layout, write_tile
+from stof.fusion.templates.hopper_epilogue import fetch_residual, shared_layout, stage_before, write_tile
 
 
 @gluon.jit
@@ -101,7 +101,6 @@ def _consumer(
             # All of the products hide it.
             fetch_residual(residual_desc, staged, residual_full.index(NUMBER), m * ROWS, n * WIDTH)
         stage, phase = first_step(number, k_tiles, STAGES)
-        before = stage
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
         # Until the other consumer has seen all its stages filled. Earlier, a stage could be two fills behind the one
         # waited for, which a barrier's single phase bit does not tell from none behind.
@@ -114,15 +113,14 @@ def _consumer(
             acc = warpgroup_mma(a_smem.index(stage), b, acc, use_acc=k > 0, is_async=True)
             # The step before is done: its stage may be filled again.
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
-            before = stage
+            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=k > 0)
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase = phase ^ 1
         mbarrier.arrive(turn.index(1 - NUMBER), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(before), count=1)
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         write_tile(
             acc, staged, c_desc, residual_desc, residual_full.index(NUMBER), bias_ptr, row_scale_ptr, m * ROWS, n, rows,
             columns, number // 2, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from stof.fusion.templates.device import take_turn, tile_place
-from stof.fusion.templates.hopper_epilogue import fetch_residual, shared_layout, write_tile
+from stof.fusion.templates.hopper_epilogue import fetch_residual, shared_layout, stage_before, write_tile
 
 
 @gluon.jit
@@ -133,8 +133,6 @@ def _consumer(
         if HAS_RESIDUAL:
             # All of the products hide it.
             fetch_residual(residual_desc, staged, residual_full.index(NUMBER), row, n * WIDTH)
-        a_before = a_stage
-        b_before = b_stage
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
         for k in range(k_tiles):
             mbarrier.wait(b_full.index(b_stage), b_phase)
@@ -145,10 +143,8 @@ def _consumer(
             acc = warpgroup_mma(a_smem.index(FIRST + a_stage), b, acc, use_acc=k > 0, is_async=True)
             # The step before is done: its stages may be filled again.
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(a_empty.index(FIRST + a_before), count=1, pred=k > 0)
-            mbarrier.arrive(b_empty.index(b_before), count=1, pred=k > 0)
-            a_before = a_stage
-            b_before = b_stage
+            mbarrier.arrive(a_empty.index(FIRST + stage_before(a_stage, A_STAGES)), count=1, pred=k > 0)
+            mbarrier.arrive(b_empty.index(stage_before(b_stage, B_STAGES)), count=1, pred=k > 0)
             a_stage += 1
             if a_stage == A_STAGES:
                 a_stage = 0
@@ -158,8 +154,8 @@ def _consumer(
                 b_stage = 0
                 b_phase = b_phase ^ 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(a_empty.index(FIRST + a_before), count=1)
-        mbarrier.arrive(b_empty.index(b_before), count=1)
+        mbarrier.arrive(a_empty.index(FIRST + stage_before(a_stage, A_STAGES)), count=1)
+        mbarrier.arrive(b_empty.index(stage_before(b_stage, B_STAGES)), count=1)
         write_tile(
             acc, staged, c_desc, residual_desc, residual_full.index(NUMBER), bias_ptr, row_scale_ptr, row, n, rows,
             columns, number, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
