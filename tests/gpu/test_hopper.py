@@ -263,8 +263,8 @@ def test_random_masks_and_shapes(data: st.DataObject) -> None:
     assert_attention(out, lse, q, k, v, keep, **options)
 
 
-# Settings that are compiled in: dtype, head_dim and rows of a row block, heads of a key head, columns of a slab, longest
-# chunk, option.
+# Settings that are compiled in: dtype, head_dim and rows of a row block, heads of a key head, columns of a slab,
+# longest chunk, option.
 FAMILIES = list(
     itertools.product(
         HALVES,

@@ -31,9 +31,12 @@ _FLOAT32_TILES = {
 # (block_n, warps, stages): decoding is bound by memory, so what counts is bytes in flight. The first was the fastest
 # in every decode cell of `stof tune --device` on an H200; the second is for GPUs with less shared memory.
 _DECODE_TILES = ((128, 4, 3), (64, 4, 2))
-# (block_m, block_n, stages) of the Hopper kernel by head_dim class: two warpgroups, or three where registers allow, and
-# what shared memory holds.
-_HOPPER_TILES = {64: ((128, 128, 4), (192, 128, 3)), 128: ((128, 128, 2),)}
+# (block_m, block_n, stages) of the Hopper kernel by head_dim class: two warpgroups, three where registers allow, or one
+# in each of two thread blocks on a multiprocessor, for short row blocks; and what shared memory holds.
+_HOPPER_TILES = {
+    64: ((128, 128, 4), (192, 128, 3), (64, 128, 2), (64, 64, 4)),
+    128: ((128, 128, 2), (64, 64, 2)),
+}
 # Keys of a chunk: short ones fill the machine when there are few sequences, long ones need fewer merges.
 _CHUNK_KEYS = (512, 1024, 2048, 4096)
 # Bytes of K and V that heads side by side may keep in the L2 cache (the H200 has 50 MB).

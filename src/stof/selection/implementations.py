@@ -216,7 +216,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         Implementation(
             name="hopper",
-            summary="Gluon, for Hopper: a warp that copies by TMA, two warpgroups that compute, on persistent blocks",
+            summary="Gluon, for Hopper: a warp that copies by TMA, warpgroups that compute, on persistent blocks",
             capabilities=Capabilities(
                 devices=("cuda",),
                 dtypes=(torch.float16, torch.bfloat16),

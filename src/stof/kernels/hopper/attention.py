@@ -11,7 +11,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.hopper.jobs import RUN, TileLists, job_lists
+from stof.kernels.hopper.jobs import RESIDENT, RUN, TileLists, job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
@@ -89,6 +89,7 @@ def bind_warp_specialized(
     if copy_out:
         out = out.contiguous()
     copied = [not _readable(x) for x in (q, k, v)]
+    copy_any = any(copied)
     q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
     q_window = Window.over(q, _ROWS, width, lists.row_step)
     out_window = Window.over(out, _ROWS, width, lists.row_step)
@@ -102,7 +103,8 @@ def bind_warp_specialized(
     groups = lists.block_m // _ROWS
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     side = min(config.side or batch * heads, batch * heads)
-    on_cpu, starts = job_lists(lists, batch, heads, processors, side)
+    resident = RESIDENT.get(lists.block_m, 1)
+    on_cpu, starts = job_lists(lists, batch, heads, resident * processors, side)
     jobs = on_cpu.to(device)
     modified = softcap > 0 or scale <= 0
     permuted = lists.row_order.numel() > 0
@@ -110,7 +112,7 @@ def bind_warp_specialized(
     residues = (q.stride(2), out.stride(2)) if lists.row_step > 1 else (width, width)
     ready = Launch(
         warp_specialized_kernel,
-        processors,
+        resident * processors,
         (jobs, starts.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
          lists.row_order if permuted else jobs),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
@@ -119,6 +121,7 @@ def bind_warp_specialized(
          modified, softcap > 0, sinks is not None, lists.has_full > 0),
         num_warps=4,
         num_stages=config.num_stages,
+        max_registers=128 if resident > 1 else 0,
         device=device,
     )  # fmt: skip
     lse_shape = (batch, heads, q_len)
@@ -130,7 +133,8 @@ def bind_warp_specialized(
         result = out = empty_output(q, v)
         if copy_out:
             out = torch.empty_like(result, memory_format=torch.contiguous_format)
-        q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
+        if copy_any:
+            q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
             q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             again = bind_warp_specialized(q, k, v, lists, config, scale=scale, softcap=softcap, bias=None, sinks=sinks)

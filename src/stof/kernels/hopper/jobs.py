@@ -17,6 +17,8 @@ from stof.layout.orders import by_remainder
 JOB_FIELDS = 16
 # Columns that one copy brings when they follow each other: half a tile.
 RUN = 64
+# Thread blocks that a multiprocessor holds at once, by rows of a row block.
+RESIDENT = {64: 2, 128: 1, 192: 1}
 # What starting and ending a job costs, in full tiles.
 _JOB_COST = 0.6
 
@@ -75,14 +77,16 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     """Prepare a layout.
 
     Args:
-        layout: row blocks of 128 rows and tiles of 128 columns: contiguous ones, gathered in slabs of 8 or 16, or,
-            where gathered one by one, evenly spaced.
+        layout: row blocks of 64, 128 or 192 rows and tiles of 64 or 128 columns: contiguous ones, gathered in slabs of
+            8 or 16, or, where gathered one by one, evenly spaced.
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
 
     Raises:
-        UnfitLayoutError: columns or rows lie in a way that TMA cannot copy.
+        UnfitLayoutError: other sizes; columns or rows lie in a way that TMA cannot copy.
     """
     config = layout.config
+    if config.block_m not in RESIDENT or config.block_n not in (64, 128):
+        raise UnfitLayoutError(f"tiles of {config.block_m} x {config.block_n} do not fit the Hopper kernel's warpgroups")
     pointers = layout.row_block_ptr.long().cpu()
     partial = layout.partial_count.long().cpu()
     slab, column_step = config.slab or 0, 1

@@ -1,4 +1,4 @@
-"""Masked attention on Hopper, in Gluon: one warp copies by TMA, two or three warpgroups compute.
+"""Masked attention on Hopper, in Gluon: one warp copies by TMA, one to three warpgroups compute.
 
 A thread block stays on its multiprocessor and works through a list of jobs (see `stof.kernels.hopper.jobs`): some tiles
 of one row block, for one batch entry and one head. One warp, the producer, copies Q, K and V to shared memory; each
@@ -64,18 +64,21 @@ def _turn(operation, group):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 @no_type_check
-def _await_turn(GROUP: gl.constexpr):
+def _await_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
     """Wait until the warpgroup before this one has handed its products to the tensor cores.
 
     So one computes exponentials while another multiplies; left alone they fall into step and want one unit at once.
     """
-    gl.inline_asm_elementwise(_turn("sync", GROUP), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    if GROUPS > 1:
+        gl.inline_asm_elementwise(_turn("sync", GROUP), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 @no_type_check
 def _pass_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    gl.inline_asm_elementwise(_turn("arrive", (GROUP + 1) % GROUPS), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    if GROUPS > 1:
+        following: gl.constexpr = (GROUP + 1) % GROUPS
+        gl.inline_asm_elementwise(_turn("arrive", following), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -503,7 +506,7 @@ def _consumer(
             v_phase = (count // STAGES) & 1
             k_stage = count % STAGES
             mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
-            _await_turn(GROUP)
+            _await_turn(GROUP, GROUPS)
             s = warpgroup_mma(q_rows, k_smem.index(k_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
             pv = warpgroup_mma(p16, v_smem.index(v_stage), acc, is_async=True)
@@ -549,7 +552,7 @@ def _consumer(
                 v_phase = (count // STAGES) & 1
                 k_stage = count % STAGES
                 mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
-                _await_turn(GROUP)
+                _await_turn(GROUP, GROUPS)
                 s = warpgroup_mma(
                     q_rows, k_smem.index(k_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
                 )
@@ -682,7 +685,18 @@ def warp_specialized_kernel(
         q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
         q_residue_stride, kv_step,
     )  # fmt: skip
-    if GROUPS == 2:
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
+                             HAS_SINKS, HAS_FULL)),
+                (_producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
+                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    elif GROUPS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
