@@ -1,0 +1,363 @@
+"""The block-wise kernel's work, rebuilt on the device from tensors that change: no host synchronisation, fixed sizes.
+
+A `WorkRoom` owns the lists, whose addresses and sizes never change, so attention and building may both be captured in
+a CUDA graph. `fill_*` write them anew. What does not fit sets a flag and turns the rows concerned to NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stof.errors import ArgumentError
+from stof.kernels.triton.work import ITEM_FIELDS, Work
+from stof.layout import bits
+
+# Set beside the mask's own problems: more tiles than there is room for.
+OVERFLOW = 1 << 16
+# Vertical columns, distances or tiles handled at once, and columns of a dense mask.
+_COPY, _TILES_AT_ONCE, _COLUMNS = 256, 16, 128
+# Distances before 0 that a window may begin at, see `fill.SLASH_BASE`.
+_BASE = 64
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes that never change. Rows and keys of the attention, block sizes, and leading sizes of the mask."""
+
+    q_len: int
+    kv_len: int
+    block_m: int
+    block_n: int
+    mask_batch: int
+    mask_heads: int
+
+    @property
+    def patterns(self) -> int:
+        return self.mask_batch * self.mask_heads
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.q_len // self.block_m)
+
+
+@dataclass(frozen=True, eq=False)
+class WorkRoom:
+    """Lists of fixed size for the work of one problem.
+
+    Attributes:
+        problem: its sizes.
+        work: what the kernel reads; partial and full tiles share one list of columns.
+        tiles: how many tiles there is room for.
+        shared: bitmaps at the front that several row blocks use.
+        flags: int32 `[P]`, bits of what was wrong since they were last cleared.
+        owner: int32 `[tiles, 2]` for dense masks, else empty.
+    """
+
+    problem: Problem
+    work: Work
+    tiles: int
+    shared: int
+    flags: Tensor
+    owner: Tensor
+
+    @staticmethod
+    def make(
+        problem: Problem, device: torch.device, *, tiles: int, shared: int, bitmaps: int, owners: bool = False
+    ) -> WorkRoom:
+        """Lists for so many tiles and bitmaps.
+
+        Raises:
+            ArgumentError: more than 32-bit offsets reach.
+        """
+        block_m, block_n, patterns = problem.block_m, problem.block_n, problem.patterns
+        if max((tiles + 2) * block_n, (shared + bitmaps) * block_m * 4) >= 2**31:
+            raise ArgumentError(
+                f"{tiles} tiles of {block_m}x{block_n} are more than a plan can hold; give a smaller `density`"
+            )
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        columns = zeros(tiles + 2, block_n)
+        items = zeros(patterns, problem.row_blocks, ITEM_FIELDS)
+        items[..., 5] = 1
+        items[..., 0] = -1
+        work = Work(
+            pattern_of=torch.arange(patterns, dtype=torch.int32, device=device).view(
+                problem.mask_batch, problem.mask_heads
+            ),
+            items=items,
+            first_columns=zeros(patterns, problem.row_blocks, block_n),
+            partial_columns=columns,
+            partial_bitmap=zeros(tiles + 2),
+            bitmaps=zeros(shared + bitmaps, block_m, 4),
+            full_columns=columns,
+            row_order=zeros(0),
+            block_m=block_m,
+            block_n=block_n,
+            q_len=problem.q_len,
+            kv_len=problem.kv_len,
+            chunks=0,
+            splits=0,
+            has_partial=1,
+            has_full=1,
+            full_runs=0,
+            may_poison=1,
+        )
+        return WorkRoom(problem, work, tiles, shared, zeros(patterns), zeros(tiles, 2) if owners else zeros(0, 2))
+
+    def bytes(self) -> int:
+        """Memory of all lists."""
+        held = {t.data_ptr(): t for t in (*self.work.flatten()[0], self.flags, self.owner)}
+        return sum(t.numel() * t.element_size() for t in held.values())
+
+
+def _as_rows(indices: Tensor, problem: Problem) -> Tensor:
+    """`[B | 1, H | 1, n]` as int64 `[P, n]`."""
+    shape = (problem.mask_batch, problem.mask_heads, indices.shape[-1])
+    return indices.expand(shape).reshape(problem.patterns, -1).long()
+
+
+def _placed(
+    partial: Tensor, full: Tensor, bad: Tensor, tiles: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where the tiles of each row block go.
+
+    Args:
+        partial, full: int64 `[P, R]`, tiles of each kind, at most.
+        bad: bool `[P]`, patterns that are not computed.
+        tiles: room there is.
+
+    Returns:
+        First partial tile, first full tile, position in the item list (longest first), and whether the row block has no
+        room or belongs to a bad pattern; all `[P, R]`.
+    """
+    needed = torch.where(bad[:, None], 0, partial + full)
+    end = needed.flatten().cumsum(0).view_as(needed)
+    poisoned = bad[:, None] | (end > tiles)
+    begin = torch.where(poisoned, 0, end - needed)
+    order = needed.argsort(dim=1, descending=True, stable=True)
+    steps = torch.arange(needed.shape[1], device=needed.device).expand_as(order)
+    place = torch.empty_like(order).scatter_(1, order, steps)
+    return begin, begin + torch.where(poisoned, 0, partial), place, poisoned
+
+
+def _flag(room: WorkRoom, problems: Tensor, poisoned: Tensor) -> None:
+    """Remember what was wrong."""
+    overflow = (poisoned & (problems == 0)[:, None]).any(1)
+    room.flags.bitwise_or_(problems | torch.where(overflow, OVERFLOW, 0).int())
+
+
+# ---- vertical columns and slash distances
+
+
+def vertical_slash_room(
+    problem: Problem, verticals: int, distances: int, offset: int, density: float | None, device: torch.device
+) -> WorkRoom:
+    """Lists for `verticals` columns and `distances` slash distances; see `vertical_slash_tiles` for `density`."""
+    shared = problem.patterns * _slash_chunks(problem, distances, offset)
+    own = problem.patterns * (
+        sum(4 + -(-min(verticals, end) // problem.block_n) for end in _row_ends(problem, offset))
+        + _slash_chunks(problem, distances, offset)
+    )
+    tiles = vertical_slash_tiles(problem, verticals, distances, offset, density)
+    return WorkRoom.make(problem, device, tiles=tiles, shared=shared, bitmaps=own)
+
+
+def vertical_slash_tiles(problem: Problem, verticals: int, distances: int, offset: int, density: float | None) -> int:
+    """Tiles to have room for: any indices of these sizes, or a share `density` of all scores where that is fewer."""
+    block_m, block_n = problem.block_m, problem.block_n
+    worst = 0
+    for end in _row_ends(problem, offset):
+        slash = min(distances * block_m, end)
+        worst += -(-slash // block_n) + 4 + -(-min(verticals, end) // block_n)
+    if density is not None:
+        dense = problem.row_blocks * (problem.kv_len / block_n)
+        worst = min(worst, int(dense * density) + 4 * problem.row_blocks)
+    return worst * problem.patterns
+
+
+def _row_ends(problem: Problem, offset: int) -> list[int]:
+    """Keys that the last query of each row block may see."""
+    ends = range(problem.block_m + offset, problem.q_len + problem.block_m + offset, problem.block_m)
+    return [min(end, problem.kv_len) for end in ends]
+
+
+def _slash_chunks(problem: Problem, distances: int, offset: int) -> int:
+    """Tiles of slash columns that only some rows see, of one row block, at most."""
+    span = problem.q_len + offset + problem.block_m - 1
+    return -(-min(span, distances * problem.block_m) // problem.block_n)
+
+
+def fill_vertical_slash(room: WorkRoom, vertical: Tensor, slash: Tensor, problems: Tensor, offset: int) -> None:
+    """Write the work of `vertical_slash`.
+
+    Args:
+        room: from `vertical_slash_room`.
+        vertical, slash: int32 or int64 `[B | 1, H | 1, n]`, ascending, -1 in unused places at the end.
+        problems: int32 `[P]`; patterns where it is not 0 give NaN.
+        offset: position of the first query.
+    """
+    from stof.kernels.triton import fill
+
+    problem = room.problem
+    block_m, block_n, device = problem.block_m, problem.block_n, room.flags.device
+    columns, distances = _as_rows(vertical, problem), _as_rows(slash, problem)
+    reach = problem.q_len + offset  # distances are below it
+    columns = torch.where((columns < 0) | (columns >= problem.kv_len), problem.kv_len, columns)
+    # Slash distances as a table of bits that begins at distance -_BASE.
+    size = -(-(reach + _BASE + block_m + 64) // 32) * 32
+    place = torch.where((distances < 0) | (distances >= reach), size, distances + _BASE)
+    member = torch.zeros(problem.patterns, size + 1, dtype=torch.bool, device=device).scatter_(1, place, True)[:, :size]
+    table = bits.pack(member)
+    before = torch.nn.functional.pad(member.cumsum(1, dtype=torch.int32), (1, 0))
+    # The column at distance d from a row block's first row is seen by row r when d + r is a slash distance.
+    first = _BASE - (block_m - 1)
+    span = reach + block_m - 1
+    seen = before[:, first + block_m : first + block_m + span] - before[:, first : first + span]
+    lists, ends = zip(*(_listed(chosen, block_m) for chosen in (seen == block_m, (seen > 0) & (seen < block_m))))
+
+    row = torch.arange(problem.row_blocks, device=device) * block_m
+    q0 = row + offset
+    rows = (problem.q_len - row).clamp(max=block_m)
+    # Distances of the columns that exist, as positions in `seen`.
+    low, high = (q0 - problem.kv_len + block_m).clamp(min=0), q0 + block_m
+    full_low, full_high = (ends[0][:, at] for at in (low, high))
+    some_low, some_high = (ends[1][:, at] for at in (low, high))
+    n_vertical = torch.searchsorted(columns, (q0 + rows - 1).expand(problem.patterns, -1).contiguous(), right=True)
+    n_vertical = torch.minimum(n_vertical, (columns < problem.kv_len).sum(1, keepdim=True))
+
+    whole = (full_high // block_n - _up(full_low, block_n)).clamp(min=0)
+    cut = torch.where(full_low < full_high, _up(full_high, block_n) - full_low // block_n - whole, 0)
+    some = torch.where(some_low < some_high, _up(some_high, block_n) - some_low // block_n, 0)
+    ragged = rows < block_m
+    crossing = torch.where(ragged, some, some.clamp(max=2))
+    own = cut + crossing + _up(n_vertical, block_n)
+    begin, full_begin, place, poisoned = _placed(cut + some + _up(n_vertical, block_n), whole, problems != 0, room.tiles)
+    own_begin = room.shared + own.flatten().cumsum(0).view_as(own) - own
+    table_rows = torch.stack(
+        [place, begin, own_begin, full_begin, full_low, full_high, some_low, some_high, n_vertical, poisoned], -1
+    ).int()
+    _flag(room, problems, poisoned)
+
+    work, chunks = room.work, room.shared // problem.patterns
+    fill.slash_bitmaps[(room.shared,)](
+        table, lists[1], ends[1][:, -1].int().contiguous(), work.bitmaps, table.shape[1], lists[1].shape[1], chunks,
+        block_m, block_n,
+    )  # fmt: skip
+    fill.vertical_slash_fill[(problem.patterns * problem.row_blocks,)](
+        table_rows, columns.int(), table, before, lists[0], lists[1], work.items, work.first_columns,
+        work.partial_columns, work.partial_bitmap, work.bitmaps, problem.row_blocks, columns.shape[1], table.shape[1],
+        before.shape[1], lists[0].shape[1], chunks, problem.q_len, offset, block_m, block_n, _COPY,
+    )  # fmt: skip
+
+
+def _up(count: Tensor, step: int) -> Tensor:
+    return torch.div(count + step - 1, step, rounding_mode="floor")
+
+
+def _listed(chosen: Tensor, block_m: int) -> tuple[Tensor, Tensor]:
+    """Distances chosen of `-(block_m - 1), ...`, ascending, int32 `[P, n]`; and how many stand before each, `[P, n + 1]`."""
+    patterns, span = chosen.shape
+    before = torch.nn.functional.pad(chosen.cumsum(1), (1, 0))
+    target = torch.where(chosen, before[:, :-1], span)
+    distance = torch.arange(1 - block_m, span + 1 - block_m, dtype=torch.int32, device=chosen.device)
+    out = torch.zeros(patterns, span + 1, dtype=torch.int32, device=chosen.device)
+    return out.scatter_(1, target, distance.expand(patterns, -1)), before
+
+
+# ---- the best key blocks of each query block
+
+
+def block_room(problem: Problem, k: int, block_size: int, device: torch.device) -> WorkRoom:
+    """Lists for `k` key blocks to a query block: they always fit."""
+    count = problem.patterns * problem.row_blocks
+    slots = k * (block_size // problem.block_n) + 2
+    return WorkRoom.make(problem, device, tiles=count * slots, shared=0, bitmaps=2 * count)
+
+
+def fill_blocks(room: WorkRoom, scores: Tensor, k: int, block_size: int, causal: bool, nan_bit: int) -> None:
+    """Write the work of `block_topk`.
+
+    Args:
+        room: from `block_room`.
+        scores: float `[B | 1, H | 1, query blocks, key blocks]`.
+        k, block_size, causal: of the mask.
+        nan_bit: the flag for NaN scores.
+    """
+    import triton
+
+    from stof.kernels.triton import fill_blocks as kernels
+
+    problem, work, device = room.problem, room.work, room.flags.device
+    shape = (problem.mask_batch, problem.mask_heads, *scores.shape[-2:])
+    scores = scores.expand(shape).reshape(problem.patterns, *scores.shape[-2:])
+    query_blocks, key_blocks = scores.shape[1:]
+    chosen = torch.zeros(problem.patterns, query_blocks, k, dtype=torch.int32, device=device)
+    count = torch.zeros(problem.patterns, query_blocks, dtype=torch.int32, device=device)
+    bad = torch.zeros(problem.patterns, dtype=torch.int32, device=device)
+    kernels.select_blocks[(problem.patterns * query_blocks,)](
+        scores, chosen, count, bad, *scores.stride(), query_blocks, key_blocks, k, nan_bit, causal,
+        triton.next_power_of_2(key_blocks),
+    )  # fmt: skip
+    room.flags.bitwise_or_(bad)
+    slots = k * (block_size // problem.block_n) + 2
+    kernels.block_fill[(problem.patterns * problem.row_blocks,)](
+        chosen, count, bad, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.bitmaps,
+        problem.row_blocks, query_blocks, k, slots, problem.q_len, problem.kv_len, block_size, causal,
+        problem.block_m, problem.block_n, _TILES_AT_ONCE,
+    )  # fmt: skip
+
+
+# ---- dense masks
+
+
+def dense_room(problem: Problem, density: float | None, device: torch.device) -> WorkRoom:
+    """Lists for tiles that hold a share `density` of all scores; None for all of them."""
+    per_row = -(-problem.kv_len // problem.block_n)
+    # Columns are gathered: two tiles of a row block, one of each kind, may be less than full.
+    per_row = min(per_row + 1, int(per_row * (1.0 if density is None else density)) + 2)
+    tiles = problem.patterns * problem.row_blocks * per_row
+    return WorkRoom.make(problem, device, tiles=tiles, shared=0, bitmaps=tiles, owners=True)
+
+
+def fill_dense(room: WorkRoom, keep: Tensor) -> None:
+    """Write the work of a dense mask.
+
+    Args:
+        room: from `dense_room`.
+        keep: bool `[B | 1, H | 1, Sq, Skv]`, or bits of it, int32 `[B | 1, H | 1, Sq, ceil(Skv / 32)]`.
+    """
+    from stof.kernels.triton import fill_blocks as kernels
+
+    problem, work, device = room.problem, room.work, room.flags.device
+    packed = keep.dtype == torch.int32
+    keep = keep if packed else keep.view(torch.uint8)
+    strides = [0 if size == 1 else stride for size, stride in zip(keep.shape, keep.stride(), strict=True)]
+    count = problem.patterns * problem.row_blocks
+    column_blocks = -(-problem.kv_len // _COLUMNS)
+    classes = torch.empty(count, problem.kv_len, dtype=torch.int8, device=device)
+    kernels.dense_classes[(count * column_blocks,)](
+        keep, classes, *strides, problem.mask_heads, problem.row_blocks, column_blocks, problem.q_len,
+        problem.kv_len, packed, problem.block_m, _COLUMNS,
+    )  # fmt: skip
+    shape = (problem.patterns, problem.row_blocks)
+    full_columns, any_columns = ((classes >= least).sum(1).view(shape) for least in (2, 1))
+    full = torch.div(full_columns, problem.block_n, rounding_mode="floor")
+    partial = _up(any_columns - full * problem.block_n, problem.block_n)
+    problems = torch.zeros(problem.patterns, dtype=torch.int32, device=device)
+    begin, full_begin, place, poisoned = _placed(partial, full, problems != 0, room.tiles)
+    _flag(room, problems, poisoned)
+    rows = torch.stack([place, begin, partial, full_begin, full, poisoned], -1).int()
+    room.owner.fill_(-1)
+    kernels.dense_fill[(count,)](
+        rows, classes, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, room.owner,
+        problem.row_blocks, problem.kv_len, problem.block_n, 4 * _COPY,
+    )  # fmt: skip
+    kernels.dense_bitmaps[(room.tiles,)](
+        keep, room.owner, work.partial_columns, work.bitmaps, *strides, problem.mask_heads, problem.row_blocks,
+        problem.q_len, packed, problem.block_m, problem.block_n,
+    )  # fmt: skip
