@@ -131,8 +131,7 @@ def block_fill(
     tl.debug_barrier()
     row = q0 + tl.arange(0, BLOCK_M)
     for tile in range(partial_begin, partial_end):
-        begin = tl.load(columns_ptr + tile.to(tl.int64) * BLOCK_N)
-        column = begin + n
+        column = tl.load(columns_ptr + tile * BLOCK_N) + n
         keep = (row < q_len)[:, None] & (column < kv_len)[None, :]
         if CAUSAL:
             keep = keep & (row[:, None] >= column[None, :])

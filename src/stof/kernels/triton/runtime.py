@@ -176,7 +176,7 @@ def vertical_slash_tiles(problem: Problem, verticals: int, distances: int, offse
         worst += -(-slash // block_n) + 4 + -(-min(verticals, end) // block_n)
     if density is not None:
         dense = problem.row_blocks * (problem.kv_len / block_n)
-        worst = min(worst, int(dense * density) + 4 * problem.row_blocks)
+        worst = min(worst, max(1, int(dense * density)))
     return worst * problem.patterns
 
 
@@ -319,8 +319,10 @@ def dense_room(problem: Problem, density: float | None, device: torch.device) ->
     """Lists for tiles that hold a share `density` of all scores; None for all of them."""
     per_row = -(-problem.kv_len // problem.block_n)
     # Columns are gathered: two tiles of a row block, one of each kind, may be less than full.
-    per_row = min(per_row + 1, int(per_row * (1.0 if density is None else density)) + 2)
-    tiles = problem.patterns * problem.row_blocks * per_row
+    tiles = problem.row_blocks * (per_row + 1)
+    if density is not None:
+        tiles = min(tiles, max(1, int(problem.row_blocks * per_row * density)))
+    tiles *= problem.patterns
     return WorkRoom.make(problem, device, tiles=tiles, shared=0, bitmaps=tiles, owners=True)
 
 
