@@ -161,9 +161,7 @@ def test_attention(kind: str) -> None:
 
 def run(room: WorkRoom, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5
-    return block_wise_attention(
-        q, k, v, room.work, BlockWiseConfig(), scale=scale, softcap=0.0, bias=None, sinks=None
-    )
+    return block_wise_attention(q, k, v, room.work, BlockWiseConfig(), scale=scale, softcap=0.0, bias=None, sinks=None)
 
 
 @pytest.mark.parametrize("kind", ["vertical_slash", "dense"])

@@ -256,7 +256,8 @@ def fill_room(room: WorkRoom, mask: Mask) -> None:
     if isinstance(core, VerticalSlash):
         problems = core.problems(problem.q_len + offset, problem.kv_len)
         problems = problems.expand(problem.mask_batch, problem.mask_heads).reshape(-1)
-        fill_vertical_slash(room, *core.tensors(), problems, offset)
+        vertical, slash = core.tensors()
+        fill_vertical_slash(room, vertical, slash, problems, offset)
     elif isinstance(core, BlockTopK):
         fill_blocks(room, core.tensors()[0], core.k, core.block_size, core.causal, NOT_A_NUMBER)
     else:

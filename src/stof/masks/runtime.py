@@ -70,7 +70,9 @@ class RuntimeMask(Mask):
         found = self.problems(q_len, kv_len).cpu()
         if bool(found.any()):
             b, h = found.nonzero()[0].tolist()
-            raise MaskError(f"{self!r} has {described(int(found[b, h]))} (batch entry {b}, head {h}); {self._accepted()}")
+            raise MaskError(
+                f"{self!r} has {described(int(found[b, h]))} (batch entry {b}, head {h}); {self._accepted()}"
+            )
 
     @abstractmethod
     def _accepted(self) -> str:
@@ -156,7 +158,7 @@ def vertical_slash(vertical_idx: Tensor, slash_idx: Tensor) -> Mask:
             raise DtypeError(f"{name} is an int32 or int64 tensor, got {got}")
         if not 1 <= indices.ndim <= 3 or 0 in indices.shape:
             raise MaskError(
-                f"{name} is [n], [H, n] or [B, H, n] with at least one place (-1 for no index), got {list(indices.shape)}"
+                f"{name} is [n], [H, n] or [B, H, n], n at least 1 (-1 for no index), got {list(indices.shape)}"
             )
     mask = VerticalSlash(vertical_idx, slash_idx)
     mask._same_device()

@@ -41,7 +41,8 @@ def select_blocks(
     if CAUSAL:
         ok = ok & (x <= query_block)
     ok = ok & (score > float("-inf"))
-    # As unsigned integers, floats order like their values once the negative ones are turned over; + 0.0 makes zeros one.
+    # As unsigned integers, floats order like their values once the negative ones are turned over. Adding 0.0 makes
+    # the two zeros equal.
     pattern_bits = (score + 0.0).to(tl.int32, bitcast=True)
     turned = tl.where(pattern_bits < 0, ~pattern_bits, pattern_bits ^ -2147483648)
     key = tl.where(ok, turned.to(tl.uint32, bitcast=True), 0)

@@ -121,9 +121,7 @@ def _as_rows(indices: Tensor, problem: Problem) -> Tensor:
     return indices.expand(shape).reshape(problem.patterns, -1).long()
 
 
-def _placed(
-    partial: Tensor, full: Tensor, bad: Tensor, tiles: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _placed(partial: Tensor, full: Tensor, bad: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Where the tiles of each row block go.
 
     Args:
@@ -218,15 +216,16 @@ def fill_vertical_slash(room: WorkRoom, vertical: Tensor, slash: Tensor, problem
     first = _BASE - (block_m - 1)
     span = reach + block_m - 1
     seen = before[:, first + block_m : first + block_m + span] - before[:, first : first + span]
-    lists, ends = zip(*(_listed(chosen, block_m) for chosen in (seen == block_m, (seen > 0) & (seen < block_m))))
+    full_list, full_before = _listed(seen == block_m, block_m)
+    some_list, some_before = _listed((seen > 0) & (seen < block_m), block_m)
 
     row = torch.arange(problem.row_blocks, device=device) * block_m
     q0 = row + offset
     rows = (problem.q_len - row).clamp(max=block_m)
     # Distances of the columns that exist, as positions in `seen`.
     low, high = (q0 - problem.kv_len + block_m).clamp(min=0), q0 + block_m
-    full_low, full_high = (ends[0][:, at] for at in (low, high))
-    some_low, some_high = (ends[1][:, at] for at in (low, high))
+    full_low, full_high = (full_before[:, at] for at in (low, high))
+    some_low, some_high = (some_before[:, at] for at in (low, high))
     n_vertical = torch.searchsorted(columns, (q0 + rows - 1).expand(problem.patterns, -1).contiguous(), right=True)
     n_vertical = torch.minimum(n_vertical, (columns < problem.kv_len).sum(1, keepdim=True))
 
@@ -236,7 +235,8 @@ def fill_vertical_slash(room: WorkRoom, vertical: Tensor, slash: Tensor, problem
     ragged = rows < block_m
     crossing = torch.where(ragged, some, some.clamp(max=2))
     own = cut + crossing + _up(n_vertical, block_n)
-    begin, full_begin, place, poisoned = _placed(cut + some + _up(n_vertical, block_n), whole, problems != 0, room.tiles)
+    partial = cut + some + _up(n_vertical, block_n)
+    begin, full_begin, place, poisoned = _placed(partial, whole, problems != 0, room.tiles)
     own_begin = room.shared + own.flatten().cumsum(0).view_as(own) - own
     table_rows = torch.stack(
         [place, begin, own_begin, full_begin, full_low, full_high, some_low, some_high, n_vertical, poisoned], -1
@@ -245,13 +245,13 @@ def fill_vertical_slash(room: WorkRoom, vertical: Tensor, slash: Tensor, problem
 
     work, chunks = room.work, room.shared // problem.patterns
     fill.slash_bitmaps[(room.shared,)](
-        table, lists[1], ends[1][:, -1].int().contiguous(), work.bitmaps, table.shape[1], lists[1].shape[1], chunks,
+        table, some_list, some_before[:, -1].int(), work.bitmaps, table.shape[1], some_list.shape[1], chunks,
         block_m, block_n,
     )  # fmt: skip
     fill.vertical_slash_fill[(problem.patterns * problem.row_blocks,)](
-        table_rows, columns.int(), table, before, lists[0], lists[1], work.items, work.first_columns,
+        table_rows, columns.int(), table, before, full_list, some_list, work.items, work.first_columns,
         work.partial_columns, work.partial_bitmap, work.bitmaps, problem.row_blocks, columns.shape[1], table.shape[1],
-        before.shape[1], lists[0].shape[1], chunks, problem.q_len, offset, block_m, block_n, _COPY,
+        before.shape[1], full_list.shape[1], chunks, problem.q_len, offset, block_m, block_n, _COPY,
     )  # fmt: skip
 
 
@@ -260,7 +260,7 @@ def _up(count: Tensor, step: int) -> Tensor:
 
 
 def _listed(chosen: Tensor, block_m: int) -> tuple[Tensor, Tensor]:
-    """Distances chosen of `-(block_m - 1), ...`, ascending, int32 `[P, n]`; and how many stand before each, `[P, n + 1]`."""
+    """Distances chosen of `-(block_m - 1), ...`, ascending, int32 `[P, n + 1]`; how many stand before each, int64."""
     patterns, span = chosen.shape
     before = torch.nn.functional.pad(chosen.cumsum(1), (1, 0))
     target = torch.where(chosen, before[:, :-1], span)
