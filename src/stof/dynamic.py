@@ -72,7 +72,8 @@ class DynamicPlan(Plan):
             self._prepared.clear()
             self._bound.clear()
         else:
-            fill_room(self._room, mask)
+            with torch.cuda.device(self.device):
+                fill_room(self._room, mask)
 
     def check(self) -> None:
         """Raise if anything could not be computed since the last check; waits for the device.

@@ -65,8 +65,12 @@ def build_layout(
     pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
     for b in range(mask_batch):
         for h in range(mask_heads):
-            pieces = strips(mask, q_len, kv_len, config, b, h, order, device)
-            built = _Pattern.join([_compile_strip(strip, config) for strip in pieces])
+            built = None
+            if order is None and config.slab is None:
+                built = _by_tiles(mask, q_len, kv_len, config, b, h, device)
+            if built is None:
+                pieces = strips(mask, q_len, kv_len, config, b, h, order, device)
+                built = _Pattern.join([_compile_strip(strip, config) for strip in pieces])
             same = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
             if same == len(distinct):
                 distinct.append(built)
@@ -191,6 +195,16 @@ class _Pattern:
     def equals(self, other: _Pattern) -> bool:
         pairs = ((getattr(self, n), getattr(other, n)) for n in ("tile_count", "partial", "columns", "bitmaps"))
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+def _by_tiles(
+    mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, b: int, h: int, device: torch.device | str
+) -> _Pattern | None:
+    """Tiles of a mask that says what whole rectangles keep; None where it does not."""
+    from stof.layout.tiles import tiles_of
+
+    found = tiles_of(mask, q_len, kv_len, config, b, h, torch.device(device))
+    return None if found is None else _Pattern(*found)
 
 
 def _compile_strip(strip: Strip, config: LayoutConfig) -> _Pattern:
