@@ -22,7 +22,7 @@ configs = st.builds(LayoutConfig, st.sampled_from([16, 32, 64]), st.sampled_from
 
 def slow(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> Layout:
     """Every score evaluated."""
-    with mock.patch("stof.layout.tiles.tiles_of", return_value=None):
+    with mock.patch("stof.layout.build.tiles_of", return_value=None):
         return build_layout(mask, q_len, kv_len, config, **sizes)
 
 

@@ -15,6 +15,7 @@ from stof.errors import ArgumentError, ShapeError
 from stof.layout import bits
 from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
+from stof.layout.tiles import tiles_of
 from stof.masks.base import Mask, check_lengths, check_sizes
 from stof.masks.index import Index
 
@@ -61,21 +62,16 @@ def build_layout(
     mask.check(q_len, kv_len)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
     order = checked_order(row_order, q_len, device)
-    distinct: list[_Pattern] = []
+    distinct: list[Pattern] = []
     pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
     for b in range(mask_batch):
         for h in range(mask_heads):
-            built = None
-            if order is None and config.slab is None:
-                built = _by_tiles(mask, q_len, kv_len, config, b, h, device)
-            if built is None:
-                pieces = strips(mask, q_len, kv_len, config, b, h, order, device)
-                built = _Pattern.join([_compile_strip(strip, config) for strip in pieces])
+            built = compiled(mask, q_len, kv_len, config, b, h, order, device)
             same = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
             if same == len(distinct):
                 distinct.append(built)
             pattern_of[b, h] = same
-    return _assemble(distinct, pattern_of.to(device), q_len, kv_len, config, order)
+    return assemble(distinct, pattern_of.to(device), q_len, kv_len, config, order)
 
 
 def checked_order(row_order: Tensor | None, q_len: int, device: torch.device | str) -> Tensor | None:
@@ -176,7 +172,7 @@ def _stretches(mask: Mask, start: int, stop: int, kv_len: int) -> list[int] | No
 
 
 @dataclass(frozen=True)
-class _Pattern:
+class Pattern:
     """Tiles of consecutive row blocks; bitmaps not yet shared, tile order already final."""
 
     tile_count: Tensor  # [n] tiles of each row block
@@ -186,28 +182,37 @@ class _Pattern:
     bitmaps: Tensor  # [partial tiles, block_m, words]
 
     @staticmethod
-    def join(parts: list[_Pattern]) -> _Pattern:
+    def join(parts: list[Pattern]) -> Pattern:
         if len(parts) == 1:
             return parts[0]
         names = ("tile_count", "partial_count", "columns", "partial", "bitmaps")
-        return _Pattern(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        return Pattern(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
-    def equals(self, other: _Pattern) -> bool:
+    def equals(self, other: Pattern) -> bool:
         pairs = ((getattr(self, n), getattr(other, n)) for n in ("tile_count", "partial", "columns", "bitmaps"))
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
-def _by_tiles(
-    mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, b: int, h: int, device: torch.device | str
-) -> _Pattern | None:
-    """Tiles of a mask that says what whole rectangles keep; None where it does not."""
-    from stof.layout.tiles import tiles_of
+def compiled(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    config: LayoutConfig,
+    b: int,
+    h: int,
+    order: Tensor | None,
+    device: torch.device | str,
+) -> Pattern:
+    """One (batch, head) mask: in closed form where it can be asked for whole tiles, else strip by strip."""
+    if order is None and config.slab is None:
+        found = tiles_of(mask, q_len, kv_len, config, b, h, torch.device(device))
+        if found is not None:
+            return Pattern(*found)
+    pieces = strips(mask, q_len, kv_len, config, b, h, order, device)
+    return Pattern.join([_compile_strip(strip, config) for strip in pieces])
 
-    found = tiles_of(mask, q_len, kv_len, config, b, h, torch.device(device))
-    return None if found is None else _Pattern(*found)
 
-
-def _compile_strip(strip: Strip, config: LayoutConfig) -> _Pattern:
+def _compile_strip(strip: Strip, config: LayoutConfig) -> Pattern:
     """Choose and pack the tiles of some row blocks (contiguous tiles are slabs as wide as the tile)."""
     keep = strip.keep
     count, _block_m, kv_len = keep.shape
@@ -245,7 +250,7 @@ def _compile_strip(strip: Strip, config: LayoutConfig) -> _Pattern:
     if strip.spans is not None:
         stretch = strip.spans[torch.div(columns.clamp(min=0), SPAN, rounding_mode="floor")]
         columns = torch.where(columns < 0, columns, stretch * SPAN + torch.remainder(columns, SPAN))
-    return _Pattern(tile_count, partial_tiles, columns, partial, bitmaps)
+    return Pattern(tile_count, partial_tiles, columns, partial, bitmaps)
 
 
 def _bitmaps(keep: Tensor, owner: Tensor, columns: Tensor, config: LayoutConfig) -> Tensor:
@@ -266,19 +271,35 @@ def _bitmaps(keep: Tensor, owner: Tensor, columns: Tensor, config: LayoutConfig)
     return out
 
 
-def _assemble(
-    patterns: list[_Pattern],
+def assemble(
+    patterns: list[Pattern],
     pattern_of: Tensor,
     q_len: int,
     kv_len: int,
     config: LayoutConfig,
     order: Tensor | None,
 ) -> Layout:
-    joined = _Pattern.join(patterns)
+    """A layout of the distinct masks."""
+    joined = Pattern.join(patterns)
+    bitmaps, number = shared(joined.bitmaps)
+    return laid_out(joined, bitmaps, number, pattern_of, q_len, kv_len, config, order)
+
+
+def laid_out(
+    joined: Pattern,
+    bitmaps: Tensor,
+    number: Tensor,
+    pattern_of: Tensor,
+    q_len: int,
+    kv_len: int,
+    config: LayoutConfig,
+    order: Tensor | None,
+) -> Layout:
+    """The same from the tiles of all masks, one after the other, and the number of each partial tile's bitmap."""
     partial_count = joined.partial_count
     pointers = torch.nn.functional.pad(joined.tile_count.cumsum(0), (1, 0))
-    base, gathered = _bases(joined.columns, kv_len, config)
-    bitmaps, number = _shared(joined.bitmaps)
+    base, gathered = bases(joined.columns, kv_len, config)
+    row_blocks = -(-q_len // config.block_m)
     tile_bitmap = torch.full_like(base, -1)
     tile_bitmap[joined.partial] = number
     # Whole hundredths: a float sum would round, and so order row blocks, differently on a GPU.
@@ -297,11 +318,11 @@ def _assemble(
         bitmaps=bitmaps,
         cost=cost,
         order=torch.argsort(hundredths, descending=True, stable=True).int(),
-        row_order=None if order is None else order.int().expand(len(patterns), -1).contiguous(),
+        row_order=None if order is None else order.int().expand(len(pointers) // row_blocks, -1).contiguous(),
     )
 
 
-def _bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, Tensor]:
+def bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, Tensor]:
     """`tile_base` and `gathered`: tiles whose slabs follow each other, to the last key at most, are contiguous."""
     steps = torch.arange(config.slabs_per_tile, device=columns.device) * config.slab_columns
     expected = columns[:, :1] + steps
@@ -311,7 +332,7 @@ def _bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, 
     return torch.where(contiguous, columns[:, 0], ~slot), columns[~contiguous]
 
 
-def _shared(bitmaps: Tensor) -> tuple[Tensor, Tensor]:
+def shared(bitmaps: Tensor) -> tuple[Tensor, Tensor]:
     """Distinct bitmaps and, for each given one, its row among them."""
     if len(bitmaps) < 2:
         return bitmaps, torch.arange(len(bitmaps), device=bitmaps.device)

@@ -30,7 +30,7 @@ Tiles = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def tiles_of(
     mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, b: int, h: int, device: torch.device
 ) -> Tiles | None:
-    """Tiles of one (batch, head) mask: the fields of `build._Pattern`; None when the mask cannot say.
+    """Tiles of one (batch, head) mask: the fields of `build.Pattern`; None when the mask cannot say.
 
     Args:
         mask, q_len, kv_len: as for `build_layout`.

@@ -124,6 +124,11 @@ class Mask(ABC):
         return False
 
     @property
+    def grows(self) -> bool:
+        """Whether a score is kept or not regardless of how long the sequences are."""
+        return True
+
+    @property
     def row_orders(self) -> tuple[str, ...]:
         """Row permutations worth trying, as `stof.layout.orders.named_order` spells them."""
         return ()
@@ -259,6 +264,10 @@ class Composite(Mask):
         return any(mask.binds_late for mask in self.masks)
 
     @property
+    def grows(self) -> bool:
+        return all(mask.grows for mask in self.masks)
+
+    @property
     def row_orders(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(order for mask in self.masks for order in mask.row_orders))
 
@@ -339,6 +348,10 @@ class Wrapped(Mask):
     @property
     def binds_late(self) -> bool:
         return self.mask.binds_late
+
+    @property
+    def grows(self) -> bool:
+        return self.mask.grows
 
     @property
     def row_orders(self) -> tuple[str, ...]:

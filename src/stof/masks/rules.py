@@ -164,6 +164,10 @@ class RandomBlocks(Rule):
     block_size: int
     seed: int
 
+    @property
+    def grows(self) -> bool:
+        return False  # blocks are drawn from all there are
+
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
         row_blocks = torch.arange(first // self.block_size, last // self.block_size + 1, device="cpu")
         chosen = self.choose(row_blocks, -(-kv_len // self.block_size)).unique().tolist()
