@@ -150,6 +150,11 @@ class DynamicPlan(Plan):
             found = self._prepared[choice] = PreparedLayout("block_wise", tensors, sizes)
         return found
 
+    def extended(self, rows: int, mask: Mask | None = None) -> Plan:
+        """Not for plans of fixed sizes."""
+        del rows, mask
+        raise ArgumentError("a dynamic plan has fixed lengths; make another with stof.dynamic_plan")
+
     def bytes(self) -> int:
         """Memory of the fixed lists."""
         return super().bytes() if self._room is None else self._room.bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import stof
 from stof import LayoutConfig, masks
+from stof.errors import ArgumentError, ShapeError
 from stof.layout import Layout, build_layout, grow
 from stof.masks import Mask
+from stof.testing import assert_attention, make_inputs
 from tests.strategies import configs, mask_trees
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -36,9 +40,9 @@ def test_equals_a_fresh_build(data: st.DataObject, config: LayoutConfig) -> None
     # Masks that count their tokens have them all from the start.
     q_len = data.draw(st.sampled_from([1, 16, 40, 64, 90]))
     layout = build_layout(mask, q_len, length, config, batch=2)
-    for q_len in sorted(data.draw(st.lists(st.integers(q_len, length), min_size=1, max_size=3))):
-        layout = grow.extend_layout(layout, mask, q_len, length, batch=2)
-        assert_equal(layout, build_layout(mask, q_len, length, config, batch=2))
+    for longer in sorted(data.draw(st.lists(st.integers(q_len, length), min_size=1, max_size=3))):
+        layout = grow.extend_layout(layout, mask, longer, length, batch=2)
+        assert_equal(layout, build_layout(mask, longer, length, config, batch=2))
 
 
 GROWING: dict[str, tuple[Mask, bool]] = {
@@ -95,3 +99,33 @@ def test_only_new_rows_are_evaluated() -> None:
     # Two tiles: the diagonal and the window's other edge.
     assert sum(seen) <= 2 * 64 * 64
     assert_equal(grown, build_layout(mask, 8193, 8193, LayoutConfig(64, 64)))
+
+
+def test_plans() -> None:
+    """A cache that grows token by token, then by a chunk."""
+    mask = masks.sliding_window(20) | masks.sink_tokens(2)
+    plan = stof.plan(mask, 60)
+    for rows in (1, 1, 40):
+        plan = plan.extended(rows)
+        q, k, v = make_inputs(q_len=plan.q_len, kv_len=plan.kv_len).qkv
+        out, lse = stof.attention(q, k, v, plan, return_lse=True)
+        assert_attention(out, lse, q, k, v, mask.to_dense(plan.q_len))
+    assert (plan.q_len, plan.kv_len) == (102, 102)
+    # Documents list their tokens: the longer list is another mask.
+    packed = stof.plan(masks.documents([0] * 30 + [1] * 20) & masks.causal(), 50)
+    longer = masks.documents([0] * 30 + [1] * 25) & masks.causal()
+    with pytest.raises(ShapeError, match="documents cover 50 tokens"):
+        packed.extended(5)
+    assert torch.equal(packed.extended(5, longer).to_dense(), longer.to_dense(55))
+
+
+def test_plans_that_cannot_grow(tmp_path: Path) -> None:
+    plan = stof.plan(masks.causal(), 20)
+    for rows in (-1, 1.0, True):
+        with pytest.raises(ArgumentError, match="rows is an int of 0 or more"):
+            plan.extended(rows)  # type: ignore[arg-type]
+    plan.save(tmp_path / "plan.safetensors")
+    loaded = stof.Plan.load(tmp_path / "plan.safetensors")
+    with pytest.raises(ArgumentError, match="give its mask"):
+        loaded.extended(1)
+    assert torch.equal(loaded.extended(1, masks.causal()).to_dense(), masks.causal().to_dense(21))

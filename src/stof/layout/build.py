@@ -318,7 +318,7 @@ def laid_out(
         bitmaps=bitmaps,
         cost=cost,
         order=torch.argsort(hundredths, descending=True, stable=True).int(),
-        row_order=None if order is None else order.int().expand(len(pointers) // row_blocks, -1).contiguous(),
+        row_order=None if order is None else order.int().expand(len(partial_count) // row_blocks, -1).contiguous(),
     )
 
 

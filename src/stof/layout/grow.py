@@ -67,8 +67,8 @@ def _old_see_nothing_new(layout: Layout, mask: Mask, q_len: int, kv_len: int) ->
     old, new = ends(0, layout.q_len - 1), ends(layout.kv_len, kv_len - 1)
     for b in range(layout.mask_batch):
         for h in range(layout.mask_heads):
-            at = (torch.tensor(number, device=layout.device).view(1, 1, 1, 1) for number in (b, h))
-            index = Index(*at, old, new, q_len, kv_len)  # type: ignore[arg-type]
+            at_b, at_h = (torch.tensor(number, device=layout.device).view(1, 1, 1, 1) for number in (b, h))
+            index = Index(at_b, at_h, old, new, q_len, kv_len)  # type: ignore[arg-type]
             if not bool(mask.over(index).nothing.all()):
                 return False
     return True
@@ -95,9 +95,7 @@ def _joined(
         bitmap = layout.tile_bitmap[tiles].long()
         counts = layout.row_block_ptr.diff()[blocks].long()
         parts.append(
-            Pattern(
-                counts, layout.partial_count[blocks].long(), _slots(layout, tiles), bitmap >= 0, layout.bitmaps[:0]
-            )
+            Pattern(counts, layout.partial_count[blocks].long(), _slots(layout, tiles), bitmap >= 0, layout.bitmaps[:0])
         )
         parts.append(new)
         numbers += [bitmap[bitmap >= 0], torch.arange(len(new.bitmaps), device=layout.device) + known]
