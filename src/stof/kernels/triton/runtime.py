@@ -13,12 +13,11 @@ from torch import Tensor
 
 from stof.errors import ArgumentError
 from stof.kernels.triton.work import ITEM_FIELDS, Work
-from stof.layout import bits
 
 # Set beside the mask's own problems: more tiles than there is room for.
 OVERFLOW = 1 << 16
 # Vertical columns, distances or tiles handled at once, and columns of a dense mask.
-_COPY, _TILES_AT_ONCE, _COLUMNS = 256, 16, 128
+_COPY, _TILES_AT_ONCE, _COLUMNS = 1024, 16, 128
 # Distances before 0 that a window may begin at, see `fill.SLASH_BASE`.
 _BASE = 64
 
@@ -201,72 +200,55 @@ def fill_vertical_slash(room: WorkRoom, vertical: Tensor, slash: Tensor, problem
     """
     from stof.kernels.triton import fill
 
-    problem = room.problem
+    problem, work = room.problem, room.work
     block_m, block_n, device = problem.block_m, problem.block_n, room.flags.device
+    patterns, row_blocks = problem.patterns, problem.row_blocks
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
     columns, distances = _as_rows(vertical, problem), _as_rows(slash, problem)
     reach = problem.q_len + offset  # distances are below it
-    columns = torch.where((columns < 0) | (columns >= problem.kv_len), problem.kv_len, columns)
-    # Slash distances as a table of bits that begins at distance -_BASE.
+    # Slash distances as places in a table that begins at distance -_BASE; windows reach past its last distance.
     size = -(-(reach + _BASE + block_m + 64) // 32) * 32
-    place = torch.where((distances < 0) | (distances >= reach), size, distances + _BASE)
-    member = torch.zeros(problem.patterns, size + 1, dtype=torch.bool, device=device).scatter_(1, place, True)[:, :size]
-    table = bits.pack(member)
-    before = torch.nn.functional.pad(member.cumsum(1, dtype=torch.int32), (1, 0))
-    # The column at distance d from a row block's first row is seen by row r when d + r is a slash distance.
-    first = _BASE - (block_m - 1)
+    member = torch.zeros(patterns, size, dtype=torch.int8, device=device)
+    # What is no distance marks place 0, which is below every window's first.
+    member.scatter_(1, torch.where((distances < 0) | (distances >= reach), 0, distances + _BASE), 1)
+    member[:, 0] = 0
+    # Columns at these distances from the first row of a row block may be seen by one of its rows.
     span = reach + block_m - 1
-    seen = before[:, first + block_m : first + block_m + span] - before[:, first : first + span]
-    full_list, full_before = _listed(seen == block_m, block_m)
-    some_list, some_before = _listed((seen > 0) & (seen < block_m), block_m)
-
-    row = torch.arange(problem.row_blocks, device=device) * block_m
-    q0 = row + offset
-    rows = (problem.q_len - row).clamp(max=block_m)
-    # Distances of the columns that exist, as positions in `seen`.
-    low, high = (q0 - problem.kv_len + block_m).clamp(min=0), q0 + block_m
-    full_low, full_high = (full_before[:, at] for at in (low, high))
-    some_low, some_high = (some_before[:, at] for at in (low, high))
-    n_vertical = torch.searchsorted(columns, (q0 + rows - 1).expand(problem.patterns, -1).contiguous(), right=True)
-    n_vertical = torch.minimum(n_vertical, (columns < problem.kv_len).sum(1, keepdim=True))
-
-    whole = (full_high // block_n - _up(full_low, block_n)).clamp(min=0)
-    cut = torch.where(full_low < full_high, _up(full_high, block_n) - full_low // block_n - whole, 0)
-    some = torch.where(some_low < some_high, _up(some_high, block_n) - some_low // block_n, 0)
-    ragged = rows < block_m
-    crossing = torch.where(ragged, some, some.clamp(max=2))
-    own = cut + crossing + _up(n_vertical, block_n)
-    partial = cut + some + _up(n_vertical, block_n)
-    begin, full_begin, place, poisoned = _placed(partial, whole, problems != 0, room.tiles)
-    own_begin = room.shared + own.flatten().cumsum(0).view_as(own) - own
-    table_rows = torch.stack(
-        [place, begin, own_begin, full_begin, full_low, full_high, some_low, some_high, n_vertical, poisoned], -1
-    ).int()
-    _flag(room, problems, poisoned)
-
-    work, chunks = room.work, room.shared // problem.patterns
+    table, before = empty(patterns, size // 32), empty(patterns, size + 1)
+    full_list, some_list = empty(patterns, span), empty(patterns, span)
+    full_before, some_before = empty(patterns, span + 1), empty(patterns, span + 1)
+    fill.slash_lists[(patterns,)](
+        member, table, before, full_list, some_list, full_before, some_before, size, span, block_m, _COPY
+    )
+    chunks = room.shared // patterns
     fill.slash_bitmaps[(room.shared,)](
-        table, some_list, some_before[:, -1].int(), work.bitmaps, table.shape[1], some_list.shape[1], chunks,
-        block_m, block_n,
+        table, some_list, some_before, work.bitmaps, size // 32, span, chunks, block_m, block_n
+    )
+    # Columns up to a row block's last row; those that are no column are sorted behind all others.
+    columns = torch.where((columns < 0) | (columns >= problem.kv_len), 2**31 - 1, columns).int()
+    last = (torch.arange(1, row_blocks + 1, dtype=torch.int32, device=device) * block_m).clamp(max=problem.q_len)
+    ends = (last + (offset - 1)).clamp(max=problem.kv_len - 1)
+    n_vertical = torch.searchsorted(columns, ends.expand(patterns, -1).contiguous(), right=True, out_int32=True)
+    tiles, own = empty(patterns, row_blocks), empty(patterns, row_blocks)
+    fill.vertical_slash_count[(patterns * -(-row_blocks // _COPY),)](
+        full_before, some_before, n_vertical, problems, tiles, own, row_blocks, span, problem.q_len, problem.kv_len,
+        offset, block_m, block_n, _COPY,
     )  # fmt: skip
-    fill.vertical_slash_fill[(problem.patterns * problem.row_blocks,)](
-        table_rows, columns.int(), table, before, full_list, some_list, work.items, work.first_columns,
-        work.partial_columns, work.partial_bitmap, work.bitmaps, problem.row_blocks, columns.shape[1], table.shape[1],
-        before.shape[1], full_list.shape[1], chunks, problem.q_len, offset, block_m, block_n, _COPY,
+    room.flags.bitwise_or_(problems)
+    tiles_end, own_end = (x.flatten().cumsum(0, dtype=torch.int32) for x in (tiles, own))
+    fill.vertical_slash_fill[(patterns * row_blocks,)](
+        tiles_end, own_end, n_vertical, problems, room.flags, columns, table, before, full_list, some_list, full_before,
+        some_before, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.bitmaps,
+        row_blocks, columns.shape[1], size // 32, span, chunks, room.shared, room.tiles, problem.q_len, problem.kv_len, offset,
+        OVERFLOW, block_m, block_n, _COPY,
     )  # fmt: skip
 
 
 def _up(count: Tensor, step: int) -> Tensor:
     return torch.div(count + step - 1, step, rounding_mode="floor")
-
-
-def _listed(chosen: Tensor, block_m: int) -> tuple[Tensor, Tensor]:
-    """Distances chosen of `-(block_m - 1), ...`, ascending, int32 `[P, n + 1]`; how many stand before each, int64."""
-    patterns, span = chosen.shape
-    before = torch.nn.functional.pad(chosen.cumsum(1), (1, 0))
-    target = torch.where(chosen, before[:, :-1], span)
-    distance = torch.arange(1 - block_m, span + 1 - block_m, dtype=torch.int32, device=chosen.device)
-    out = torch.zeros(patterns, span + 1, dtype=torch.int32, device=chosen.device)
-    return out.scatter_(1, target, distance.expand(patterns, -1)), before
 
 
 # ---- the best key blocks of each query block
@@ -357,7 +339,7 @@ def fill_dense(room: WorkRoom, keep: Tensor) -> None:
     room.owner.fill_(-1)
     kernels.dense_fill[(count,)](
         rows, classes, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, room.owner,
-        problem.row_blocks, problem.kv_len, problem.block_n, 4 * _COPY,
+        problem.row_blocks, problem.kv_len, problem.block_n, _COPY,
     )  # fmt: skip
     kernels.dense_bitmaps[(room.tiles,)](
         keep, room.owner, work.partial_columns, work.bitmaps, *strides, problem.mask_heads, problem.row_blocks,
