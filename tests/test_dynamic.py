@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,14 +14,24 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.dynamic import _core, fill_room
-from stof.errors import ArgumentError, MaskError, PlanMismatchError
+from stof.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    MaskError,
+    PlanMismatchError,
+    ShapeError,
+    UnsupportedError,
+)
+from stof.kernels.reference import reference_attention
 from stof.kernels.triton import runtime
 from stof.kernels.triton.block_wise import block_wise_attention
 from stof.kernels.triton.runtime import OVERFLOW, Problem, WorkRoom
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import bits
 from stof.masks import Mask
-from stof.masks.runtime import BlockTopK, VerticalSlash
+from stof.masks.runtime import OUT_OF_RANGE, BlockTopK, VerticalSlash
+from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
 from tests.kernels.test_work import DEVICE, counted
 from tests.strategies import dense_masks
@@ -69,7 +82,7 @@ def assert_exact(mask: Mask, q_len: int, kv_len: int, room: WorkRoom) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_vertical_slash(data: st.DataObject) -> None:
     q_len = data.draw(st.sampled_from([1, 15, 16, 40, 64, 90]))
     offset = data.draw(st.sampled_from([0, 0, 5, 32]))
@@ -84,7 +97,7 @@ def test_vertical_slash(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_block_topk(data: st.DataObject) -> None:
     block_size = data.draw(st.sampled_from([16, 32]))
     q_len, kv_len = (data.draw(st.sampled_from([1, 16, 33, 64, 90])) for _ in range(2))
@@ -102,7 +115,7 @@ def test_block_topk(data: st.DataObject) -> None:
 
 
 @given(data=st.data(), packed=st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_dense(data: st.DataObject, packed: bool) -> None:
     q_len, kv_len = (data.draw(st.sampled_from([1, 15, 33, 64, 150])) for _ in range(2))
     batch, heads = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 2)]))
@@ -251,3 +264,69 @@ def test_plans_take_one_kind_of_mask() -> None:
         stof.dynamic_plan(masks.causal(), 90)
     with pytest.raises(ArgumentError, match="density"):
         stof.dynamic_plan(example("dense"), 90, heads=2, density=0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixed lists, one kept call, updates in place, and what `check` says; the kernels in Triton's interpreter."""
+    block_wise = IMPLEMENTATIONS["block_wise"]
+    anywhere = replace(block_wise.capabilities, devices=())
+    monkeypatch.setitem(IMPLEMENTATIONS, "block_wise", replace(block_wise, capabilities=anywhere))
+    monkeypatch.setattr("stof.dynamic.shared_memory_limit", lambda device: 2**20)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    plan = stof.dynamic_plan(example(kind), 90, heads=2)
+    plan._room = room_of(example(kind), 90, 90)
+    q, k, v = make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv
+    for seed in range(2):
+        mask = example(kind, seed)
+        plan.update(mask)
+        out = stof.attention(q, k, v, plan)
+        expected, _ = reference_attention(q.double(), k.double(), v.double(), mask.to_dense(90), scale=0.25)
+        assert float((out - expected).abs().max()) < 1e-5
+    assert len(plan._bound) == 1
+    plan.check()
+    assert plan.bytes() == plan._room.bytes()
+    assert [candidate.name for candidate in stof.explain(q, k, v, plan)] == ["block_wise"]
+    with pytest.raises(ArgumentError, match="fixed lengths"):
+        plan.extended(1)
+    with pytest.raises(UnsupportedError, match="dynamic plans run on block_wise"):
+        stof.attention(q, k, v, plan, implementation="reference")
+    with pytest.raises(UnsupportedError, match="float64"):
+        stof.attention(q.double(), k.double(), v.double(), plan)
+    plan._room.flags[1] = OVERFLOW | OUT_OF_RANGE
+    with pytest.raises(MaskError, match=r"larger `density`(.|\n)*head 1: indices out of range and more tiles than"):
+        plan.check()
+    plan.check()
+
+
+def test_messages_of_masks() -> None:
+    """Sizes, dtypes and places that mean nothing are named before anything is built."""
+    some = torch.tensor([0, 1])
+    for make, error, message in (
+        (lambda: masks.vertical_slash(some.float(), some), DtypeError, "vertical_idx is an int32 or int64 tensor"),
+        (lambda: masks.vertical_slash(some, some[:0]), MaskError, "slash_idx is .n., .H, n."),
+        (lambda: masks.vertical_slash(some.expand(2, 2), some.expand(3, 2)), ShapeError, r"number of head.*\[2, 3\]"),
+        (lambda: masks.vertical_slash(some, some.to("meta")), DeviceError, "share one device"),
+        (lambda: masks.block_topk(some, 1), DtypeError, "block_scores is a float16"),
+        (lambda: masks.block_topk(torch.zeros(3), 1), MaskError, "rows, columns"),
+        (lambda: masks.block_topk(torch.zeros(3, 3), 4), MaskError, "at most the number of key blocks, 3; got 4"),
+        (lambda: masks.block_topk(torch.zeros(3, 3), 0), MaskError, "k is between 1"),
+        (lambda: masks.block_topk(torch.zeros(3, 3), 1, block_size=48), MaskError, "block_size is 16, 32, 64 or 128"),
+        (lambda: masks.block_topk(torch.zeros(3, 3), 1).to_dense(64), ShapeError, r"has \[3, 3\] blocks"),
+        (lambda: masks.from_bits(some, 40), DtypeError, "words is an int32 tensor"),
+        (lambda: masks.from_bits(some.int()[None], 40 * 32), MaskError, r"words is \[Sq, 40\]"),
+        (lambda: masks.from_bits(some.int()[None], 40).to_dense(2, 40), ShapeError, "1 queries and 40 keys"),
+    ):
+        with pytest.raises(error, match=message):
+            make()
+
+
+def test_masks_are_known_by_their_tensors() -> None:
+    vertical, slash = torch.tensor([1, 5]), torch.tensor([0, 2])
+    mask = masks.vertical_slash(vertical, slash)
+    assert mask == masks.vertical_slash(vertical, slash)
+    assert mask != masks.vertical_slash(vertical.clone(), slash)
+    plan = stof.plan(mask, 20)
+    assert stof.plan(masks.vertical_slash(vertical, slash), 20) is plan
+    vertical[0] = 2
+    assert stof.plan(mask, 20) is not plan

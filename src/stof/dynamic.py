@@ -83,12 +83,12 @@ class DynamicPlan(Plan):
         """
         if self._room is None:
             return  # `update` has raised already
-        found = self._room.flags.cpu()
-        if not bool(found.any()):
+        found = self._room.flags.tolist()
+        if not any(found):
             return
         self._room.flags.zero_()
         lines = []
-        for number, flags in enumerate(found.tolist()):
+        for number, flags in enumerate(found):
             if flags:
                 reasons = [described(flags)] if described(flags) else []
                 if flags & OVERFLOW:
@@ -96,7 +96,9 @@ class DynamicPlan(Plan):
                 b, h = divmod(number, self.mask_heads)
                 lines.append(f"  - batch entry {b}, head {h}: {' and '.join(reasons)}")
         shown = lines[:8] + [f"  - and {len(lines) - 8} more"] * (len(lines) > 8)
-        advice = "; for more room, make the plan with a larger `density`" if bool((found & OVERFLOW).any()) else ""
+        advice = (
+            "; for more room, make the plan with a larger `density`" if any(flags & OVERFLOW for flags in found) else ""
+        )
         raise MaskError("\n".join([f"masks of this plan gave NaN since the last check{advice}:", *shown]))
 
     @property

@@ -239,11 +239,12 @@ def fill_vertical_slash(room: WorkRoom, vertical: Tensor, slash: Tensor, problem
     )  # fmt: skip
     room.flags.bitwise_or_(problems)
     tiles_end, own_end = (x.flatten().cumsum(0, dtype=torch.int32) for x in (tiles, own))
+    # Chains of dependent loads: what counts is programs at once, and this many registers spill nothing.
     fill.vertical_slash_fill[(patterns * row_blocks,)](
         tiles_end, own_end, n_vertical, problems, room.flags, columns, table, before, full_list, some_list, full_before,
         some_before, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.bitmaps,
-        row_blocks, columns.shape[1], size // 32, span, chunks, room.shared, room.tiles, problem.q_len, problem.kv_len, offset,
-        OVERFLOW, block_m, block_n, _COPY,
+        row_blocks, columns.shape[1], size // 32, span, chunks, room.shared, room.tiles, problem.q_len,
+        problem.kv_len, offset, OVERFLOW, block_m, block_n, _COPY, num_warps=8, maxnreg=64,
     )  # fmt: skip
 
 
