@@ -6,7 +6,7 @@ Vectorised torch throughout, so it runs where the mask's tensors are: CPU or GPU
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
 from stof.layout.tiles import tiles_of
 from stof.masks.base import Mask, check_lengths, check_sizes
+from stof.masks.bounds import Range
 from stof.masks.index import Index
 
 # Scores evaluated at once: bounds the memory of a build (bool and int64 temporaries of this many elements). A GPU wants
@@ -25,6 +26,9 @@ STRIP_SCORES = 2**22
 STRIP_SCORES_GPU = 2**25
 # Keys are evaluated or left out in aligned stretches of this many: whole tiles of every width there is.
 SPAN = 256
+
+# Masks that list no spans are asked about each stretch where there are so many keys that this costs less than it saves.
+ASKED_FROM = 2**13
 
 # A partial tile costs 1.09 full ones (measured on an H200 with bitmaps in registers, D = 128).
 PARTIAL_TILE_COST = 1.09
@@ -123,16 +127,17 @@ def strips(
     everything = torch.arange(kv_len, device=device)
     batch_index = torch.tensor([b], device=device)
     head_index = torch.tensor([h], device=device)
+    corner = Index.make(everything[:1], everything[:1], q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
     first = 0
     while first < row_blocks:
         count = min(max(1, most // (block_m * kv_len)), row_blocks - first)
         spans = None
         if order is None:
-            spans = _stretches(mask, first * block_m, min((first + count) * block_m, q_len), kv_len)
+            spans = _stretches(mask, first * block_m, min((first + count) * block_m, q_len), corner)
             # Where keys are few, more rows at once.
             while spans is not None and count < row_blocks - first:
                 more = min(2 * count, row_blocks - first)
-                wider = _stretches(mask, first * block_m, min((first + more) * block_m, q_len), kv_len)
+                wider = _stretches(mask, first * block_m, min((first + more) * block_m, q_len), corner)
                 if wider is None or more * block_m * len(wider) * SPAN > most:
                     break
                 count, spans = more, wider
@@ -156,16 +161,27 @@ def strips(
         first += count
 
 
-def _stretches(mask: Mask, start: int, stop: int, kv_len: int) -> list[int] | None:
-    """Which stretches of SPAN keys queries `start` to `stop - 1` may see, at least one; None when most of them."""
+def _stretches(mask: Mask, start: int, stop: int, corner: Index) -> list[int] | None:
+    """Which stretches of SPAN keys queries `start` to `stop - 1` may see, at least one; None when most of them.
+
+    `corner` is any rectangle of the problem: it knows the lengths, the sequence and the head.
+    """
+    kv_len = corner.kv_len
     known = mask.spans(start, stop - 1, kv_len)
-    if known is None:
-        return None
     found: set[int] = set()
-    for low, high in known:
-        low, high = max(low, 0), min(high, kv_len)
-        if low < high:
-            found.update(range(low // SPAN, (high - 1) // SPAN + 1))
+    if known is not None:
+        for low, high in known:
+            low, high = max(low, 0), min(high, kv_len)
+            if low < high:
+                found.update(range(low // SPAN, (high - 1) // SPAN + 1))
+    elif kv_len >= ASKED_FROM:
+        first = torch.arange(0, kv_len, SPAN, device=corner.device).view(1, 1, 1, -1)
+        rows = Range(corner.q - corner.q + start, corner.q - corner.q + (stop - 1))
+        columns = Range(first, (first + SPAN - 1).clamp(max=kv_len - 1))
+        nothing = mask.over(replace(corner, q=rows, kv=columns)).nothing  # type: ignore[arg-type]
+        found.update((~nothing).expand(first.shape).flatten().nonzero()[:, 0].tolist())
+    else:
+        return None
     if len(found) * SPAN > 0.9 * kv_len:
         return None
     return sorted(found) or [0]
