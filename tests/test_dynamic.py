@@ -96,6 +96,26 @@ def test_vertical_slash(data: st.DataObject) -> None:
     assert_exact(mask, q_len, kv_len, room)
 
 
+@pytest.mark.parametrize(("q_len", "offset"), [(200, 0), (192, 0), (70, 130)])
+def test_vertical_slash_in_tiles_of_64(q_len: int, offset: int) -> None:
+    """The tiles that GPUs get: rows of both words of a window, whole and cut tiles, columns for full tiles."""
+    kv_len = q_len + offset
+    generator = torch.Generator().manual_seed(1)
+    scattered = torch.randperm(kv_len, generator=generator)
+    slash = torch.zeros(3, 100, dtype=torch.int32)
+    slash[0] = torch.arange(100)
+    slash[1] = scattered[:100].sort().values
+    slash[2] = torch.where(torch.arange(100) < 3, torch.arange(100), -1)
+    vertical = scattered[:90].sort().values.int()
+    mask = masks.vertical_slash(vertical.to(DEVICE), slash.to(DEVICE)).with_query_offset(offset)
+    room = room_of(mask, q_len, kv_len, block=64)
+    assert_exact(mask, q_len, kv_len, room)
+    full = room.work.items[..., 4] - room.work.items[..., 3]
+    # The band fills full tiles, and so do columns far from every distance.
+    assert bool((full[0] > 0).any())
+    assert bool((full[2] > 0).any())
+
+
 @given(data=st.data())
 @settings(max_examples=25)
 def test_block_topk(data: st.DataObject) -> None:

@@ -22,7 +22,8 @@ def pack(keep: Tensor) -> Tensor:
     if padded != columns:
         keep = torch.nn.functional.pad(keep, (0, padded - columns))
     # Made on the device: a copy from the host could not be captured in a CUDA graph.
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=keep.device)
+    place = torch.arange(8, dtype=torch.uint8, device=keep.device)
+    weights = torch.ones_like(place) << place
     bytes_ = keep.contiguous().view(torch.uint8).view(*keep.shape[:-1], padded // 8, 8)
     packed = (bytes_ * weights).sum(-1, dtype=torch.uint8)
     if not _LITTLE_ENDIAN:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import DeviceError, DtypeError, MaskError, ShapeError
-from stof.masks.base import Mask, identity
+from stof.masks.base import Mask, Spans, identity
 from stof.masks.index import Index
 from stof.masks.patterns import _integer
 
@@ -93,6 +93,10 @@ class VerticalSlash(RuntimeMask):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(t.view((1,) * (3 - t.ndim) + tuple(t.shape)) for t in (self.vertical, self.slash))
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del first, kv_len
+        return [(0, last + 1)]
 
     def check_sizes(self, q_len: int, kv_len: int) -> None:
         del q_len, kv_len  # lists of any length fit
@@ -233,6 +237,10 @@ class BlockTopK(RuntimeMask):
     k: int
     block_size: int
     causal: bool
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del first, kv_len
+        return [(0, last + 1)] if self.causal else None
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.scores.view((1,) * (4 - self.scores.ndim) + tuple(self.scores.shape)),)
