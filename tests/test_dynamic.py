@@ -102,11 +102,11 @@ def test_vertical_slash_in_tiles_of_64(q_len: int, offset: int) -> None:
     kv_len = q_len + offset
     generator = torch.Generator().manual_seed(1)
     scattered = torch.randperm(kv_len, generator=generator)
-    slash = torch.zeros(3, 100, dtype=torch.int32)
-    slash[0] = torch.arange(100)
-    slash[1] = scattered[:100].sort().values
-    slash[2] = torch.where(torch.arange(100) < 3, torch.arange(100), -1)
-    vertical = scattered[:90].sort().values.int()
+    slash = torch.zeros(3, 150, dtype=torch.int32)
+    slash[0] = torch.arange(150)
+    slash[1] = scattered[:150].sort().values
+    slash[2] = torch.where(torch.arange(150) < 3, torch.arange(150), -1)
+    vertical = scattered[:150].sort().values.int()
     mask = masks.vertical_slash(vertical.to(DEVICE), slash.to(DEVICE)).with_query_offset(offset)
     room = room_of(mask, q_len, kv_len, block=64)
     assert_exact(mask, q_len, kv_len, room)
