@@ -17,6 +17,7 @@ from stof.bench.check import TOLERANCE, relative_error
 from stof.dynamic import DynamicPlan
 from stof.kernels.reference import reference_attention
 from stof.layout import build_layout
+from stof.layout.grow import extend_layout
 from stof.masks import Mask
 from stof.masks.index import Index
 from stof.tuning.timing import time_calls
@@ -186,6 +187,23 @@ def known_rows(device: torch.device, small: bool, flex: bool, deadline: float) -
                 )
 
             yield timed_build(known.name, length, how, theirs, device)
+
+
+def growth_rows(device: torch.device, length: int) -> Iterator[BuildRow]:
+    """A decoded token and a chunk of 512 added to a plan's layout, next to building it anew."""
+    mask = masks.sliding_window(4095) | masks.sink_tokens(16)
+    layout = build_layout(mask, length, length, _CONFIG, device=device)
+    for rows in (1, 512):
+        longer = length + rows
+
+        def extend(longer: int = longer) -> object:
+            return extend_layout(layout, mask, longer, longer)
+
+        def rebuild(longer: int = longer) -> object:
+            return build_layout(mask, longer, longer, _CONFIG, device=device)
+
+        yield timed_build("window + sinks", length, f"extended by {rows}", extend, device)
+        yield timed_build("window + sinks", length, f"rebuilt with {rows} more", rebuild, device)
 
 
 # ---- masks made at run time

@@ -163,11 +163,12 @@ def build(
     output: _Output = None,
 ) -> None:
     """Time compiling masks, once and in every step, against FlexAttention's; checked against float64 first."""
+    import itertools
     import time
 
     from rich.console import Console
 
-    from stof.bench.build import as_json, known_rows, step_rows
+    from stof.bench.build import as_json, growth_rows, known_rows, step_rows
     from stof.bench.results import provenance, write_json
 
     deadline = time.monotonic() + budget
@@ -175,7 +176,8 @@ def build(
     on_gpu = where.type == "cuda"
     steps = list(step_rows(where, length or (32768 if on_gpu else 512), heads or (32 if on_gpu else 2), head_dim))
     rows = []
-    for row in known_rows(where, not on_gpu, flex, deadline):
+    growth = growth_rows(where, 2**18 if on_gpu else 2**12)
+    for row in itertools.chain(growth, known_rows(where, not on_gpu, flex, deadline)):
         rows.append(row)
         if output is not None:
             write_json(output, as_json(rows, steps, provenance(where)))
