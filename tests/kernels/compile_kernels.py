@@ -109,13 +109,17 @@ class Open:
 
 def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
-    from stof.kernels.triton import fill, fill_blocks
+    from stof.kernels.triton import fill_blocks, fill_slash
 
     ints, i = "*i32", "i32"
-    yield fill.slash_lists, ["*i8", *[ints] * 6, i, i, 64, 1024], {}
-    yield fill.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {}
-    yield fill.vertical_slash_count, [*[ints] * 6, *[i] * 5, 64, 64, 1024], {}
-    yield fill.vertical_slash_fill, [*[ints] * 17, *[i] * 10, 1 << 16, 64, 64, 1024], {"num_warps": 8, "maxnreg": 64}
+    yield fill_slash.slash_lists, ["*i8", *[ints] * 6, i, i, 64, 1024], {}
+    yield fill_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {}
+    yield fill_slash.vertical_slash_count, [*[ints] * 6, *[i] * 5, 64, 64, 1024], {}
+    yield (
+        fill_slash.vertical_slash_fill,
+        [*[ints] * 17, *[i] * 10, 1 << 16, 64, 64, 1024],
+        {"num_warps": 8, "maxnreg": 64},
+    )
     yield fill_blocks.select_blocks, ["*fp32", ints, ints, ints, i, i, 1, i, i, i, i, True, 512], {}
     yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 16], {}
     yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}

@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.fill import _store_item, _store_poison, _store_words
+from stof.kernels.triton.fill import store_item, store_poison, store_words
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def block_fill(
     # Under a causal mask the last row blocks have most to do.
     place = pattern * row_blocks + (row_blocks - 1 - row_block)
     if tl.load(bad_ptr + pattern) != 0:
-        _store_poison(items_ptr, place, row_block)
+        store_poison(items_ptr, place, row_block)
         return
     PER: tl.constexpr = BLOCK_SIZE // BLOCK_N
     query_block = pattern * query_blocks + row_block * BLOCK_M // BLOCK_SIZE
@@ -138,9 +138,9 @@ def block_fill(
             keep = keep & (row[:, None] >= column[None, :])
         own = program * 2 + tile - partial_begin
         tl.store(bitmap_ptr + tile, own)
-        _store_words(bitmaps_ptr + own.to(tl.int64) * (BLOCK_M * 4), keep.to(tl.int32), BLOCK_M, BLOCK_N)
+        store_words(bitmaps_ptr + own.to(tl.int64) * (BLOCK_M * 4), keep.to(tl.int32), BLOCK_M, BLOCK_N)
     tl.debug_barrier()
-    _store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block,
+    store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block,
                 partial_begin, partial_end, full_begin, full_end, BLOCK_N)  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def dense_fill(
     row_ptr = rows_ptr + program * 6
     place = pattern * row_blocks + tl.load(row_ptr)
     if tl.load(row_ptr + 5) != 0:
-        _store_poison(items_ptr, place, row_block)
+        store_poison(items_ptr, place, row_block)
         return
     partial_begin = tl.load(row_ptr + 1)
     n_partial = tl.load(row_ptr + 2)
@@ -245,7 +245,7 @@ def dense_fill(
         tl.store(owner_ptr + tile * 2, program)
         tl.store(owner_ptr + tile * 2 + 1, tl.minimum(BLOCK_N, n_some - i * BLOCK_N))
     tl.debug_barrier()
-    _store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block, partial_begin,
+    store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block, partial_begin,
                 partial_begin + n_partial, full_begin, full_begin + n_full, BLOCK_N)  # fmt: skip
 
 
@@ -280,4 +280,4 @@ def dense_bitmaps(
     row = (owner % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     ok = (row < q_len)[:, None] & (n < count)[None, :]
     keep = _dense_at(keep_ptr, row[:, None], column[None, :], stride_q, stride_k, ok, BITS)
-    _store_words(bitmaps_ptr + tile.to(tl.int64) * (BLOCK_M * 4), keep, BLOCK_M, BLOCK_N)
+    store_words(bitmaps_ptr + tile.to(tl.int64) * (BLOCK_M * 4), keep, BLOCK_M, BLOCK_N)

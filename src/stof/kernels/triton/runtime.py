@@ -18,7 +18,7 @@ from stof.kernels.triton.work import ITEM_FIELDS, Work
 OVERFLOW = 1 << 16
 # Vertical columns, distances or tiles handled at once, and columns of a dense mask.
 _COPY, _TILES_AT_ONCE, _COLUMNS = 1024, 16, 128
-# Distances before 0 that a window may begin at, see `fill.SLASH_BASE`.
+# Distances before 0 that a window may begin at, see `fill_slash.SLASH_BASE`.
 _BASE = 64
 
 
@@ -198,7 +198,7 @@ def fill_vertical_slash(room: WorkRoom, vertical: Tensor, slash: Tensor, problem
         problems: int32 `[P]`; patterns where it is not 0 give NaN.
         offset: position of the first query.
     """
-    from stof.kernels.triton import fill
+    from stof.kernels.triton import fill_slash
 
     problem, work = room.problem, room.work
     block_m, block_n, device = problem.block_m, problem.block_n, room.flags.device
@@ -220,11 +220,11 @@ def fill_vertical_slash(room: WorkRoom, vertical: Tensor, slash: Tensor, problem
     table, before = empty(patterns, size // 32), empty(patterns, size + 1)
     full_list, some_list = empty(patterns, span), empty(patterns, span)
     full_before, some_before = empty(patterns, span + 1), empty(patterns, span + 1)
-    fill.slash_lists[(patterns,)](
+    fill_slash.slash_lists[(patterns,)](
         member, table, before, full_list, some_list, full_before, some_before, size, span, block_m, _COPY
     )
     chunks = room.shared // patterns
-    fill.slash_bitmaps[(room.shared,)](
+    fill_slash.slash_bitmaps[(room.shared,)](
         table, some_list, some_before, work.bitmaps, size // 32, span, chunks, block_m, block_n
     )
     # Columns up to a row block's last row; those that are no column are sorted behind all others.
@@ -233,14 +233,14 @@ def fill_vertical_slash(room: WorkRoom, vertical: Tensor, slash: Tensor, problem
     ends = (last + (offset - 1)).clamp(max=problem.kv_len - 1)
     n_vertical = torch.searchsorted(columns, ends.expand(patterns, -1).contiguous(), right=True, out_int32=True)
     tiles, own = empty(patterns, row_blocks), empty(patterns, row_blocks)
-    fill.vertical_slash_count[(patterns * -(-row_blocks // _COPY),)](
+    fill_slash.vertical_slash_count[(patterns * -(-row_blocks // _COPY),)](
         full_before, some_before, n_vertical, problems, tiles, own, row_blocks, span, problem.q_len, problem.kv_len,
         offset, block_m, block_n, _COPY,
     )  # fmt: skip
     room.flags.bitwise_or_(problems)
     tiles_end, own_end = (x.flatten().cumsum(0, dtype=torch.int32) for x in (tiles, own))
     # Chains of dependent loads: what counts is programs at once, and this many registers spill nothing.
-    fill.vertical_slash_fill[(patterns * row_blocks,)](
+    fill_slash.vertical_slash_fill[(patterns * row_blocks,)](
         tiles_end, own_end, n_vertical, problems, room.flags, columns, table, before, full_list, some_list, full_before,
         some_before, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.bitmaps,
         row_blocks, columns.shape[1], size // 32, span, chunks, room.shared, room.tiles, problem.q_len,
