@@ -20,6 +20,7 @@ from stof.masks.patterns import (
     sliding_window,
     strided,
 )
+from stof.masks.runtime import block_topk, from_bits, vertical_slash
 from stof.masks.tensors import as_mask, from_block_mask, from_dense, from_function
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "Mask",
     "as_mask",
     "bigbird",
+    "block_topk",
     "causal",
     "dilated_window",
     "documents",
+    "from_bits",
     "from_block_mask",
     "from_dense",
     "from_function",
@@ -46,4 +49,5 @@ __all__ = [
     "sink_tokens",
     "sliding_window",
     "strided",
+    "vertical_slash",
 ]

@@ -86,7 +86,9 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     """
     config = layout.config
     if config.block_m not in RESIDENT or config.block_n not in (64, 128):
-        raise UnfitLayoutError(f"tiles of {config.block_m} x {config.block_n} do not fit the Hopper kernel's warpgroups")
+        raise UnfitLayoutError(
+            f"tiles of {config.block_m} x {config.block_n} do not fit the Hopper kernel's warpgroups"
+        )
     pointers = layout.row_block_ptr.long().cpu()
     partial = layout.partial_count.long().cpu()
     slab, column_step = config.slab or 0, 1
