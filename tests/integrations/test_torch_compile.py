@@ -1,0 +1,98 @@
+"""`torch.compile(model, backend="stof")` on real model families: same outputs, one graph, the expected templates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from stof.errors import ArgumentError
+from stof.integrations.torch_compile import CompileOptions, FusionReport, stof_backend
+from tests.integrations import models
+
+
+def make(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    if family == "vit":
+        return models.vit(), {"pixel_values": torch.randn(2, 3, 24, 24)}
+    model = models.t5().encoder if family == "t5" else getattr(models, family)()
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    return model, models.batch()
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, list[FusionReport]]:
+    """The compiled model's first output, and the reports of its graphs."""
+    reports: list[FusionReport] = []
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=stof_backend, options={"report": reports.append, **options})
+        return compiled(**inputs)[0], reports
+
+
+def templates(report: FusionReport) -> list[str]:
+    return [segment.template for segment in report.segments if segment.template]
+
+
+# Per layer; what follows the last layer differs.
+EXPECTED = {
+    "bert": ["linear_norm", "linear", "linear_norm"] * 2,
+    "gpt2": ["norm_linear"] + ["linear_norm", "linear", "linear_norm"] * 2,
+    "llama": ["linear_norm", "linear_norm"] * 2,
+    "t5": ["linear_norm", "linear", "linear_norm"] * 2,
+    "vit": ["linear_norm", "linear", "linear_norm"] * 2,
+}
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_same_outputs_in_one_graph(family: str) -> None:
+    model, inputs = make(family)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+    out, reports = run(model, inputs)
+    torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+    (report,) = reports
+    assert report.notes == []
+    assert templates(report) == EXPECTED[family]
+
+
+def test_second_compilation_comes_from_the_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, inputs = make("bert")
+    first, (report,) = run(model, inputs)
+    counters.clear()
+    second, (again,) = run(model, inputs)
+    assert torch.equal(first, second)
+    assert report.digest == again.digest
+    assert counters["inductor"]["fxgraph_cache_bypass"] == counters["inductor"]["fxgraph_cache_miss"] == 0
+    assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] >= 1
+
+
+def test_training_is_refused() -> None:
+    torch._dynamo.reset()
+    layer = nn.Linear(8, 8)
+    with pytest.raises(Exception, match="inference only, and this call records gradients") as caught:
+        torch.compile(layer, backend=stof_backend)(torch.randn(2, 8))
+    assert "torch.inference_mode()" in str(caught.value)
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(ArgumentError, match=r"no such option: speed; backend 'stof' takes cuda_graphs"):
+        CompileOptions.parse({"speed": 11})
+
+
+def test_modes_are_refused() -> None:
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match="has no modes"):
+        torch.compile(nn.ReLU(), backend=stof_backend, mode="max-autotune")(torch.randn(3))
+
+
+def test_unclaimed_graphs_go_to_inductor() -> None:
+    out, (report,) = run(nn.Sequential(nn.Tanh(), nn.Softmax(-1)), {"input": torch.randn(3, 5)})
+    assert out.shape == (5,)
+    assert report.fused == 0
