@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from stof.errors import ArgumentError
+import stof
+from stof.errors import ArgumentError, UnsupportedError
 from stof.integrations.torch_compile import CompileOptions, FusionReport, stof_backend
 from tests.integrations import models
 
@@ -57,6 +58,46 @@ def test_same_outputs_in_one_graph(family: str) -> None:
     (report,) = reports
     assert report.notes == []
     assert templates(report) == EXPECTED[family]
+
+
+# Packed weights make the first layer's norm serve one product, and gate and up projection one template.
+PACKED = {
+    "bert": EXPECTED["bert"],
+    "llama": ["norm_linear"] + ["linear_norm", "gated_linear", "linear_norm"] * 2,
+    "vit": ["norm_linear", *EXPECTED["vit"]],
+}
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_optimised_models_give_the_same_outputs(family: str) -> None:
+    model, inputs = make(family)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+    reports: list[FusionReport] = []
+    torch._dynamo.reset()
+    optimised = stof.optimize(model, report=reports.append)
+    with torch.inference_mode():
+        out = optimised(**inputs)[0]
+    # Keys that padding drops may get any value in the rows that stand for padding.
+    valid = inputs["attention_mask"].bool() if "attention_mask" in inputs else torch.ones(out.shape[:2]).bool()
+    torch.testing.assert_close(out[valid], expected[valid], atol=3e-5, rtol=1e-4)
+    (report,) = reports
+    assert report.notes == []
+    assert templates(report) == PACKED[family]
+    assert stof.integrations.torch_compile.unpack_weights(model) > 0
+
+
+def test_training_mode_is_refused_before_anything_is_changed() -> None:
+    model, _ = make("bert")
+    before = set(model.state_dict())
+    with pytest.raises(UnsupportedError, match=r"call model\.eval\(\) first"):
+        stof.optimize(model.train())
+    assert dict(model.named_parameters()).keys() == before - set(dict(model.named_buffers()))
+
+
+def test_a_mask_needs_our_attention() -> None:
+    with pytest.raises(ArgumentError, match="a mask needs stof's attention"):
+        stof.optimize(nn.Linear(2, 2).eval(), mask=stof.masks.causal(), attention=False)
 
 
 def test_second_compilation_comes_from_the_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

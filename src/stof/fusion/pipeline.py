@@ -11,6 +11,7 @@ from torch import fx
 
 from stof.fusion.claims import claims
 from stof.fusion.lower import Choice, GraphOrder, lower
+from stof.fusion.merge import merge_products
 from stof.fusion.nodes import name_of
 from stof.fusion.normalise import normalise
 from stof.fusion.operators import Operator
@@ -56,6 +57,7 @@ def fuse(gm: fx.GraphModule) -> FusionReport:
     if reason:
         report.notes.append(f"the whole graph is left to Inductor: {reason}")
         return report
+    _merge(gm, report)
     operators = normalise(gm.graph)
     scheme, chosen = suggested(operators)
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
@@ -96,6 +98,15 @@ def _settle(
     if not isinstance(spot, fx.Node):
         return SegmentReport(text, "", "", str(spot)), None
     return SegmentReport(text, choice.claim.template.name, choice.config, "saves memory traffic, by rule"), choice
+
+
+def _merge(gm: fx.GraphModule, report: FusionReport) -> None:
+    """Merge products with packed weights; slices of their results must do wherever whole tensors did."""
+    backup = copy.deepcopy(gm.graph)
+    problem = propagate(gm) if merge_products(gm.graph) else ""
+    if problem:
+        gm.graph = backup
+        report.notes.append(f"products with packed weights stay apart: {problem}")
 
 
 def _apply(gm: fx.GraphModule, choices: list[Choice], report: FusionReport) -> None:

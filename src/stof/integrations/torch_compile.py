@@ -11,16 +11,18 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.pipeline import FusionReport, fuse
+from stof.fusion.weights import pack_weights, unpack_weights
+from stof.masks import Mask
 
-__all__ = ["CompileOptions", "FusionReport", "stof_backend"]
+__all__ = ["CompileOptions", "FusionReport", "optimize", "pack_weights", "stof_backend", "unpack_weights"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,56 @@ def stof_backend(
         patches["triton.cudagraphs"] = True
     compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled
+
+
+def optimize(
+    model: nn.Module,
+    *,
+    mask: Mask | None = None,
+    attention: bool = True,
+    pack: bool = True,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Prepare a model's modules for fusion, in place, and compile it with backend "stof".
+
+    Args:
+        model: in evaluation mode.
+        mask: a sparse mask for the self-attention layers of a Hugging Face model (`hf.sparsify`); None leaves them to
+            the model's own mask.
+        attention: let stof compute the attention of a Hugging Face model; other models choose theirs themselves.
+        pack: pack the weights of query, key and value and of gate and up projection (`stof.fusion.weights`).
+        dynamic: as in `torch.compile`.
+        options: of the backend, see `CompileOptions`.
+
+    Returns:
+        the compiled model. `unpack_weights(model)` undoes the packing; attention is set back by
+        `model.set_attn_implementation`.
+
+    Raises:
+        UnsupportedError: the model is in training mode, or its attention cannot be served.
+        ArgumentError: an unknown option, or a mask without `attention`.
+    """
+    CompileOptions.parse(options)
+    if model.training:
+        raise UnsupportedError("stof.optimize compiles inference only; call model.eval() first", {})
+    if mask is not None and not attention:
+        raise ArgumentError("a mask needs stof's attention; leave attention=True")
+    if attention and (mask is not None or _is_transformers(model)):
+        from stof.integrations import transformers as hf
+
+        hf.enable(model)
+        if mask is not None:
+            hf.sparsify(model, mask)
+    if pack:
+        pack_weights(model)
+    compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
+    return cast(nn.Module, compiled)
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    """Whether a module comes from Hugging Face transformers, without importing it."""
+    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
 
 
 def refuse_training(gm: fx.GraphModule) -> None:
