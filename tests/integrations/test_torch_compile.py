@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
+from stof.fusion.search import Progress
 from stof.integrations.torch_compile import CompileOptions, FusionReport, stof_backend
 from tests.integrations import models
 
@@ -122,8 +123,57 @@ def test_training_is_refused() -> None:
     assert "torch.inference_mode()" in str(caught.value)
 
 
+def test_efforts_measure_and_compare_the_whole_model() -> None:
+    model, inputs = make("bert")
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+    seen: list[Progress] = []
+    out, (report,) = run(model, inputs, effort="quick", budget_s=20, progress=seen.append)
+    torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+    assert report.measurements > 0
+    assert seen
+    assert not report.fused or any(note.startswith("whole model:") for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"effort": "most"}, "effort 'most' is none of none, quick, full"),
+        ({"effort": "quick", "budget_s": 0}, "positive number of seconds, got 0"),
+        ({"budget_s": 3}, "effort 'none' measures nothing"),
+        ({"effort": "full", "deterministic": True}, "deterministic=True measures nothing"),
+    ],
+)
+def test_options_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        CompileOptions.parse(options)
+
+
+def test_deterministic_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval()
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        out = torch.compile(model, backend=stof_backend, options={"deterministic": True, "report": True})(x)
+        torch.testing.assert_close(out, model(x))
+    assert "1 of 1 segments computed by templates" in capsys.readouterr().err
+
+
+def test_dynamic_lengths_compile_once() -> None:
+    model = models.bert(num_hidden_layers=1)
+    reports: list[FusionReport] = []
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=stof_backend, dynamic=True, options={"report": reports.append})
+        for length in (9, 12, 17):
+            ids = torch.randint(1, models.VOCABULARY, (2, length))
+            torch.testing.assert_close(compiled(ids)[0], model(ids)[0], atol=3e-5, rtol=1e-4)
+    assert len(reports) == 1
+    assert templates(reports[0]) == EXPECTED["bert"][:3]
+
+
 def test_unknown_options_are_named() -> None:
-    with pytest.raises(ArgumentError, match=r"no such option: speed; backend 'stof' takes cuda_graphs"):
+    with pytest.raises(ArgumentError, match=r"no such option: speed; backend 'stof' takes effort"):
         CompileOptions.parse({"speed": 11})
 
 

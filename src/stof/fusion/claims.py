@@ -87,7 +87,7 @@ def _claim(template: Template, operators: Sequence[Operator], places: tuple[int 
     results = _results(template, operators)
     for node in inside.difference(results):
         if any(user not in inside for user in node.users):
-            owner = next((operator for operator in operators if node in operator.nodes), linear)
+            owner = next((operator for operator in operators if node in operator.nodes), operators[0])
             return f"the value of {owner.label} is used elsewhere as well"
     x = operators[0].inputs[0]
     activation = act.activation if act is not None else "none"

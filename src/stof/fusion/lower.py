@@ -6,6 +6,7 @@ that reads its results; if the graph writes to a floating-point tensor in betwee
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -86,6 +87,24 @@ def _insert(graph: fx.Graph, choice: Choice, spot: fx.Node) -> list[fx.Node]:
         if len(claim.results) == 1:
             return [out]
         return [call(graph, like, "call_function", getitem, (out, i)) for i in range(len(claim.results))]
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy whose placeholders still say where Dynamo took them from: compilers tell parameters by that."""
+    copied = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, copied.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    return copied
+
+
+def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A module with a copy of the graph, and the same parameters, buffers and notes for compilers."""
+    copied = fx.GraphModule(gm, copy_graph(gm.graph))
+    copied.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source
+    return copied
 
 
 def call(graph: fx.Graph, like: fx.Node, op: str, target: Any, args: tuple[Any, ...]) -> fx.Node:

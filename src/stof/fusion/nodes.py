@@ -51,6 +51,13 @@ def value_of(node: object) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def number_of(given: object) -> float | None:
+    """A scalar argument; one that Dynamo keeps symbolic is taken, with a guard, at its value in this call."""
+    if isinstance(given, fx.Node):
+        given = given.meta.get("example_value")
+    return float(given) if isinstance(given, int | float | torch.SymFloat) else None
+
+
 def is_floating(node: object) -> bool:
     value = value_of(node)
     return value is not None and value.is_floating_point()

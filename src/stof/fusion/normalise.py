@@ -21,6 +21,7 @@ from stof.fusion.nodes import (
     is_row_view,
     is_view,
     name_of,
+    number_of,
     same_size,
     value_of,
 )
@@ -134,12 +135,12 @@ def _norm(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     if name in ("layer_norm", "rms_norm"):
         x, weight = argument(node, 0, "input"), argument(node, 2, "weight")
         shape = argument(node, 1, "normalized_shape")
-        eps = argument(node, 4 if name == "layer_norm" else 3, "eps", 1e-5 if name == "layer_norm" else None)
+        eps = number_of(argument(node, 4 if name == "layer_norm" else 3, "eps", 1e-5 if name == "layer_norm" else None))
         if len(shape) != 1 or not isinstance(x, fx.Node) or eps is None:
             return None
         kind = Kind.LAYER_NORM if name == "layer_norm" else Kind.RMS_NORM
         bias = argument(node, 3, "bias") if name == "layer_norm" else None
-        return Operator(kind, node, (node,), (x,), weight, bias, eps=float(eps))
+        return Operator(kind, node, (node,), (x,), weight, bias, eps=eps)
     if name != "mul":
         return None
     for pattern in (patterns.RMS_NORM, patterns.RMS_NORM_PLAIN):
@@ -207,6 +208,10 @@ def _gate(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
         for part in (gate, up):
             if column_slice(part) is not None and all(user in inside for user in part.users):
                 inside.add(part)
+        for part in [part for part in inside if name_of(part) == "getitem"]:
+            split = part.args[0]
+            if isinstance(split, fx.Node) and name_of(split) in _SPLITS and all(u in inside for u in split.users):
+                inside.add(split)
         return Operator(Kind.GATE, node, _ordered(inside, order), (gate, up), activation=name)
     return None
 

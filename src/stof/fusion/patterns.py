@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from stof.fusion.nodes import argument, is_cast, name_of, value_of
+from stof.fusion.nodes import argument, is_cast, name_of, number_of, value_of
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,12 @@ _COMMUTATIVE = {"add", "mul"}
 def _matches(pattern: Pattern, at: Any, match: Match) -> Iterator[Match]:
     match pattern:
         case bool() | int() | float():
-            if isinstance(at, int | float) and math.isclose(at, pattern, rel_tol=1e-6):
+            given = number_of(at)
+            if given is not None and math.isclose(given, pattern, rel_tol=1e-6):
                 yield match
         case Constant(name):
-            if isinstance(at, int | float) and (found := match.bind(name, float(at))):
+            given = number_of(at)
+            if given is not None and (found := match.bind(name, given)):
                 yield found
         case Var(name, vector):
             if isinstance(at, fx.Node) and (not vector or ((v := value_of(at)) is not None and v.dim() == 1)):

@@ -2,107 +2,135 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from stof.fusion.claims import claims
-from stof.fusion.lower import Choice, GraphOrder, lower
+from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
 from stof.fusion.merge import merge_products
-from stof.fusion.nodes import name_of
 from stof.fusion.normalise import normalise
 from stof.fusion.operators import Operator
 from stof.fusion.propagate import propagate
-from stof.fusion.rules import suggested
+from stof.fusion.report import FusionReport, SegmentReport
+from stof.fusion.rules import LONGEST, apart, joined, pays, suggested
+from stof.fusion.search import Budget, Meter, Progress, two_stage
+from stof.fusion.tune import GraphSpace, TimeClaim
 
 
 @dataclass(frozen=True)
-class SegmentReport:
-    """One segment: what it holds, the template and configuration that compute it ("" for Inductor), and why."""
-
-    operators: str
-    template: str
-    config: str
-    reason: str
-
-
-@dataclass
-class FusionReport:
-    """What was done to one graph.
+class Search:
+    """How a graph's scheme is searched for; without one, the rules decide.
 
     Attributes:
-        segments: in graph order.
-        scheme, digest: the scheme's bits, and its stable hash.
-        notes: parts of the graph, or the whole of it, that were left alone; one line each.
+        time_claim: measures (`stof.fusion.measure.SegmentTimer`).
+        seconds: when to stop.
+        per_segment: configurations drawn for each segment in a round of stage 2.
+        progress: called after each measurement.
+        seed: of the draws.
     """
 
-    segments: list[SegmentReport] = field(default_factory=list)
-    scheme: str = ""
-    digest: str = ""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def fused(self) -> int:
-        """Segments computed by a template."""
-        return sum(bool(segment.template) for segment in self.segments)
+    time_claim: TimeClaim
+    seconds: float
+    per_segment: int = 4
+    progress: Callable[[Progress], object] | None = None
+    seed: int = 0
 
 
-def fuse(gm: fx.GraphModule) -> FusionReport:
-    """Lower `gm` in place as far as it is safe; the report says what is left to Inductor, and why."""
+def fuse(gm: fx.GraphModule, search: Search | None = None) -> FusionReport:
+    """Lower `gm` in place as far as it is safe; the report says what is left to Inductor, and why.
+
+    Nodes need `meta["example_value"]`, as Dynamo leaves it.
+    """
     report = FusionReport()
     reason = untouchable(gm.graph)
     if reason:
         report.notes.append(f"the whole graph is left to Inductor: {reason}")
         return report
     _merge(gm, report)
-    operators = normalise(gm.graph)
-    scheme, chosen = suggested(operators)
+    operators, order = normalise(gm.graph), GraphOrder(gm.graph)
+    chosen = suggested(operators, order)
+    meter: Meter | None = None
+    if search is not None:
+        graph = GraphSpace(operators, order, search.time_claim)
+        meter = Meter(graph.space(), Budget(search.seconds), search.progress)
+        chosen = _searched(graph, meter, chosen, search, report)
+    scheme = joined(operators, [_range(start, choice) for start, choice in chosen.items()])
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
-    order = GraphOrder(gm.graph)
-    kept: list[Choice] = []
-    for segment in scheme.segments:
-        row, choice = _settle([operators[i] for i in segment], chosen.get(segment.start), order)
-        report.segments.append(row)
-        kept += [choice] if choice is not None else []
-    if kept:
-        _apply(gm, kept, report)
+    report.segments = [_row(operators, segment, chosen.get(segment.start), meter) for segment in scheme.segments]
+    if chosen:
+        _apply(gm, list(chosen.values()), report)
     return report
 
 
 def untouchable(graph: fx.Graph) -> str:
     """Why no operator of a graph may be replaced; "" if some may."""
-    for node in graph.nodes:
-        if name_of(node) in ("_enter_autocast", "amp_definitely_not_available") or "autocast" in str(node.target):
-            return "it changes autocast inside"
-        value = node.meta.get("example_value")
-        if node.op != "placeholder" and isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-            if free_unbacked_symbols(value):
-                return f"sizes depend on data ({node.name})"
+    for node in graph.nodes:
+        if "autocast" in str(node.target):
+            return "it turns autocast on or off inside"
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and free_unbacked_symbols(value):
+            return f"sizes depend on data ({node.name})"
     return ""
 
 
-def _settle(
-    operators: Sequence[Operator], choice: Choice | None, order: GraphOrder
-) -> tuple[SegmentReport, Choice | None]:
-    """The report of a segment, and its choice if the graph lets it be replaced."""
-    text = " + ".join(operator.label for operator in operators)
+def _range(start: int, choice: Choice) -> range:
+    return range(start, start + len(choice.claim.operators))
+
+
+def _searched(
+    graph: GraphSpace, meter: Meter, initial: dict[int, Choice], search: Search, report: FusionReport
+) -> dict[int, Choice]:
+    """The choices a search finds."""
+    start = apart(graph.operators, [_range(place, choice) for place, choice in initial.items()])
+    found = two_stage(meter.space, meter, start, per_segment=search.per_segment, seed=search.seed)
+    report.measurements = found.measurements
+    if meter.spent:
+        report.notes.append(f"the budget of {search.seconds:g} s was spent after {found.measurements} measurements")
+    report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_claim.failures.items()]
+    stops = {segment.start: segment.stop for segment in found.scheme.segments}
+    return {
+        place: Choice(graph.claims(place, stops[place])[name], config) for place, (name, config) in found.chosen.items()
+    }
+
+
+def _row(operators: Sequence[Operator], segment: range, choice: Choice | None, meter: Meter | None) -> SegmentReport:
+    inner = operators[segment.start : segment.stop]
+    text = " + ".join(operator.label for operator in inner)
     if choice is None:
-        reasons = "; ".join(claims(operators)[1])
-        return SegmentReport(text, "", "", reasons or "no template pays here"), None
-    spot = order.insertion(choice.claim)
-    if not isinstance(spot, fx.Node):
-        return SegmentReport(text, "", "", str(spot)), None
-    return SegmentReport(text, choice.claim.template.name, choice.config, "saves memory traffic, by rule"), choice
+        return SegmentReport(text, "", "", "; ".join(dict.fromkeys(_why_not(operators, segment, meter))))
+    name = choice.claim.template.name
+    if meter is None:
+        return SegmentReport(text, name, choice.config, "saves memory traffic, by rule")
+    known = meter.measured(segment.start, segment.stop)
+    return SegmentReport(text, name, choice.config, "measured faster", known[None], known[name, choice.config])
+
+
+def _why_not(operators: Sequence[Operator], segment: range, meter: Meter | None) -> Iterator[str]:
+    """For what templates nearly or exactly cover inside a segment: why they do not compute it."""
+    for start in segment:
+        for stop in range(start + 2, min(start + LONGEST, segment.stop) + 1):
+            served, refused = claims(operators[start:stop])
+            yield from refused
+            for claim in served:
+                name = claim.template.name
+                if meter is None:
+                    if not pays(claim):
+                        yield f"{name}: saves too little traffic at K = {claim.problem.k}, by rule"
+                    continue
+                known = meter.measured(start, stop)
+                times = [time for candidate, time in known.items() if candidate is not None and candidate[0] == name]
+                if times and None in known:
+                    yield f"{name}: {min(times):.1f} us at best, Inductor {known[None]:.1f} us"
 
 
 def _merge(gm: fx.GraphModule, report: FusionReport) -> None:
     """Merge products with packed weights; slices of their results must do wherever whole tensors did."""
-    backup = copy.deepcopy(gm.graph)
+    backup = copy_graph(gm.graph)
     problem = propagate(gm) if merge_products(gm.graph) else ""
     if problem:
         gm.graph = backup
@@ -111,11 +139,11 @@ def _merge(gm: fx.GraphModule, report: FusionReport) -> None:
 
 def _apply(gm: fx.GraphModule, choices: list[Choice], report: FusionReport) -> None:
     """Lower, and take it back when the graph no longer fits together."""
-    backup = copy.deepcopy(gm.graph)
+    backup = copy_graph(gm.graph)
     lower(gm.graph, choices)
     problem = propagate(gm)
     if problem:
         gm.graph = backup
-        report.segments = [SegmentReport(row.operators, "", "", row.reason) for row in report.segments]
+        report.take_back("see the note below")
         report.notes.append(f"the whole graph is left to Inductor: with segments replaced, {problem}")
     gm.recompile()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
+from torch import fx
+
 from stof.fusion.claims import Claim, claims, size_hint
-from stof.fusion.lower import Choice
+from stof.fusion.lower import Choice, GraphOrder
 from stof.fusion.operators import NORMS, Kind, Operator
 from stof.fusion.scheme import MAX_COMPUTE_INTENSIVE, Scheme
 
@@ -31,30 +33,46 @@ def pays(claim: Claim) -> bool:
     return saved * FLOPS_PER_BYTE >= flops * (1 / claim.template.share - 1)
 
 
-def suggested(operators: Sequence[Operator]) -> tuple[Scheme, dict[int, Choice]]:
-    """The initial scheme, and a choice for the segments (by first operator) that a template is to compute.
-
-    From the first operator on, the longest covered sequence that pays is a segment. Between those, memory-intensive
-    operators join the compute-intensive one before them.
-    """
-    starts: list[int] = []
+def suggested(operators: Sequence[Operator], order: GraphOrder) -> dict[int, Choice]:
+    """Choices by the first operator of their segments: from the left, the longest sequence whose claim pays."""
     chosen: dict[int, Choice] = {}
-    heavy = 0
     at = 0
     while at < len(operators):
         for length in range(min(LONGEST, len(operators) - at), 1, -1):
-            served = [claim for claim in claims(operators[at : at + length])[0] if pays(claim)]
+            served = claims(operators[at : at + length])[0]
+            served = [claim for claim in served if pays(claim) and isinstance(order.insertion(claim), fx.Node)]
             if served:
-                starts += [at, at + length]
                 chosen[at] = Choice(served[0])
                 at += length
-                heavy = 0
                 break
         else:
-            intensive = operators[at].kind.compute_intensive
-            if intensive and heavy + intensive > MAX_COMPUTE_INTENSIVE - 1:
-                starts.append(at)
-                heavy = 0
-            heavy += intensive
             at += 1
-    return Scheme.of(len(operators), (start for start in starts if start < len(operators))), chosen
+    return chosen
+
+
+def apart(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
+    """The scheme with these segments and all other operators by themselves: where the search starts."""
+    inner = {place for segment in chosen for place in segment[1:]}
+    return Scheme.of(len(operators), (place for place in range(1, len(operators)) if place not in inner))
+
+
+def joined(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
+    """The scheme with these segments, and what lies between in as few more as their classes allow.
+
+    Operators that no template computes are compiled together whatever the scheme says; this one reads best.
+    """
+    segments = {segment.start: segment for segment in chosen}
+    starts: list[int] = []
+    at = heavy = 0
+    while at < len(operators):
+        if at in segments:
+            starts += [at, segments[at].stop]
+            at, heavy = segments[at].stop, 0
+            continue
+        intensive = operators[at].kind.compute_intensive
+        if heavy + intensive > MAX_COMPUTE_INTENSIVE:
+            starts.append(at)
+            heavy = 0
+        heavy += intensive
+        at += 1
+    return Scheme.of(len(operators), (start for start in starts if start < len(operators)))

@@ -18,11 +18,21 @@ from torch import Tensor, fx, nn
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
-from stof.fusion.pipeline import FusionReport, fuse
+from stof.fusion.lower import copy_module
+from stof.fusion.measure import SegmentTimer
+from stof.fusion.nodes import writes
+from stof.fusion.pipeline import Search, fuse
+from stof.fusion.race import Race
+from stof.fusion.report import FusionReport
+from stof.fusion.search import Progress
 from stof.fusion.weights import pack_weights, unpack_weights
 from stof.masks import Mask
 
 __all__ = ["CompileOptions", "FusionReport", "optimize", "pack_weights", "stof_backend", "unpack_weights"]
+
+
+# Seconds, and configurations drawn for each segment in a round.
+EFFORTS: dict[str, tuple[float, int]] = {"none": (0.0, 0), "quick": (60.0, 3), "full": (600.0, 8)}
 
 
 @dataclass(frozen=True)
@@ -30,12 +40,35 @@ class CompileOptions:
     """Options of the backend, as `torch.compile(..., options={...})` takes them.
 
     Attributes:
+        effort: "none" decides by rules, without measuring; "quick" and "full" search for the scheme and its parameters
+            by measuring segments, and finally the whole model with and without templates.
+        budget_s: seconds that searching may take; None for the effort's own: 60 or 600. A compiled model has one budget
+            for each of its graphs.
         cuda_graphs: let Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
-        report: called with the `FusionReport` of each graph that is compiled.
+        deterministic: equal choices in every run; nothing is measured, by Inductor neither.
+        report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
+        progress: called after each measurement.
+
+    Raises:
+        ArgumentError: a value that is none of these.
     """
 
+    effort: str = "none"
+    budget_s: float | None = None
     cuda_graphs: bool = False
-    report: Callable[[FusionReport], object] | None = None
+    deterministic: bool = False
+    report: bool | Callable[[FusionReport], object] = False
+    progress: Callable[[Progress], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.effort not in EFFORTS:
+            raise ArgumentError(f"effort {self.effort!r} is none of {', '.join(EFFORTS)}")
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise ArgumentError(f"budget_s must be a positive number of seconds, got {self.budget_s!r}")
+        if self.budget_s is not None and self.effort == "none":
+            raise ArgumentError("budget_s limits measuring, and effort 'none' measures nothing; use 'quick' or 'full'")
+        if self.deterministic and self.effort != "none":
+            raise ArgumentError(f"deterministic=True measures nothing; effort {self.effort!r} does")
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> CompileOptions:
@@ -49,6 +82,22 @@ class CompileOptions:
         if unknown:
             raise ArgumentError(f"no such option: {', '.join(unknown)}; backend 'stof' takes {', '.join(known)}")
         return cls(**dict(options or {}))
+
+    def search(self) -> Search | None:
+        """What the effort asks for."""
+        if self.effort == "none":
+            return None
+        seconds, per_segment = EFFORTS[self.effort]
+        return Search(SegmentTimer(), self.budget_s or seconds, per_segment, self.progress)
+
+    def tell(self, report: FusionReport) -> None:
+        """Hand a report to whoever asked for it."""
+        if callable(self.report):
+            self.report(report)
+        elif self.report:
+            from rich.console import Console
+
+            Console(stderr=True).print(report)
 
 
 def stof_backend(
@@ -68,20 +117,36 @@ def stof_backend(
         ArgumentError: unknown options, or a mode.
         UnsupportedError: the graph is to be differentiated.
     """
-    from torch._inductor.compile_fx import compile_fx
-
     parsed = CompileOptions.parse(options)
     if mode not in (None, "default"):
-        raise ArgumentError(
-            f"backend 'stof' has no modes (got mode={mode!r}); use options={{'cuda_graphs': True, ...}}"
-        )
+        raise ArgumentError(f"backend 'stof' has no modes (got mode={mode!r}); use options={{'cuda_graphs': True}}")
     refuse_training(gm)
-    report = fuse(gm)
-    if parsed.report is not None:
-        parsed.report(report)
-    patches: dict[str, Any] = {"post_grad_custom_post_pass": _cache_mark(report.digest)}
-    if parsed.cuda_graphs:
+    search = parsed.search()
+    plain = copy_module(gm) if search is not None else None
+    report = fuse(gm, search)
+    fused = _inductor(gm, example_inputs, parsed, report.digest)
+    if plain is None or not report.fused:
+        parsed.tell(report)
+        return fused
+    if any(writes(node) for node in plain.graph.nodes):
+        report.notes.append("not compared as a whole: the graph changes tensors in place, so it cannot run twice")
+        parsed.tell(report)
+        return fused
+    unfused = _inductor(plain, example_inputs, parsed, "")
+    return Race(fused, unfused, report, parsed.tell)
+
+
+def _inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, digest: str
+) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    patches: dict[str, Any] = {"post_grad_custom_post_pass": _cache_mark(digest)} if digest else {}
+    if options.cuda_graphs:
         patches["triton.cudagraphs"] = True
+    if options.deterministic and hasattr(config, "deterministic"):
+        patches["deterministic"] = True
     compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled
 
