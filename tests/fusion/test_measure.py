@@ -46,7 +46,7 @@ def segment(where: slice, dynamic: bool = False) -> Claim:
 def test_a_segment_alone_is_what_its_twin_computes(where: slice, dynamic: bool) -> None:
     claim = segment(where, dynamic)
     inputs = measure.random_inputs(claim)
-    assert next(iter(inputs.values())).shape == torch.Size([2, 3, claim.problem.k])
+    assert next(iter(inputs.values())).shape == torch.Size([2, 3, claim.problem.shape.k])
     with torch.no_grad():
         out = measure.segment_graph(claim, inputs)(*inputs.values())
     for got, expected in zip(out, measure.exact(claim, inputs), strict=True):

@@ -1,4 +1,4 @@
-"""`stof bench`: attention against its peers on a grid of masks, decoding, launch cost, and reports of the results."""
+"""`stof bench`: attention against its peers on a grid of masks, decoding, launch cost, products, and reports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from stof.cli.bench_fusion import gemm, layer
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,10 @@ _Device = Annotated[str, typer.Option(help="cpu or cuda; default the GPU if ther
 _Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds; medians are reported.")]
 _Output = Annotated[Path | None, typer.Option(help="Write the JSON here, after every cell.")]
 _Merge = Annotated[bool, typer.Option("--merge", help="Keep what the output file holds but is not measured again.")]
+
+
+app.command()(gemm)
+app.command()(layer)
 
 
 @app.callback()

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor
 
 from stof.fusion.nodes import column_slice, same_size, through_identities, value_of
 from stof.fusion.operators import NORMS, Kind, Operator
+from stof.fusion.templates.config import GemmShape
 from stof.fusion.templates.registry import TEMPLATES, Problem, Template
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -96,8 +97,6 @@ def _claim(template: Template, operators: Sequence[Operator], places: tuple[int 
         return problem
     n, k = linear.weight_size
     gated = template.name == "gated_linear"
-    if template.widest is not None and n > template.widest:
-        return f"rows of {n} are wider than the {template.widest} it serves"
     if gated and n % 2:
         return f"a weight of {n} rows has no two halves"
     arguments: dict[str, Any] = {"x": x, "weight": linear.weight, "bias": linear.bias}
@@ -107,6 +106,19 @@ def _claim(template: Template, operators: Sequence[Operator], places: tuple[int 
     names = [argument.name for argument in template.operator._schema.arguments if argument.name != "config"]
     value = value_of(x)
     assert value is not None
+    shape = GemmShape(
+        template.name,
+        prod(size_hint(size) for size in value.shape[:-1]),
+        n // 2 if gated else n,
+        k,
+        activation,
+        NORMS[norm.kind] if norm is not None else "",
+        scaled=norm is not None and (norm.weight is not None or norm.bias is not None),
+        bias=linear.bias is not None,
+        residual=residual is not None,
+        transposed=linear.transposed,
+        aligned=all(size * value.element_size() % 16 == 0 for size in (n, k)),
+    )
     return Claim(
         template,
         tuple(operators),
@@ -114,20 +126,7 @@ def _claim(template: Template, operators: Sequence[Operator], places: tuple[int 
         {name: arguments[name] for name in names},
         linear.transposed,
         results,
-        Problem(
-            template.name,
-            prod(size_hint(size) for size in value.shape[:-1]),
-            n // 2 if gated else n,
-            k,
-            value.dtype,
-            value.device,
-            activation,
-            NORMS[norm.kind] if norm is not None else "",
-            norm is not None and (norm.weight is not None or norm.bias is not None),
-            linear.bias is not None,
-            residual is not None,
-            linear.transposed,
-        ),
+        Problem(shape, value.dtype, value.device),
     )
 
 

@@ -71,7 +71,7 @@ def random_inputs(claim: Claim) -> dict[fx.Node, Tensor]:
                 sizes, [size_hint(stride) for stride in value.stride()], dtype=value.dtype, device=value.device
             )
             # Products of such values stay of the order of 1, whatever their depth.
-            scale = 1.0 if node is claim.arguments["x"] or len(sizes) < 2 else claim.problem.k**-0.5
+            scale = 1.0 if node is claim.arguments["x"] or len(sizes) < 2 else claim.problem.shape.k**-0.5
             inputs[node] = tensor.copy_(
                 torch.randn(sizes, generator=generator, device=value.device).mul_(scale).to(value.dtype)
             )

@@ -120,7 +120,7 @@ def _why_not(operators: Sequence[Operator], segment: range, meter: Meter | None)
                 name = claim.template.name
                 if meter is None:
                     if not pays(claim):
-                        yield f"{name}: saves too little traffic at K = {claim.problem.k}, by rule"
+                        yield f"{name}: saves too little traffic at K = {claim.problem.shape.k}, by rule"
                     continue
                 known = meter.measured(start, stop)
                 times = [time for candidate, time in known.items() if candidate is not None and candidate[0] == name]

@@ -22,14 +22,16 @@ LONGEST = 3
 def pays(claim: Claim) -> bool:
     """Whether the memory traffic a claim saves outweighs a product slower than cuBLAS by the template's share.
 
-    What is saved is one write and one read of each tensor between the product and its neighbours.
+    What is saved are passes over the tensors between the product and its neighbours.
     """
     inner = claim.operators[:-1]
     between = [o for o in inner if o.kind is Kind.LINEAR or (o.kind in NORMS and o is claim.operators[0])]
-    saved = sum(2 * prod(size_hint(size) for size in o.value.shape) * o.value.element_size() for o in between)
-    problem = claim.problem
-    rows = 2 * problem.n if problem.template == "gated_linear" else problem.n
-    flops = 2.0 * problem.m * rows * problem.k
+    saved = sum(
+        claim.template.passes * prod(size_hint(size) for size in o.value.shape) * o.value.element_size()
+        for o in between
+    )
+    shape = claim.problem.shape
+    flops = 2.0 * shape.m * shape.n * shape.k * (2 if shape.gated else 1)
     return saved * FLOPS_PER_BYTE >= flops * (1 / claim.template.share - 1)
 
 

@@ -1,5 +1,9 @@
-"""Kernel templates: operators with a GEMM inside and everything around it as prologue and epilogue.
+"""Kernel templates: matrix products together with what surrounds them.
 
-`ops` holds the operators and their plain PyTorch twins, `registry` says which sequences of a model's operators each one
-covers.
+`ops` registers `torch.ops.stof.linear`, `norm_linear`, `gated_linear` and `linear_norm`; `config` says how they run.
 """
+
+from stof.fusion.templates.config import GemmConfig, GemmShape, configs, unfit
+from stof.fusion.templates.ops import gated_linear, linear, linear_norm, norm_linear
+
+__all__ = ["GemmConfig", "GemmShape", "configs", "gated_linear", "linear", "linear_norm", "norm_linear", "unfit"]

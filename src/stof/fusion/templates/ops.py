@@ -1,7 +1,8 @@
-"""`torch.library` operators of the templates: schemas, fakes, and the plain PyTorch twins that serve on a CPU.
+"""`torch.library` operators of the templates: schemas, fakes, and the jump to a kernel or to plain PyTorch.
 
-All take `x [..., K]` and `weight [N, K]` (any strides) of one floating dtype. `config` "" means the operator's own
-default for the shape. Outputs are new, contiguous tensors.
+Every operator takes a configuration as text (`GemmConfig`). An empty one, or one that does not fit the tensors of a
+call, means the default for their shape; a CPU, and whatever no kernel serves, gets the twin in `twins.py`. Results are
+contiguous. Statistics, products and epilogues are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -9,15 +10,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stof.fusion.templates import twins
+from stof.errors import ArgumentError
+from stof.fusion.templates import run, twins
+from stof.fusion.templates.config import ACTIVATIONS, NORMS
+from stof.fusion.templates.run import Norm
 
 
 @torch.library.custom_op("stof::linear", mutates_args=())
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, config: str
 ) -> Tensor:
-    """`act(x @ weight.T + bias) + residual`, `[..., N]`; residual `[..., N]`."""
-    return twins.linear(x, weight, bias, residual, activation).contiguous()
+    """`act(x @ weight.T + bias) + residual`.
+
+    Args:
+        x: `[..., K]`, float16, bfloat16 or float32 on a GPU, any floating dtype elsewhere.
+        weight: `[N, K]` of x's dtype, contiguous in either direction.
+        bias: None or `[N]`.
+        residual: None or `[..., N]`.
+        activation: "none", "gelu", "gelu_tanh", "relu" or "silu".
+        config: text of a `GemmConfig`, "" for the default.
+
+    Returns:
+        `[..., N]` in x's dtype.
+
+    Raises:
+        ArgumentError: an unknown activation, or text that is no configuration.
+    """
+    _known(activation)
+    call = run.product("linear", x, weight, bias, residual, activation)
+    chosen = run.choose(call, config)
+    return twins.linear(x, weight, bias, residual, activation) if chosen is None else run.compute(call, chosen)
 
 
 @linear.register_fake
@@ -39,8 +61,29 @@ def norm_linear(
     activation: str,
     config: str,
 ) -> Tensor:
-    """`act(norm(x) @ weight.T + bias)`, `[..., N]`; norm is "rms" or "layer" over K."""
-    return twins.norm_linear(x, norm_weight, norm_bias, weight, bias, norm, eps, activation).contiguous()
+    """`act(norm(x) @ weight.T + bias)`; the norm is over the last dimension of x.
+
+    An RMSNorm without weight scales rows, which commutes with the product: the product runs on x as it is. Fold the
+    norm's weight into the linear's to get there; otherwise rows are normalised on their way into the product.
+
+    Args:
+        x, weight, bias, activation, config: as for `stof::linear`.
+        norm_weight, norm_bias: None or `[K]`.
+        norm: "rms" or "layer".
+        eps: added to the mean square or variance.
+
+    Returns:
+        `[..., N]` in x's dtype.
+
+    Raises:
+        ArgumentError: an unknown activation or norm, or text that is no configuration.
+    """
+    _known(activation, norm)
+    call = run.product("norm_linear", x, weight, bias, None, activation, Norm(norm, norm_weight, norm_bias, eps))
+    chosen = run.choose(call, config) if run.can_normalise(x) else None
+    if chosen is None:
+        return twins.norm_linear(x, norm_weight, norm_bias, weight, bias, norm, eps, activation)
+    return run.compute(call, chosen)
 
 
 @norm_linear.register_fake
@@ -60,8 +103,25 @@ def _norm_linear_fake(
 
 @torch.library.custom_op("stof::gated_linear", mutates_args=())
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, config: str) -> Tensor:
-    """`act(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`, `[..., N]`; weight `[2 N, K]` has the gate's rows first."""
-    return twins.gated_linear(x, weight, bias, activation).contiguous()
+    """`act(x @ gate.T) * (x @ up.T)`, as in SwiGLU ("silu") and GEGLU ("gelu", "gelu_tanh").
+
+    Args:
+        x, activation, config: as for `stof::linear`.
+        weight: `[2 N, K]`, the gate's rows first, then up's.
+        bias: None or `[2 N]`, in the same order.
+
+    Returns:
+        `[..., N]` in x's dtype.
+
+    Raises:
+        ArgumentError: an unknown activation, text that is no configuration, or a weight with an odd number of rows.
+    """
+    _known(activation)
+    if weight.shape[0] % 2:
+        raise ArgumentError(f"gate and up have equally many rows, got a weight with {weight.shape[0]}")
+    call = run.product("gated_linear", x, weight, bias, None, activation)
+    chosen = run.choose(call, config)
+    return twins.gated_linear(x, weight, bias, activation) if chosen is None else run.compute(call, chosen)
 
 
 @gated_linear.register_fake
@@ -81,9 +141,31 @@ def linear_norm(
     eps: float,
     config: str,
 ) -> tuple[Tensor, Tensor]:
-    """`(h, norm(h))`, both `[..., N]`, with `h = x @ weight.T + bias + residual` and norm over N."""
-    h, out = twins.linear_norm(x, weight, bias, residual, norm_weight, norm_bias, norm, eps)
-    return h.contiguous(), out.contiguous()
+    """`(h, norm(h))` with h = x @ weight.T + bias + residual.
+
+    The bias and the residual are part of the product; the norm reads h while it is in the L2.
+
+    Args:
+        x, weight, bias, residual, config: as for `stof::linear`.
+        norm_weight, norm_bias: None or `[N]`.
+        norm: "rms" or "layer".
+        eps: added to the mean square or variance.
+
+    Returns:
+        Two tensors `[..., N]` in x's dtype; the norm is of h as it was rounded.
+
+    Raises:
+        ArgumentError: an unknown norm, or text that is no configuration.
+    """
+    _known("none", norm)
+    call = run.product("linear_norm", x, weight, bias, residual, "none")
+    chosen = run.choose(call, config)
+    if chosen is None:
+        return twins.linear_norm(x, weight, bias, residual, norm_weight, norm_bias, norm, eps)
+    h = run.compute(call, chosen)
+    if not run.can_normalise(h):
+        return h, twins.normalised(h, norm_weight, norm_bias, norm, eps)
+    return h, run.normalise(h, Norm(norm, norm_weight, norm_bias, eps))
 
 
 @linear_norm.register_fake
@@ -100,3 +182,10 @@ def _linear_norm_fake(
 ) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:-1], weight.shape[0])
     return x.new_empty(shape), x.new_empty(shape)
+
+
+def _known(activation: str, norm: str = "rms") -> None:
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(f"activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if norm not in NORMS:
+        raise ArgumentError(f"norm is 'rms' or 'layer', got {norm!r}")

@@ -10,7 +10,10 @@ import torch
 
 from stof.fusion.operators import NORMS, Kind
 from stof.fusion.templates import ops, twins
+from stof.fusion.templates.config import GemmShape, configs, default
 
+# What the break-even table of docs/fusion.md asks for at K = 1024.
+_ASSUMED_SHARE = 0.76
 _NORM = frozenset(NORMS)
 _LINEAR = frozenset({Kind.LINEAR})
 _ACTIVATION = frozenset({Kind.ACTIVATION})
@@ -28,29 +31,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a template is asked to compute.
+    """What a template is asked to compute: sizes and options, and where."""
 
-    Attributes:
-        template: its name.
-        m, n, k: rows of x, columns of the result, columns of x. The weight of gated_linear has 2 n rows.
-        dtype, device: of all tensors.
-        activation: "none" or a name; norm: "", "rms" or "layer"; scaled: the norm has a weight or a bias.
-        bias, residual: whether there is one.
-        transposed: the weight is stored as `[K, N]`.
-    """
-
-    template: str
-    m: int
-    n: int
-    k: int
+    shape: GemmShape
     dtype: torch.dtype
     device: torch.device
-    activation: str = "none"
-    norm: str = ""
-    scaled: bool = False
-    bias: bool = False
-    residual: bool = False
-    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,15 +46,16 @@ class Template:
         name: the operator's name after `stof::`.
         slots: the sequences it covers.
         twin: the same function in plain PyTorch.
-        share: the share of cuBLAS's speed its matrix product is assumed to reach where nothing has been measured.
-        widest: the largest N it serves, None for any.
+        passes: how often less than Inductor's code it goes over the tensors between the product and its neighbours; 2
+            is one write and one read.
+        share: the share of cuBLAS's speed its product is assumed to reach where nothing has been measured.
     """
 
     name: str
     slots: tuple[Slot, ...]
     twin: Callable[..., Any]
-    share: float
-    widest: int | None = None
+    passes: int
+    share: float = _ASSUMED_SHARE
 
     @property
     def operator(self) -> torch._ops.OpOverload:
@@ -92,7 +78,12 @@ class Template:
 
     def configs(self, problem: Problem) -> list[str]:
         """Configurations worth measuring, the default ("") first; where the twin serves there is no other."""
-        return [""]
+        if problem.device.type != "cuda":
+            return [""]
+        device = torch.cuda.get_device_properties(problem.device)
+        capability = (device.major, device.minor)
+        usual = default(problem.shape, problem.dtype, capability, device.multi_processor_count)
+        return ["", *(str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual)]
 
 
 _OPERATORS = {
@@ -101,28 +92,27 @@ _OPERATORS = {
     "gated_linear": ops.gated_linear,
     "linear_norm": ops.linear_norm,
 }
-# What the break-even table of docs/fusion.md asks for at K = 1024; measurements take its place.
-_ASSUMED_SHARE = 0.76
 
 TEMPLATES: tuple[Template, ...] = (
     Template(
         "linear",
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
         twins.linear,
-        _ASSUMED_SHARE,
+        passes=2,
     ),
+    # The norm's statistics are a pass of their own; what is saved is writing the normalised rows.
     Template(
         "norm_linear",
         (Slot(_NORM), Slot(_LINEAR), Slot(_ACTIVATION, optional=True)),
         twins.norm_linear,
-        _ASSUMED_SHARE,
+        passes=1,
     ),
-    Template("gated_linear", (Slot(_LINEAR), Slot(_GATE)), twins.gated_linear, _ASSUMED_SHARE),
+    Template("gated_linear", (Slot(_LINEAR), Slot(_GATE)), twins.gated_linear, passes=2),
+    # The norm reads the sum again; what is saved is writing the product.
     Template(
         "linear_norm",
         (Slot(_LINEAR), Slot(_RESIDUAL, optional=True), Slot(_NORM)),
         twins.linear_norm,
-        _ASSUMED_SHARE,
-        widest=1024,  # one program reads a whole row of the result
+        passes=1,
     ),
 )

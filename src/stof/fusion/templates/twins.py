@@ -1,4 +1,4 @@
-"""The templates in plain PyTorch: their definition, and what serves on a CPU."""
+"""The templates in plain PyTorch: what they mean, what serves where no kernel does, and what they are compared with."""
 
 from __future__ import annotations
 
@@ -8,34 +8,26 @@ from torch import Tensor
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
-    """`activation` is one of "none", "gelu" (by erf), "gelu_tanh", "relu", "silu".
-
-    Raises:
-        KeyError: another name.
-    """
-    return _ACTIVATIONS[activation](x)
-
-
-_ACTIVATIONS = {
-    "none": lambda x: x,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
+    """`act(x)`; activation is one of `config.ACTIVATIONS`."""
+    if activation == "none":
+        return x
+    if activation in ("gelu", "gelu_tanh"):
+        return F.gelu(x, approximate="none" if activation == "gelu" else "tanh")
+    return F.relu(x) if activation == "relu" else F.silu(x)
 
 
 def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float) -> Tensor:
-    """RMSNorm ("rms", without bias) or LayerNorm ("layer") over the last dimension, in float32 at least."""
+    """RMSNorm ("rms") or LayerNorm ("layer") over the last dimension; statistics in float32 at least."""
     if norm == "layer":
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scaled = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return scaled if weight is None else scaled * weight
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    wide = wide if weight is None else wide * weight
+    return (wide if bias is None else wide + bias).to(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str) -> Tensor:
-    """`act(x @ weight.T + bias) + residual`, `[..., N]`."""
+    """`act(x @ weight.T + bias) + residual`."""
     out = activated(F.linear(x, weight, bias), activation)
     return out if residual is None else out + residual
 
@@ -50,13 +42,13 @@ def norm_linear(
     eps: float,
     activation: str,
 ) -> Tensor:
-    """`act(norm(x) @ weight.T + bias)`, `[..., N]`."""
+    """`act(norm(x) @ weight.T + bias)`."""
     return linear(normalised(x, norm_weight, norm_bias, norm, eps), weight, bias, None, activation)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """`act(x @ gate.T) * (x @ up.T)`, `[..., N]`; the weight `[2 N, K]` has the gate's rows first."""
-    gate, up = linear(x, weight, bias, None, "none").chunk(2, -1)
+    """`act(x @ gate.T) * (x @ up.T)`, gate the first half of the weight's rows, up the second."""
+    gate, up = F.linear(x, weight, bias).chunk(2, -1)
     return activated(gate, activation) * up
 
 
@@ -70,6 +62,6 @@ def linear_norm(
     norm: str,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """`(h, norm(h))`, both `[..., N]`, with `h = x @ weight.T + bias + residual`."""
+    """`(h, norm(h))` with h = x @ weight.T + bias + residual."""
     h = linear(x, weight, bias, residual, "none")
     return h, normalised(h, norm_weight, norm_bias, norm, eps)

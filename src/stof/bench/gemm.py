@@ -1,0 +1,365 @@
+"""The matrix products of Transformers with their epilogues: templates against cuBLAS with Inductor's code around it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stof.bench.check import relative_error
+from stof.bench.problem import first_line
+from stof.bench.results import provenance
+from stof.fusion.templates import GemmConfig, configs, run, twins
+from stof.fusion.templates.run import Norm
+from stof.tuning.timing import time_calls
+
+EPS = 1e-5
+# Rows of each result that are compared with float64; all are compared with PyTorch's own result.
+_CHECKED_ROWS = 256
+# A candidate may be this much further from float64 than PyTorch in the same dtype, and a little more where that is
+# exact to the last place by luck.
+_FACTOR, _SLACK = 2.0, 2.0
+# PyTorch's ways, as they are named in results.
+BARE, INDUCTOR, AUTOTUNED = "gemm alone", "inductor", "inductor max-autotune"
+_MODES = {INDUCTOR: "default", AUTOTUNED: "max-autotune-no-cudagraphs"}
+# Candidates to try for every shape when time is short: one or two of every kind.
+QUICK = (
+    "cublas",
+    "128x128x64,5s,pingpong",
+    "64x128x64,7s,pingpong",
+    "64x256x64,4s,pingpong",
+    "128x256x64,3s,together",
+    "256x128x64,3s,together",
+    "128x256x64,8w,3s,persistent,halves",
+    "128x128x64,8w,3s,tile",
+    "128x64x64,4w,4s,tile",
+    "64x64x64,4w,4s,tile",
+    "64x32x128,4w,4s,tile",
+    "64x64x128,4w,3s,tile,split4",
+)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A product of a model: its template, sizes and surroundings. Fields as in `GemmShape`."""
+
+    model: str
+    name: str
+    template: str
+    n: int
+    k: int
+    activation: str = "none"
+    norm: str = ""
+    bias: bool = True
+    residual: bool = False
+    transposed: bool = False
+
+
+GEMMS = (
+    Gemm("bert", "qkv", "linear", 2304, 768),
+    Gemm("bert", "out", "linear_norm", 768, 768, norm="layer", residual=True),
+    Gemm("bert", "ffn in", "linear", 3072, 768, "gelu"),
+    Gemm("bert", "ffn out", "linear_norm", 768, 3072, norm="layer", residual=True),
+    Gemm("gpt2", "qkv", "linear", 2304, 768, transposed=True),
+    Gemm("gpt2", "out", "linear", 768, 768, residual=True, transposed=True),
+    Gemm("gpt2", "ffn in", "linear", 3072, 768, "gelu_tanh", transposed=True),
+    Gemm("gpt2", "ffn out", "linear", 768, 3072, residual=True, transposed=True),
+    Gemm("llama", "qkv", "norm_linear", 3072, 2048, norm="rms", bias=False),
+    Gemm("llama", "out", "linear", 2048, 2048, bias=False, residual=True),
+    Gemm("llama", "gate up", "gated_linear", 8192, 2048, "silu", bias=False),
+    Gemm("llama", "down", "linear", 2048, 8192, bias=False, residual=True),
+    Gemm("t5", "qkv", "norm_linear", 2304, 768, norm="rms", bias=False),
+    Gemm("t5", "out", "linear", 768, 768, bias=False, residual=True),
+    Gemm("t5", "ffn in", "linear", 3072, 768, "relu", bias=False),
+    Gemm("t5", "ffn out", "linear", 768, 3072, bias=False, residual=True),
+    Gemm("vit", "qkv", "linear", 2304, 768),
+    Gemm("vit", "out", "linear", 768, 768, residual=True),
+    Gemm("vit", "ffn in", "linear", 3072, 768, "gelu"),
+    Gemm("vit", "ffn out", "linear", 768, 3072, residual=True),
+)
+MODELS = tuple(dict.fromkeys(gemm.model for gemm in GEMMS))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. `us` is None when the result was wrong or the candidate failed (`problem` says how)."""
+
+    model: str
+    gemm: str
+    template: str
+    tokens: int
+    n: int
+    k: int
+    dtype: str
+    impl: str
+    us: float | None
+    tflops: float | None
+    max_rel_err: float | None
+    torch_rel_err: float | None
+    first_call_s: float | None
+    problem: str = ""
+
+
+KEY = ("model", "gemm", "tokens", "dtype", "impl")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a product, seed 0; `vectors` are a norm's weight and bias where it has them."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    vectors: tuple[Tensor | None, Tensor | None]
+
+    @staticmethod
+    def of(gemm: Gemm, tokens: int, device: torch.device, dtype: torch.dtype) -> Inputs:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def drawn(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
+
+        rows = gemm.n * (2 if gemm.template == "gated_linear" else 1)
+        weight = drawn(rows, gemm.k, scale=gemm.k**-0.5)
+        after = gemm.template == "linear_norm"
+        return Inputs(
+            drawn(tokens, gemm.k),
+            weight.t().contiguous().t() if gemm.transposed else weight,
+            drawn(rows) if gemm.bias else None,
+            drawn(tokens, gemm.n) if gemm.residual else None,
+            (drawn(gemm.n), drawn(gemm.n)) if after else (None, None),
+        )
+
+    def wide(self, rows: Tensor) -> Inputs:
+        """Some rows in float64."""
+        residual = None if self.residual is None else self.residual[rows]
+        vectors = (_double(self.vectors[0]), _double(self.vectors[1]))
+        return Inputs(self.x[rows].double(), self.weight.double(), _double(self.bias), _double(residual), vectors)
+
+
+def _double(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.double()
+
+
+def twin(gemm: Gemm, given: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What is computed, in plain PyTorch: a function and its arguments."""
+    x, weight, bias, residual = given.x, given.weight, given.bias, given.residual
+    if gemm.template == "norm_linear":
+        return twins.norm_linear, (x, *given.vectors, weight, bias, gemm.norm, EPS, gemm.activation)
+    if gemm.template == "gated_linear":
+        return twins.gated_linear, (x, weight, bias, gemm.activation)
+    if gemm.template == "linear":
+        return twins.linear, (x, weight, bias, residual, gemm.activation)
+    return twins.linear_norm, (x, weight, bias, residual, *given.vectors, gemm.norm, EPS)
+
+
+def product_of(gemm: Gemm, given: Inputs) -> run.Product:
+    """The product as the templates' launching code takes it; a norm after it is not part of it."""
+    norm = Norm(gemm.norm, *given.vectors, EPS) if gemm.template == "norm_linear" else None
+    return run.product(gemm.template, given.x, given.weight, given.bias, given.residual, gemm.activation, norm)
+
+
+def call_of(gemm: Gemm, given: Inputs, name: str) -> Callable[[], Any]:
+    """What to time under a name: one of PyTorch's ways, or a configuration. linear_norm returns two tensors."""
+    if name == BARE:
+        return lambda: F.linear(given.x, given.weight)
+    if name in _MODES:
+        function, arguments = twin(gemm, given)
+        compiled = torch.compile(function, mode=_MODES[name], dynamic=False, fullgraph=True)
+        return lambda: compiled(*arguments)
+    config, product = GemmConfig.parse(name), product_of(gemm, given)
+    if gemm.template != "linear_norm":
+        return lambda: run.compute(product, config)
+    norm = Norm(gemm.norm, *given.vectors, EPS)
+
+    def call() -> Any:
+        h = run.compute(product, config)
+        return h, run.normalise(h, norm)
+
+    return call
+
+
+def run_gemm(
+    gemm: Gemm,
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    every: bool,
+    autotuned: bool,
+    rounds: int,
+    report: Callable[[str], None],
+) -> list[Row]:
+    """Check and time everything for one product.
+
+    Args:
+        every: all configurations that fit, not only the quick ones.
+        autotuned: Inductor's own search for products as well.
+        rounds: timed rounds.
+        report: told about each check.
+    """
+    given = Inputs.of(gemm, tokens, device, dtype)
+    capability = torch.cuda.get_device_capability(device)
+    fitting = [str(config) for config in configs(product_of(gemm, given).shape, dtype, capability)]
+    chosen = [name for name in fitting if every or name in QUICK]
+    wanted = [BARE, INDUCTOR, *([AUTOTUNED] if autotuned else []), *chosen]
+    check = Check(gemm, given)
+    good: dict[str, Callable[[], Any]] = {}
+    facts: dict[str, tuple[float | None, float | None, str]] = {}
+    for name in wanted:
+        start = time.perf_counter()
+        problem, error = "", None
+        try:
+            call = call_of(gemm, given, name)
+            if name == BARE:
+                call()
+            else:
+                error, problem = check(call, poisoned=name not in _MODES and name != "cublas")
+        except Exception as failure:  # whatever a compiler or a kernel raises must not end the race
+            problem = first_line(failure)
+            torch.cuda.synchronize(device)
+        facts[name] = error, time.perf_counter() - start, problem
+        if problem:
+            report(f"  {name}: {problem}")
+        else:
+            good[name] = call
+    timings = time_calls(good, device, rounds=rounds)
+    products = 2 * tokens * gemm.n * gemm.k * (2 if gemm.template == "gated_linear" else 1)
+    rows = []
+    for name, (error, first, problem) in facts.items():
+        us = timings[name].gpu_us if name in timings else None
+        tflops = products / us / 1e6 if us else None
+        rows.append(
+            Row(gemm.model, gemm.name, gemm.template, tokens, gemm.n, gemm.k, str(dtype).removeprefix("torch."), name,
+                us, tflops, error, check.plain, first, problem)
+        )  # fmt: skip
+    return rows
+
+
+class Check:
+    """Compares results with float64 on some rows, and with PyTorch's own result on all."""
+
+    def __init__(self, gemm: Gemm, given: Inputs) -> None:
+        tokens = given.x.shape[0]
+        rows = torch.arange(tokens, device=given.x.device)
+        if tokens > _CHECKED_ROWS:
+            drawn = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))[: _CHECKED_ROWS - 64]
+            rows = torch.cat((rows[:32], drawn.to(rows.device), rows[-32:]))
+        self.rows = rows
+        self.exact = _result(gemm, given.wide(rows))
+        self.usual = _result(gemm, given)
+        self.plain = relative_error(self.usual[..., rows, :], self.exact)
+        # A unit in the last place of the largest value.
+        self.unit = 2.0 ** -(10 if given.x.dtype == torch.float16 else 7)
+
+    def __call__(self, call: Callable[[], Any], poisoned: bool) -> tuple[float, str]:
+        """`(error, problem)`; the problem is empty when the result is right.
+
+        Args:
+            poisoned: results are made in memory full of NaN, so that what is not written shows.
+        """
+        found = _joined(_poisoned(call) if poisoned else call())
+        error = relative_error(found[..., self.rows, :], self.exact)
+        everywhere = relative_error(found, self.usual.double())
+        bound = _FACTOR * self.plain + _SLACK * self.unit / 2
+        if not (math.isfinite(everywhere) and error <= bound and everywhere <= 2 * bound):
+            return error, f"WRONG: error {error:.1e} (PyTorch {self.plain:.1e}), {everywhere:.1e} from PyTorch's result"
+        return error, ""
+
+
+def _result(gemm: Gemm, given: Inputs) -> Tensor:
+    function, arguments = twin(gemm, given)
+    return _joined(function(*arguments))
+
+
+def _joined(result: Any) -> Tensor:
+    """One tensor of one or two, so that both are compared."""
+    return torch.stack(result) if isinstance(result, tuple) else result
+
+
+def _poisoned(call: Callable[[], Any]) -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Record:
+    """The rows of one file, written anew after every product."""
+
+    def __init__(self, path: Path | None, device: torch.device) -> None:
+        self.path, self.device = path, device
+        self.rows: list[Row] = []
+        if path is not None and path.exists():
+            self.rows = [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Take rows in place of older ones of the same measurements."""
+        again = {_key(row) for row in rows}
+        self.rows = [row for row in self.rows if _key(row) not in again] + list(rows)
+        if self.path is None:
+            return
+        lines = ",\n  ".join(json.dumps(asdict(row)) for row in self.rows)
+        meta = json.dumps(provenance(self.device), indent=1)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        half = self.path.with_name(self.path.name + ".part")
+        half.write_text(f'{{"meta": {meta},\n "rows": [\n  {lines}\n ]}}\n', encoding="utf-8")
+        half.replace(self.path)
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(getattr(row, name) for name in KEY)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One product: the bare product, Inductor's best, the best template, and what had to be reached.
+
+    `needed` is the share of cuBLAS's speed at which fusing pays, `reached` the best template's.
+    """
+
+    model: str
+    gemm: str
+    tokens: int
+    bare_us: float
+    inductor_us: float
+    best: str
+    best_us: float
+
+    @property
+    def needed(self) -> float:
+        return self.bare_us / self.inductor_us
+
+    @property
+    def reached(self) -> float:
+        return self.bare_us / self.best_us
+
+    @property
+    def speedup(self) -> float:
+        return self.inductor_us / self.best_us
+
+
+def summaries(rows: Iterable[Row]) -> list[Summary]:
+    """One line a product of which everything has a time."""
+    cells: dict[tuple[str, str, int], dict[str, float]] = {}
+    for row in rows:
+        if row.us is not None:
+            cells.setdefault((row.model, row.gemm, row.tokens), {})[row.impl] = row.us
+    found = []
+    for (model, gemm, tokens), times in cells.items():
+        ours = {name: us for name, us in times.items() if name not in (BARE, *_MODES)}
+        peers = [times[name] for name in _MODES if name in times]
+        if BARE in times and peers and ours:
+            best = min(ours, key=lambda name: ours[name])
+            found.append(Summary(model, gemm, tokens, times[BARE], min(peers), best, ours[best]))
+    return found

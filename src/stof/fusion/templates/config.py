@@ -1,0 +1,297 @@
+"""How a template runs: shapes, configurations as short text, and the one rule for what fits what."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+
+from stof.errors import ArgumentError
+
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
+NORMS = ("rms", "layer")
+TEMPLATES = ("linear", "norm_linear", "gated_linear", "linear_norm")
+# tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. cublas: PyTorch's own product.
+KINDS = ("tile", "persistent", "pingpong", "together", "cublas")
+_GLUON = ("pingpong", "together")
+_HALVES = (torch.float16, torch.bfloat16)
+# Shared memory that one program may have, in bytes, by compute capability; what is not listed has the least of them.
+_SHARED = {(8, 0): 166_912, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
+_LEAST_SHARED = 101_376
+# What all programs on a multiprocessor of the GPUs with TMA have together.
+_SHARED_BY_ALL = 233_472
+# Barriers, and what the compiler aligns.
+_SHARED_REST = 2048
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """What a template is asked to compute.
+
+    Attributes:
+        template: one of `TEMPLATES`.
+        m, n, k: rows of x, columns of the result, width of x. For gated_linear the weight has 2 n rows.
+        activation: one of `ACTIVATIONS`.
+        norm: "" or one of `NORMS`; scaled: the norm has a weight or a bias.
+        bias, residual: whether there is one.
+        transposed: the weight's columns are contiguous in memory (`[K, N]` stored, seen as `[N, K]`).
+        aligned: TMA can read x, weight and residual (16-byte addresses and row strides) and write the result.
+    """
+
+    template: str
+    m: int
+    n: int
+    k: int
+    activation: str = "none"
+    norm: str = ""
+    scaled: bool = False
+    bias: bool = False
+    residual: bool = False
+    transposed: bool = False
+    aligned: bool = True
+
+    @property
+    def gated(self) -> bool:
+        return self.template == "gated_linear"
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How a product is computed. `str` gives the text that operators take, `parse` reads it.
+
+    Attributes:
+        kind: one of `KINDS`.
+        block_m, block_n, block_k: a tile's rows, columns of products (gated: gate and up together) and depth of a step.
+            pingpong's tile belongs to one of its two consumers.
+        warps: of a Triton program (Gluon kernels have nine).
+        stages: steps in flight.
+        split: programs that share a tile's depth (tile only).
+        group: rows of tiles that are walked side by side.
+        halves: the result leaves in halves, one written while the other is computed (persistent only).
+    """
+
+    kind: str
+    block_m: int = 0
+    block_n: int = 0
+    block_k: int = 0
+    warps: int = 4
+    stages: int = 3
+    split: int = 1
+    group: int = 8
+    halves: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == "cublas":
+            return self.kind
+        parts = [f"{self.block_m}x{self.block_n}x{self.block_k}"]
+        parts += [f"{self.warps}w"] * (self.kind not in _GLUON)
+        parts += [f"{self.stages}s", self.kind]
+        parts += [f"split{self.split}"] * (self.split > 1) + [f"group{self.group}"] * (self.group != 8)
+        return ",".join(parts + ["halves"] * self.halves)
+
+    @staticmethod
+    def parse(text: str) -> GemmConfig:
+        """Read `"128x256x64,8w,3s,persistent"`, `"64x64x64,4w,4s,tile,split4"`, `"cublas"`, ...
+
+        Raises:
+            ArgumentError: the text is none.
+        """
+        found = _PATTERN.fullmatch(text)
+        if text == "cublas":
+            return GemmConfig("cublas")
+        if found is None:
+            raise ArgumentError(
+                f"{text!r} is no configuration; expected 'cublas' or MxNxK[,Ww],Ss,kind[,splitP][,groupG][,halves] "
+                f"with kind one of {', '.join(KINDS[:-1])}, such as '128x256x64,8w,3s,persistent'"
+            )
+        return GemmConfig(
+            found["kind"],
+            block_m=int(found["m"]),
+            block_n=int(found["n"]),
+            block_k=int(found["k"]),
+            warps=int(found["warps"] or 4),
+            stages=int(found["stages"]),
+            split=int(found["split"] or 1),
+            group=int(found["group"] or 8),
+            halves=found["halves"] is not None,
+        )
+
+    def shared_memory(self, shape: GemmShape, itemsize: int) -> int:
+        """Bytes that one program takes, compiler's extras left out."""
+        width = self.block_n // 2 if shape.gated else self.block_n
+        loads = self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
+        if self.kind == "tile":
+            return loads
+        if self.kind == "persistent":
+            # The result on its way out; a residual is read in rows and goes the same way to the accumulator's order.
+            tile = self.block_m * width * itemsize // (2 if self.halves else 1)
+            return loads + tile * (1 + shape.residual)
+        outputs = 2 if self.kind == "pingpong" else 1
+        return loads + outputs * self.block_m * width * itemsize
+
+    def resident(self, shape: GemmShape, itemsize: int) -> int:
+        """Persistent programs that a multiprocessor holds: the second computes during the first one's epilogue."""
+        return 2 if self.warps <= 4 and 2 * (self.shared_memory(shape, itemsize) + 1024) <= _SHARED_BY_ALL else 1
+
+
+_PATTERN = re.compile(
+    r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(,(?P<warps>\d+)w)?,(?P<stages>\d+)s,(?P<kind>tile|persistent|pingpong|together)"
+    r"(,split(?P<split>\d+))?(,group(?P<group>\d+))?(?P<halves>,halves)?"
+)
+
+
+def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[str]:
+    """All reasons why a configuration cannot serve a shape; empty when it can."""
+    if config.kind == "cublas":
+        return _unfit_for_cublas(shape)
+    found = []
+    sizes = (config.block_m, config.block_n, config.block_k)
+    if any(size < 16 or size & (size - 1) for size in sizes):
+        found.append("tile sizes are powers of two from 16 up")
+    if config.warps not in (1, 2, 4, 8, 16) or not 1 <= config.stages <= 8 or config.group < 1 or config.split < 1:
+        found.append("1 to 16 warps (a power of two), 1 to 8 stages, group and split from 1 up")
+    if config.halves and config.kind != "persistent":
+        found.append("halves are for persistent programs")
+    if config.split > 1 and config.kind != "tile":
+        found.append("only plain tiles are split along their depth")
+    if config.split > max(1, shape.k // config.block_k):
+        found.append("more splits than steps")
+    if dtype not in _HALVES and not (config.kind == "tile" and dtype == torch.float32):
+        found.append(f"{config.kind} does not compute {dtype}")
+    limit = _SHARED.get(capability, _LEAST_SHARED)
+    needed = config.shared_memory(shape, dtype.itemsize) + _SHARED_REST
+    if needed > limit:
+        found.append(f"needs {needed} bytes of shared memory, there are {limit}")
+    if config.block_m * config.block_n > 128 * 256:
+        found.append("the accumulator is larger than the registers")
+    if config.kind != "tile":
+        found += _unfit_for_tma(config, shape, capability)
+    return found
+
+
+def _unfit_for_tma(config: GemmConfig, shape: GemmShape, capability: tuple[int, int]) -> list[str]:
+    found = []
+    if capability < (9, 0):
+        found.append("TMA needs compute capability 9.0")
+    if not shape.aligned:
+        found.append("TMA needs addresses and row strides that are multiples of 16 bytes")
+    if shape.norm and (shape.norm != "rms" or shape.scaled) and shape.template == "norm_linear":
+        found.append("the norm does not commute with the product (only an RMSNorm without weight does)")
+    if config.kind == "persistent":
+        if shape.template == "norm_linear":
+            found.append("persistent programs do not normalise")
+        return found
+    if capability != (9, 0):
+        found.append("written for compute capability 9.0")
+    rows = config.block_m if config.kind == "pingpong" else config.block_m // 2
+    if rows not in (64, 128) or rows * config.block_n > 128 * 128:
+        found.append("a consumer computes 64 or 128 rows and at most 128 x 128 products")
+    if config.block_k != 64 or config.stages < 2:
+        found.append("steps are 64 deep (a row of 128 bytes), and a stage is free again when the next step runs")
+    if shape.gated and shape.transposed:
+        found.append("gate and up must lie below each other")
+    if shape.gated and config.block_n < 128:
+        found.append("a gated tile has 128 columns of products or more")
+    return found
+
+
+def _unfit_for_cublas(shape: GemmShape) -> list[str]:
+    found = []
+    if shape.template not in ("linear", "linear_norm"):
+        found.append("cuBLAS has no such prologue or epilogue")
+    if shape.activation not in ("none", "relu", "gelu_tanh"):
+        found.append(f"cuBLAS has no {shape.activation} epilogue")
+    if shape.residual and shape.activation != "none":
+        found.append("cuBLAS adds a residual only to plain products")
+    if shape.activation != "none" and not shape.bias:
+        found.append("PyTorch reaches cuBLAS's activations only through a bias")
+    return found
+
+
+def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], processors: int) -> GemmConfig | None:
+    """A configuration for a shape that nobody has tuned; None when no kernel serves it.
+
+    Args:
+        processors: multiprocessors of the device.
+    """
+    if dtype == torch.float32:
+        return None  # cuBLAS has better float32 products than ours; they are there to be measured, not by default
+    for config in _preferred(shape, processors):
+        if not unfit(config, shape, dtype, capability):
+            return config
+    return None
+
+
+def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
+    """Best first, by what fills the device: few tiles of large ones, or many of small ones, split where too few."""
+    large = -(-shape.m // 128) * -(-shape.n // 128) * (2 if shape.gated else 1)
+    tile = GemmConfig("tile", 64, 64, 64, warps=4, stages=4)
+    if 2 * large < processors:
+        rows = 16 if shape.m <= 16 else 32 if shape.m <= 32 else 64
+        programs = -(-shape.m // rows) * -(-shape.n // 64)
+        split = min(8, max(1, processors // programs), max(1, shape.k // 256))
+        small = replace(tile, block_m=rows, split=1 << (split.bit_length() - 1))
+        return [small, replace(small, stages=2), replace(small, block_k=32, stages=2)]
+    return [
+        GemmConfig("pingpong", 128, 128, 64, stages=5),
+        GemmConfig("tile", 128, 128, 64, warps=8, stages=3),
+        GemmConfig("tile", 128, 128, 32, warps=8, stages=3),
+        replace(tile, block_k=32, stages=3),
+        replace(tile, block_k=32, stages=2),
+    ]
+
+
+def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[GemmConfig]:
+    """Configurations worth measuring for a shape: those of the list below that fit and do not waste most of a tile."""
+    found = []
+    for config in _CANDIDATES:
+        tall = config.block_m > 16 and config.block_m >= 4 * shape.m
+        wide = config.block_n > 32 and config.block_n >= 4 * shape.n * (2 if shape.gated else 1)
+        # Splitting pays where the tiles alone leave most of a device idle.
+        tiles = -(-shape.m // config.block_m) * -(-shape.n // config.block_n) if config.block_m else 1
+        idle = config.split == 1 or tiles * config.split <= 512
+        # Fewer programs than that leave nine tenths of a large GPU idle; small tiles do not.
+        small = config.block_m * config.block_n <= 64 * 64
+        few = tiles * config.split < 13 and not small
+        many = tiles > 2048 and small and config.kind != "cublas"
+        if not (tall or wide or few or many) and idle and not unfit(config, shape, dtype, capability):
+            found.append(config)
+    return found
+
+
+_CANDIDATES = (
+    GemmConfig("cublas"),
+    GemmConfig("pingpong", 128, 128, 64, stages=5),
+    GemmConfig("pingpong", 128, 128, 64, stages=4),
+    GemmConfig("pingpong", 64, 256, 64, stages=4),
+    GemmConfig("pingpong", 64, 128, 64, stages=7),
+    GemmConfig("together", 128, 256, 64, stages=3),
+    GemmConfig("together", 128, 128, 64, stages=6),
+    GemmConfig("together", 256, 128, 64, stages=3),
+    GemmConfig("together", 256, 128, 64, stages=3, group=4),
+    GemmConfig("persistent", 128, 256, 64, warps=8, stages=3),
+    GemmConfig("persistent", 128, 256, 64, warps=8, stages=3, halves=True),
+    GemmConfig("persistent", 128, 128, 64, warps=8, stages=4),
+    GemmConfig("persistent", 128, 128, 64, warps=4, stages=3, halves=True),
+    GemmConfig("tile", 128, 256, 64, warps=8, stages=3),
+    GemmConfig("tile", 128, 128, 64, warps=8, stages=3),
+    GemmConfig("tile", 128, 128, 64, warps=4, stages=3),
+    GemmConfig("tile", 128, 128, 32, warps=4, stages=3),
+    GemmConfig("tile", 128, 64, 64, warps=4, stages=4),
+    GemmConfig("tile", 64, 128, 64, warps=4, stages=4),
+    GemmConfig("tile", 64, 64, 64, warps=4, stages=4),
+    GemmConfig("tile", 64, 64, 32, warps=4, stages=3),
+    GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=2),
+    GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=4),
+    GemmConfig("tile", 64, 64, 64, warps=4, stages=4, split=8),
+    GemmConfig("persistent", 64, 64, 128, warps=4, stages=3),
+    GemmConfig("tile", 64, 32, 128, warps=4, stages=4),
+    GemmConfig("tile", 64, 32, 128, warps=4, stages=4, split=4),
+    GemmConfig("tile", 32, 64, 128, warps=4, stages=4),
+    GemmConfig("tile", 32, 64, 128, warps=4, stages=4, split=4),
+    GemmConfig("tile", 16, 32, 128, warps=4, stages=3),
+    GemmConfig("tile", 16, 64, 128, warps=4, stages=4),
+    GemmConfig("tile", 16, 64, 128, warps=4, stages=4, split=4),
+    GemmConfig("tile", 16, 32, 256, warps=4, stages=3, split=2),
+)

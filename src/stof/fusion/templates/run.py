@@ -1,0 +1,275 @@
+"""From tensors to kernels: the 2-D view a kernel wants, the configuration that fits, the launch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stof.fusion.templates import config as configuration
+from stof.fusion.templates.config import GemmConfig, GemmShape, unfit
+
+# Widest row that one program normalises.
+_WIDEST_ROW = 16384
+
+
+class Norm(NamedTuple):
+    """A norm before a product: "rms" or "layer", its weight and bias `[K]`, its epsilon."""
+
+    kind: str
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+class Product(NamedTuple):
+    """The tensors of one call as kernels read them: rows contiguous, weights in either order.
+
+    x `[M, K]`; weight `[N, K]` (gated: `[2 N, K]`), contiguous in either direction; bias `[N]` or `[2 N]`;
+    residual `[M, N]`; lead: the result's shape but for its last dimension.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    norm: Norm | None
+    activation: str
+    shape: GemmShape
+    lead: torch.Size
+
+
+def product(
+    template: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    norm: Norm | None = None,
+) -> Product:
+    """View (or, where strides are too odd, copy) the tensors of a call for the kernels."""
+    k = x.shape[-1]
+    n = weight.shape[0] // (2 if template == "gated_linear" else 1)
+    flat = _rows_contiguous(x.reshape(-1, k))
+    if weight.stride(1) != 1 and weight.stride(0) != 1:
+        weight = weight.contiguous()
+    flat_residual = None if residual is None else _rows_contiguous(residual.reshape(-1, n))
+    bias = None if bias is None else bias.contiguous()
+    transposed = weight.stride(1) != 1
+    stored = weight.t() if transposed else weight
+    read = [flat, stored] + ([] if flat_residual is None else [flat_residual])
+    shape = GemmShape(
+        template=template,
+        m=flat.shape[0],
+        n=n,
+        k=k,
+        activation=activation,
+        norm="" if norm is None else norm.kind,
+        scaled=norm is not None and (norm.weight is not None or norm.bias is not None),
+        bias=bias is not None,
+        residual=residual is not None,
+        transposed=transposed,
+        aligned=n * x.element_size() % 16 == 0 and all(map(_aligned, read)),
+    )
+    return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1])
+
+
+def choose(call: Product, text: str) -> GemmConfig | None:
+    """The configuration given as text if it fits these tensors, else the default for the shape, else None.
+
+    Raises:
+        ArgumentError: the text is no configuration.
+    """
+    given = GemmConfig.parse(text) if text else None
+    if call.x.device.type != "cuda" or not call.x.numel() or not call.shape.n or not _agree(call):
+        return None
+    capability, processors = _device(call.x.device.index or 0)
+    if given is not None and not unfit(given, call.shape, call.x.dtype, capability):
+        return given
+    return configuration.default(call.shape, call.x.dtype, capability, processors)
+
+
+def compute(call: Product, config: GemmConfig) -> Tensor:
+    """Run a product; result `[..., N]`, contiguous."""
+    if config.kind == "cublas":
+        out = _cublas(call)
+    else:
+        out = call.x.new_empty(call.shape.m, call.shape.n)
+        mean, rstd = (None, None) if call.norm is None else row_statistics(call.x, call.norm)
+        if config.kind == "tile":
+            _tile(call, config, out, mean, rstd)
+        elif config.kind == "persistent":
+            _persistent(call, config, out)
+        else:
+            _hopper(call, config, out, rstd)
+    return out.view(*call.lead, call.shape.n)
+
+
+def row_statistics(x: Tensor, norm: Norm) -> tuple[Tensor | None, Tensor]:
+    """Mean (None for RMSNorm) and 1 / deviation of every row of x `[M, K]`, float32 `[M]`."""
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if norm.kind == "layer" else None
+    _row_kernel(x, norm, None, mean, rstd)
+    return mean, rstd
+
+
+def can_normalise(x: Tensor) -> bool:
+    """Whether the row kernel serves tensors like x `[..., K]`."""
+    small = x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return x.device.type == "cuda" and small and 0 < x.shape[-1] <= _WIDEST_ROW and x.numel() > 0
+
+
+def normalise(x: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm or LayerNorm over the last dimension of a contiguous tensor."""
+    out = torch.empty_like(x)
+    _row_kernel(x.view(-1, x.shape[-1]), norm, out, None, None)
+    return out
+
+
+def _row_kernel(x: Tensor, norm: Norm, out: Tensor | None, mean: Tensor | None, rstd: Tensor | None) -> None:
+    import triton
+
+    from stof.fusion.templates.triton_gemm import row_norm_kernel
+
+    width = x.shape[1]
+    block = triton.next_power_of_2(width)
+    row_norm_kernel[(x.shape[0],)](
+        x, norm.weight, norm.bias, out, mean, rstd, width, x.stride(0), norm.eps,
+        BLOCK=block, NORM=norm.kind, HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
+        STATISTICS=out is None, num_warps=1 if block <= 256 else 4 if block <= 4096 else 8,
+    )  # fmt: skip
+
+
+def _tile(call: Product, config: GemmConfig, out: Tensor, mean: Tensor | None, rstd: Tensor | None) -> None:
+    from stof.fusion.templates.triton_gemm import tile_gemm_kernel
+    from stof.kernels.triton.scratch import zeroed_counters
+
+    x, weight, shape, norm = call.x, call.weight, call.shape, call.norm
+    width = config.block_n // 2 if shape.gated else config.block_n
+    tiles = -(-shape.m // config.block_m) * -(-shape.n // width)
+    partial = counters = None
+    if config.split > 1:
+        size = tiles * config.split * config.block_m * config.block_n
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        counters = zeroed_counters(tiles, x.device)
+    tile_gemm_kernel[(tiles * config.split,)](
+        x, weight, out, call.bias, call.residual, mean, rstd,
+        None if norm is None else norm.weight, None if norm is None else norm.bias, partial, counters,
+        shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
+        0 if call.residual is None else call.residual.stride(0),
+        BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, SPLITS=config.split,
+        GATED=shape.gated,
+        ACTIVATION="gelu_exact" if call.activation == "gelu" and x.dtype == torch.float32 else call.activation,
+        FAST=x.device.type == "cuda", HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None,
+        NORM="none" if norm is None else norm.kind,
+        HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
+        HAS_NORM_BIAS=norm is not None and norm.bias is not None,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+
+def _persistent(call: Product, config: GemmConfig, out: Tensor) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from stof.fusion.templates.triton_gemm import persistent_gemm_kernel
+
+    shape = call.shape
+    width = config.block_n // 2 if shape.gated else config.block_n
+    tiles = -(-shape.m // config.block_m) * -(-shape.n // width)
+    stored = call.weight.t() if shape.transposed else call.weight
+    b_box = [config.block_k, width] if shape.transposed else [width, config.block_k]
+    a_desc = TensorDescriptor(call.x, *_extent(call.x), [config.block_m, config.block_k])
+    b_desc = TensorDescriptor(stored, *_extent(stored), b_box)
+    c_desc = TensorDescriptor(out, *_extent(out), [config.block_m, width // 2 if config.halves else width])
+    programs = config.resident(shape, out.element_size()) * _programs(out)
+    persistent_gemm_kernel[(min(tiles, programs),)](
+        a_desc, b_desc, c_desc, call.bias, call.residual, shape.m, shape.n, shape.k,
+        0 if call.residual is None else call.residual.stride(0),
+        BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, GATED=shape.gated,
+        TRANSPOSED=shape.transposed, ACTIVATION=call.activation, FAST=out.device.type == "cuda",
+        HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None, SUBTILES=2 if config.halves else 1,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+
+def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None) -> None:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from stof.fusion.templates.hopper_gemm import hopper_gemm_kernel
+
+    shape = call.shape
+    shares = 1 if config.kind == "pingpong" else 2
+    rows = config.block_m // shares
+    width = config.block_n // 2 if shape.gated else config.block_n
+    stored = call.weight.t() if shape.transposed else call.weight
+    b_box = [config.block_k, width] if shape.transposed else [width, config.block_k]
+
+    def boxes(tensor: Tensor, box: list[int]) -> Any:
+        # All boxes are 64 elements wide or more: 128-byte swizzle.
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        return TensorDescriptor(tensor, *_extent(tensor), box, layout)
+
+    tiles = -(-shape.m // config.block_m) * -(-shape.n // width)
+    hopper_gemm_kernel[(min(tiles, _programs(out)),)](
+        boxes(call.x, [rows, config.block_k]), boxes(stored, b_box), boxes(out, [rows, width]),
+        None if call.residual is None else boxes(call.residual, [rows, width]), call.bias, rstd,
+        shape.m, shape.n, shape.k,
+        ROWS=rows, BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages, GROUP_M=config.group,
+        SHARES=shares, GATED=shape.gated, TRANSPOSED=shape.transposed, ACTIVATION=call.activation,
+        HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None, HAS_SCALE=rstd is not None,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _cublas(call: Product) -> Tensor:
+    weight = call.weight.t()
+    if call.activation != "none":
+        # Reaches cuBLASLt's epilogue; the GELU is the tanh form.
+        gelu = call.activation == "gelu_tanh"
+        return torch.ops.aten._addmm_activation(call.bias, call.x, weight, use_gelu=gelu)
+    if call.residual is None:
+        return F.linear(call.x, call.weight, call.bias)
+    out = torch.addmm(call.residual, call.x, weight)
+    return out if call.bias is None else out.add_(call.bias)
+
+
+def _agree(call: Product) -> bool:
+    """Whether all tensors have one device, and products one dtype; anything else is PyTorch's to serve or refuse."""
+    norm = () if call.norm is None else (call.norm.weight, call.norm.bias)
+    others = [t for t in (call.weight, call.bias, call.residual, *norm) if t is not None]
+    return call.weight.dtype == call.x.dtype and all(t.device == call.x.device for t in others)
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _aligned(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and _row_stride(x) * x.element_size() % 16 == 0
+
+
+def _row_stride(x: Tensor) -> int:
+    """A single row may have any stride; TMA wants a multiple of 16 bytes."""
+    return x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // 8) * 8
+
+
+def _extent(x: Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides as TMA wants them."""
+    return list(x.shape), [_row_stride(x), 1]
+
+
+def _programs(tensor: Tensor) -> int:
+    """Persistent programs: one a multiprocessor. Triton's interpreter takes them one by one: three."""
+    return _device(tensor.device.index or 0)[1] if tensor.device.type == "cuda" else 3
+
+
+@functools.cache
+def _device(index: int) -> tuple[tuple[int, int], int]:
+    """Compute capability and multiprocessors."""
+    found = torch.cuda.get_device_properties(index)
+    return (found.major, found.minor), found.multi_processor_count

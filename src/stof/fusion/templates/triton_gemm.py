@@ -1,0 +1,277 @@
+"""Matrix products with prologue and epilogue in Triton: plain tiles, and persistent programs that copy by TMA."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from stof.fusion.templates.device import activate, tile_place
+
+
+@triton.jit
+@no_type_check
+def _epilogue(
+    acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """What becomes of products `[r, n]` on their way out, in float32; `up` is ignored unless GATED."""
+    if HAS_BIAS:
+        acc = acc + tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up = up + tl.load(bias_ptr + columns + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+    acc = activate(acc, ACTIVATION, FAST)
+    if GATED:
+        acc = acc * up
+    if HAS_RESIDUAL:
+        kept = (r < rows)[:, None] & (n < columns)[None, :]
+        residual = tl.load(residual_ptr + r.to(tl.int64)[:, None] * stride_rm + n[None, :], mask=kept, other=0.0)
+        acc = acc + residual.to(tl.float32)
+    return acc
+
+
+@triton.jit
+@no_type_check
+def tile_gemm_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    bias_ptr,
+    residual_ptr,
+    mean_ptr,
+    rstd_ptr,
+    norm_weight_ptr,
+    norm_bias_ptr,
+    partial_ptr,
+    counters_ptr,
+    rows,
+    columns,
+    depth,
+    stride_am,
+    stride_bn,
+    stride_bk,
+    up_offset,
+    stride_rm,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_NORM_WEIGHT: tl.constexpr,
+    HAS_NORM_BIAS: tl.constexpr,
+):
+    """`C = act(norm(A) @ B.T + bias) + residual`, or act(gate) * up: one program a tile, or SPLITS over its depth.
+
+    The programs of a tile leave partial sums in `partial_ptr` (float32) but for the last, which adds them in order:
+    equal calls give equal bits. Counters are zero before and after.
+    """
+    program = tl.program_id(0)
+    split = program % SPLITS
+    tile = program // SPLITS
+    m, n_tile = tile_place(tile, tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), GROUP_M)
+    r = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows and columns that do not exist read the last one: no masks in the loop.
+    row = tl.minimum(r, rows - 1).to(tl.int64)
+    column = tl.minimum(n, columns - 1).to(tl.int64)
+    a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :]  # [BLOCK_M, BLOCK_K]
+    b_ptrs = b_ptr + column[None, :] * stride_bn + k[:, None] * stride_bk  # [BLOCK_K, BLOCK_N]
+    if NORM != "none":
+        rstd = tl.load(rstd_ptr + row)
+    if NORM == "layer":
+        mean = tl.load(mean_ptr + row)
+
+    steps = tl.cdiv(depth, BLOCK_K)
+    begin = split * steps // SPLITS
+    end = (split + 1) * steps // SPLITS
+    b_ptrs += begin.to(tl.int64) * (BLOCK_K * stride_bk)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    up = acc
+    for step in range(begin, end):
+        start = step * BLOCK_K
+        exists = k < depth - start
+        a = tl.load(a_ptrs + start, mask=exists[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=exists[:, None], other=0.0)
+        if NORM != "none":
+            scaled = a.to(tl.float32)
+            if NORM == "layer":
+                scaled = scaled - mean[:, None]
+            scaled = scaled * rstd[:, None]
+            if HAS_NORM_WEIGHT:
+                scaled = scaled * tl.load(norm_weight_ptr + start + k, mask=exists, other=0.0).to(tl.float32)[None, :]
+            if HAS_NORM_BIAS:
+                scaled = scaled + tl.load(norm_bias_ptr + start + k, mask=exists, other=0.0).to(tl.float32)[None, :]
+            a = scaled.to(a_ptr.dtype.element_ty)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        if GATED:
+            more = tl.load(b_ptrs + up_offset, mask=exists[:, None], other=0.0)
+            up = tl.dot(a, more, up, input_precision="ieee")
+        b_ptrs += BLOCK_K * stride_bk
+
+    write = True
+    if SPLITS > 1:
+        HALVES: tl.constexpr = 2 if GATED else 1
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+        at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        mine = partial_ptr + program.to(tl.int64) * (SIZE * HALVES)
+        tl.store(mine + at, acc)
+        if GATED:
+            tl.store(mine + SIZE + at, up)
+        # All threads' stores come before the one thread's release.
+        tl.debug_barrier()
+        write = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        if write:
+            tl.debug_barrier()
+            acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+            up = acc
+            for s in range(SPLITS):
+                other = partial_ptr + (tile * SPLITS + s).to(tl.int64) * (SIZE * HALVES)
+                # .cg: written by other multiprocessors
+                acc += tl.load(other + at, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(other + SIZE + at, cache_modifier=".cg")
+            tl.store(counters_ptr + tile, 0)
+    if write:
+        out = _epilogue(
+            acc,
+            up,
+            bias_ptr,
+            residual_ptr,
+            r,
+            n,
+            rows,
+            columns,
+            stride_rm,
+            GATED,
+            ACTIVATION,
+            FAST,
+            HAS_BIAS,
+            HAS_RESIDUAL,
+        )
+        kept = (r < rows)[:, None] & (n < columns)[None, :]
+        # r, not row: the last row would be written again and again.
+        c_ptrs = c_ptr + r.to(tl.int64)[:, None] * columns + n[None, :]
+        tl.store(c_ptrs, out.to(c_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+@no_type_check
+def persistent_gemm_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    bias_ptr,
+    residual_ptr,
+    rows,
+    columns,
+    depth,
+    stride_rm,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    GATED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    """`C = act(A @ B.T + bias) + residual`, or act(gate) * up: programs stay and walk the tiles.
+
+    The loops over tiles and over depth are one (flatten), so that the copies for the next tile are under way during
+    this one's epilogue. With two SUBTILES a half of the tile is written while the other is computed.
+    """
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    k_tiles = tl.cdiv(depth, BLOCK_K)
+    dtype = c_desc.dtype
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        m, n_tile = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        first_row = m * BLOCK_M
+        first = n_tile * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        up = acc
+        for step in range(k_tiles):
+            a = a_desc.load([first_row, step * BLOCK_K])
+            if TRANSPOSED:
+                b = b_desc.load([step * BLOCK_K, first])
+            else:
+                b = b_desc.load([first, step * BLOCK_K]).T
+            acc = tl.dot(a, b, acc)
+            if GATED:
+                if TRANSPOSED:
+                    more = b_desc.load([step * BLOCK_K, columns + first])
+                else:
+                    more = b_desc.load([columns + first, step * BLOCK_K]).T
+                up = tl.dot(a, more, up)
+        r = first_row + tl.arange(0, BLOCK_M)
+        if SUBTILES == 2:
+            HALF: tl.constexpr = BLOCK_N // 2
+            left, right = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, HALF]), [0, 2, 1]))
+            left_up, right_up = left, right
+            if GATED:
+                left_up, right_up = tl.split(tl.permute(tl.reshape(up, [BLOCK_M, 2, HALF]), [0, 2, 1]))
+            n = first + tl.arange(0, HALF)
+            left = _epilogue(left, left_up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
+                             GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
+            c_desc.store([first_row, first], left.to(dtype))
+            right = _epilogue(right, right_up, bias_ptr, residual_ptr, r, n + HALF, rows, columns, stride_rm,
+                              GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
+            c_desc.store([first_row, first + HALF], right.to(dtype))
+        else:
+            n = first + tl.arange(0, BLOCK_N)
+            out = _epilogue(acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
+                             GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
+            c_desc.store([first_row, first], out.to(dtype))
+
+
+@triton.jit
+@no_type_check
+def row_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    width,
+    stride_xm,
+    eps,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    STATISTICS: tl.constexpr,
+):
+    """RMSNorm or LayerNorm of one row a program; or, with STATISTICS, only its mean (layer) and 1 / deviation."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    exists = i < width
+    x = tl.load(x_ptr + row * stride_xm + i, mask=exists, other=0.0).to(tl.float32)
+    mean = 0.0
+    if NORM == "layer":
+        mean = tl.sum(x, 0) / width
+        x = tl.where(exists, x - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    if STATISTICS:
+        tl.store(rstd_ptr + row, rstd)
+        if NORM == "layer":
+            tl.store(mean_ptr + row, mean)
+    else:
+        x = x * rstd
+        if HAS_WEIGHT:
+            x = x * tl.load(weight_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x = x + tl.load(bias_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * width + i, x.to(out_ptr.dtype.element_ty), mask=exists)

@@ -1,0 +1,95 @@
+"""The product benchmark: what it computes, that it refuses wrong results, and its file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from stof.bench import gemm as bench
+from stof.bench.gemm import GEMMS, INDUCTOR, Check, Gemm, Inputs, Record, Row, call_of, run_gemm, summaries
+from stof.bench.layer import COSINE, FUSED, LayerShape, configs_from, run_layer
+from stof.fusion.templates import GemmConfig
+
+CPU = torch.device("cpu")
+
+
+def small(gemm: Gemm) -> Gemm:
+    return replace(gemm, n=48, k=64)
+
+
+@pytest.mark.parametrize("gemm", GEMMS, ids=lambda g: f"{g.model} {g.name}")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
+def test_every_product_is_checked(gemm: Gemm) -> None:
+    gemm = small(gemm)
+    given = Inputs.of(gemm, 20, CPU, torch.float16)
+    check = Check(gemm, given)
+    right = call_of(gemm, given, "32x32x32,4w,2s,tile")
+    assert check(right, poisoned=True)[1] == ""
+
+    def wrong() -> Any:
+        result = right()
+        broken = result[-1] if isinstance(result, tuple) else result
+        broken[13, 7] += 1.0
+        return result
+
+    assert check(wrong, poisoned=True)[1].startswith("WRONG")
+    unwritten = torch.full_like(check.usual, torch.nan)
+    assert check(lambda: unwritten, poisoned=False)[1].startswith("WRONG")
+
+
+def test_failures_and_wrong_results_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(bench, "configs", lambda *_: [GemmConfig.parse("cublas"), GemmConfig.parse("32x32x32,2s,tile")])
+    monkeypatch.setitem(bench._MODES, INDUCTOR, "no such mode")
+    rows = run_gemm(
+        small(GEMMS[1]), 9, CPU, torch.float16, every=True, autotuned=False, rounds=1, report=lambda text: None
+    )
+    problems = {row.impl: row.problem for row in rows}
+    assert problems[INDUCTOR]
+    assert problems["cublas"] == problems["32x32x32,4w,2s,tile"] == ""
+    assert all(row.us is None for row in rows)
+
+
+def row(impl: str, us: float | None, tokens: int = 512, gemm: str = "qkv") -> Row:
+    return Row("bert", gemm, "linear", tokens, 2304, 768, "float16", impl, us, None, 1e-4, 1e-4, 1.0)
+
+
+def test_summary_and_configurations() -> None:
+    rows = [row(bench.BARE, 10.0), row(INDUCTOR, 15.0), row("cublas", 12.0), row("64x64x64,4w,4s,tile", None)]
+    rows += [row(bench.BARE, 10.0, gemm="out"), row(INDUCTOR, 11.0, gemm="out"), row("cublas", 12.0, gemm="out")]
+    first, second = summaries(rows)
+    assert (first.best, first.best_us) == ("cublas", 12.0)
+    assert (first.needed, first.reached, first.speedup) == pytest.approx((10 / 15, 10 / 12, 15 / 12))
+    assert second.speedup < 1
+    assert configs_from(rows, "bert", 512) == {"qkv": "cublas", "out": None, "ffn in": "", "ffn out": ""}
+    assert configs_from(rows, "bert", 128)["qkv"] == ""
+
+
+def test_file_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "gemm.json"
+    Record(path, CPU).add([row("cublas", 5.0), row(INDUCTOR, 6.0)])
+    again = Record(path, CPU)
+    again.add([row("cublas", 4.0)])
+    assert [(r.impl, r.us) for r in Record(path, CPU).rows] == [(INDUCTOR, 6.0), ("cublas", 4.0)]
+
+
+@pytest.mark.parametrize("model", ["bert", "llama"])
+def test_fused_layer_is_the_layer(model: str) -> None:
+    """On a CPU operators run their twins: the fused layer's structure, packing and folding are right."""
+    torch.compiler.reset()
+    shape = LayerShape(model, 2, 24, 64, 96, 8, 8 if model == "bert" else 2)
+    configs = configs_from([], model, 48)
+    rows = run_layer(shape, configs, CPU, torch.float32, 1, [])
+    left = run_layer(shape, dict.fromkeys(configs), CPU, torch.float32, 1, [])
+    for one in (*rows, *left):
+        assert one.impl == FUSED
+        assert one.problem == ""
+        assert one.cosine is not None
+        assert one.cosine > 1 - 1e-6 > COSINE

@@ -1,0 +1,173 @@
+"""The templates as operators: schemas and fakes, twins on a CPU, errors, configurations as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stof.errors import ArgumentError
+from stof.fusion.templates import GemmConfig, GemmShape, configs, gated_linear, linear, linear_norm, norm_linear, unfit
+from stof.fusion.templates.config import KINDS, TEMPLATES, default
+
+CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def arguments(op: Any) -> tuple[Any, ...]:
+    x, weight, bias, residual = drawn(2, 5, 12), drawn(8, 12), drawn(8), drawn(2, 5, 8)
+    return {
+        linear: (x, weight, bias, residual, "gelu", ""),
+        norm_linear: (x, drawn(12), drawn(12), weight, bias, "layer", 1e-5, "relu", ""),
+        gated_linear: (x, drawn(16, 12), drawn(16), "silu", ""),
+        linear_norm: (x, weight, bias, residual, drawn(8), None, "rms", 1e-6, ""),
+    }[op]
+
+
+OPS = (linear, norm_linear, gated_linear, linear_norm)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_schema_and_fake(op: Any) -> None:
+    torch.library.opcheck(op, arguments(op), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_equals_eager(op: Any) -> None:
+    given = arguments(op)
+    compiled = torch.compile(lambda *a: op(*a), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given), op(*given))
+
+
+def test_meaning() -> None:
+    """Against the definitions, written out."""
+    x, weight, bias, residual, _, _ = arguments(linear)
+    plain = x @ weight.T + bias
+    torch.testing.assert_close(linear(x, weight, bias, residual, "silu", ""), plain * torch.sigmoid(plain) + residual)
+    torch.testing.assert_close(linear(x, weight, None, None, "relu", ""), (x @ weight.T).clamp_min(0))
+    exact = 0.5 * plain * (1 + torch.erf(plain / 2**0.5))
+    torch.testing.assert_close(linear(x, weight, bias, None, "gelu", ""), exact)
+    tanh = 0.5 * plain * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (plain + 0.044715 * plain**3)))
+    torch.testing.assert_close(linear(x, weight, bias, None, "gelu_tanh", ""), tanh)
+
+    scale, shift = drawn(12), drawn(12)
+    centred = x - x.mean(-1, keepdim=True)
+    layer = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale + shift
+    rms = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    out = norm_linear(x, scale, shift, weight, bias, "layer", 1e-5, "none", "")
+    torch.testing.assert_close(out, layer @ weight.T + bias)
+    out = norm_linear(x, scale, None, weight, None, "rms", 1e-5, "none", "")
+    torch.testing.assert_close(out, (rms * scale) @ weight.T)
+
+    both = drawn(16, 12)
+    gate, up = x @ both[:8].T, x @ both[8:].T
+    torch.testing.assert_close(gated_linear(x, both, None, "silu", ""), F.silu(gate) * up)
+
+    h, normed = linear_norm(x, weight, bias, residual, None, None, "rms", 1e-5, "")
+    torch.testing.assert_close(h, plain + residual)
+    torch.testing.assert_close(normed, h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+@pytest.mark.parametrize("shape", [(0, 12), (3, 0, 12), (12,)])
+def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
+    x, weight = drawn(*shape), drawn(8, 12)
+    assert torch.equal(linear(x, weight, None, None, "none", "cublas"), x @ weight.T)
+
+
+def test_refusals() -> None:
+    x, weight, bias, residual, _, _ = arguments(linear)
+    with pytest.raises(ArgumentError, match="activation is one of"):
+        linear(x, weight, bias, residual, "swish", "")
+    with pytest.raises(ArgumentError, match="norm is 'rms' or 'layer'"):
+        norm_linear(x, None, None, weight, bias, "batch", 1e-5, "none", "")
+    with pytest.raises(ArgumentError, match="is no configuration"):
+        linear(x, weight, bias, residual, "none", "128x128,fast")
+    with pytest.raises(ArgumentError, match="equally many rows"):
+        gated_linear(x, drawn(7, 12), None, "silu", "")
+
+
+powers = st.sampled_from([16, 32, 64, 128, 256])
+shapes = st.builds(
+    GemmShape,
+    template=st.sampled_from(TEMPLATES),
+    m=st.integers(1, 20000),
+    n=st.integers(1, 9000),
+    k=st.integers(1, 9000),
+    activation=st.sampled_from(["none", "gelu", "gelu_tanh"]),
+    norm=st.sampled_from(["rms", "layer"]),
+    scaled=st.booleans(),
+    bias=st.booleans(),
+    residual=st.booleans(),
+    transposed=st.booleans(),
+    aligned=st.booleans(),
+)
+
+
+@given(
+    kind=st.sampled_from(KINDS[:-1]),
+    sizes=st.tuples(powers, powers, powers),
+    warps=st.sampled_from([1, 4, 8]),
+    stages=st.integers(1, 8),
+    split=st.integers(1, 9),
+    group=st.integers(1, 9),
+    halves=st.booleans(),
+)
+def test_text_round_trip(
+    kind: str, sizes: tuple[int, int, int], warps: int, stages: int, split: int, group: int, halves: bool
+) -> None:
+    warps = warps if kind in ("tile", "persistent") else 4
+    config = GemmConfig(kind, *sizes, warps=warps, stages=stages, split=split, group=group, halves=halves)
+    assert GemmConfig.parse(str(config)) == config
+
+
+@pytest.mark.parametrize("text", ["", "cublas ", "64x64x64", "64x64x64,3s,cublas", "64x64x64,4w,3s,tile,split", "a"])
+def test_text_that_is_none(text: str) -> None:
+    with pytest.raises(ArgumentError, match="is no configuration"):
+        GemmConfig.parse(text)
+
+
+@given(shape=shapes, capability=st.sampled_from(CAPABILITIES), dtype=st.sampled_from([torch.float16, torch.float32]))
+def test_candidates_and_defaults_fit(shape: GemmShape, capability: tuple[int, int], dtype: torch.dtype) -> None:
+    for config in configs(shape, dtype, capability):
+        assert unfit(config, shape, dtype, capability) == []
+    chosen = default(shape, dtype, capability, 132)
+    if dtype == torch.float32:
+        assert chosen is None
+    else:
+        assert chosen is not None
+        assert unfit(chosen, shape, dtype, capability) == []
+        assert configs(shape, dtype, capability), "there is always something to measure"
+
+
+def test_reasons() -> None:
+    """Each rule refuses what it is about, and says so."""
+    shape = GemmShape("linear", 4096, 3072, 768, activation="gelu", bias=True)
+
+    def why(text: str, capability: tuple[int, int] = (9, 0), **changes: Any) -> str:
+        given = GemmShape(**{**vars(shape), **changes})
+        return "; ".join(unfit(GemmConfig.parse(text), given, torch.float16, capability))
+
+    assert why("128x128x64,5s,pingpong") == ""
+    assert "compute capability 9.0" in why("128x128x64,5s,pingpong", (10, 0))
+    assert "16 bytes" in why("128x128x64,5s,pingpong", aligned=False)
+    assert "shared memory" in why("128x128x64,6s,pingpong")
+    assert "128 rows" in why("256x128x64,2s,pingpong")
+    assert "64 deep" in why("128x128x32,4s,pingpong")
+    assert "next step" in why("128x128x64,1s,pingpong")
+    assert "below each other" in why("128x128x64,4s,pingpong", template="gated_linear", transposed=True)
+    assert "does not commute" in why("128x128x64,4s,pingpong", template="norm_linear", norm="layer")
+    assert "do not normalise" in why("128x128x64,8w,3s,persistent", template="norm_linear", norm="rms")
+    assert "TMA" in why("128x128x64,8w,3s,persistent", (8, 0))
+    assert "powers of two" in why("96x128x64,8w,3s,tile")
+    assert "more splits" in why("64x64x64,4w,3s,tile,split16")
+    assert "no gelu epilogue" in why("cublas")
+    assert why("cublas", activation="gelu_tanh") == ""
+    assert "residual" in why("cublas", activation="relu", residual=True)

@@ -1,0 +1,232 @@
+"""The template kernels against float64: on a GPU where there is one, else under Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stof.fusion.templates import GemmConfig, run, twins
+from stof.fusion.templates.config import ACTIVATIONS, unfit
+from stof.fusion.templates.run import Norm
+from stof.testing.oracle import error_budget
+
+pytest.importorskip("triton")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HALVES = DTYPES[:2]
+TILE, SPLIT = "32x32x16,4w,2s,tile", "16x32x16,4w,2s,tile,split3"
+PERSISTENT = ("32x32x32,4w,2s,persistent", "32x32x16,4w,2s,persistent,group2,halves")
+GLUON = (
+    "128x128x64,5s,pingpong",
+    "128x128x64,2s,pingpong",
+    "64x256x64,4s,pingpong",
+    "64x64x64,3s,pingpong",
+    "128x256x64,3s,together",
+    "256x128x64,3s,together,group1",
+    "128x64x64,2s,together",
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    # Triton 3.6's interpreter under NumPy 2.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
+    # NumPy warns of activations that saturate; wrong results fail anyway.
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+]
+
+
+def tensors(
+    m: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False, transposed: bool = False, seed: int = 0
+) -> dict[str, Tensor]:
+    """x, weight, bias, residual and a norm's vectors, standard normal but for the weight's scale."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = 2 * n if gated else n
+    shapes = {"x": (m, k), "weight": (rows, k), "bias": (rows,), "residual": (m, n), "scale": (k,), "shift": (k,)}
+    made = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    made["weight"] /= k**0.5
+    made = {name: t.to(DEVICE, dtype) for name, t in made.items()}
+    if transposed:
+        made["weight"] = made["weight"].t().contiguous().t()
+    return made
+
+
+def check(product: run.Product, text: str, twin: Callable[..., Any]) -> Tensor:
+    """Compute, compare with the twin in float64, bounded by the twin's own error; `twin(convert)` converts tensors."""
+    config = GemmConfig.parse(text)
+    capability = torch.cuda.get_device_capability() if ON_GPU else (9, 0)
+    assert not unfit(config, product.shape, product.x.dtype, capability)
+    out = run.compute(product, config)
+    dtype = product.x.dtype
+    expected = twin(lambda t: t.double())
+    budget = error_budget(twin(lambda t: t), expected, dtype)
+    assert out.dtype == dtype
+    assert out.shape == expected.shape
+    assert out.is_contiguous()
+    error = float((out.double() - expected).abs().nan_to_num(torch.inf).max())
+    assert error <= budget.allowed, f"off by {error:.2e}, allowed {budget.allowed:.2e}, PyTorch {budget.plain:.2e}"
+    return out
+
+
+def check_linear(
+    text: str, t: dict[str, Tensor], activation: str = "none", bias: bool = True, residual: bool = False
+) -> Tensor:
+    b, r = t["bias"] if bias else None, t["residual"] if residual else None
+    product = run.product("linear", t["x"], t["weight"], b, r, activation)
+
+    def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
+        return twins.linear(
+            f(t["x"]), f(t["weight"]), None if b is None else f(b), None if r is None else f(r), activation
+        )
+
+    return check(product, text, twin)
+
+
+def check_gated(text: str, t: dict[str, Tensor], activation: str = "silu", bias: bool = False) -> Tensor:
+    b = t["bias"] if bias else None
+    product = run.product("gated_linear", t["x"], t["weight"], b, None, activation)
+
+    def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
+        return twins.gated_linear(f(t["x"]), f(t["weight"]), None if b is None else f(b), activation)
+
+    return check(product, text, twin)
+
+
+def check_normed(text: str, t: dict[str, Tensor], kind: str, scaled: bool, activation: str = "none") -> Tensor:
+    norm = Norm(kind, t["scale"] if scaled else None, t["shift"] if scaled and kind == "layer" else None, 1e-5)
+    product = run.product("norm_linear", t["x"], t["weight"], t["bias"], None, activation, norm)
+
+    def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
+        scale, shift = None if norm.weight is None else f(norm.weight), None if norm.bias is None else f(norm.bias)
+        return twins.norm_linear(f(t["x"]), scale, shift, f(t["weight"]), f(t["bias"]), kind, 1e-5, activation)
+
+    return check(product, text, twin)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, dtype: torch.dtype) -> None:
+    check_linear(TILE, tensors(37, 41, 50, dtype), activation, residual=True)
+
+
+@settings(max_examples=25)
+@given(
+    m=st.integers(1, 70),
+    n=st.integers(1, 70),
+    k=st.integers(1, 100),
+    dtype=st.sampled_from(DTYPES),
+    transposed=st.booleans(),
+    bias=st.booleans(),
+    residual=st.booleans(),
+    split=st.booleans(),
+)
+def test_tiles_of_any_shape(
+    m: int, n: int, k: int, dtype: torch.dtype, transposed: bool, bias: bool, residual: bool, split: bool
+) -> None:
+    t = tensors(m, n, k, dtype, transposed=transposed)
+    check_linear(SPLIT if split and k >= 48 else TILE, t, "gelu", bias, residual)
+
+
+@settings(max_examples=15)
+@given(
+    m=st.integers(1, 80),
+    n=st.integers(1, 9),
+    k=st.integers(1, 12),
+    dtype=st.sampled_from(HALVES),
+    transposed=st.booleans(),
+    residual=st.booleans(),
+    text=st.sampled_from(PERSISTENT),
+)
+def test_persistent_programs(
+    m: int, n: int, k: int, dtype: torch.dtype, transposed: bool, residual: bool, text: str
+) -> None:
+    # TMA asks for rows of 16 bytes.
+    check_linear(text, tensors(m, 8 * n, 8 * k, dtype, transposed=transposed), "gelu_tanh", residual=residual)
+
+
+@pytest.mark.parametrize("text", [*PERSISTENT, "32x64x16,4w,2s,tile", "16x32x16,4w,2s,tile,split2"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gated(text: str, transposed: bool) -> None:
+    check_gated(text, tensors(45, 40, 72, torch.float16, gated=True, transposed=transposed), bias=True)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("text", [TILE, SPLIT])
+def test_norm_before(kind: str, scaled: bool, text: str) -> None:
+    for dtype in DTYPES:
+        check_normed(text, tensors(33, 35, 75, dtype), kind, scaled, "relu")
+
+
+def test_norm_of_rows_far_from_zero() -> None:
+    """The variance is of differences from the mean, not a difference of squares."""
+    t = tensors(9, 16, 64, torch.float32)
+    t["x"] += 1000.0
+    check_normed(TILE, t, "layer", True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_normalise(kind: str, dtype: torch.dtype) -> None:
+    t = tensors(7, 1, 300, dtype)
+    for scale, shift in ((None, None), (t["scale"], t["shift"])):
+        out = run.normalise(t["x"], Norm(kind, scale, shift, 1e-5))
+        wide = [None if v is None else v.double() for v in (scale, shift)]
+        expected = twins.normalised(t["x"].double(), *wide, kind, 1e-5)
+        budget = error_budget(twins.normalised(t["x"], scale, shift, kind, 1e-5), expected, dtype)
+        assert float((out.double() - expected).abs().nan_to_num(torch.inf).max()) <= budget.allowed
+
+
+def test_strides() -> None:
+    """Rows further apart than they are long, three dimensions, and columns apart."""
+    t = tensors(24, 40, 64, torch.float16)
+    wide = torch.full((24, 80), torch.nan, device=DEVICE, dtype=torch.float16)
+    wide[:, :64] = t["x"]
+    plain = check_linear(TILE, t, residual=True)
+    for x in (wide[:, :64], wide[:, :64].view(2, 12, 64), t["x"].t().contiguous().t()):
+        lead = x.shape[:-1]
+        residual = t["residual"].t().contiguous().t().view(*lead, 40)
+        for text in (TILE, PERSISTENT[0]):
+            product = run.product("linear", x, t["weight"], t["bias"], residual, "none")
+            out = run.compute(product, GemmConfig.parse(text))
+            assert out.shape == (*lead, 40)
+            torch.testing.assert_close(out.view(24, 40), plain, atol=2e-3, rtol=2e-3)
+
+
+def test_equal_calls_give_equal_bits() -> None:
+    t = tensors(40, 33, 96, torch.float16)
+    assert torch.equal(check_linear(SPLIT, t), check_linear(SPLIT, t))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("text", GLUON)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_hopper(text: str, dtype: torch.dtype) -> None:
+    for m, n, k in ((1, 8, 8), (300, 328, 520), (4096, 3072, 768), (513, 768, 3072)):
+        for transposed in (False, True):
+            t = tensors(m, n, k, dtype, transposed=transposed)
+            check_linear(text, t, "gelu", residual=True)
+            check_linear(text, t, "gelu_tanh", bias=False)
+            check_normed(text, t, "rms", False, "silu")
+        if GemmConfig.parse(text).block_n >= 128:
+            check_gated(text, tensors(m, n, k, dtype, gated=True), bias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("text", ["128x256x64,8w,3s,persistent,halves", "128x128x64,4w,3s,persistent,halves", "cublas"])
+def test_candidates_on_a_gpu(text: str) -> None:
+    for m, n, k in ((300, 328, 520), (4096, 3072, 768)):
+        t = tensors(m, n, k, torch.float16)
+        check_linear(text, t, "gelu_tanh")
+        if text != "cublas":
+            check_gated(text, tensors(m, n, k, torch.float16, gated=True))
