@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stof.cli.bench_fusion import gemm, layer
+from stof.cli.bench_models import models
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ _Merge = Annotated[bool, typer.Option("--merge", help="Keep what the output file
 
 app.command()(gemm)
 app.command()(layer)
+app.command()(models)
 
 
 @app.callback()

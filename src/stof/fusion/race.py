@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stof.fusion.report import FusionReport
+from stof.tuning.timing import wall_us
 
-Timer = Callable[[Callable[[], object], Callable[[], object]], tuple[float, float]]
+Timer = Callable[[Mapping[str, Callable[[], object]], torch.device], Mapping[str, float]]
 
 
 class Race:
@@ -21,7 +21,7 @@ class Race:
         fused, plain: with templates and without; the same function, which changes nothing in place.
         report: gets a note with both times; when `plain` wins, its segments are marked as taken back.
         tell: called with the report once it is decided.
-        timer: microseconds of one call of each.
+        timer: microseconds of each of some calls.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Race:
         plain: Callable[..., Any],
         report: FusionReport,
         tell: Callable[[FusionReport], object],
-        timer: Timer | None = None,
+        timer: Timer = wall_us,
     ) -> None:
         self.fused, self.plain, self.report, self.tell = fused, plain, report, tell
         self.timer = timer
@@ -43,8 +43,10 @@ class Race:
         return self.winner(*args)
 
     def _decide(self, args: tuple[Any, ...]) -> None:
-        timer = self.timer or wall_us
-        fused_us, plain_us = timer(lambda: self.fused(*args), lambda: self.plain(*args))
+        devices = sorted({value.device for value in args if isinstance(value, Tensor)}, key=lambda d: d.type != "cuda")
+        device = devices[0] if devices else torch.device("cpu")
+        times = self.timer({"fused": lambda: self.fused(*args), "plain": lambda: self.plain(*args)}, device)
+        fused_us, plain_us = times["fused"], times["plain"]
         self.winner = self.fused if fused_us < plain_us else self.plain
         verdict = "templates kept" if self.winner is self.fused else "templates taken back"
         self.report.notes.append(f"whole model: {fused_us:.0f} us with templates, {plain_us:.0f} us without; {verdict}")
@@ -52,22 +54,3 @@ class Race:
             self.report.take_back("the whole model is not faster with it")
         self.fused = self.plain = self.winner  # what lost may be freed
         self.tell(self.report)
-
-
-def wall_us(one: Callable[[], object], other: Callable[[], object], *, rounds: int = 10) -> tuple[float, float]:
-    """Medians of the wall time of two calls in turn, results awaited, after three untimed rounds."""
-    taken: tuple[list[float], list[float]] = ([], [])
-    for turn in range(3 + rounds):
-        for call, times in zip((one, other), taken, strict=True):
-            _wait()
-            start = time.perf_counter()
-            call()
-            _wait()
-            if turn >= 3:
-                times.append(time.perf_counter() - start)
-    return statistics.median(taken[0]) * 1e6, statistics.median(taken[1]) * 1e6
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
