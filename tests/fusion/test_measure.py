@@ -124,7 +124,7 @@ def test_the_faster_of_two_models_stays(times: tuple[float, float], kept: bool) 
         lambda x: ("plain", x),
         report,
         told.append,
-        lambda calls, device: dict(zip(calls, times, strict=True)),
+        timer=lambda calls, device: dict(zip(calls, times, strict=True)),
     )
     for _ in range(2):
         assert race(3) == ("fused" if kept else "plain", 3)

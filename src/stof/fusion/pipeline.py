@@ -17,6 +17,7 @@ from stof.fusion.propagate import propagate
 from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.rules import LONGEST, apart, joined, pays, suggested
 from stof.fusion.search import Budget, Meter, Progress, two_stage
+from stof.fusion.store import Contents, Entry, Store, segment_key
 from stof.fusion.tune import GraphSpace, TimeClaim
 
 
@@ -30,6 +31,7 @@ class Search:
         per_segment: configurations drawn for each segment in a round of stage 2.
         progress: called after each measurement.
         seed: of the draws.
+        store: where measurements are looked up, and kept; None for none.
     """
 
     time_claim: TimeClaim
@@ -37,6 +39,7 @@ class Search:
     per_segment: int = 4
     progress: Callable[[Progress], object] | None = None
     seed: int = 0
+    store: Store | None = None
 
 
 def fuse(gm: fx.GraphModule, search: Search | None = None) -> FusionReport:
@@ -55,8 +58,9 @@ def fuse(gm: fx.GraphModule, search: Search | None = None) -> FusionReport:
     meter: Meter | None = None
     if search is not None:
         graph = GraphSpace(operators, order, search.time_claim)
-        meter = Meter(graph.space(), Budget(search.seconds), search.progress)
+        meter = _meter(graph, search)
         chosen = _searched(graph, meter, chosen, search, report)
+        _keep(meter, search)
     scheme = joined(operators, [_range(start, choice) for start, choice in chosen.items()])
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
     report.segments = [_row(operators, segment, chosen.get(segment.start), meter) for segment in scheme.segments]
@@ -80,6 +84,29 @@ def untouchable(graph: fx.Graph) -> str:
 
 def _range(start: int, choice: Choice) -> range:
     return range(start, start + len(choice.claim.operators))
+
+
+def _meter(graph: GraphSpace, search: Search) -> Meter:
+    """A meter that knows what the store holds."""
+    space, budget = graph.space(), Budget(search.seconds)
+    if search.store is None:
+        return Meter(space, budget, search.progress)
+    held = search.store.load().segments
+    segments = {key: held.get(segment_key(key), Entry()) for key in graph.claimed_keys()}
+    done = [key for key, entry in segments.items() if entry.per_segment >= search.per_segment]
+    return Meter(space, budget, search.progress, lambda key: segments.get(key, Entry()).times, done)
+
+
+def _keep(meter: Meter, search: Search) -> None:
+    """Write what was measured to the store."""
+    if search.store is None or not meter.measurements:
+        return
+    entries = {
+        segment_key(key): Entry(times, search.per_segment if key in meter.searched else 0)
+        for key, times in meter.times.items()
+        if times
+    }
+    search.store.update(Contents(entries))
 
 
 def _searched(

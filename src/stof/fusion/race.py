@@ -21,6 +21,7 @@ class Race:
         fused, plain: with templates and without; the same function, which changes nothing in place.
         report: gets a note with both times; when `plain` wins, its segments are marked as taken back.
         tell: called with the report once it is decided.
+        keep: called with both times once they are known.
         timer: microseconds of each of some calls.
     """
 
@@ -30,10 +31,11 @@ class Race:
         plain: Callable[..., Any],
         report: FusionReport,
         tell: Callable[[FusionReport], object],
+        keep: Callable[[float, float], object] = lambda fused_us, plain_us: None,
         timer: Timer = wall_us,
     ) -> None:
         self.fused, self.plain, self.report, self.tell = fused, plain, report, tell
-        self.timer = timer
+        self.keep, self.timer = keep, timer
         self.winner: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -47,10 +49,17 @@ class Race:
         device = devices[0] if devices else torch.device("cpu")
         times = self.timer({"fused": lambda: self.fused(*args), "plain": lambda: self.plain(*args)}, device)
         fused_us, plain_us = times["fused"], times["plain"]
-        self.winner = self.fused if fused_us < plain_us else self.plain
-        verdict = "templates kept" if self.winner is self.fused else "templates taken back"
-        self.report.notes.append(f"whole model: {fused_us:.0f} us with templates, {plain_us:.0f} us without; {verdict}")
-        if self.winner is self.plain:
-            self.report.take_back("the whole model is not faster with it")
+        self.keep(fused_us, plain_us)
+        self.winner = self.fused if decide(self.report, fused_us, plain_us) else self.plain
         self.fused = self.plain = self.winner  # what lost may be freed
         self.tell(self.report)
+
+
+def decide(report: FusionReport, fused_us: float, plain_us: float) -> bool:
+    """Whether a model keeps its templates; the report says so."""
+    kept = fused_us < plain_us
+    verdict = "templates kept" if kept else "templates taken back"
+    report.notes.append(f"whole model: {fused_us:.0f} us with templates, {plain_us:.0f} us without; {verdict}")
+    if not kept:
+        report.take_back("the whole model is not faster with it")
+    return kept

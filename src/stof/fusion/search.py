@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stof.fusion.scheme import Scheme
@@ -82,12 +82,22 @@ class Progress:
 
 
 class Meter:
-    """Measures each (segment, candidate) once, counts, and stops when the budget is spent."""
+    """Measures each (segment, candidate) once, counts, and stops when the budget is spent.
+
+    `known` gives what was measured before for a key of the space, in another process perhaps; `searched` are the keys
+    whose configurations stage 2 has sampled to its end, then or now.
+    """
 
     def __init__(
-        self, space: Space, budget: Budget | None = None, progress: Callable[[Progress], object] | None = None
+        self,
+        space: Space,
+        budget: Budget | None = None,
+        progress: Callable[[Progress], object] | None = None,
+        known: Callable[[Hashable], Mapping[Candidate | None, float]] = lambda key: {},
+        searched: Iterable[Hashable] = (),
     ) -> None:
-        self.space, self.budget, self.progress = space, budget or Budget(), progress
+        self.space, self.budget, self.progress, self.known = space, budget or Budget(), progress, known
+        self.searched = set(searched)
         self.times: dict[Hashable, dict[Candidate | None, float]] = {}
         self.measurements = 0
 
@@ -97,7 +107,10 @@ class Meter:
 
     def measured(self, start: int, stop: int) -> dict[Candidate | None, float]:
         """All times of a segment so far."""
-        return self.times.setdefault(self.space.key(start, stop), {})
+        key = self.space.key(start, stop)
+        if key not in self.times:
+            self.times[key] = dict(self.known(key))
+        return self.times[key]
 
     def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> None:
         """Measure what has not been, together, as far as the budget goes."""
@@ -135,7 +148,9 @@ class Meter:
 
     def known_gain(self, start: int, stop: int, hope: float = 1.0) -> float:
         """The same from what has been measured so far."""
-        known = self.times.get(self.space.key(start, stop), {})
+        if not self.space.candidates(start, stop):
+            return 0.0
+        known = self.measured(start, stop)
         tried = [taken for candidate, taken in known.items() if candidate is not None]
         if None not in known or not tried:
             return 0.0
@@ -271,18 +286,19 @@ def stage_two(
 
     A round draws `per_segment` times the number of segments, the first round evenly, later ones in proportion to what
     each segment gained in the round before (times how often it occurs). Ends when nothing is left, when the budget is
-    spent, or after `patience` rounds without a gain.
+    spent, or after `patience` rounds without a gain. Segments in `meter.searched` are left as they are; those that were
+    sampled to the end join them.
     """
     chance = random.Random(seed)
     groups: dict[Hashable, range] = {}
     often: dict[Hashable, int] = {}
     for segment in scheme.segments:
         key = space.key(segment.start, segment.stop)
-        if space.candidates(segment.start, segment.stop):
+        if space.candidates(segment.start, segment.stop) and key not in meter.searched:
             groups.setdefault(key, segment)
             often[key] = often.get(key, 0) + 1
     reward = dict.fromkeys(groups, 1.0)
-    idle = 0
+    sampled, idle = set(groups), 0
     while groups and idle < patience and not meter.spent:
         before = {key: meter.gain(s.start, s.stop) for key, s in groups.items()}
         for key, count in _shares(reward, per_segment * len(groups)).items():
@@ -295,6 +311,8 @@ def stage_two(
         reward = {k: often[k] * (meter.gain(s.start, s.stop) - before[k]) for k, s in groups.items()}
         gained = any(meter.gain(s.start, s.stop) > before[k] for k, s in groups.items())
         idle = 0 if gained else idle + 1
+    if not meter.spent:
+        meter.searched |= sampled
 
 
 def _shares(reward: dict[Hashable, float], total: int) -> dict[Hashable, int]:

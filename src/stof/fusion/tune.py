@@ -64,6 +64,12 @@ class GraphSpace:
             key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems)
         return key
 
+    def claimed_keys(self) -> set[Hashable]:
+        """The keys of all segments that templates claim."""
+        places = range(len(self.operators))
+        segments = [(i, j) for i in places for j in range(i + 1, min(i + LONGEST, len(places)) + 1)]
+        return {self.key(start, stop) for start, stop in segments if self.claims(start, stop)}
+
     def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> list[float]:
         """Times of candidates, template by template, since templates differ in what they read."""
         served = self.claims(start, stop)

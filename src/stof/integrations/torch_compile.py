@@ -6,8 +6,6 @@ keys hold the rewritten graph, this package's source and the fusion scheme.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,9 +20,10 @@ from stof.fusion.lower import copy_module
 from stof.fusion.measure import SegmentTimer
 from stof.fusion.nodes import writes
 from stof.fusion.pipeline import Search, fuse
-from stof.fusion.race import Race
+from stof.fusion.race import Race, decide
 from stof.fusion.report import FusionReport
 from stof.fusion.search import Progress
+from stof.fusion.store import Contents, default_store, segment_key, source_digest
 from stof.fusion.weights import pack_weights, unpack_weights
 from stof.masks import Mask
 
@@ -48,6 +47,8 @@ class CompileOptions:
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
         progress: called after each measurement.
+        store: where measurements are kept for later processes: True for the user's cache folder, a path for another
+            folder, False for nowhere.
 
     Raises:
         ArgumentError: a value that is none of these.
@@ -59,6 +60,7 @@ class CompileOptions:
     deterministic: bool = False
     report: bool | Callable[[FusionReport], object] = False
     progress: Callable[[Progress], object] | None = None
+    store: bool | str | Path = True
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS:
@@ -83,12 +85,15 @@ class CompileOptions:
             raise ArgumentError(f"no such option: {', '.join(unknown)}; backend 'stof' takes {', '.join(known)}")
         return cls(**dict(options or {}))
 
-    def search(self) -> Search | None:
-        """What the effort asks for."""
+    def search(self, example_inputs: Sequence[Any]) -> Search | None:
+        """What the effort asks for, on the device of a graph's inputs."""
         if self.effort == "none":
             return None
         seconds, per_segment = EFFORTS[self.effort]
-        return Search(SegmentTimer(), self.budget_s or seconds, per_segment, self.progress)
+        devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
+        device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
+        store = default_store(device, Path(self.store) if self.store is not True else None) if self.store else None
+        return Search(SegmentTimer(), self.budget_s or seconds, per_segment, self.progress, store=store)
 
     def tell(self, report: FusionReport) -> None:
         """Hand a report to whoever asked for it."""
@@ -121,19 +126,32 @@ def stof_backend(
     if mode not in (None, "default"):
         raise ArgumentError(f"backend 'stof' has no modes (got mode={mode!r}); use options={{'cuda_graphs': True}}")
     refuse_training(gm)
-    search = parsed.search()
+    search = parsed.search(example_inputs)
     plain = copy_module(gm) if search is not None else None
     report = fuse(gm, search)
-    fused = _inductor(gm, example_inputs, parsed, report.digest)
-    if plain is None or not report.fused:
+
+    def compiled(module: fx.GraphModule, digest: str) -> Callable[..., Any]:
+        return _inductor(module, example_inputs, parsed, digest)
+
+    if search is None or plain is None or not report.fused:
         parsed.tell(report)
-        return fused
+        return compiled(gm, report.digest)
+    key = segment_key((report.digest, [(row.template, row.config) for row in report.segments], parsed.cuda_graphs))
+    times = search.store.load().races.get(key) if search.store is not None else None
+    if times is not None:
+        kept = decide(report, *times)
+        parsed.tell(report)
+        return compiled(gm, report.digest) if kept else compiled(plain, "")
     if any(writes(node) for node in plain.graph.nodes):
         report.notes.append("not compared as a whole: the graph changes tensors in place, so it cannot run twice")
         parsed.tell(report)
-        return fused
-    unfused = _inductor(plain, example_inputs, parsed, "")
-    return Race(fused, unfused, report, parsed.tell)
+        return compiled(gm, report.digest)
+
+    def keep(fused_us: float, plain_us: float) -> None:
+        if search.store is not None:
+            search.store.update(Contents(races={key: (fused_us, plain_us)}))
+
+    return Race(compiled(gm, report.digest), compiled(plain, ""), report, parsed.tell, keep)
 
 
 def _inductor(
@@ -224,16 +242,6 @@ def _cache_mark(digest: str) -> Any:
             """Nothing: the graph was rewritten before it came to Inductor."""
 
         def uuid(self) -> str:
-            return f"stof-{stof.__version__}-{_source_digest()}-{digest}"
+            return f"stof-{stof.__version__}-{source_digest()}-{digest}"
 
     return CacheMark()
-
-
-@functools.cache
-def _source_digest() -> str:
-    """A hash of the fusion package's source: caches made by another version of it are not used."""
-    folder = Path(stof.__file__).parent / "fusion"
-    hashed = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        hashed.update(file.read_bytes())
-    return hashed.hexdigest()[:16]
