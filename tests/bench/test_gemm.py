@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from stof.bench import gemm as bench
 from stof.bench.gemm import GEMMS, INDUCTOR, Check, Gemm, Inputs, Record, Row, call_of, run_gemm, summaries
 from stof.bench.layer import COSINE, FUSED, LayerShape, configs_from, run_layer
+from stof.cli.bench_fusion import gemm_table
 from stof.fusion.templates import GemmConfig
 
 CPU = torch.device("cpu")
@@ -67,7 +68,10 @@ def test_summary_and_configurations() -> None:
     first, second = summaries(rows)
     assert (first.best, first.best_us) == ("cublas", 12.0)
     assert (first.needed, first.reached, first.speedup) == pytest.approx((10 / 15, 10 / 12, 15 / 12))
+    assert first.by_kind == {"cublas": 12.0}
     assert second.speedup < 1
+    shown = gemm_table([first, second], CPU, "float16")
+    assert shown.row_count == 2
     assert configs_from(rows, "bert", 512) == {"qkv": "cublas", "out": None, "ffn in": "", "ffn out": ""}
     assert configs_from(rows, "bert", 128)["qkv"] == ""
 

@@ -1,4 +1,4 @@
-"""The protocol of the Gluon kernel's producer and consumers, played out in any order: every tile once, no mix-up.
+"""The protocols of the Gluon kernels' producers and consumers, played out in any order: every tile once, no mix-up.
 
 Barriers keep one phase bit, as in hardware: a wait that looks at the wrong fill passes when it must not, and the step
 found in the stage is then not the one expected.
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from stof.fusion.templates import hopper_gemm
+from stof.fusion.templates import GemmConfig, hopper_pingpong
 from stof.fusion.templates.device import tile_place
 
 
@@ -38,97 +38,169 @@ class Barrier:
 Step = Iterator[tuple[Barrier, int] | None]
 
 
-class Block:
-    """One thread block: `shares` consumers to a tile, its tiles, their steps, the stages in between."""
+class Ring:
+    """Stages with their barriers. Copies land whenever they like; what a consumer finds must be what it expects."""
 
-    def __init__(self, tiles: list[int], k_tiles: int, stages: int, shares: int) -> None:
-        self.tiles, self.k_tiles, self.stages, self.shares = tiles, k_tiles, stages, shares
+    def __init__(self, stages: int, readers: int) -> None:
         self.full = [Barrier(1) for _ in range(stages)]
-        self.empty = [Barrier(shares) for _ in range(stages)]
+        self.empty = [Barrier(readers) for _ in range(stages)]
+        self.holds: list[object] = [None] * stages
+        self.reading = [0] * stages
+        self.copies: list[tuple[int, object]] = []
+
+    def fill(self, stage: int, content: object) -> None:
+        assert self.reading[stage] == 0, "a stage is filled while it is read"
+        self.copies.append((stage, content))
+
+    def land(self, copy: int) -> None:
+        stage, content = self.copies.pop(copy)
+        self.holds[stage] = content
+        self.full[stage].arrive()
+
+    def read(self, stage: int, content: object) -> None:
+        assert self.holds[stage] == content, "a step is taken for another"
+        self.reading[stage] += 1
+
+    def release(self, stage: int) -> None:
+        self.reading[stage] -= 1
+        self.empty[stage].arrive()
+
+
+class Place:
+    """A stage and its phase, one step after the other."""
+
+    def __init__(self, stages: int, phase: int, stage: int = 0) -> None:
+        self.stages, self.stage, self.phase = stages, stage, phase
+
+    def advance(self) -> None:
+        self.stage += 1
+        if self.stage == self.stages:
+            self.stage, self.phase = 0, self.phase ^ 1
+
+
+def play(actors: list[Step], rings: list[Ring], chance: random.Random) -> None:
+    """Until all are done; a state in which nobody can go on fails."""
+    waiting: dict[Step, tuple[Barrier, int] | None] = dict.fromkeys(actors)
+    while waiting:
+        ready = [one for one, on in waiting.items() if on is None or on[0].passed(on[1])]
+        flying = [ring for ring in rings if ring.copies]
+        assert ready or flying, "deadlock"
+        if flying and (not ready or chance.random() < 0.3):
+            ring = chance.choice(flying)
+            ring.land(chance.randrange(len(ring.copies)))
+            continue
+        one = chance.choice(ready)
+        try:
+            waiting[one] = next(one)
+        except StopIteration:
+            del waiting[one]
+
+
+class PingPong:
+    """The thread block of `hopper_pingpong.py`."""
+
+    def __init__(self, tiles: int, k_tiles: int, stages: int) -> None:
+        self.tiles, self.k_tiles, self.stages = tiles, k_tiles, stages
+        self.ring = Ring(stages, 1)
         self.turn = [Barrier(1), Barrier(1)]
-        self.holds: list[tuple[int, int] | None] = [None] * stages
-        self.copies: list[tuple[int, tuple[int, int]]] = []
-        self.readers = [0] * stages
         self.done: list[tuple[int, int]] = []
 
     def producer(self) -> Step:
-        stage, phase = 0, 1
-        for tile in self.tiles:
+        place = Place(self.stages, 1)
+        for tile in range(self.tiles):
             for k in range(self.k_tiles):
-                yield self.empty[stage], phase
-                assert self.readers[stage] == 0, "a stage is filled while it is read"
-                self.copies.append((stage, (tile, k)))
-                stage += 1
-                if stage == self.stages:
-                    stage, phase = 0, phase ^ 1
+                yield self.ring.empty[place.stage], place.phase
+                self.ring.fill(place.stage, (tile, k))
+                place.advance()
 
     def consumer(self, number: int) -> Step:
-        turns = 2 // self.shares
-        before_me = number if turns == 2 else 0
-        for place in range(before_me, len(self.tiles), turns):
-            stage, phase = hopper_gemm.first_step.fn(place, self.k_tiles, self.stages)
-            if self.shares == 1:
-                yield self.turn[number], hopper_gemm.turn_phase.fn(place, number)
-            before: int | None = None
+        for tile in range(number, self.tiles, 2):
+            stage, phase = hopper_pingpong.first_step.fn(tile, self.k_tiles, self.stages)
+            place, before = Place(self.stages, phase, stage), None
+            yield self.turn[number], hopper_pingpong.turn_phase.fn(tile, number)
             for k in range(self.k_tiles):
-                yield self.full[stage], phase
-                assert self.holds[stage] == (self.tiles[place], k), "a step is taken for another"
-                self.readers[stage] += 1
+                yield self.ring.full[place.stage], place.phase
+                self.ring.read(place.stage, (tile, k))
                 if before is not None:
-                    self.release(before)
-                before = stage
-                stage += 1
-                if stage == self.stages:
-                    stage, phase = 0, phase ^ 1
+                    self.ring.release(before)
+                before = place.stage
+                place.advance()
                 yield None
-            if self.shares == 1:
-                self.turn[1 - number].arrive()
+            self.turn[1 - number].arrive()
             yield None
             assert before is not None
-            self.release(before)
+            self.ring.release(before)
             for _ in range(3):  # the epilogue
                 yield None
-            self.done.append((self.tiles[place], number))
-
-    def release(self, stage: int) -> None:
-        self.readers[stage] -= 1
-        self.empty[stage].arrive()
-
-    def land(self, copy: int) -> None:
-        stage, step = self.copies.pop(copy)
-        self.holds[stage] = step
-        self.full[stage].arrive()
-
-    def play(self, chance: random.Random) -> None:
-        """Until all are done; a state in which nobody can go on fails."""
-        waiting: dict[Step, tuple[Barrier, int] | None] = {self.producer(): None}
-        waiting |= {self.consumer(number): None for number in range(2)}
-        while waiting:
-            ready = [one for one, on in waiting.items() if on is None or on[0].passed(on[1])]
-            assert ready or self.copies, "deadlock"
-            if self.copies and (not ready or chance.random() < 0.3):
-                self.land(chance.randrange(len(self.copies)))
-                continue
-            one = chance.choice(ready)
-            try:
-                waiting[one] = next(one)
-            except StopIteration:
-                del waiting[one]
+            self.done.append((tile, number))
 
 
-@given(
-    tiles=st.integers(0, 9),
-    k_tiles=st.integers(1, 13),
-    stages=st.integers(2, 7),
-    shares=st.sampled_from([1, 2]),
-    seed=st.integers(0, 2**32),
-)
-def test_every_tile_is_computed_once(tiles: int, k_tiles: int, stages: int, shares: int, seed: int) -> None:
-    block = Block(list(range(100, 100 + tiles)), k_tiles, stages, shares)
-    block.play(random.Random(seed))
-    assert sorted(tile for tile, _ in block.done) == sorted([*block.tiles] * shares)
-    if shares == 1:
-        assert all((tile - 100) % 2 == number for tile, number in block.done)
+class Together:
+    """The thread block of `hopper_together.py`; a_stages, stages and lag as `GemmConfig` derives them."""
+
+    def __init__(self, tiles: int, k_tiles: int, config: GemmConfig) -> None:
+        self.tiles, self.k_tiles, self.config = tiles, k_tiles, config
+        self.columns = Ring(config.stages, 2)
+        self.rows = [Ring(config.row_stages, 1), Ring(config.row_stages, 1)]
+        self.done: list[tuple[int, int]] = []
+
+    def producer(self) -> Step:
+        columns = Place(self.config.stages, 1)
+        rows = [Place(self.config.row_stages, 1), Place(self.config.row_stages, 1)]
+        steps = [(tile, k) for tile in range(self.tiles) for k in range(self.k_tiles)]
+        for number in range(len(steps) + self.config.lag):
+            if number < len(steps):
+                yield self.columns.empty[columns.stage], columns.phase
+                self.columns.fill(columns.stage, steps[number])
+                columns.advance()
+            for consumer, step in ((0, number), (1, number - self.config.lag)):
+                if 0 <= step < len(steps):
+                    place = rows[consumer]
+                    yield self.rows[consumer].empty[place.stage], place.phase
+                    self.rows[consumer].fill(place.stage, steps[step])
+                    place.advance()
+
+    def consumer(self, number: int) -> Step:
+        columns, rows = Place(self.config.stages, 0), Place(self.config.row_stages, 0)
+        mine = self.rows[number]
+        for tile in range(self.tiles):
+            before: tuple[int, int] | None = None
+            for k in range(self.k_tiles):
+                yield self.columns.full[columns.stage], columns.phase
+                yield mine.full[rows.stage], rows.phase
+                self.columns.read(columns.stage, (tile, k))
+                mine.read(rows.stage, (tile, k))
+                if before is not None:
+                    mine.release(before[0])
+                    self.columns.release(before[1])
+                before = rows.stage, columns.stage
+                rows.advance()
+                columns.advance()
+                yield None
+            assert before is not None
+            mine.release(before[0])
+            self.columns.release(before[1])
+            for _ in range(3):  # the epilogue
+                yield None
+            self.done.append((tile, number))
+
+
+SIZES = {"tiles": st.integers(0, 9), "k_tiles": st.integers(1, 13), "seed": st.integers(0, 2**32)}
+
+
+@given(**SIZES, stages=st.integers(2, 7))
+def test_ping_pong_computes_every_tile_once(tiles: int, k_tiles: int, seed: int, stages: int) -> None:
+    block = PingPong(tiles, k_tiles, stages)
+    play([block.producer(), block.consumer(0), block.consumer(1)], [block.ring], random.Random(seed))
+    assert sorted(block.done) == [(tile, tile % 2) for tile in range(tiles)]
+
+
+@given(**SIZES, stages=st.integers(2, 8))
+def test_together_computes_every_half_once(tiles: int, k_tiles: int, seed: int, stages: int) -> None:
+    block = Together(tiles, k_tiles, GemmConfig("together", 256, 128, 64, stages=stages))
+    actors = [block.producer(), block.consumer(0), block.consumer(1)]
+    play(actors, [block.columns, *block.rows], random.Random(seed))
+    assert sorted(block.done) == [(tile, number) for tile in range(tiles) for number in range(2)]
 
 
 @given(rows=st.integers(1, 40), columns=st.integers(1, 40), group=st.sampled_from([1, 4, 8]))

@@ -30,7 +30,9 @@ GLUON = (
     "128x128x64,2s,pingpong",
     "64x256x64,4s,pingpong",
     "64x64x64,3s,pingpong",
-    "128x256x64,3s,together",
+    "128x128x64,6s,pingpong",
+    "128x256x64,5s,together",
+    "256x128x64,6s,together",
     "256x128x64,3s,together,group1",
     "128x64x64,2s,together",
 )
@@ -160,10 +162,10 @@ def test_gated(text: str, transposed: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("text", [TILE, SPLIT])
+@pytest.mark.parametrize("text", [TILE, SPLIT, PERSISTENT[0], "cublas"])
 def test_norm_before(kind: str, scaled: bool, text: str) -> None:
-    for dtype in DTYPES:
-        check_normed(text, tensors(33, 35, 75, dtype), kind, scaled, "relu")
+    for dtype in DTYPES if text in (TILE, SPLIT) else HALVES:
+        check_normed(text, tensors(33, 40, 72, dtype), kind, scaled, "none" if text == "cublas" else "relu")
 
 
 def test_norm_of_rows_far_from_zero() -> None:
@@ -217,6 +219,7 @@ def test_hopper(text: str, dtype: torch.dtype) -> None:
             check_linear(text, t, "gelu", residual=True)
             check_linear(text, t, "gelu_tanh", bias=False)
             check_normed(text, t, "rms", False, "silu")
+            check_normed(text, t, "layer", True)
         if GemmConfig.parse(text).block_n >= 128:
             check_gated(text, tensors(m, n, k, dtype, gated=True), bias=True)
 

@@ -10,6 +10,9 @@ import typer
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table
+
+    from stof.bench.gemm import Summary
 
 _Models = Annotated[str, typer.Option(help="Models, separated by spaces.")]
 _Tokens = Annotated[str, typer.Option(help="Numbers of tokens (batch times length), separated by spaces.")]
@@ -23,22 +26,20 @@ def gemm(
     models: _Models = "bert gpt2 llama t5 vit",
     tokens: _Tokens = "128 512 2048 4096 16384",
     configs: Annotated[str, typer.Option(help="quick: one or two of every kind; all: every one that fits.")] = "quick",
-    gemms: Annotated[str, typer.Option(help="Names of products that contain this.")] = "",
+    gemms: Annotated[str, typer.Option(help="Only products whose name contains this.")] = "",
     autotuned: Annotated[bool, typer.Option("--autotuned", help="Inductor's max-autotune as a second peer.")] = False,
     dtype: _Dtype = "float16",
     rounds: _Rounds = 7,
     budget: _Budget = None,
     output: _Output = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out products that the output file has.")] = False,
 ) -> None:
     """Time the products of Transformers with their epilogues, after checking each against float64."""
-    import torch
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    from stof.bench.gemm import GEMMS, MODELS, Record, Summary, run_gemm, summaries
+    from stof.bench.gemm import GEMMS, MODELS, Record, run_gemm, summaries
     from stof.errors import ArgumentError
-    from stof.tuning.machine import device_name
 
     device, precision = gpu(dtype)
     if configs not in ("quick", "all"):
@@ -47,33 +48,49 @@ def gemm(
     if unknown:
         raise ArgumentError(f"unknown models {sorted(unknown)}; there are {', '.join(MODELS)}")
     console, record, start = Console(stderr=True), Record(output, device), time.perf_counter()
+    done = {(row.model, row.gemm, row.tokens, row.dtype) for row in record.rows} if resume else set()
+    wanted = [
+        (one, count)
+        for count in (int(text) for text in tokens.split())
+        for one in GEMMS
+        if one.model in models.split() and gemms in one.name and (one.model, one.name, count, dtype) not in done
+    ]
     measured: list[Summary] = []
-    for count in (int(text) for text in tokens.split()):
-        for one in (g for g in GEMMS if g.model in models.split() and gemms in g.name):
-            if budget is not None and time.perf_counter() - start > budget:
-                console.print(f"left out for the budget: {one.model} {one.name}, {count} tokens")
-                continue
-            console.print(Text(f"{one.model} {one.name}, {count} tokens", style="dim"))
-            rows = run_gemm(
-                one, count, device, precision, every=configs == "all", autotuned=autotuned, rounds=rounds,
-                report=lambda text: console.print(Text(text, style="red"), soft_wrap=True),
-            )  # fmt: skip
-            record.add(rows)
-            measured += summaries(rows)
-            torch.compiler.reset()
+    for place, (one, count) in enumerate(wanted):
+        if budget is not None and time.perf_counter() - start > budget:
+            console.print(f"{len(wanted) - place} products left out for the budget; go on with --resume")
+            break
+        console.print(Text(f"{one.model} {one.name}, {count} tokens", style="dim"))
+        rows = run_gemm(
+            one, count, device, precision, every=configs == "all", autotuned=autotuned, rounds=rounds,
+            report=lambda text: console.print(Text(text, style="red"), soft_wrap=True),
+        )  # fmt: skip
+        record.add(rows)
+        measured += summaries(rows)
+    Console(width=160).print(gemm_table(measured, device, dtype))
+
+
+def gemm_table(lines: list[Summary], device: torch.device, dtype: str) -> Table:
+    """One line a product: the best of every kind, and the share of cuBLAS's speed needed and reached."""
+    from rich.table import Table
+
+    from stof.fusion.templates.config import KINDS
+    from stof.tuning.machine import device_name
+
     table = Table(title=f"Products with their surroundings on {device_name(device)}, {dtype}, us of GPU time, cold L2")
     for heading in ("model", "product", "tokens"):
         table.add_column(heading)
-    for heading in ("gemm alone", "inductor", "best template", "speed-up", "needed", "reached"):
+    for heading in ("gemm alone", "inductor", *KINDS, "speed-up", "needed", "reached"):
         table.add_column(heading, justify="right")
-    table.add_column("configuration")
-    for line in measured:
+    table.add_column("best")
+    for line in lines:
+        kinds = (f"{line.by_kind[kind]:.1f}" if kind in line.by_kind else "-" for kind in KINDS)
         table.add_row(
-            line.model, line.gemm, str(line.tokens), f"{line.bare_us:.1f}", f"{line.inductor_us:.1f}",
-            f"{line.best_us:.1f}", f"{line.speedup:.2f}", f"{line.needed:.0%}", f"{line.reached:.0%}", line.best,
+            line.model, line.gemm, str(line.tokens), f"{line.bare_us:.1f}", f"{line.inductor_us:.1f}", *kinds,
+            f"{line.speedup:.2f}", f"{line.needed:.0%}", f"{line.reached:.0%}", line.best,
             style="" if line.speedup >= 1 else "red",
         )  # fmt: skip
-    Console(width=150).print(table)
+    return table
 
 
 def layer(

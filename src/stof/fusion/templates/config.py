@@ -14,7 +14,7 @@ NORMS = ("rms", "layer")
 TEMPLATES = ("linear", "norm_linear", "gated_linear", "linear_norm")
 # tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. cublas: PyTorch's own product.
 KINDS = ("tile", "persistent", "pingpong", "together", "cublas")
-_GLUON = ("pingpong", "together")
+GLUON = ("pingpong", "together")
 _HALVES = (torch.float16, torch.bfloat16)
 # Shared memory that one program may have, in bytes, by compute capability; what is not listed has the least of them.
 _SHARED = {(8, 0): 166_912, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
@@ -55,6 +55,11 @@ class GemmShape:
     def gated(self) -> bool:
         return self.template == "gated_linear"
 
+    @property
+    def commutes(self) -> bool:
+        """Whether the norm before the product scales rows alone, and so may follow it."""
+        return self.template == "norm_linear" and self.norm == "rms" and not self.scaled
+
 
 @dataclass(frozen=True)
 class GemmConfig:
@@ -65,7 +70,7 @@ class GemmConfig:
         block_m, block_n, block_k: a tile's rows, columns of products (gated: gate and up together) and depth of a step.
             pingpong's tile belongs to one of its two consumers.
         warps: of a Triton program (Gluon kernels have nine).
-        stages: steps in flight.
+        stages: steps in flight (together: of the columns).
         split: programs that share a tile's depth (tile only).
         group: rows of tiles that are walked side by side.
         halves: the result leaves in halves, one written while the other is computed (persistent only).
@@ -85,7 +90,7 @@ class GemmConfig:
         if self.kind == "cublas":
             return self.kind
         parts = [f"{self.block_m}x{self.block_n}x{self.block_k}"]
-        parts += [f"{self.warps}w"] * (self.kind not in _GLUON)
+        parts += [f"{self.warps}w"] * (self.kind not in GLUON)
         parts += [f"{self.stages}s", self.kind]
         parts += [f"split{self.split}"] * (self.split > 1) + [f"group{self.group}"] * (self.group != 8)
         return ",".join(parts + ["halves"] * self.halves)
@@ -127,8 +132,27 @@ class GemmConfig:
             # The result on its way out; a residual is read in rows and goes the same way to the accumulator's order.
             tile = self.block_m * width * itemsize // (2 if self.halves else 1)
             return loads + tile * (1 + shape.residual)
+        if self.kind == "together":
+            loads = (self.row_stages * self.block_m + self.stages * self.block_n) * self.block_k * itemsize
         outputs = 2 if self.kind == "pingpong" else 1
-        return loads + outputs * self.block_m * width * itemsize
+        return loads + outputs * self.block_m * self.piece(shape, itemsize) * itemsize
+
+    @property
+    def row_stages(self) -> int:
+        """together: steps in flight of each consumer's own rows; the columns' may be more, for the lag."""
+        return min(self.stages, 3)
+
+    @property
+    def lag(self) -> int:
+        """together: steps that the second consumer is behind the first, as far as the columns' stages reach."""
+        return self.stages - self.row_stages
+
+    def piece(self, shape: GemmShape, itemsize: int) -> int:
+        """Columns of the output that leave a consumer at once: all of a tile where the stages leave room for it."""
+        width = self.block_n // 2 if shape.gated else self.block_n
+        loads = self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
+        whole = self.kind == "pingpong" and loads + 2 * self.block_m * width * itemsize <= _SHARED[9, 0] - _SHARED_REST
+        return width if whole else min(width, 64)
 
     def resident(self, shape: GemmShape, itemsize: int) -> int:
         """Persistent programs that a multiprocessor holds: the second computes during the first one's epilogue."""
@@ -163,6 +187,8 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
     needed = config.shared_memory(shape, dtype.itemsize) + _SHARED_REST
     if needed > limit:
         found.append(f"needs {needed} bytes of shared memory, there are {limit}")
+    if capability < (8, 0):
+        found.append("written for compute capability 8.0 and up")
     if config.block_m * config.block_n > 128 * 256:
         found.append("the accumulator is larger than the registers")
     if config.kind != "tile":
@@ -176,11 +202,7 @@ def _unfit_for_tma(config: GemmConfig, shape: GemmShape, capability: tuple[int, 
         found.append("TMA needs compute capability 9.0")
     if not shape.aligned:
         found.append("TMA needs addresses and row strides that are multiples of 16 bytes")
-    if shape.norm and (shape.norm != "rms" or shape.scaled) and shape.template == "norm_linear":
-        found.append("the norm does not commute with the product (only an RMSNorm without weight does)")
     if config.kind == "persistent":
-        if shape.template == "norm_linear":
-            found.append("persistent programs do not normalise")
         return found
     if capability != (9, 0):
         found.append("written for compute capability 9.0")
@@ -191,15 +213,15 @@ def _unfit_for_tma(config: GemmConfig, shape: GemmShape, capability: tuple[int, 
         found.append("steps are 64 deep (a row of 128 bytes), and a stage is free again when the next step runs")
     if shape.gated and shape.transposed:
         found.append("gate and up must lie below each other")
-    if shape.gated and config.block_n < 128:
-        found.append("a gated tile has 128 columns of products or more")
+    if config.block_n < (128 if shape.gated else 64):
+        found.append("a piece of the result has 64 columns (gated: of 128 columns of products)")
     return found
 
 
 def _unfit_for_cublas(shape: GemmShape) -> list[str]:
     found = []
-    if shape.template not in ("linear", "linear_norm"):
-        found.append("cuBLAS has no such prologue or epilogue")
+    if shape.gated:
+        found.append("cuBLAS has no gated epilogue")
     if shape.activation not in ("none", "relu", "gelu_tanh"):
         found.append(f"cuBLAS has no {shape.activation} epilogue")
     if shape.residual and shape.activation != "none":
@@ -263,13 +285,16 @@ def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -
 _CANDIDATES = (
     GemmConfig("cublas"),
     GemmConfig("pingpong", 128, 128, 64, stages=5),
-    GemmConfig("pingpong", 128, 128, 64, stages=4),
+    GemmConfig("pingpong", 128, 128, 64, stages=6),
     GemmConfig("pingpong", 64, 256, 64, stages=4),
     GemmConfig("pingpong", 64, 128, 64, stages=7),
-    GemmConfig("together", 128, 256, 64, stages=3),
-    GemmConfig("together", 128, 128, 64, stages=6),
+    GemmConfig("together", 256, 128, 64, stages=6),
+    GemmConfig("together", 256, 128, 64, stages=5),
     GemmConfig("together", 256, 128, 64, stages=3),
-    GemmConfig("together", 256, 128, 64, stages=3, group=4),
+    GemmConfig("together", 256, 128, 64, stages=6, group=4),
+    GemmConfig("together", 128, 256, 64, stages=5),
+    GemmConfig("together", 128, 256, 64, stages=3),
+    GemmConfig("together", 128, 128, 64, stages=7),
     GemmConfig("persistent", 128, 256, 64, warps=8, stages=3),
     GemmConfig("persistent", 128, 256, 64, warps=8, stages=3, halves=True),
     GemmConfig("persistent", 128, 128, 64, warps=8, stages=4),

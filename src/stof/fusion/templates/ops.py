@@ -63,8 +63,9 @@ def norm_linear(
 ) -> Tensor:
     """`act(norm(x) @ weight.T + bias)`; the norm is over the last dimension of x.
 
-    An RMSNorm without weight scales rows, which commutes with the product: the product runs on x as it is. Fold the
-    norm's weight into the linear's to get there; otherwise rows are normalised on their way into the product.
+    An RMSNorm without weight scales rows, which commutes with the product: the Gluon kernels run the product on x as it
+    is and scale its rows. Fold the norm's weight into the linear's to get there. Otherwise rows are normalised on their
+    way into the product (plain tiles), or by a kernel of their own before it.
 
     Args:
         x, weight, bias, activation, config: as for `stof::linear`.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stof.fusion.templates import config as configuration
-from stof.fusion.templates.config import GemmConfig, GemmShape, unfit
+from stof.fusion.templates.config import GLUON, GemmConfig, GemmShape, unfit
 
 # Widest row that one program normalises.
 _WIDEST_ROW = 16384
@@ -73,7 +73,7 @@ def product(
         bias=bias is not None,
         residual=residual is not None,
         transposed=transposed,
-        aligned=n * x.element_size() % 16 == 0 and all(map(_aligned, read)),
+        aligned=all(width * x.element_size() % 16 == 0 for width in (n, k)) and all(map(_aligned, read)),
     )
     return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1])
 
@@ -95,11 +95,16 @@ def choose(call: Product, text: str) -> GemmConfig | None:
 
 def compute(call: Product, config: GemmConfig) -> Tensor:
     """Run a product; result `[..., N]`, contiguous."""
+    mean = rstd = None
+    if call.norm is not None:
+        if config.kind == "tile" or (config.kind in GLUON and call.shape.commutes):
+            mean, rstd = row_statistics(call.x, call.norm)
+        else:
+            call = call._replace(x=normalise(call.x, call.norm), norm=None)
     if config.kind == "cublas":
         out = _cublas(call)
     else:
         out = call.x.new_empty(call.shape.m, call.shape.n)
-        mean, rstd = (None, None) if call.norm is None else row_statistics(call.x, call.norm)
         if config.kind == "tile":
             _tile(call, config, out, mean, rstd)
         elif config.kind == "persistent":
@@ -124,8 +129,8 @@ def can_normalise(x: Tensor) -> bool:
 
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
-    """RMSNorm or LayerNorm over the last dimension of a contiguous tensor."""
-    out = torch.empty_like(x)
+    """RMSNorm or LayerNorm over the last dimension of x `[..., K]`, whose rows are contiguous; contiguous."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _row_kernel(x.view(-1, x.shape[-1]), norm, out, None, None)
     return out
 
@@ -140,7 +145,7 @@ def _row_kernel(x: Tensor, norm: Norm, out: Tensor | None, mean: Tensor | None, 
     row_norm_kernel[(x.shape[0],)](
         x, norm.weight, norm.bias, out, mean, rstd, width, x.stride(0), norm.eps,
         BLOCK=block, NORM=norm.kind, HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
-        STATISTICS=out is None, num_warps=1 if block <= 256 else 4 if block <= 4096 else 8,
+        STATISTICS=out is None, num_warps=1 if block <= 256 else 4 if block <= 4096 else 8, **_chained(x),
     )  # fmt: skip
 
 
@@ -168,7 +173,7 @@ def _tile(call: Product, config: GemmConfig, out: Tensor, mean: Tensor | None, r
         NORM="none" if norm is None else norm.kind,
         HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
         HAS_NORM_BIAS=norm is not None and norm.bias is not None,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, **_chained(x),
     )  # fmt: skip
 
 
@@ -192,7 +197,7 @@ def _persistent(call: Product, config: GemmConfig, out: Tensor) -> None:
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, GATED=shape.gated,
         TRANSPOSED=shape.transposed, ACTIVATION=call.activation, FAST=out.device.type == "cuda",
         HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None, SUBTILES=2 if config.halves else 1,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, **_chained(out),
     )  # fmt: skip
 
 
@@ -200,12 +205,11 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from stof.fusion.templates.hopper_gemm import hopper_gemm_kernel
-
-    shape = call.shape
-    shares = 1 if config.kind == "pingpong" else 2
-    rows = config.block_m // shares
+    shape, size = call.shape, out.element_size()
+    pingpong = config.kind == "pingpong"
+    rows = config.block_m if pingpong else config.block_m // 2
     width = config.block_n // 2 if shape.gated else config.block_n
+    piece = config.piece(shape, size)
     stored = call.weight.t() if shape.transposed else call.weight
     b_box = [config.block_k, width] if shape.transposed else [width, config.block_k]
 
@@ -214,16 +218,28 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         return TensorDescriptor(tensor, *_extent(tensor), box, layout)
 
-    tiles = -(-shape.m // config.block_m) * -(-shape.n // width)
-    hopper_gemm_kernel[(min(tiles, _programs(out)),)](
-        boxes(call.x, [rows, config.block_k]), boxes(stored, b_box), boxes(out, [rows, width]),
-        None if call.residual is None else boxes(call.residual, [rows, width]), call.bias, rstd,
+    given = (
+        boxes(call.x, [rows, config.block_k]), boxes(stored, b_box), boxes(out, [rows, piece]),
+        None if call.residual is None else boxes(call.residual, [rows, piece]), call.bias, rstd,
         shape.m, shape.n, shape.k,
-        ROWS=rows, BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages, GROUP_M=config.group,
-        SHARES=shares, GATED=shape.gated, TRANSPOSED=shape.transposed, ACTIVATION=call.activation,
-        HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None, HAS_SCALE=rstd is not None,
-        num_warps=4,
     )  # fmt: skip
+    common = {
+        "ROWS": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group, "PIECE": piece,
+        "GATED": shape.gated, "TRANSPOSED": shape.transposed, "ACTIVATION": call.activation,
+        "HAS_BIAS": call.bias is not None, "HAS_RESIDUAL": call.residual is not None, "HAS_SCALE": rstd is not None,
+    }  # fmt: skip
+    grid = (min(-(-shape.m // config.block_m) * -(-shape.n // width), _programs(out)),)
+    if pingpong:
+        from stof.fusion.templates.hopper_pingpong import pingpong_gemm_kernel
+
+        pingpong_gemm_kernel[grid](*given, STAGES=config.stages, **common, num_warps=4, launch_pdl=True)
+    else:
+        from stof.fusion.templates.hopper_together import together_gemm_kernel
+
+        together_gemm_kernel[grid](
+            *given, A_STAGES=config.row_stages, B_STAGES=config.stages, LAG=config.lag, **common, num_warps=4,
+            launch_pdl=True,
+        )  # fmt: skip
 
 
 def _cublas(call: Product) -> Tensor:
@@ -266,6 +282,12 @@ def _extent(x: Tensor) -> tuple[list[int], list[int]]:
 def _programs(tensor: Tensor) -> int:
     """Persistent programs: one a multiprocessor. Triton's interpreter takes them one by one: three."""
     return _device(tensor.device.index or 0)[1] if tensor.device.type == "cuda" else 3
+
+
+def _chained(tensor: Tensor) -> dict[str, bool]:
+    """Programmatic dependent launch where there is such a thing."""
+    chained = tensor.device.type == "cuda" and _device(tensor.device.index or 0)[0] >= (9, 0)
+    return {"CHAINED": chained, "launch_pdl": True} if chained else {"CHAINED": False}
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.fusion.templates.device import activate, tile_place
+from stof.fusion.templates.device import activate, take_turn, tile_place
 
 
 @triton.jit
@@ -67,12 +67,14 @@ def tile_gemm_kernel(
     NORM: tl.constexpr,
     HAS_NORM_WEIGHT: tl.constexpr,
     HAS_NORM_BIAS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """`C = act(norm(A) @ B.T + bias) + residual`, or act(gate) * up: one program a tile, or SPLITS over its depth.
 
     The programs of a tile leave partial sums in `partial_ptr` (float32) but for the last, which adds them in order:
     equal calls give equal bits. Counters are zero before and after.
     """
+    take_turn(CHAINED)
     program = tl.program_id(0)
     split = program % SPLITS
     tile = program // SPLITS
@@ -186,12 +188,14 @@ def persistent_gemm_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     SUBTILES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """`C = act(A @ B.T + bias) + residual`, or act(gate) * up: programs stay and walk the tiles.
 
     The loops over tiles and over depth are one (flatten), so that the copies for the next tile are under way during
     this one's epilogue. With two SUBTILES a half of the tile is written while the other is computed.
     """
+    take_turn(CHAINED)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     k_tiles = tl.cdiv(depth, BLOCK_K)
@@ -253,8 +257,10 @@ def row_norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     STATISTICS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """RMSNorm or LayerNorm of one row a program; or, with STATISTICS, only its mean (layer) and 1 / deviation."""
+    take_turn(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < width

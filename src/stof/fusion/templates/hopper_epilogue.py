@@ -1,0 +1,113 @@
+"""What the Gluon kernels do with a finished tile: scale, bias, activation, residual, and out by TMA."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from stof.fusion.templates.device import activate
+
+# Triton 3.7 has another name for it.
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+
+@gluon.constexpr_function
+def shared_layout(dtype, width):  # type: ignore[no-untyped-def]
+    """Shared memory of a tile whose rows are `width` elements long, as TMA and the tensor cores want it."""
+    bits = dtype.primitive_bitwidth
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, width * bits // 8), element_bitwidth=bits, rank=2)
+
+
+@gluon.jit
+@no_type_check
+def halves(acc):
+    """Left and right half of a tile's columns. Both lie in the same threads, so nothing moves."""
+    ROWS: gl.constexpr = acc.shape[0]
+    HALF: gl.constexpr = acc.shape[1] // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    left, right = acc.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
+def fetch_residual(residual_desc, staged, bar, row, column):
+    """Start copying the residual of a piece of a tile into the place of its output, once the one before has left it."""
+    tma.store_wait(0)
+    _barrier()
+    mbarrier.expect(bar, staged.shape[0] * staged.shape[1] * (staged.dtype.primitive_bitwidth // 8))
+    tma.async_copy_global_to_shared(residual_desc, [row, column], bar, staged)
+
+
+@gluon.jit
+@no_type_check
+def _write(
+    out, staged, c_desc, residual_desc, bar, row, column, piece, FIRST: gl.constexpr, HAS_RESIDUAL: gl.constexpr
+):
+    """A piece of a tile: the residual added, rounded, out. `piece` counts this consumer's pieces, for the barrier."""
+    if HAS_RESIDUAL:
+        if not FIRST:
+            fetch_residual(residual_desc, staged, bar, row, column)
+        mbarrier.wait(bar, piece & 1)
+        out = out + staged.load(out.type.layout).to(gl.float32)
+        # Every thread has read what others are about to overwrite.
+        _barrier()
+    else:
+        tma.store_wait(0)
+        _barrier()
+    staged.store(out.to(staged.dtype))
+    fence_async_shared()
+    _barrier()
+    tma.async_copy_shared_to_global(c_desc, [row, column], staged)
+
+
+@gluon.jit
+@no_type_check
+def write_tile(
+    acc, staged, c_desc, residual_desc, bar, bias_ptr, row_scale_ptr, row, n, rows, columns, number,
+    GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+):  # fmt: skip
+    """Products of a tile become its part of the result, in as many pieces as `staged` takes.
+
+    acc: products `[ROWS, BLOCK_N]`, gate and up side by side where GATED. row, n: its first row, and its place among
+    the tiles of columns. number: tiles that this consumer has written. The first piece's residual is on its way.
+    """
+    ROWS: gl.constexpr = acc.shape[0]
+    BLOCK_N: gl.constexpr = acc.shape[1]
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    PIECE: gl.constexpr = staged.shape[1]
+    PIECES: gl.constexpr = WIDTH // PIECE
+    acc_layout: gl.constexpr = acc.type.layout
+    if HAS_SCALE:
+        r = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout))
+        acc = acc * gl.load(row_scale_ptr + r, mask=r < rows, other=0.0)[:, None]
+    if HAS_BIAS:
+        j = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_layout))
+        inside = n * WIDTH + j % WIDTH
+        at = inside + (j // WIDTH) * columns
+        acc = acc + gl.load(bias_ptr + at, mask=inside < columns, other=0.0).to(gl.float32)[None, :]
+    if GATED:
+        acc, up = halves(acc)
+    for quarter in gl.static_range(PIECES):
+        gl.static_assert(PIECES <= 4)
+        part = acc
+        if PIECES == 4:
+            left, right = halves(acc)
+            part = left if quarter < 2 else right
+        if PIECES > 1:
+            left, right = halves(part)
+            part = left if quarter % 2 == 0 else right
+        out = activate(part, ACTIVATION, True)
+        if GATED:
+            other = up
+            if PIECES == 2:
+                left, right = halves(up)
+                other = left if quarter == 0 else right
+            out = out * other
+        column = n * WIDTH + quarter * PIECE
+        _write(out, staged, c_desc, residual_desc, bar, row, column, number * PIECES + quarter, quarter == 0,
+               HAS_RESIDUAL)  # fmt: skip

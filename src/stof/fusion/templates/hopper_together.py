@@ -1,0 +1,246 @@
+"""Matrix product with its epilogue on Hopper, in Gluon: two warpgroups share a tile, one some steps behind the other.
+
+A thread block stays on its multiprocessor and walks output tiles. One warp copies operands by TMA: each consumer's rows
+for itself, and the columns once for both. The second consumer is kept LAG steps behind the first, whose epilogue so
+runs while the second one's last products do, and the second one's during the first one's next.
+
+Source: structure of CUTLASS's persistent warp-specialised cooperative kernel for Hopper; the lag is ours.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from stof.fusion.templates.device import take_turn, tile_place
+from stof.fusion.templates.hopper_epilogue import fetch_residual, shared_layout, write_tile
+
+
+@gluon.jit
+@no_type_check
+def _fetch_rows(a_desc, a_smem, full, empty, stage, phase, row, k):
+    """Start copying a step of one consumer's rows."""
+    mbarrier.wait(empty.index(stage), phase)
+    bar = full.index(stage)
+    mbarrier.expect(bar, a_smem.shape[1] * a_smem.shape[2] * (a_smem.dtype.primitive_bitwidth // 8))
+    tma.async_copy_global_to_shared(a_desc, [row, k * a_smem.shape[2]], bar, a_smem.index(stage))
+
+
+@gluon.jit
+@no_type_check
+def _producer(
+    a_desc, b_desc, a_smem, b_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n, k_tiles, columns,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, A_STAGES: gl.constexpr, B_STAGES: gl.constexpr,
+    LAG: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """The warp that copies: columns and the first consumer's rows of a step, the second's rows of LAG steps before."""
+    dtype: gl.constexpr = a_smem.dtype
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    PARTS: gl.constexpr = BLOCK_N // WIDTH
+    tiles = tiles_m * tiles_n
+    steps = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0)) * k_tiles
+    tile = gl.program_id(0)
+    late_tile = tile
+    m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+    late_m = m
+    k = 0
+    late_k = 0
+    a_stage = 0
+    a_phase = 1
+    late_stage = 0
+    late_phase = 1
+    b_stage = 0
+    b_phase = 1
+    for step in range(steps + LAG):
+        if step < steps:
+            bar = b_full.index(b_stage)
+            mbarrier.wait(b_empty.index(b_stage), b_phase)
+            mbarrier.expect(bar, BLOCK_N * BLOCK_K * (dtype.primitive_bitwidth // 8))
+            for part in gl.static_range(PARTS):
+                b = b_smem.index(b_stage * PARTS + part)
+                column = n * WIDTH + part * columns
+                if TRANSPOSED:
+                    tma.async_copy_global_to_shared(b_desc, [k * BLOCK_K, column], bar, b)
+                else:
+                    tma.async_copy_global_to_shared(b_desc, [column, k * BLOCK_K], bar, b)
+            _fetch_rows(a_desc, a_smem, a_full, a_empty, a_stage, a_phase, 2 * m * ROWS, k)
+            b_stage += 1
+            if b_stage == B_STAGES:
+                b_stage = 0
+                b_phase = b_phase ^ 1
+            a_stage += 1
+            if a_stage == A_STAGES:
+                a_stage = 0
+                a_phase = a_phase ^ 1
+            k += 1
+            if k == k_tiles:
+                k = 0
+                tile += gl.num_programs(0)
+                m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        if step >= LAG:
+            _fetch_rows(a_desc, a_smem, a_full, a_empty, A_STAGES + late_stage, late_phase, (2 * late_m + 1) * ROWS,
+                        late_k)  # fmt: skip
+            late_stage += 1
+            if late_stage == A_STAGES:
+                late_stage = 0
+                late_phase = late_phase ^ 1
+            late_k += 1
+            if late_k == k_tiles:
+                late_k = 0
+                late_tile += gl.num_programs(0)
+                late_m, _late_n = tile_place(late_tile, tiles_m, tiles_n, GROUP_M)
+
+
+@gluon.jit
+@no_type_check
+def _consumer(
+    shared, NUMBER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr,
+    TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup of those that compute: half the rows of every tile."""
+    (
+        a_smem, b_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc, bias_ptr,
+        row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
+    ) = shared  # fmt: skip
+    dtype: gl.constexpr = a_smem.dtype
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    b_tiles = b_smem
+    if GATED:
+        # The rows of gate and up lie one after the other: one product for both.
+        b_tiles = b_smem._reinterpret(dtype, [B_STAGES, BLOCK_N, BLOCK_K], shared_layout(dtype, BLOCK_K))
+    staged = c_smem.index(NUMBER)
+    FIRST: gl.constexpr = NUMBER * A_STAGES
+    number = gl.to_tensor(0)
+    a_stage = gl.to_tensor(0)
+    a_phase = gl.to_tensor(0)
+    b_stage = gl.to_tensor(0)
+    b_phase = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        row = (2 * m + NUMBER) * ROWS
+        if HAS_RESIDUAL:
+            # All of the products hide it.
+            fetch_residual(residual_desc, staged, residual_full.index(NUMBER), row, n * WIDTH)
+        a_before = a_stage
+        b_before = b_stage
+        acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
+        for k in range(k_tiles):
+            mbarrier.wait(b_full.index(b_stage), b_phase)
+            mbarrier.wait(a_full.index(FIRST + a_stage), a_phase)
+            b = b_tiles.index(b_stage)
+            if not TRANSPOSED:
+                b = b.permute((1, 0))
+            acc = warpgroup_mma(a_smem.index(FIRST + a_stage), b, acc, use_acc=k > 0, is_async=True)
+            # The step before is done: its stages may be filled again.
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(a_empty.index(FIRST + a_before), count=1, pred=k > 0)
+            mbarrier.arrive(b_empty.index(b_before), count=1, pred=k > 0)
+            a_before = a_stage
+            b_before = b_stage
+            a_stage += 1
+            if a_stage == A_STAGES:
+                a_stage = 0
+                a_phase = a_phase ^ 1
+            b_stage += 1
+            if b_stage == B_STAGES:
+                b_stage = 0
+                b_phase = b_phase ^ 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(a_empty.index(FIRST + a_before), count=1)
+        mbarrier.arrive(b_empty.index(b_before), count=1)
+        write_tile(
+            acc, staged, c_desc, residual_desc, residual_full.index(NUMBER), bias_ptr, row_scale_ptr, row, n, rows,
+            columns, number, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
+        )  # fmt: skip
+        number += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+@no_type_check
+def together_gemm_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    residual_desc,
+    bias_ptr,
+    row_scale_ptr,
+    rows,
+    columns,
+    depth,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    A_STAGES: gl.constexpr,
+    B_STAGES: gl.constexpr,
+    LAG: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    PIECE: gl.constexpr,
+    GATED: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+):
+    """As `pingpong_gemm_kernel`, with tiles of 2 ROWS rows.
+
+    LAG is at most B_STAGES - 2: the second consumer gives a stage back while it works on the next.
+    """
+    dtype: gl.constexpr = a_desc.dtype
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    a_smem = gl.allocate_shared_memory(dtype, [2 * A_STAGES, ROWS, BLOCK_K], shared_layout(dtype, BLOCK_K))
+    if TRANSPOSED:
+        b_smem = gl.allocate_shared_memory(dtype, [B_STAGES, BLOCK_K, BLOCK_N], shared_layout(dtype, BLOCK_N))
+    else:
+        b_smem = gl.allocate_shared_memory(
+            dtype, [B_STAGES * (BLOCK_N // WIDTH), WIDTH, BLOCK_K], shared_layout(dtype, BLOCK_K)
+        )
+    c_smem = gl.allocate_shared_memory(dtype, [2, ROWS, PIECE], shared_layout(dtype, PIECE))
+    a_full = gl.allocate_shared_memory(gl.int64, [2 * A_STAGES, 1], mbarrier.MBarrierLayout())
+    a_empty = gl.allocate_shared_memory(gl.int64, [2 * A_STAGES, 1], mbarrier.MBarrierLayout())
+    b_full = gl.allocate_shared_memory(gl.int64, [B_STAGES, 1], mbarrier.MBarrierLayout())
+    b_empty = gl.allocate_shared_memory(gl.int64, [B_STAGES, 1], mbarrier.MBarrierLayout())
+    residual_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * A_STAGES):
+        mbarrier.init(a_full.index(i), count=1)
+        mbarrier.init(a_empty.index(i), count=1)
+    for i in gl.static_range(B_STAGES):
+        mbarrier.init(b_full.index(i), count=1)
+        mbarrier.init(b_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(residual_full.index(i), count=1)
+    fence_async_shared()
+    take_turn(True)
+
+    tiles_m = gl.cdiv(rows, 2 * ROWS)
+    tiles_n = gl.cdiv(columns, WIDTH)
+    k_tiles = gl.cdiv(depth, BLOCK_K)
+    shared = (
+        a_smem, b_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc, bias_ptr,
+        row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (shared, 0, ROWS, BLOCK_N, BLOCK_K, A_STAGES, B_STAGES, GROUP_M, GATED, TRANSPOSED, ACTIVATION,
+                         HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+            (_consumer, (shared, 1, ROWS, BLOCK_N, BLOCK_K, A_STAGES, B_STAGES, GROUP_M, GATED, TRANSPOSED, ACTIVATION,
+                         HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+            (_producer, (a_desc, b_desc, a_smem, b_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n, k_tiles,
+                         columns, ROWS, BLOCK_N, BLOCK_K, A_STAGES, B_STAGES, LAG, GROUP_M, GATED, TRANSPOSED)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
