@@ -223,6 +223,8 @@ def test_budgets_end_a_search_with_what_is_known() -> None:
     assert found.measurements == 4
     assert len(seen) == 2
     assert seen[-1].seconds_left == 0.0
+    shown = str(Progress(1, 3, 1, ("Cr", "a"), 18.0, 20.0, 2.0))
+    assert shown == "operators 1..2: 1 tried, best Cr a 18.0 us, Inductor 20.0 us, 2 s left"
     assert all(p.inductor_us == INDUCTOR * (p.stop - p.start) and p.tried == 1 for p in seen)
 
     tabled = Tabled("e" + LAYER * 2, TABLE)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import tomllib
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,19 @@ def test_second_compilation_comes_from_the_cache(tmp_path: Any, monkeypatch: pyt
     assert report.digest == again.digest
     assert counters["inductor"]["fxgraph_cache_bypass"] == counters["inductor"]["fxgraph_cache_miss"] == 0
     assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] >= 1
+
+
+def test_the_entry_point_gives_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an installed package is found, whether or not this one is."""
+    from torch._dynamo.backends import registry
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    group = "torch_dynamo_backends"
+    entry = EntryPoint("stof", project["entry-points"][group]["stof"], group)
+    monkeypatch.setitem(registry._BACKENDS, "stof", entry)
+    monkeypatch.delitem(registry._COMPILER_FNS, "stof", raising=False)
+    assert registry.lookup_backend("stof") is stof_backend
+    registry._COMPILER_FNS.pop("stof")
 
 
 def test_training_is_refused() -> None:

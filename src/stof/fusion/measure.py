@@ -26,8 +26,8 @@ _ERROR_ULPS = 2.0
 class SegmentTimer:
     """Times candidates for claimed segments; what failed, and why, collects in `failures`."""
 
-    def __init__(self, *, rounds: int = 5, patches: dict[str, Any] | None = None) -> None:
-        self.rounds, self.patches = rounds, patches or {}
+    def __init__(self, *, rounds: int = 5) -> None:
+        self.rounds = rounds
         self.failures: dict[tuple[str, str], str] = {}
 
     def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
@@ -39,7 +39,7 @@ class SegmentTimer:
             for config in configs:
                 name = "inductor" if config is None else f"={config}"
                 if config is None:
-                    calls[name] = compiled_segment(claim, inputs, self.patches)
+                    calls[name] = compiled_segment(claim, inputs)
                     continue
                 if expected is None:
                     expected = exact(claim, inputs)
@@ -67,9 +67,10 @@ def random_inputs(claim: Claim) -> dict[fx.Node, Tensor]:
         value = value_of(node)
         if isinstance(node, fx.Node) and value is not None and node not in inputs:
             sizes = [size_hint(size) for size in value.shape]
-            tensor = torch.empty_strided(
-                sizes, [size_hint(stride) for stride in value.stride()], dtype=value.dtype, device=value.device
-            )
+            strides = [size_hint(stride) for stride in value.stride()]
+            tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+            if any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True)):
+                tensor = tensor.contiguous()  # an expanded tensor cannot be filled element by element
             # Products of such values stay of the order of 1, whatever their depth.
             scale = 1.0 if node is claim.arguments["x"] or len(sizes) < 2 else claim.problem.shape.k**-0.5
             inputs[node] = tensor.copy_(
@@ -100,12 +101,12 @@ def segment_graph(claim: Claim, inputs: dict[fx.Node, Tensor]) -> fx.GraphModule
     return fx.GraphModule({}, graph)
 
 
-def compiled_segment(claim: Claim, inputs: dict[fx.Node, Tensor], patches: dict[str, Any]) -> Callable[[], object]:
-    """Inductor's code for the segment, bound to its inputs."""
+def compiled_segment(claim: Claim, inputs: dict[fx.Node, Tensor]) -> Callable[[], object]:
+    """Inductor's code for the segment, bound to its inputs; the timer captures graphs itself."""
     from torch._inductor.compile_fx import compile_fx
 
     args = list(inputs.values())
-    compiled = compile_fx(segment_graph(claim, inputs), args, config_patches=patches)
+    compiled = compile_fx(segment_graph(claim, inputs), args, config_patches={"triton.cudagraphs": False})
     return lambda: compiled(*args)
 
 

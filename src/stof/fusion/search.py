@@ -80,6 +80,13 @@ class Progress:
     inductor_us: float
     seconds_left: float
 
+    def __str__(self) -> str:
+        by = "Inductor" if self.best is None else " ".join(self.best).strip()
+        return (
+            f"operators {self.start}..{self.stop - 1}: {self.tried} tried, best {by} {self.best_us:.1f} us, "
+            f"Inductor {self.inductor_us:.1f} us, {self.seconds_left:.0f} s left"
+        )
+
 
 class Meter:
     """Measures each (segment, candidate) once, counts, and stops when the budget is spent.
@@ -224,11 +231,15 @@ def stage_one(space: Space, meter: Meter, initial: Scheme, *, hope: float = 1.0)
     starts = {space.classes[start] for start in initial.starts}
     best = _scheme(space, starts)
     saved = meter.total(best, hope)
+    tried = {frozenset(starts)}
     improved = True
     while improved and not meter.spent:
         improved = False
         for rule in (_expand, _seize, _compete):
-            for move in list(rule(space, best, starts)):
+            for move in rule(space, best, starts):
+                if frozenset(move) in tried:  # the same boundary of another layer, or a move taken back before
+                    continue
+                tried.add(frozenset(move))
                 scheme = _scheme(space, move)
                 total = meter.total(scheme, hope)
                 if total > saved:

@@ -37,6 +37,7 @@ class GraphSpace:
         self.signatures = [operator.signature() for operator in self.operators]
         self.layers = find_layers(self.signatures)
         self._claims: dict[tuple[int, int], dict[str, Claim]] = {}
+        self._candidates: dict[tuple[int, int], list[Candidate]] = {}
         self._keys: dict[tuple[int, int], Hashable] = {}
 
     def claims(self, start: int, stop: int) -> dict[str, Claim]:
@@ -49,12 +50,14 @@ class GraphSpace:
         return found
 
     def candidates(self, start: int, stop: int) -> list[Candidate]:
-        served = self.claims(start, stop).values()
-        lists = [
-            [(claim.template.name, config) for config in claim.template.configs(claim.problem)] for claim in served
-        ]
-        defaults = [candidates[0] for candidates in lists]
-        return defaults + [candidate for candidates in lists for candidate in candidates[1:]]
+        """Every configuration of every template that claims a segment, the templates' defaults first."""
+        found = self._candidates.get((start, stop))
+        if found is None:
+            served = self.claims(start, stop).values()
+            lists = [[(c.template.name, config) for config in c.template.configs(c.problem)] for c in served]
+            found = [one[0] for one in lists] + [candidate for one in lists for candidate in one[1:]]
+            self._candidates[start, stop] = found
+        return found
 
     def key(self, start: int, stop: int) -> Hashable:
         """Signatures of the operators and the problems of the claims: equal segments of all layers are one."""

@@ -6,6 +6,7 @@ keys hold the rewritten graph, this package's source and the fusion scheme.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -46,7 +47,7 @@ class CompileOptions:
         cuda_graphs: let Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
-        progress: called after each measurement.
+        progress: True prints a line to stderr after each measurement, a callable is called with it.
         store: where measurements are kept for later processes: True for the user's cache folder, a path for another
             folder, False for nowhere.
 
@@ -59,7 +60,7 @@ class CompileOptions:
     cuda_graphs: bool = False
     deterministic: bool = False
     report: bool | Callable[[FusionReport], object] = False
-    progress: Callable[[Progress], object] | None = None
+    progress: bool | Callable[[Progress], object] = False
     store: bool | str | Path = True
 
     def __post_init__(self) -> None:
@@ -93,7 +94,12 @@ class CompileOptions:
         devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
         device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
         store = default_store(device, Path(self.store) if self.store is not True else None) if self.store else None
-        return Search(SegmentTimer(), self.budget_s or seconds, per_segment, self.progress, store=store)
+        return Search(SegmentTimer(), self.budget_s or seconds, per_segment, self._shown(), store=store)
+
+    def _shown(self) -> Callable[[Progress], object] | None:
+        if callable(self.progress):
+            return self.progress
+        return (lambda step: print(step, file=sys.stderr)) if self.progress else None
 
     def tell(self, report: FusionReport) -> None:
         """Hand a report to whoever asked for it."""
