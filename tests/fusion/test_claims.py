@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stof.fusion.claims import claims
 from stof.fusion.lower import GraphOrder, copy_graph
+from stof.fusion.nodes import changes_inputs
 from stof.fusion.normalise import normalise
 from stof.fusion.pipeline import fuse
 from tests.fusion.graphs import RMSNorm, calls, capture
@@ -184,6 +185,39 @@ def test_writes_amid_a_segment_keep_it_from_being_claimed() -> None:
     gm = capture(Block(before).eval(), torch.randn(2, K))
     fuse(gm)
     assert calls(gm) == ["linear"]
+
+
+def test_graphs_that_change_what_they_are_given_are_told() -> None:
+    def changes(body: Callable[[Tensor], Tensor]) -> bool:
+        return changes_inputs(capture(body, torch.randn(2, K)).graph)
+
+    def own(x: Tensor) -> Tensor:
+        y = x + 1
+        y += x
+        y[0] = 3.0
+        return y.view(-1).mul_(2)
+
+    assert not changes(own)
+    assert changes(lambda x: x.add_(1))
+    assert changes(lambda x: x.view(-1)[2:].mul_(3))
+    assert changes(lambda x: unknown(x))
+
+
+@torch._dynamo.allow_in_graph
+def unknown(x: Tensor) -> Tensor:
+    """Dynamo does not look inside, so it may write."""
+    return x.sin()
+
+
+def test_what_may_write_keeps_a_segment_from_being_claimed() -> None:
+    def opaque(m: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.up(x)
+        return unknown(x), F.gelu(h)
+
+    gm = capture(Block(opaque).eval(), torch.randn(2, K))
+    report = fuse(gm)
+    assert calls(gm) == []
+    assert report.fused == 0
 
 
 def test_integer_writes_do_not_matter() -> None:

@@ -71,18 +71,21 @@ def same_size(a: Any, b: Any) -> bool:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node changes a tensor in place (or may: `setitem`, `out=`, an operator whose schema says so)."""
+    """Whether a node changes a tensor in place, or may: what is not known to leave its arguments alone counts."""
     if node.op not in ("call_function", "call_method"):
-        return False
+        return node.op == "call_module"
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
-    if node.kwargs.get("out") is not None:
+    name = name_of(node)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return name not in _PURE_HIGHER_ORDER
+    if node.kwargs.get("out") is not None or not name:
         return True
-    name = name_of(node) or getattr(target, "__name__", "")
     return name in _PYTHON_WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
+_PURE_HIGHER_ORDER = {"flex_attention"}
 _PYTHON_WRITES = {
     "setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
     "ilshift", "irshift",
@@ -90,11 +93,33 @@ _PYTHON_WRITES = {
 
 
 def written_floats(node: fx.Node) -> bool:
-    """Whether a node writes to a floating-point tensor, the only kind that segments hold."""
+    """Whether a node writes, or may, to a floating-point tensor, the only kind that segments hold."""
     if not writes(node):
         return False
+    if not name_of(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
     first = value_of(node.all_input_nodes[0]) if node.all_input_nodes else None
     return first is None or first.is_floating_point()
+
+
+def changes_inputs(graph: fx.Graph) -> bool:
+    """Whether a second run of a graph may differ from the first: something it was given may be written to."""
+    for node in graph.nodes:
+        if not writes(node):
+            continue
+        target = node.all_input_nodes[0] if name_of(node) and node.all_input_nodes else None
+        while target is not None and (is_view(target) or writes(target)) and target.all_input_nodes:
+            target = target.all_input_nodes[0]
+        if target is None or name_of(target) not in _ALLOCATING:
+            return True
+    return False
+
+
+_ALLOCATING = {
+    "add", "sub", "mul", "truediv", "linear", "matmul", "embedding", "where", "cat", "clone", "arange", "zeros", "ones",
+    "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full",
+    "new_empty",
+}  # fmt: skip
 
 
 def is_cast(node: object) -> bool:

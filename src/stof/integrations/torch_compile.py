@@ -19,7 +19,7 @@ import stof
 from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.lower import copy_module
 from stof.fusion.measure import SegmentTimer
-from stof.fusion.nodes import writes
+from stof.fusion.nodes import changes_inputs
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.race import Race, decide
 from stof.fusion.report import FusionReport
@@ -148,8 +148,8 @@ def stof_backend(
         kept = decide(report, *times)
         parsed.tell(report)
         return compiled(gm, report.digest) if kept else compiled(plain, "")
-    if any(writes(node) for node in plain.graph.nodes):
-        report.notes.append("not compared as a whole: the graph changes tensors in place, so it cannot run twice")
+    if changes_inputs(plain.graph):
+        report.notes.append("not compared as a whole: the graph may change what it is given, so it cannot run twice")
         parsed.tell(report)
         return compiled(gm, report.digest)
 
@@ -221,8 +221,9 @@ def optimize(
 
 
 def _is_transformers(model: nn.Module) -> bool:
-    """Whether a module comes from Hugging Face transformers, without importing it."""
-    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
+    """Whether a module is, or holds, a model of Hugging Face transformers; it is not imported for that."""
+    bases = (base for part in model.modules() for base in type(part).__mro__)
+    return any(base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.") for base in bases)
 
 
 def refuse_training(gm: fx.GraphModule) -> None:
