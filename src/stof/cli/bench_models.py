@@ -1,4 +1,4 @@
-"""`stof bench models`: whole models with backend "stof" against torch.compile."""
+"""`stof bench models`, `stof bench search`: whole models against torch.compile, and the searches for their schemes."""
 
 from __future__ import annotations
 
@@ -70,3 +70,49 @@ def models(
             row.model, str(row.batch), str(row.seq), row.mask, row.impl, figure, f"{row.first_call_s:.1f}", cosine
         )
     Console(width=150).print(table)
+
+
+def search(
+    model: Annotated[str, typer.Option(help="bert (base) or llama (1B): one layer of it.")] = "bert",
+    batch: Annotated[int, typer.Option(min=1)] = 8,
+    length: Annotated[int, typer.Option(min=1)] = 512,
+    dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "float16",
+    budget: Annotated[float, typer.Option(help="Seconds for measuring; run again to go on.")] = 80.0,
+    store: Annotated[Path | None, typer.Option(help="Folder for measurements; the user's cache otherwise.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
+) -> None:
+    """Compare the searches for a fusion scheme on one layer, after measuring all there is to measure."""
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from stof.bench.layer import layer_shape
+    from stof.bench.results import provenance
+    from stof.bench.search import compare, layer_graph
+    from stof.errors import ArgumentError
+    from stof.fusion.measure import SegmentTimer
+    from stof.fusion.store import default_store
+    from stof.tuning.machine import device_name
+
+    if model not in ("bert", "llama"):
+        raise ArgumentError(f"model is bert or llama, got {model!r}")
+    device, precision = gpu(dtype)
+    gm = layer_graph(layer_shape(model, batch, length), device, precision)
+    rows = compare(gm, SegmentTimer(), default_store(device, store), budget)
+    if not rows:
+        Console().print("not everything is measured yet; run the command again to go on")
+        return
+    table = Table(title=f"{model} layer {batch} x {length} on {device_name(device)}, {dtype}")
+    for heading in ("search", "us saved", "of the best", "measurements", "of all"):
+        table.add_column(heading, justify="left" if heading == "search" else "right")
+    for row in rows:
+        best = f"{row.saved_us / row.best_us:.1%}" if row.best_us else ""
+        share = f"{row.measurements / row.all_measurements:.1%}" if row.all_measurements else ""
+        table.add_row(row.search, f"{row.saved_us:.1f}", best, str(row.measurements), share)
+    Console(width=100).print(table)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        content = {"meta": provenance(device), "case": [model, batch, length], "rows": [asdict(row) for row in rows]}
+        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
