@@ -57,10 +57,9 @@ def claims(operators: Sequence[Operator]) -> tuple[list[Claim], list[Refusal]]:
     refused: list[Refusal] = []
     kinds = tuple(operator.kind for operator in operators)
     for template in TEMPLATES:
-        places = template.assign(kinds)
-        if places is None:
+        if not template.covers(kinds):
             continue
-        found = _claim(template, operators, places)
+        found = _claim(template, operators)
         if isinstance(found, Claim):
             served.append(found)
         else:
@@ -68,7 +67,7 @@ def claims(operators: Sequence[Operator]) -> tuple[list[Claim], list[Refusal]]:
     return served, refused
 
 
-def _claim(template: Template, operators: Sequence[Operator], places: tuple[int | None, ...]) -> Claim | str:
+def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     linear = next(operator for operator in operators if operator.kind is Kind.LINEAR)
     norm = next((operator for operator in operators if operator.kind in NORMS), None)
     act = next((operator for operator in operators if operator.kind in (Kind.ACTIVATION, Kind.GATE)), None)
@@ -79,46 +78,30 @@ def _claim(template: Template, operators: Sequence[Operator], places: tuple[int 
         problem = _connected(before, after, inside, linear)
         if problem:
             return problem
-    if add is not None:
-        carrier = operators[operators.index(add) - 1].root
-        others = [source for source in add.inputs if through_identities(source) is not carrier]
-        if len(others) != 1:
-            return "adds a value to itself"
-        residual = others[0]
+        if after is add:
+            others = [source for source in add.inputs if through_identities(source) is not before.root]
+            if len(others) != 1:
+                return "adds a value to itself"
+            residual = others[0]
     results = _results(template, operators)
     for node in inside.difference(results):
         if any(user not in inside for user in node.users):
             owner = next((operator for operator in operators if node in operator.nodes), operators[0])
             return f"the value of {owner.label} is used elsewhere as well"
     x = operators[0].inputs[0]
-    activation = act.activation if act is not None else "none"
     problem = _unfit(x, linear, norm, residual, results)
     if problem:
         return problem
-    n, k = linear.weight_size
-    gated = template.name == "gated_linear"
-    if gated and n % 2:
-        return f"a weight of {n} rows has no two halves"
-    arguments: dict[str, Any] = {"x": x, "weight": linear.weight, "bias": linear.bias}
+    arguments: dict[str, Any] = {
+        "x": x,
+        "weight": linear.weight,
+        "bias": linear.bias,
+        "residual": residual,
+        "activation": act.activation if act is not None else "none",
+    }
     if norm is not None:
         arguments |= {"norm_weight": norm.weight, "norm_bias": norm.bias, "norm": NORMS[norm.kind], "eps": norm.eps}
-    arguments |= {"residual": residual, "activation": activation}
     names = [argument.name for argument in template.operator._schema.arguments if argument.name != "config"]
-    value = value_of(x)
-    assert value is not None
-    shape = GemmShape(
-        template.name,
-        prod(size_hint(size) for size in value.shape[:-1]),
-        n // 2 if gated else n,
-        k,
-        activation,
-        NORMS[norm.kind] if norm is not None else "",
-        scaled=norm is not None and (norm.weight is not None or norm.bias is not None),
-        bias=linear.bias is not None,
-        residual=residual is not None,
-        transposed=linear.transposed,
-        aligned=all(size * value.element_size() % 16 == 0 for size in (n, k)),
-    )
     return Claim(
         template,
         tuple(operators),
@@ -126,8 +109,29 @@ def _claim(template: Template, operators: Sequence[Operator], places: tuple[int 
         {name: arguments[name] for name in names},
         linear.transposed,
         results,
-        Problem(shape, value.dtype, value.device),
+        _problem(template, linear, arguments),
     )
+
+
+def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) -> Problem:
+    """Sizes and options of a call, symbolic sizes at their hints."""
+    x = value_of(arguments["x"])
+    assert x is not None
+    n, k = (size_hint(size) for size in linear.weight_size)
+    shape = GemmShape(
+        template.name,
+        prod(size_hint(size) for size in x.shape[:-1]),
+        n // 2 if template.name == "gated_linear" else n,
+        k,
+        arguments["activation"],
+        arguments.get("norm", ""),
+        scaled=any(arguments.get(name) is not None for name in ("norm_weight", "norm_bias")),
+        bias=linear.bias is not None,
+        residual=arguments["residual"] is not None,
+        transposed=linear.transposed,
+        aligned=all(size * x.element_size() % 16 == 0 for size in (n, k)),
+    )
+    return Problem(shape, x.dtype, x.device)
 
 
 def _connected(before: Operator, after: Operator, inside: set[fx.Node], linear: Operator) -> str:

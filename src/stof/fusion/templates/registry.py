@@ -62,19 +62,15 @@ class Template:
         """The `torch.library` operator that a graph calls."""
         return _OPERATORS[self.name]._opoverload
 
-    def assign(self, kinds: tuple[Kind, ...]) -> tuple[int | None, ...] | None:
-        """For each slot the place of the operator that fills it; None when the sequence is not covered."""
-        places: list[int | None] = []
+    def covers(self, kinds: tuple[Kind, ...]) -> bool:
+        """Whether the slots can be filled by these operators, in order and without leaving one over."""
         at = 0
         for slot in self.slots:
             if at < len(kinds) and kinds[at] in slot.kinds:
-                places.append(at)
                 at += 1
-            elif slot.optional:
-                places.append(None)
-            else:
-                return None
-        return tuple(places) if at == len(kinds) else None
+            elif not slot.optional:
+                return False
+        return at == len(kinds)
 
     def configs(self, problem: Problem) -> list[str]:
         """Configurations worth measuring, the default ("") first; where the twin serves there is no other."""
