@@ -3,11 +3,19 @@
 out = stof.attention(q, k, v, stof.masks.sliding_window(256) | stof.masks.global_tokens(64))
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from stof import errors, masks
 from stof.attention import attention, explain, plan
 from stof.dynamic import DynamicPlan, dynamic_plan
 from stof.layout import Layout, LayoutConfig
 from stof.plans import Plan, plan_cache
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __version__ = "0.1.0"
 
@@ -21,6 +29,17 @@ __all__ = [
     "errors",
     "explain",
     "masks",
+    "optimize",
     "plan",
     "plan_cache",
 ]
+
+
+def optimize(model: nn.Module, **options: Any) -> nn.Module:
+    """`model` compiled with backend "stof", its weights packed and its attention stof's; inference only.
+
+    Arguments, result and errors: `stof.integrations.torch_compile.optimize`.
+    """
+    # By name: it lies above this layer, and `import stof` loads neither it nor what it needs.
+    compiled: nn.Module = import_module("stof.integrations.torch_compile").optimize(model, **options)
+    return compiled

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stof.tuning import timing
-from stof.tuning.timing import time_calls
+from stof.tuning.timing import time_calls, wall_us
 
 LAUNCH_US, FLUSH_US = 10.0, 80.0
 
@@ -106,3 +106,8 @@ def test_what_cannot_be_captured_is_timed_eagerly(clock: Clock) -> None:
     found = time_calls({"eager": synchronises}, torch.device("cuda"), rounds=3)["eager"]
     assert not found.graphed
     assert found.gpu_us == pytest.approx(5.0)
+
+
+def test_wall_times_follow_the_calls() -> None:
+    times = wall_us({"short": lambda: None, "long": lambda: sum(range(30000))}, torch.device("cpu"), rounds=3)
+    assert 0 <= times["short"] < times["long"]

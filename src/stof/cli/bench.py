@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stof.cli.bench_fusion import gemm, layer
+from stof.cli.bench_models import models, search
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,8 @@ _Merge = Annotated[bool, typer.Option("--merge", help="Keep what the output file
 
 app.command()(gemm)
 app.command()(layer)
+app.command()(models)
+app.command()(search)
 
 
 @app.callback()

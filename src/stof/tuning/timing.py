@@ -64,6 +64,27 @@ def time_calls(
     return {name: Timing(statistics.median(times) * 1e6) for name, times in taken.items()}
 
 
+def wall_us(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int = 10, warmup: int = 3
+) -> dict[str, float]:
+    """Median wall time of whole calls in turn, their results awaited: what a user of a model waits for."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(warmup + rounds):
+        for name, call in calls.items():
+            _await(device)
+            start = time.perf_counter()
+            call()
+            _await(device)
+            if turn >= warmup:
+                taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) * 1e6 for name, times in taken.items()}
+
+
+def _await(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def host_us(call: Callable[[], object], device: torch.device, *, calls: int = 2000, batch: int = 50) -> float:
     """Median host time of one eager call, over batches with a synchronisation after each.
 

@@ -1,0 +1,195 @@
+"""A segment and the template that computes it: whether the dataflow fits, and the call that takes its place.
+
+A template may be claimed for a segment only if the call computes exactly what the segment's operators compute and
+nothing outside needs what lies in between. Every other case has a reason, in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+
+from stof.fusion.nodes import column_slice, same_size, through_identities, value_of
+from stof.fusion.operators import NORMS, Kind, Operator
+from stof.fusion.templates.config import GemmShape
+from stof.fusion.templates.registry import TEMPLATES, Problem, Template
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """One call that replaces a segment.
+
+    Attributes:
+        template: whose operator is called.
+        operators: the segment.
+        inside: all nodes that the call makes unnecessary.
+        arguments: of the operator without the configuration, in its order. Tensors are nodes.
+        transposed: the argument "weight" is to be transposed first.
+        results: the nodes whose values the call computes; with two, the first and the second of its outputs.
+        problem: shapes and options, for configurations and rules. Symbolic sizes appear as their hints.
+    """
+
+    template: Template
+    operators: tuple[Operator, ...]
+    inside: frozenset[fx.Node]
+    arguments: dict[str, Any]
+    transposed: bool
+    results: tuple[fx.Node, ...]
+    problem: Problem
+
+
+class Refusal(str):
+    """Why a template does not serve a segment, in words."""
+
+
+def claims(operators: Sequence[Operator]) -> tuple[list[Claim], list[Refusal]]:
+    """Every template that computes these neighbouring operators, and the reasons of those that nearly do."""
+    served: list[Claim] = []
+    refused: list[Refusal] = []
+    kinds = tuple(operator.kind for operator in operators)
+    for template in TEMPLATES:
+        if not template.covers(kinds):
+            continue
+        found = _claim(template, operators)
+        if isinstance(found, Claim):
+            served.append(found)
+        else:
+            refused.append(Refusal(f"{template.name}: {found}"))
+    return served, refused
+
+
+def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
+    linear = next(operator for operator in operators if operator.kind is Kind.LINEAR)
+    norm = next((operator for operator in operators if operator.kind in NORMS), None)
+    act = next((operator for operator in operators if operator.kind in (Kind.ACTIVATION, Kind.GATE)), None)
+    add = next((operator for operator in operators if operator.kind is Kind.RESIDUAL), None)
+    inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
+    residual: fx.Node | None = None
+    for before, after in pairwise(operators):
+        problem = _connected(before, after, inside, linear)
+        if problem:
+            return problem
+        if after is add:
+            others = [source for source in add.inputs if through_identities(source) is not before.root]
+            if len(others) != 1:
+                return "adds a value to itself"
+            residual = others[0]
+    results = _results(template, operators)
+    for node in inside.difference(results):
+        if any(user not in inside for user in node.users):
+            owner = next((operator for operator in operators if node in operator.nodes), operators[0])
+            return f"the value of {owner.label} is used elsewhere as well"
+    x = operators[0].inputs[0]
+    problem = _unfit(x, linear, norm, residual, results)
+    if problem:
+        return problem
+    arguments: dict[str, Any] = {
+        "x": x,
+        "weight": linear.weight,
+        "bias": linear.bias,
+        "residual": residual,
+        "activation": act.activation if act is not None else "none",
+    }
+    if norm is not None:
+        arguments |= {"norm_weight": norm.weight, "norm_bias": norm.bias, "norm": NORMS[norm.kind], "eps": norm.eps}
+    names = [argument.name for argument in template.operator._schema.arguments if argument.name != "config"]
+    return Claim(
+        template,
+        tuple(operators),
+        frozenset(inside),
+        {name: arguments[name] for name in names},
+        linear.transposed,
+        results,
+        _problem(template, linear, arguments),
+    )
+
+
+def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) -> Problem:
+    """Sizes and options of a call, symbolic sizes at their hints."""
+    x = value_of(arguments["x"])
+    assert x is not None
+    n, k = (size_hint(size) for size in linear.weight_size)
+    shape = GemmShape(
+        template.name,
+        prod(size_hint(size) for size in x.shape[:-1]),
+        n // 2 if template.name == "gated_linear" else n,
+        k,
+        arguments["activation"],
+        arguments.get("norm", ""),
+        scaled=any(arguments.get(name) is not None for name in ("norm_weight", "norm_bias")),
+        bias=linear.bias is not None,
+        residual=arguments["residual"] is not None,
+        transposed=linear.transposed,
+        aligned=all(size * x.element_size() % 16 == 0 for size in (n, k)),
+    )
+    return Problem(shape, x.dtype, x.device)
+
+
+def _connected(before: Operator, after: Operator, inside: set[fx.Node], linear: Operator) -> str:
+    """Takes identities between two operators in; a reason when the second does not read the first."""
+    if after.kind is Kind.GATE:
+        n = linear.weight_size[0]
+        parts = [column_slice(part) for part in after.inputs]
+        if parts[0] is None or parts[1] is None or parts[0][0] is not before.root or parts[1][0] is not before.root:
+            return "gate and up projection are two products; stof.optimize packs their weights into one"
+        if parts[0][1:] != (0, n // 2) or parts[1][1:] != (n // 2, n):
+            return "the gate is not the first half of the product"
+        return ""
+    for source in after.inputs:
+        passed: set[fx.Node] = set()
+        if through_identities(source, passed) is before.root:
+            inside |= passed
+            return ""
+    return f"{after.label} does not read {before.label}"
+
+
+def _results(template: Template, operators: Sequence[Operator]) -> tuple[fx.Node, ...]:
+    if template.name == "linear_norm":
+        return operators[-2].root, operators[-1].root
+    return (operators[-1].root,)
+
+
+def _unfit(
+    x: fx.Node, linear: Operator, norm: Operator | None, residual: fx.Node | None, results: tuple[fx.Node, ...]
+) -> str:
+    """A reason when tensors are not what the operators take: plain, of one dtype and device, norms over one vector."""
+    nodes = [x, linear.weight, linear.bias, residual, *results]
+    nodes += [norm.weight, norm.bias] if norm is not None else []
+    values = [value_of(node) for node in nodes if node is not None]
+    if any(value is None for value in values):
+        return "an operand is no tensor"
+    tensors = [value for value in values if value is not None]
+    kinds = {type(value) for value in tensors} - {FakeTensor, Tensor, torch.nn.Parameter}
+    if kinds:
+        return f"an operand is a {', '.join(kind.__name__ for kind in kinds)}"
+    dtypes = {value.dtype for value in tensors}
+    if len(dtypes) > 1:
+        return f"dtypes differ: {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
+    if tensors[0].dtype not in _DTYPES:
+        return f"{tensors[0].dtype} is not served"
+    if len({value.device for value in tensors}) > 1:
+        return "operands lie on different devices"
+    if norm is not None:
+        width = value_of(norm.root)
+        assert width is not None
+        for node in (norm.weight, norm.bias):
+            vector = value_of(node)
+            if vector is not None and not same_size(vector.shape, width.shape[-1:]):
+                return "the norm's weight is not one vector"
+    return ""
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size, or for a symbolic one its value in the call that is being compiled."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1

@@ -1,0 +1,156 @@
+"""Timing a segment on its own: Inductor's code for it against a template's call, on the device it will run on.
+
+Both work on the same random tensors of the segment's shapes. A template is checked against its float64 twin first; one
+that is wrong or does not run has no time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from stof.fusion.claims import Claim, size_hint
+from stof.fusion.nodes import value_of
+from stof.tuning.timing import time_calls
+
+# A template's error may be this many times the error of PyTorch's own operators in the same dtype ...
+_ERROR_FACTOR = 2.0
+# ... and, where those happen to be exact, this many units in the last place of the largest value.
+_ERROR_ULPS = 2.0
+
+
+class SegmentTimer:
+    """Times candidates for claimed segments; what failed, and why, collects in `failures`."""
+
+    def __init__(self, *, rounds: int = 5) -> None:
+        self.rounds = rounds
+        self.failures: dict[tuple[str, str], str] = {}
+
+    def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+        """Microseconds with each configuration of the claim's template, None for Inductor's code; inf for failures."""
+        calls: dict[str, Callable[[], object]] = {}
+        with torch._guards.tracing(None), torch.no_grad():
+            inputs = random_inputs(claim)
+            expected: tuple[Tensor, ...] | None = None
+            for config in configs:
+                name = "inductor" if config is None else f"={config}"
+                if config is None:
+                    calls[name] = compiled_segment(claim, inputs)
+                    continue
+                if expected is None:
+                    expected = exact(claim, inputs)
+                problem, call = _checked(claim, inputs, config, expected)
+                if problem:
+                    self.failures[claim.template.name, config] = problem
+                else:
+                    calls[name] = call
+            timed = time_calls(calls, claim.problem.device, rounds=self.rounds)
+        out = []
+        for config in configs:
+            timing = timed.get("inductor" if config is None else f"={config}")
+            if timing is None:
+                out.append(math.inf)
+            else:
+                out.append(timing.call_us if timing.gpu_us is None else timing.gpu_us)
+        return out
+
+
+def random_inputs(claim: Claim) -> dict[fx.Node, Tensor]:
+    """A random tensor for each tensor a claim reads, laid out as in the graph."""
+    inputs: dict[fx.Node, Tensor] = {}
+    generator = torch.Generator(claim.problem.device).manual_seed(0)
+    for node in claim.arguments.values():
+        value = value_of(node)
+        if isinstance(node, fx.Node) and value is not None and node not in inputs:
+            sizes = [size_hint(size) for size in value.shape]
+            strides = [size_hint(stride) for stride in value.stride()]
+            tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+            if any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True)):
+                tensor = tensor.contiguous()  # an expanded tensor cannot be filled element by element
+            # Products of such values stay of the order of 1, whatever their depth.
+            scale = 1.0 if node is claim.arguments["x"] or len(sizes) < 2 else claim.problem.shape.k**-0.5
+            inputs[node] = tensor.copy_(
+                torch.randn(sizes, generator=generator, device=value.device).mul_(scale).to(value.dtype)
+            )
+    return inputs
+
+
+def segment_graph(claim: Claim, inputs: dict[fx.Node, Tensor]) -> fx.GraphModule:
+    """The segment's own operators as a module of the tensors it reads, in the order of `inputs`."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, Any] = {node: graph.placeholder(f"arg{i}") for i, node in enumerate(inputs)}
+
+    def take(node: fx.Node) -> Any:
+        """The copy of a node. Sizes become numbers; what lies between the segment and its inputs comes along."""
+        if node not in copied:
+            value = node.meta.get("example_value")
+            if isinstance(value, torch.SymInt):
+                copied[node] = size_hint(value)
+            elif isinstance(value, torch.SymFloat):
+                copied[node] = float(value)
+            else:
+                copied[node] = graph.node_copy(node, take)
+                copied[node].meta = {}
+        return copied[node]
+
+    graph.output(tuple(take(node) for node in claim.results))
+    return fx.GraphModule({}, graph)
+
+
+def compiled_segment(claim: Claim, inputs: dict[fx.Node, Tensor]) -> Callable[[], object]:
+    """Inductor's code for the segment, bound to its inputs; the timer captures graphs itself."""
+    from torch._inductor.compile_fx import compile_fx
+
+    args = list(inputs.values())
+    compiled = compile_fx(segment_graph(claim, inputs), args, config_patches={"triton.cudagraphs": False})
+    return lambda: compiled(*args)
+
+
+def exact(claim: Claim, inputs: dict[fx.Node, Tensor]) -> tuple[Tensor, ...]:
+    """The segment's results by the template's twin in float64."""
+    return _results(claim.template.twin(**_arguments(claim, inputs, torch.float64)))
+
+
+def _arguments(claim: Claim, inputs: dict[fx.Node, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    given = {
+        name: inputs[value].to(dtype or inputs[value].dtype) if isinstance(value, fx.Node) else value
+        for name, value in claim.arguments.items()
+    }
+    if claim.transposed:
+        given["weight"] = given["weight"].t()
+    return given
+
+
+def _results(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+def _checked(
+    claim: Claim, inputs: dict[fx.Node, Tensor], config: str, expected: tuple[Tensor, ...]
+) -> tuple[str, Callable[[], object]]:
+    """A call of the template's operator, and why it may not be used ("" if it may)."""
+    arguments = _arguments(claim, inputs)
+
+    def call() -> object:
+        return claim.template.operator(**arguments, config=config)
+
+    try:
+        got = _results(claim.template.operator(**arguments, config=config))
+    except Exception as error:  # whatever a compiler or a launch raises for a configuration that does not fit
+        return f"does not run: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}", call
+    plain = _results(claim.template.twin(**arguments))
+    for one, reference, value in zip(got, plain, expected, strict=True):
+        off, usual = _distance(one, value), _distance(reference, value)
+        ulp = torch.finfo(one.dtype).eps * value.abs().max().item()
+        allowed = _ERROR_FACTOR * usual + _ERROR_ULPS * ulp
+        if not off <= allowed:
+            return f"wrong: off by {off:.2g}, PyTorch's operators by {usual:.2g}", call
+    return "", call
+
+
+def _distance(got: Tensor, expected: Tensor) -> float:
+    return (got.double() - expected).abs().max().item()

@@ -1,0 +1,103 @@
+"""A model's operators, as segments are made of them: kinds, classes and what each one reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor, fx
+
+from stof.fusion.nodes import value_of
+
+
+class Kind(StrEnum):
+    """What an operator is, whatever its spelling in the graph."""
+
+    LINEAR = "linear"
+    ATTENTION = "attention"
+    MATMUL = "matmul"
+    RMS_NORM = "rms_norm"
+    LAYER_NORM = "layer_norm"
+    ACTIVATION = "activation"
+    GATE = "gate"
+    ROTARY = "rotary"
+    RESIDUAL = "residual"
+    OTHER = "other"
+
+    @property
+    def compute_intensive(self) -> bool:
+        """The paper's CI class (matrix products inside); everything else is MI, bound by memory."""
+        return self in (Kind.LINEAR, Kind.ATTENTION, Kind.MATMUL)
+
+
+NORMS = {Kind.RMS_NORM: "rms", Kind.LAYER_NORM: "layer"}
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """One operator of the normalised graph.
+
+    Attributes:
+        kind: what it is.
+        root: the node that holds its value.
+        nodes: `root` and the nodes whose values serve it alone, in graph order.
+        inputs: the nodes it reads data from: LINEAR x; norms x; ACTIVATION x; GATE (gate, up), both before the
+            activation; RESIDUAL (a, b); ROTARY x; others whatever they read.
+        weight: LINEAR `[N, K]` (or `[K, N]` when `transposed`); norms `[N]` or None.
+        bias: `[N]` or None.
+        transposed: the weight is stored as `[K, N]`.
+        activation: of ACTIVATION and GATE: "gelu", "gelu_tanh", "relu" or "silu".
+        eps: of norms.
+    """
+
+    kind: Kind
+    root: fx.Node
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    weight: fx.Node | None = None
+    bias: fx.Node | None = None
+    transposed: bool = False
+    activation: str = "none"
+    eps: float = 0.0
+
+    @property
+    def value(self) -> Tensor:
+        """The fake tensor of the operator's result."""
+        value = value_of(self.root)
+        if value is None:  # an operator with several results counts by its first tensor
+            value = next(v for v in self.root.meta["example_value"] if isinstance(v, Tensor))
+        return value
+
+    @property
+    def label(self) -> str:
+        """Short text for people: `linear 768>3072`, `gelu`, `rms_norm`."""
+        if self.kind is Kind.LINEAR:
+            n, k = self.weight_size
+            return f"linear {k}>{n}"
+        if self.kind is Kind.ACTIVATION:
+            return self.activation
+        return f"{self.activation} gate" if self.kind is Kind.GATE else str(self.kind)
+
+    @property
+    def weight_size(self) -> tuple[int, int]:
+        """`(N, K)` of a LINEAR."""
+        weight = value_of(self.weight)
+        assert weight is not None
+        rows, columns = weight.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for operators that compute the same function on tensors of the same shapes and dtypes."""
+        shapes = tuple(_form(node) for node in (*self.inputs, self.weight, self.bias))
+        own: tuple[Any, ...] = (str(self.kind), self.activation, self.eps, self.transposed)
+        if self.kind is Kind.OTHER:
+            own += (str(self.root.target),)
+        return (*own, shapes, _form(self.root))
+
+
+def _form(node: fx.Node | None) -> str:
+    if node is None:
+        return "-"
+    value = value_of(node)
+    return "?" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}@{value.device}"

@@ -1,0 +1,47 @@
+"""Running a rewritten graph on fake tensors: the proof that shapes, dtypes and views still fit together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from stof.fusion.lower import fake_mode_of
+
+
+class _Propagate(fx.Interpreter):
+    """Runs a graph on the fake values of its placeholders and notes every node's new value."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("placeholder", "get_attr") and "example_value" in n.meta:
+            return n.meta["example_value"]
+        result = super().run_node(n)
+        if n.op != "output":
+            n.meta["example_value"] = result
+        return result
+
+
+def propagate(gm: fx.GraphModule) -> str:
+    """Recompute the fake values of `gm`; "" if that works and results keep their sizes and dtypes, else why not."""
+    inputs = [node.meta.get("example_value") for node in gm.graph.nodes if node.op == "placeholder"]
+    before = _forms(gm)
+    mode = fake_mode_of(inputs)
+    shapes = getattr(mode, "shape_env", None)
+    try:
+        with torch.no_grad(), mode:
+            if shapes is None:
+                _Propagate(gm).run(*inputs)
+            else:
+                with shapes.suppress_guards():
+                    _Propagate(gm).run(*inputs)
+    except Exception as error:  # whatever an operator of the user's graph raises when a tensor is laid out differently
+        return str(error).strip().splitlines()[0]
+    return "" if _forms(gm) == before else "results would change their shape or dtype"
+
+
+def _forms(gm: fx.GraphModule) -> list[str]:
+    """Sizes and dtype of everything the graph returns."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    values = [node.meta.get("example_value") for node in output.all_input_nodes]
+    return [f"{tuple(v.shape)} {v.dtype}" if isinstance(v, torch.Tensor) else str(type(v)) for v in values]

@@ -1,0 +1,80 @@
+"""The scheme that shapes alone suggest: where the search starts, and what runs when nothing may be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from torch import fx
+
+from stof.fusion.claims import Claim, claims, size_hint
+from stof.fusion.lower import Choice, GraphOrder
+from stof.fusion.operators import NORMS, Kind, Operator
+from stof.fusion.scheme import MAX_COMPUTE_INTENSIVE, Scheme
+
+# Floating-point operations that a large half-precision product does while one byte is copied: about 680 TFLOP/s over
+# 4.2 TB/s on an H200. A pass over a product's [M, N] result then costs about 325 / K of the product.
+FLOPS_PER_BYTE = 162.0
+# The longest sequence that any template covers.
+LONGEST = 3
+
+
+def pays(claim: Claim) -> bool:
+    """Whether the memory traffic a claim saves outweighs a product slower than cuBLAS by the template's share.
+
+    What is saved are passes over the tensors between the product and its neighbours.
+    """
+    inner = claim.operators[:-1]
+    between = [o for o in inner if o.kind is Kind.LINEAR or (o.kind in NORMS and o is claim.operators[0])]
+    saved = sum(
+        claim.template.passes * prod(size_hint(size) for size in o.value.shape) * o.value.element_size()
+        for o in between
+    )
+    shape = claim.problem.shape
+    flops = 2.0 * shape.m * shape.n * shape.k * (2 if shape.gated else 1)
+    return saved * FLOPS_PER_BYTE >= flops * (1 / claim.template.share - 1)
+
+
+def suggested(operators: Sequence[Operator], order: GraphOrder) -> dict[int, Choice]:
+    """Choices by the first operator of their segments: from the left, the longest sequence whose claim pays."""
+    chosen: dict[int, Choice] = {}
+    at = 0
+    while at < len(operators):
+        for length in range(min(LONGEST, len(operators) - at), 1, -1):
+            served = claims(operators[at : at + length])[0]
+            served = [claim for claim in served if pays(claim) and isinstance(order.insertion(claim), fx.Node)]
+            if served:
+                chosen[at] = Choice(served[0])
+                at += length
+                break
+        else:
+            at += 1
+    return chosen
+
+
+def apart(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
+    """The scheme with these segments and all other operators by themselves: where the search starts."""
+    inner = {place for segment in chosen for place in segment[1:]}
+    return Scheme.of(len(operators), (place for place in range(1, len(operators)) if place not in inner))
+
+
+def joined(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
+    """The scheme with these segments, and what lies between in as few more as their classes allow.
+
+    Operators that no template computes are compiled together whatever the scheme says; this one reads best.
+    """
+    segments = {segment.start: segment for segment in chosen}
+    starts: list[int] = []
+    at = heavy = 0
+    while at < len(operators):
+        if at in segments:
+            starts += [at, segments[at].stop]
+            at, heavy = segments[at].stop, 0
+            continue
+        intensive = operators[at].kind.compute_intensive
+        if heavy + intensive > MAX_COMPUTE_INTENSIVE:
+            starts.append(at)
+            heavy = 0
+        heavy += intensive
+        at += 1
+    return Scheme.of(len(operators), (start for start in starts if start < len(operators)))

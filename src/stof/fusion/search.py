@@ -1,0 +1,365 @@
+"""The two-stage search for a scheme and its parameters, and the searches it is compared with.
+
+Stage 1 walks boundaries with the paper's rules (expand, seize, compete), each move measured and taken back if slower.
+Stage 2 samples configurations of the segments that templates compute, first the same number each, then more where more
+was gained. After "Accelerating Sparse Transformer Inference on GPU" (arXiv 2506.06095), section on the search engine.
+
+What a scheme costs is what templates change: the sum over its segments of the best measured time of a template less the
+time of Inductor's code for the same segment. Segments that no template covers change nothing, for Inductor compiles
+them together whatever the scheme says.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stof.fusion.scheme import Scheme
+
+# A template and its configuration, e.g. ("linear", "128x128x64,8w,3s,tile"); None is Inductor's own code.
+Candidate = tuple[str, str]
+# What tuning is hoped to leave of a default configuration's time: stage 1 keeps segments whose template loses by less.
+HOPE = 0.8
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched.
+
+    Attributes:
+        intensive: for each operator whether it is compute-intensive.
+        classes: for each operator a value that is equal for places that are decided together (alike layers).
+        key: equal for segments `start, stop` that cost the same.
+        candidates: the templates' configurations for a segment, defaults first; empty when no template covers it.
+        measure: microseconds of a segment with each of some candidates, `math.inf` for one that does not run.
+        longest: operators in the longest segment that any template covers.
+    """
+
+    intensive: Sequence[bool]
+    classes: Sequence[Hashable]
+    key: Callable[[int, int], Hashable]
+    candidates: Callable[[int, int], Sequence[Candidate]]
+    measure: Callable[[int, int, Sequence[Candidate | None]], Sequence[float]]
+    longest: int
+
+    @property
+    def size(self) -> int:
+        return len(self.intensive)
+
+
+@dataclass
+class Budget:
+    """What a search may spend; the clock is injected."""
+
+    seconds: float = math.inf
+    measurements: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+    start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.clock()
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.seconds - (self.clock() - self.start)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A measurement, for whoever shows progress: the segment, candidates tried, the best so far, seconds left."""
+
+    start: int
+    stop: int
+    tried: int
+    best: Candidate | None
+    best_us: float
+    inductor_us: float
+    seconds_left: float
+
+    def __str__(self) -> str:
+        by = "Inductor" if self.best is None else " ".join(self.best).strip()
+        return (
+            f"operators {self.start}..{self.stop - 1}: {self.tried} tried, best {by} {self.best_us:.1f} us, "
+            f"Inductor {self.inductor_us:.1f} us, {self.seconds_left:.0f} s left"
+        )
+
+
+class Meter:
+    """Measures each (segment, candidate) once, counts, and stops when the budget is spent.
+
+    `known` gives what was measured before for a key of the space, in another process perhaps; `searched` are the keys
+    whose configurations stage 2 has sampled to its end, then or now.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        budget: Budget | None = None,
+        progress: Callable[[Progress], object] | None = None,
+        known: Callable[[Hashable], Mapping[Candidate | None, float]] = lambda key: {},
+        searched: Iterable[Hashable] = (),
+    ) -> None:
+        self.space, self.budget, self.progress, self.known = space, budget or Budget(), progress, known
+        self.searched = set(searched)
+        self.times: dict[Hashable, dict[Candidate | None, float]] = {}
+        self.measurements = 0
+
+    @property
+    def spent(self) -> bool:
+        return self.measurements >= self.budget.measurements or self.budget.left <= 0
+
+    def measured(self, start: int, stop: int) -> dict[Candidate | None, float]:
+        """All times of a segment so far."""
+        key = self.space.key(start, stop)
+        if key not in self.times:
+            self.times[key] = dict(self.known(key))
+        return self.times[key]
+
+    def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> None:
+        """Measure what has not been, together, as far as the budget goes."""
+        known = self.measured(start, stop)
+        new = [candidate for candidate in candidates if candidate not in known]
+        room = self.budget.measurements - self.measurements
+        new = new[: int(min(room, len(new)))]
+        if not new or self.spent:
+            return
+        known |= dict(zip(new, self.space.measure(start, stop, new), strict=True))
+        self.measurements += len(new)
+        if self.progress is not None and None in known:
+            best, best_us = self.best(start, stop)
+            left = self.budget.left
+            self.progress(Progress(start, stop, len(known) - 1, best, best_us, known[None], left))
+
+    def best(self, start: int, stop: int) -> tuple[Candidate | None, float]:
+        """The fastest candidate measured, None (Inductor) when that is as fast."""
+        known = self.measured(start, stop)
+        inductor = known.get(None, math.inf)
+        fastest = min(known, key=lambda candidate: (known[candidate], candidate is not None), default=None)
+        return (fastest, known[fastest]) if known and inductor < math.inf else (None, inductor)
+
+    def gain(self, start: int, stop: int, hope: float = 1.0) -> float:
+        """Microseconds that a template saves in a segment, 0 when none covers it or is faster.
+
+        Measures the first template's default if nothing has been measured. `hope` is what tuning is hoped to leave of
+        that time; it counts only as long as no other configuration was tried.
+        """
+        candidates = self.space.candidates(start, stop)
+        if not candidates:
+            return 0.0
+        self.measure(start, stop, (None, candidates[0]))
+        return self.known_gain(start, stop, hope)
+
+    def known_gain(self, start: int, stop: int, hope: float = 1.0) -> float:
+        """The same from what has been measured so far."""
+        if not self.space.candidates(start, stop):
+            return 0.0
+        known = self.measured(start, stop)
+        tried = [taken for candidate, taken in known.items() if candidate is not None]
+        if None not in known or not tried:
+            return 0.0
+        best = min(tried) * (hope if len(tried) == 1 and len(self.space.candidates(start, stop)) > 1 else 1.0)
+        return max(0.0, known[None] - best)
+
+    def total(self, scheme: Scheme, hope: float = 1.0) -> float:
+        """Microseconds that a scheme saves; -inf when it is no scheme."""
+        if scheme.problems(self.space.intensive):
+            return -math.inf
+        return sum(self.gain(segment.start, segment.stop, hope) for segment in scheme.segments)
+
+    def chosen(self, scheme: Scheme) -> dict[int, Candidate]:
+        """The candidates that are faster than Inductor's code, by the first operator of their segments."""
+        found = {segment.start: self.best(segment.start, segment.stop)[0] for segment in scheme.segments}
+        return {start: best for start, best in found.items() if best is not None}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A search's result: the scheme, what computes its segments, microseconds saved, measurements taken."""
+
+    scheme: Scheme
+    chosen: dict[int, Candidate]
+    saved_us: float
+    measurements: int
+
+
+def two_stage(space: Space, meter: Meter, initial: Scheme, *, per_segment: int = 4, seed: int = 0) -> Outcome:
+    """Stage 1 from `initial`, then stage 2 on what it found.
+
+    After each stage the segments measured so far are put together in the best way, which costs no measurement: moves of
+    single boundaries cannot cross a valley, and configurations found late may reverse a choice made early.
+    """
+    stage_one(space, meter, initial, hope=HOPE)
+    stage_two(space, meter, assemble(meter, hope=HOPE), per_segment=per_segment, seed=seed)
+    return outcome(meter, assemble(meter))
+
+
+def assemble(meter: Meter, hope: float = 1.0) -> Scheme:
+    """The scheme that saves most with the segments measured so far; nothing is measured.
+
+    Savings add up, so the best scheme of the first n operators is some segment after a best scheme of the rest.
+    """
+    space = meter.space
+    saved, cut = [0.0], [0]
+    for stop in range(1, space.size + 1):
+        # Of equally good ones the shortest: nothing is fused without a gain.
+        starts = range(max(0, stop - space.longest), stop)
+        total, start = max((saved[start] + meter.known_gain(start, stop, hope), start) for start in starts)
+        saved.append(total)
+        cut.append(start)
+    edges, at = [], space.size
+    while at > 0:
+        at = cut[at]
+        edges.append(at)
+    return Scheme.of(space.size, edges)
+
+
+def outcome(meter: Meter, scheme: Scheme) -> Outcome:
+    """A scheme with the best of what has been measured so far."""
+    saved = sum(meter.known_gain(segment.start, segment.stop) for segment in scheme.segments)
+    return Outcome(scheme, meter.chosen(scheme), saved, meter.measurements)
+
+
+def stage_one(space: Space, meter: Meter, initial: Scheme, *, hope: float = 1.0) -> Scheme:
+    """Improve a scheme by moves of its boundaries until none helps or the budget is spent.
+
+    A move concerns all alike places at once, so that equal layers stay equal. `hope` as in `Meter.gain`.
+    """
+    starts = {space.classes[start] for start in initial.starts}
+    best = _scheme(space, starts)
+    saved = meter.total(best, hope)
+    tried = {frozenset(starts)}
+    improved = True
+    while improved and not meter.spent:
+        improved = False
+        for rule in (_expand, _seize, _compete):
+            for move in rule(space, best, starts):
+                if frozenset(move) in tried:  # the same boundary of another layer, or a move taken back before
+                    continue
+                tried.add(frozenset(move))
+                scheme = _scheme(space, move)
+                total = meter.total(scheme, hope)
+                if total > saved:
+                    best, saved, starts, improved = scheme, total, move, True
+                    break  # moves of the old scheme are not moves of the new one
+                if meter.spent:
+                    return best
+    return best
+
+
+def _scheme(space: Space, starts: set[Hashable]) -> Scheme:
+    return Scheme.of(space.size, (place for place in range(1, space.size) if space.classes[place] in starts))
+
+
+def _expand(space: Space, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+    """Merge two or three neighbouring segments."""
+    for count in (1, 2):
+        for i in range(len(scheme.starts) - count + 1):
+            yield starts - {space.classes[place] for place in scheme.starts[i : i + count]}
+
+
+def _shifts(
+    space: Space, scheme: Scheme, starts: set[Hashable], allowed: Callable[[range, range], bool]
+) -> Iterator[set[Hashable]]:
+    """Give the operators at a boundary to the other segment; `allowed(taker, giver)` says between which."""
+    for left, right in zip(scheme.segments, scheme.segments[1:], strict=False):
+        for taker, giver, step in ((left, right, 1), (right, left, -1)):
+            if not allowed(taker, giver):
+                continue
+            for count in range(1, len(giver) + 1):
+                place = right.start + step * count
+                moved = starts - {space.classes[right.start]}
+                # The giver's last operator taken, the boundary is gone.
+                yield moved | ({space.classes[place]} if left.start < place < right.stop else set())
+
+
+def _heavy(space: Space, segment: range) -> int:
+    return sum(space.intensive[i] for i in segment)
+
+
+def _seize(space: Space, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+    """A segment with a compute-intensive operator takes from one without."""
+    return _shifts(space, scheme, starts, lambda taker, giver: _heavy(space, taker) > 0 and _heavy(space, giver) == 0)
+
+
+def _compete(space: Space, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+    """Two segments with compute-intensive operators contest those between; the one with a single such operator wins."""
+    return _shifts(space, scheme, starts, lambda taker, giver: _heavy(space, taker) == 1 and _heavy(space, giver) >= 1)
+
+
+def stage_two(
+    space: Space, meter: Meter, scheme: Scheme, *, per_segment: int = 4, seed: int = 0, patience: int = 2
+) -> None:
+    """Sample configurations of the scheme's segments into the meter.
+
+    A round draws `per_segment` times the number of segments, the first round evenly, later ones in proportion to what
+    each segment gained in the round before (times how often it occurs). Ends when nothing is left, when the budget is
+    spent, or after `patience` rounds without a gain. Segments in `meter.searched` are left as they are; those that were
+    sampled to the end join them.
+    """
+    chance = random.Random(seed)
+    groups: dict[Hashable, range] = {}
+    often: dict[Hashable, int] = {}
+    for segment in scheme.segments:
+        key = space.key(segment.start, segment.stop)
+        if space.candidates(segment.start, segment.stop) and key not in meter.searched:
+            groups.setdefault(key, segment)
+            often[key] = often.get(key, 0) + 1
+    reward = dict.fromkeys(groups, 1.0)
+    sampled, idle = set(groups), 0
+    while groups and idle < patience and not meter.spent:
+        before = {key: meter.gain(s.start, s.stop) for key, s in groups.items()}
+        for key, count in _shares(reward, per_segment * len(groups)).items():
+            segment = groups[key]
+            known = meter.measured(segment.start, segment.stop)
+            left = [c for c in space.candidates(segment.start, segment.stop) if c not in known]
+            meter.measure(segment.start, segment.stop, chance.sample(left, min(count, len(left))))
+            if len(left) <= count:
+                del groups[key]
+        reward = {k: often[k] * (meter.gain(s.start, s.stop) - before[k]) for k, s in groups.items()}
+        gained = any(meter.gain(s.start, s.stop) > before[k] for k, s in groups.items())
+        idle = 0 if gained else idle + 1
+    if not meter.spent:
+        meter.searched |= sampled
+
+
+def _shares(reward: dict[Hashable, float], total: int) -> dict[Hashable, int]:
+    """`total` draws in proportion to rewards, evenly when there are none; each segment keeps one draw at least."""
+    whole = sum(reward.values())
+    even = {key: 1.0 / len(reward) for key in reward}
+    share = {key: value / whole for key, value in reward.items()} if whole > 0 else even
+    return {key: max(1, round(total * part)) for key, part in share.items()}
+
+
+def random_search(space: Space, meter: Meter, *, schemes: int, seed: int = 0) -> Outcome:
+    """Baseline: random schemes, and a random candidate for each of their segments; the best of all is kept."""
+    chance = random.Random(seed)
+    classes = sorted(set(space.classes), key=repr)
+    best, saved = Scheme(space.size, tuple(range(1, space.size))), 0.0
+    for _ in range(schemes):
+        if meter.spent:
+            break
+        scheme = _scheme(space, {c for c in classes if chance.random() < 0.5})
+        if scheme.problems(space.intensive):
+            continue
+        for segment in scheme.segments:
+            candidates = space.candidates(segment.start, segment.stop)
+            if candidates:
+                meter.measure(segment.start, segment.stop, (None, chance.choice(candidates)))
+        total = sum(meter.known_gain(segment.start, segment.stop) for segment in scheme.segments)
+        if total > saved:
+            best, saved = scheme, total
+    return outcome(meter, best)
+
+
+def exhaustive(space: Space, meter: Meter) -> Outcome:
+    """Baseline: every candidate of every segment that a template covers, put together in the best way."""
+    for stop in range(1, space.size + 1):
+        for start in range(max(0, stop - space.longest), stop):
+            candidates = space.candidates(start, stop)
+            if candidates:
+                meter.measure(start, stop, (None, *candidates))
+    return outcome(meter, assemble(meter))

@@ -1,0 +1,163 @@
+"""What has been measured, kept on disk: a second process searches without measuring.
+
+One JSON file for each environment (device, versions, this package's kernels). Writers take a lock, merge with what
+others wrote meanwhile, and replace the file whole: readers never see half of one, and a killed process leaves the old.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stof.fusion.search import Candidate
+from stof.tuning.machine import device_name, package_version
+
+VERSION = 1
+
+
+@dataclass
+class Entry:
+    """A segment's times in microseconds (`math.inf` for what does not run), and how thoroughly it was searched.
+
+    `per_segment` is that of the most thorough search that came to its end, 0 for none.
+    """
+
+    times: dict[Candidate | None, float] = field(default_factory=dict)
+    per_segment: int = 0
+
+
+@dataclass
+class Contents:
+    """A store's segments and whole-model comparisons (with templates, without; microseconds), by their keys."""
+
+    segments: dict[str, Entry] = field(default_factory=dict)
+    races: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+class Store:
+    """A folder of measurements.
+
+    Args:
+        folder: created when something is written.
+        environment: what measurements depend on beside the segment; other environments' files are not read.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self.environment = dict(environment)
+        text = json.dumps(self.environment, sort_keys=True)
+        self.path = folder / f"fusion-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+    def load(self) -> Contents:
+        """What the file holds; entries that make no sense are left out with a warning, as is a broken file."""
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            if data["version"] != VERSION:
+                return Contents()
+            segments, races = dict(data["segments"]), dict(data["races"])
+        except FileNotFoundError:
+            return Contents()
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            warnings.warn(f"{self.path} is not readable and is ignored: {error!r}", stacklevel=2)
+            return Contents()
+        contents, broken = Contents(), 0
+        for key, value in segments.items():
+            try:
+                contents.segments[key] = _entry(value)
+            except (ValueError, TypeError, KeyError, IndexError):
+                broken += 1
+        for key, value in races.items():
+            try:
+                fused, plain = (float(time) for time in value)
+                contents.races[key] = fused, plain
+            except (ValueError, TypeError):
+                broken += 1
+        if broken:
+            warnings.warn(f"{self.path}: {broken} broken entries are ignored", stacklevel=2)
+        return contents
+
+    def update(self, new: Contents) -> None:
+        """Add to the file; newer times take the place of older ones."""
+        from filelock import FileLock
+
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path.with_suffix(".lock")):
+            merged = self.load()
+            for key, entry in new.segments.items():
+                old = merged.segments.get(key, Entry())
+                merged.segments[key] = Entry(old.times | entry.times, max(old.per_segment, entry.per_segment))
+            merged.races |= new.races
+            half = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+            half.write_text(json.dumps(self._data(merged), indent=1), encoding="utf-8")
+            half.replace(self.path)
+
+    def _data(self, contents: Contents) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "environment": self.environment,
+            "segments": {
+                key: {
+                    "times": [[c, None if math.isinf(time) else time] for c, time in entry.times.items()],
+                    "per_segment": entry.per_segment,
+                }
+                for key, entry in contents.segments.items()
+            },
+            "races": contents.races,
+        }
+
+
+def _entry(value: Any) -> Entry:
+    times: dict[Candidate | None, float] = {}
+    for candidate, time in value["times"]:
+        if candidate is not None:
+            template, config = candidate
+            candidate = (str(template), str(config))
+        times[candidate] = math.inf if time is None else float(time)
+    if any(time <= 0 or math.isnan(time) for time in times.values()):
+        raise ValueError("times are positive")
+    return Entry(times, int(value["per_segment"]))
+
+
+def segment_key(key: Hashable) -> str:
+    """A search key as text for files: equal in every process for equal segments."""
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+
+
+def default_store(device: torch.device, folder: Path | None = None) -> Store:
+    """The store for a device and the installed versions, in the user's cache folder or another one."""
+    return Store(
+        folder or cache_folder(),
+        {
+            "device": device_name(device),
+            "torch": torch.__version__,
+            "triton": package_version("triton") or "none",
+            "source": source_digest(),
+        },
+    )
+
+
+def cache_folder() -> Path:
+    """`stof` in the platform's folder for caches (`XDG_CACHE_HOME` on Linux, where it is set)."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "stof"
+    variable, usual = ("LOCALAPPDATA", "AppData/Local") if sys.platform == "win32" else ("XDG_CACHE_HOME", ".cache")
+    return Path(os.environ.get(variable) or Path.home() / usual) / "stof"
+
+
+@functools.cache
+def source_digest() -> str:
+    """A hash of this package's source: what another version of it measured or compiled is not used."""
+    hashed = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        hashed.update(file.read_bytes())
+    return hashed.hexdigest()[:16]

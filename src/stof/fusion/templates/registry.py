@@ -1,0 +1,114 @@
+"""Which sequences of operators each template covers, and what it may be configured with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stof.fusion.operators import NORMS, Kind
+from stof.fusion.templates import ops, twins
+from stof.fusion.templates.config import GemmShape, configs, default
+
+# What the break-even table of docs/fusion.md asks for at K = 1024.
+_ASSUMED_SHARE = 0.76
+_NORM = frozenset(NORMS)
+_LINEAR = frozenset({Kind.LINEAR})
+_ACTIVATION = frozenset({Kind.ACTIVATION})
+_RESIDUAL = frozenset({Kind.RESIDUAL})
+_GATE = frozenset({Kind.GATE})
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a template's sequence: the kinds that fit, and whether it may stay empty."""
+
+    kinds: frozenset[Kind]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a template is asked to compute: sizes and options, and where."""
+
+    shape: GemmShape
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Template:
+    """One kernel template.
+
+    Attributes:
+        name: the operator's name after `stof::`.
+        slots: the sequences it covers.
+        twin: the same function in plain PyTorch.
+        passes: how often less than Inductor's code it goes over the tensors between the product and its neighbours; 2
+            is one write and one read.
+        share: the share of cuBLAS's speed its product is assumed to reach where nothing has been measured.
+    """
+
+    name: str
+    slots: tuple[Slot, ...]
+    twin: Callable[..., Any]
+    passes: int
+    share: float = _ASSUMED_SHARE
+
+    @property
+    def operator(self) -> torch._ops.OpOverload:
+        """The `torch.library` operator that a graph calls."""
+        return _OPERATORS[self.name]._opoverload
+
+    def covers(self, kinds: tuple[Kind, ...]) -> bool:
+        """Whether the slots can be filled by these operators, in order and without leaving one over."""
+        at = 0
+        for slot in self.slots:
+            if at < len(kinds) and kinds[at] in slot.kinds:
+                at += 1
+            elif not slot.optional:
+                return False
+        return at == len(kinds)
+
+    def configs(self, problem: Problem) -> list[str]:
+        """Configurations worth measuring, the default ("") first; where the twin serves there is no other."""
+        if problem.device.type != "cuda":
+            return [""]
+        device = torch.cuda.get_device_properties(problem.device)
+        capability = (device.major, device.minor)
+        usual = default(problem.shape, problem.dtype, capability, device.multi_processor_count)
+        return ["", *(str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual)]
+
+
+_OPERATORS = {
+    "linear": ops.linear,
+    "norm_linear": ops.norm_linear,
+    "gated_linear": ops.gated_linear,
+    "linear_norm": ops.linear_norm,
+}
+
+TEMPLATES: tuple[Template, ...] = (
+    Template(
+        "linear",
+        (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
+        twins.linear,
+        passes=2,
+    ),
+    # The norm's statistics are a pass of their own; what is saved is writing the normalised rows.
+    Template(
+        "norm_linear",
+        (Slot(_NORM), Slot(_LINEAR), Slot(_ACTIVATION, optional=True)),
+        twins.norm_linear,
+        passes=1,
+    ),
+    Template("gated_linear", (Slot(_LINEAR), Slot(_GATE)), twins.gated_linear, passes=2),
+    # The norm reads the sum again; what is saved is writing the product.
+    Template(
+        "linear_norm",
+        (Slot(_LINEAR), Slot(_RESIDUAL, optional=True), Slot(_NORM)),
+        twins.linear_norm,
+        passes=1,
+    ),
+)

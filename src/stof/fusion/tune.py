@@ -1,0 +1,96 @@
+"""A graph's search space, and its search: operators, claims and timers put together for `stof.fusion.search`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import fx
+
+from stof.fusion.claims import Claim, claims
+from stof.fusion.layers import find_layers
+from stof.fusion.lower import GraphOrder
+from stof.fusion.operators import Operator
+from stof.fusion.rules import LONGEST
+from stof.fusion.search import Candidate, Space
+
+
+class TimeClaim(Protocol):
+    """Measures; `stof.fusion.measure.SegmentTimer` is one. `failures` says why candidates had no time."""
+
+    failures: dict[Candidate, str]
+
+    def __call__(self, claim: Claim, configs: Sequence[str | None]) -> Sequence[float]:
+        """Microseconds of a claim's segment with each configuration; None is Inductor's code, inf a failure."""
+
+
+@dataclass
+class GraphSpace:
+    """The segments of one graph, what templates claim them, and how they are measured."""
+
+    operators: Sequence[Operator]
+    order: GraphOrder
+    time_claim: TimeClaim
+
+    def __post_init__(self) -> None:
+        self.signatures = [operator.signature() for operator in self.operators]
+        self.layers = find_layers(self.signatures)
+        self._claims: dict[tuple[int, int], dict[str, Claim]] = {}
+        self._candidates: dict[tuple[int, int], list[Candidate]] = {}
+        self._keys: dict[tuple[int, int], Hashable] = {}
+
+    def claims(self, start: int, stop: int) -> dict[str, Claim]:
+        """Claims of a segment that the graph lets through, by template."""
+        found = self._claims.get((start, stop))
+        if found is None:
+            served = claims(self.operators[start:stop])[0] if stop - start <= LONGEST else []
+            found = {c.template.name: c for c in served if isinstance(self.order.insertion(c), fx.Node)}
+            self._claims[start, stop] = found
+        return found
+
+    def candidates(self, start: int, stop: int) -> list[Candidate]:
+        """Every configuration of every template that claims a segment, the templates' defaults first."""
+        found = self._candidates.get((start, stop))
+        if found is None:
+            served = self.claims(start, stop).values()
+            lists = [[(c.template.name, config) for config in c.template.configs(c.problem)] for c in served]
+            found = [one[0] for one in lists] + [candidate for one in lists for candidate in one[1:]]
+            self._candidates[start, stop] = found
+        return found
+
+    def key(self, start: int, stop: int) -> Hashable:
+        """Signatures of the operators and the problems of the claims: equal segments of all layers are one."""
+        key = self._keys.get((start, stop))
+        if key is None:
+            problems = tuple(claim.problem for claim in self.claims(start, stop).values())
+            key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems)
+        return key
+
+    def claimed_keys(self) -> set[Hashable]:
+        """The keys of all segments that templates claim."""
+        places = range(len(self.operators))
+        segments = [(i, j) for i in places for j in range(i + 1, min(i + LONGEST, len(places)) + 1)]
+        return {self.key(start, stop) for start, stop in segments if self.claims(start, stop)}
+
+    def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> list[float]:
+        """Times of candidates, template by template, since templates differ in what they read."""
+        served = self.claims(start, stop)
+        times: dict[Candidate | None, float] = {}
+        for i, (name, claim) in enumerate(served.items()):
+            configs = [c[1] for c in candidates if c is not None and c[0] == name]
+            with_inductor = None in candidates and i == 0
+            asked: list[str | None] = [*([None] if with_inductor else []), *configs]
+            for config, taken in zip(asked, self.time_claim(claim, asked) if asked else (), strict=True):
+                times[None if config is None else (name, config)] = taken
+        return [times[candidate] for candidate in candidates]
+
+    def space(self) -> Space:
+        return Space(
+            [operator.kind.compute_intensive for operator in self.operators],
+            [self.layers.place_class(place) for place in range(len(self.operators))],
+            self.key,
+            self.candidates,
+            self.measure,
+            LONGEST,
+        )

@@ -1,0 +1,254 @@
+"""`torch.compile(model, backend="stof")`: templates for the segments they cover, Inductor for everything else.
+
+Inference only. The backend rewrites the graph Dynamo captured and hands it to Inductor, whose caches stay in use: its
+keys hold the rewritten graph, this package's source and the fusion scheme.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+import stof
+from stof.errors import ArgumentError, UnsupportedError
+from stof.fusion.lower import copy_module
+from stof.fusion.measure import SegmentTimer
+from stof.fusion.nodes import changes_inputs
+from stof.fusion.pipeline import Search, fuse
+from stof.fusion.race import Race, decide
+from stof.fusion.report import FusionReport
+from stof.fusion.search import Progress
+from stof.fusion.store import Contents, default_store, segment_key, source_digest
+from stof.fusion.weights import pack_weights, unpack_weights
+from stof.masks import Mask
+
+__all__ = ["CompileOptions", "FusionReport", "optimize", "pack_weights", "stof_backend", "unpack_weights"]
+
+
+# Seconds, and configurations drawn for each segment in a round.
+EFFORTS: dict[str, tuple[float, int]] = {"none": (0.0, 0), "quick": (60.0, 3), "full": (600.0, 8)}
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of the backend, as `torch.compile(..., options={...})` takes them.
+
+    Attributes:
+        effort: "none" decides by rules, without measuring; "quick" and "full" search for the scheme and its parameters
+            by measuring segments, and finally the whole model with and without templates.
+        budget_s: seconds that searching may take; None for the effort's own: 60 or 600. A compiled model has one budget
+            for each of its graphs.
+        cuda_graphs: let Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
+        deterministic: equal choices in every run; nothing is measured, by Inductor neither.
+        report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
+        progress: True prints a line to stderr after each measurement, a callable is called with it.
+        store: where measurements are kept for later processes: True for the user's cache folder, a path for another
+            folder, False for nowhere.
+
+    Raises:
+        ArgumentError: a value that is none of these.
+    """
+
+    effort: str = "none"
+    budget_s: float | None = None
+    cuda_graphs: bool = False
+    deterministic: bool = False
+    report: bool | Callable[[FusionReport], object] = False
+    progress: bool | Callable[[Progress], object] = False
+    store: bool | str | Path = True
+
+    def __post_init__(self) -> None:
+        if self.effort not in EFFORTS:
+            raise ArgumentError(f"effort {self.effort!r} is none of {', '.join(EFFORTS)}")
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise ArgumentError(f"budget_s must be a positive number of seconds, got {self.budget_s!r}")
+        if self.budget_s is not None and self.effort == "none":
+            raise ArgumentError("budget_s limits measuring, and effort 'none' measures nothing; use 'quick' or 'full'")
+        if self.deterministic and self.effort != "none":
+            raise ArgumentError(f"deterministic=True measures nothing; effort {self.effort!r} does")
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None) -> CompileOptions:
+        """Options from a mapping.
+
+        Raises:
+            ArgumentError: a name that is no option, or a value it cannot have.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(options or {}) - set(known))
+        if unknown:
+            raise ArgumentError(f"no such option: {', '.join(unknown)}; backend 'stof' takes {', '.join(known)}")
+        return cls(**dict(options or {}))
+
+    def search(self, example_inputs: Sequence[Any]) -> Search | None:
+        """What the effort asks for, on the device of a graph's inputs."""
+        if self.effort == "none":
+            return None
+        seconds, per_segment = EFFORTS[self.effort]
+        devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
+        device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
+        store = default_store(device, Path(self.store) if self.store is not True else None) if self.store else None
+        return Search(SegmentTimer(), self.budget_s or seconds, per_segment, self._shown(), store=store)
+
+    def _shown(self) -> Callable[[Progress], object] | None:
+        if callable(self.progress):
+            return self.progress
+        return (lambda step: print(step, file=sys.stderr)) if self.progress else None
+
+    def tell(self, report: FusionReport) -> None:
+        """Hand a report to whoever asked for it."""
+        if callable(self.report):
+            self.report(report)
+        elif self.report:
+            from rich.console import Console
+
+            Console(stderr=True).print(report)
+
+
+def stof_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend: rewrites `gm`, then compiles it with Inductor.
+
+    Args:
+        options: see `CompileOptions`.
+        mode: not used by this backend; anything but None or "default" is refused.
+
+    Raises:
+        ArgumentError: unknown options, or a mode.
+        UnsupportedError: the graph is to be differentiated.
+    """
+    parsed = CompileOptions.parse(options)
+    if mode not in (None, "default"):
+        raise ArgumentError(f"backend 'stof' has no modes (got mode={mode!r}); use options={{'cuda_graphs': True}}")
+    refuse_training(gm)
+    search = parsed.search(example_inputs)
+    plain = copy_module(gm) if search is not None else None
+    report = fuse(gm, search)
+
+    def compiled(module: fx.GraphModule, digest: str) -> Callable[..., Any]:
+        return _inductor(module, example_inputs, parsed, digest)
+
+    if search is None or plain is None or not report.fused:
+        parsed.tell(report)
+        return compiled(gm, report.digest)
+    key = segment_key((report.digest, [(row.template, row.config) for row in report.segments], parsed.cuda_graphs))
+    times = search.store.load().races.get(key) if search.store is not None else None
+    if times is not None:
+        kept = decide(report, *times)
+        parsed.tell(report)
+        return compiled(gm, report.digest) if kept else compiled(plain, "")
+    if changes_inputs(plain.graph):
+        report.notes.append("not compared as a whole: the graph may change what it is given, so it cannot run twice")
+        parsed.tell(report)
+        return compiled(gm, report.digest)
+
+    def keep(fused_us: float, plain_us: float) -> None:
+        if search.store is not None:
+            search.store.update(Contents(races={key: (fused_us, plain_us)}))
+
+    return Race(compiled(gm, report.digest), compiled(plain, ""), report, parsed.tell, keep)
+
+
+def _inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, digest: str
+) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    patches: dict[str, Any] = {"post_grad_custom_post_pass": _cache_mark(digest)} if digest else {}
+    if options.cuda_graphs:
+        patches["triton.cudagraphs"] = True
+    if options.deterministic and hasattr(config, "deterministic"):
+        patches["deterministic"] = True
+    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
+    return compiled
+
+
+def optimize(
+    model: nn.Module,
+    *,
+    mask: Mask | None = None,
+    attention: bool = True,
+    pack: bool = True,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Prepare a model's modules for fusion, in place, and compile it with backend "stof".
+
+    Args:
+        model: in evaluation mode.
+        mask: a sparse mask for the self-attention layers of a Hugging Face model (`hf.sparsify`); None leaves them to
+            the model's own mask.
+        attention: let stof compute the attention of a Hugging Face model; other models choose theirs themselves.
+        pack: pack the weights of query, key and value and of gate and up projection (`stof.fusion.weights`).
+        dynamic: as in `torch.compile`.
+        options: of the backend, see `CompileOptions`.
+
+    Returns:
+        the compiled model. `unpack_weights(model)` undoes the packing; attention is set back by
+        `model.set_attn_implementation`.
+
+    Raises:
+        UnsupportedError: the model is in training mode, or its attention cannot be served.
+        ArgumentError: an unknown option, or a mask without `attention`.
+    """
+    CompileOptions.parse(options)
+    if model.training:
+        raise UnsupportedError("stof.optimize compiles inference only; call model.eval() first", {})
+    if mask is not None and not attention:
+        raise ArgumentError("a mask needs stof's attention; leave attention=True")
+    if attention and (mask is not None or _is_transformers(model)):
+        from stof.integrations import transformers as hf
+
+        hf.enable(model)
+        if mask is not None:
+            hf.sparsify(model, mask)
+    if pack:
+        pack_weights(model)
+    compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
+    return cast(nn.Module, compiled)
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    """Whether a module is, or holds, a model of Hugging Face transformers; it is not imported for that."""
+    bases = (base for part in model.modules() for base in type(part).__mro__)
+    return any(base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.") for base in bases)
+
+
+def refuse_training(gm: fx.GraphModule) -> None:
+    """Raise UnsupportedError if gradients will be asked of the graph: the templates compute forward passes only."""
+    if not torch.is_grad_enabled():
+        return
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise UnsupportedError(
+                "backend 'stof' compiles inference only, and this call records gradients; call the model under "
+                "torch.inference_mode() or torch.no_grad(), or train with backend='inductor'",
+                {},
+            )
+
+
+def _cache_mark(digest: str) -> Any:
+    """A pass for Inductor that changes nothing and whose identity is this package's source and the scheme."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class CacheMark(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            """Nothing: the graph was rewritten before it came to Inductor."""
+
+        def uuid(self) -> str:
+            return f"stof-{stof.__version__}-{source_digest()}-{digest}"
+
+    return CacheMark()

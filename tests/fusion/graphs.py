@@ -1,0 +1,57 @@
+"""Dynamo graphs of small functions and models, captured without compiling anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from stof.fusion.normalise import normalise
+from stof.fusion.operators import Operator
+
+
+def capture(function: Callable[..., Any], *args: Any, dynamic: bool = False, **kwargs: Any) -> fx.GraphModule:
+    """The one graph Dynamo makes of a call, in inference."""
+    graphs: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, backend=keep, dynamic=dynamic)(*args, **kwargs)
+    (graph,) = graphs
+    return graph
+
+
+def operators(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Operator]:
+    return normalise(capture(function, *args, **kwargs).graph)
+
+
+def labels(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+    """Kinds in graph order; activations and gates by their own name."""
+    named = {"activation", "gate"}
+    return [o.label if o.kind in named else str(o.kind) for o in operators(function, *args, **kwargs)]
+
+
+def calls(gm: fx.GraphModule) -> list[str]:
+    """The template operators a graph calls, in order: `linear`, `norm_linear`, ..."""
+    found = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+    return [name.split(".")[1] for name in found if name.startswith("stof.")]
+
+
+class RMSNorm(nn.Module):
+    """As Hugging Face writes it."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)

@@ -1,0 +1,273 @@
+"""Which segments templates claim, and that lowered graphs compute what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stof.fusion.claims import claims
+from stof.fusion.lower import GraphOrder, copy_graph
+from stof.fusion.nodes import changes_inputs
+from stof.fusion.normalise import normalise
+from stof.fusion.pipeline import fuse
+from tests.fusion.graphs import RMSNorm, calls, capture
+
+K, N = 8, 6
+
+
+class Block(nn.Module):
+    """Modules to write segments with; `body` is the function under test."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.square, self.pair = (
+            nn.Linear(K, N),
+            nn.Linear(N, K),
+            nn.Linear(K, K),
+            nn.Linear(K, 2 * N),
+        )
+        self.plain = nn.Linear(K, K, bias=False)
+        self.stored = nn.Parameter(torch.randn(K, N))
+        self.layer, self.rms, self.drop = nn.LayerNorm(K), RMSNorm(K), nn.Dropout(0.3)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+def gate(m: Block, x: Tensor) -> Tensor:
+    a, b = m.pair(x).chunk(2, -1)
+    return F.silu(a) * b
+
+
+def residual_then_norm(m: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + m.drop(m.square(x))
+    return m.rms(h), h
+
+
+CLAIMED: dict[str, tuple[list[str], Callable[[Block, Tensor], Any]]] = {
+    "gelu": (["linear"], lambda m, x: F.gelu(m.up(x))),
+    "relu_residual": (["linear"], lambda m, x: F.relu(m.square(x)) + x),
+    "residual": (["linear"], lambda m, x: x + m.drop(m.plain(x))),
+    "conv1d": (["linear"], lambda m, x: F.gelu((x.view(-1, K) @ m.stored).view(2, 3, N), approximate="tanh")),
+    "norm_first": (["norm_linear"], lambda m, x: m.up(m.layer(x))),
+    "norm_dropout_silu": (["norm_linear"], lambda m, x: F.silu(m.up(m.drop(m.rms(x))))),
+    "norm_last": (["linear_norm"], lambda m, x: m.layer(m.square(x))),
+    "residual_then_norm": (["linear_norm"], residual_then_norm),
+    "gate": (["gated_linear"], gate),
+    "two": (["linear", "linear"], lambda m, x: m.down(F.gelu(m.up(x))) + x),
+    "chain": (["linear_norm", "linear"], lambda m, x: F.relu(m.up(m.layer(m.square(x) + x)))),
+}
+
+
+def lowered(body: Callable[..., Any], x: Tensor) -> tuple[list[str], Any, Any]:
+    """Template calls of a lowered graph, its outputs, and those of the module itself."""
+    model = Block(body).eval().to(x.dtype)
+    gm = capture(model, x)
+    sources = dict(model.named_parameters())
+    args = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            named = [
+                p
+                for name, p in sources.items()
+                if node.target.lower().rstrip("_").endswith(name.replace(".", "_parameters_"))
+            ]
+            args.append(named[0] if named else x.clone())
+    report = fuse(gm)
+    assert report.notes == []
+    with torch.no_grad():
+        return calls(gm), gm(*args), model(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CLAIMED)
+def test_claimed_segments_compute_what_they_did(name: str, dtype: torch.dtype) -> None:
+    expected, body = CLAIMED[name]
+    found, out, want = lowered(body, torch.randn(2, 3, K).to(dtype))
+    assert found == expected
+    tolerance = {} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.05}
+    wants = want if isinstance(want, tuple) else (want,)
+    for got, value in zip(out, wants, strict=True):
+        torch.testing.assert_close(got, value, **tolerance)
+
+
+def leaked(m: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+    h = m.up(x)
+    return F.gelu(h), h
+
+
+def reversed_gate(m: Block, x: Tensor) -> Tensor:
+    a, b = m.pair(x).chunk(2, -1)
+    return a * F.silu(b)
+
+
+def doubled(m: Block, x: Tensor) -> Tensor:
+    h = m.square(x)
+    return h + h
+
+
+def shared_norm(m: Block, x: Tensor) -> Tensor:
+    h = m.layer(x)
+    return m.square(h) + h.sin()
+
+
+REFUSED: dict[str, tuple[slice, str, Callable[[Block, Tensor], Any]]] = {
+    "leaked": (slice(0, 2), "the value of linear 8>6 is used elsewhere as well", leaked),
+    "reversed": (slice(0, 2), "the gate is not the first half of the product", reversed_gate),
+    "unpacked": (slice(2, 4), "stof.optimize packs their weights", lambda m, x: F.silu(m.up(x)) * m.up(x + 1)),
+    "doubled": (slice(0, 2), "adds a value to itself", doubled),
+    "norm_shared": (slice(0, 2), "the value of layer_norm is used elsewhere as well", shared_norm),
+    "strangers": (slice(0, 2), "gelu does not read linear 8>6", lambda m, x: (m.up(x), F.gelu(x))),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_says_why(name: str) -> None:
+    where, reason, body = REFUSED[name]
+    operators = normalise(capture(Block(body).eval(), torch.randn(2, 3, K)).graph)
+    served, refused = claims(operators[where])
+    assert served == []
+    assert any(reason in line for line in refused), refused
+
+
+def test_products_in_another_dtype_are_left() -> None:
+    def mixed(m: Block, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.gelu(m.up(x))
+
+    gm = capture(Block(mixed).eval(), torch.randn(2, K))
+    report = fuse(gm)
+    assert calls(gm) == []
+    assert report.notes == ["the whole graph is left to Inductor: it turns autocast on or off inside"]
+
+
+def test_autocast_from_outside_is_left() -> None:
+    model, x = Block(lambda m, x: F.gelu(m.up(x))).eval(), torch.randn(2, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        gm = capture(model, x)
+    report = fuse(gm)
+    assert calls(gm) == []
+    assert "dtypes differ: bfloat16, float32" in report.segments[0].reason
+
+
+def test_sizes_that_depend_on_data_leave_the_graph_alone() -> None:
+    def filtered(m: Block, x: Tensor) -> Tensor:
+        return F.gelu(m.up(x[x[:, 0] > 0]))
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        gm = capture(Block(filtered).eval(), torch.randn(4, K))
+    report = fuse(gm)
+    assert calls(gm) == []
+    assert "sizes depend on data" in report.notes[0]
+
+
+def test_writes_amid_a_segment_keep_it_from_being_claimed() -> None:
+    def written(m: Block, x: Tensor) -> Tensor:
+        h = m.up(x)
+        x.add_(1)
+        return F.gelu(h)
+
+    gm = capture(Block(written).eval(), torch.randn(2, K))
+    assert calls(gm) == []
+    fuse(gm)
+    assert calls(gm) == []
+
+    def before(m: Block, x: Tensor) -> Tensor:
+        x.add_(1)
+        return F.gelu(m.up(x))
+
+    gm = capture(Block(before).eval(), torch.randn(2, K))
+    fuse(gm)
+    assert calls(gm) == ["linear"]
+
+
+def test_graphs_that_change_what_they_are_given_are_told() -> None:
+    def changes(body: Callable[[Tensor], Tensor]) -> bool:
+        return changes_inputs(capture(body, torch.randn(2, K)).graph)
+
+    def own(x: Tensor) -> Tensor:
+        y = x + 1
+        y += x
+        y[0] = 3.0
+        return y.view(-1).mul_(2)
+
+    assert not changes(own)
+    assert changes(lambda x: x.add_(1))
+    assert changes(lambda x: x.view(-1)[2:].mul_(3))
+    assert changes(lambda x: unknown(x))
+
+
+@torch._dynamo.allow_in_graph
+def unknown(x: Tensor) -> Tensor:
+    """Dynamo does not look inside, so it may write."""
+    return x.sin()
+
+
+def test_what_may_write_keeps_a_segment_from_being_claimed() -> None:
+    def opaque(m: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.up(x)
+        return unknown(x), F.gelu(h)
+
+    gm = capture(Block(opaque).eval(), torch.randn(2, K))
+    report = fuse(gm)
+    assert calls(gm) == []
+    assert report.fused == 0
+
+
+def test_integer_writes_do_not_matter() -> None:
+    def counted(m: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+        count = torch.zeros(2, dtype=torch.long)
+        h = m.up(x)
+        count += 1
+        return F.gelu(h), count
+
+    gm = capture(Block(counted).eval(), torch.randn(2, K))
+    fuse(gm)
+    assert calls(gm) == ["linear"]
+
+
+def test_symbolic_sizes_stay_symbolic() -> None:
+    model = Block(lambda m, x: m.layer(m.square(x) + x)).eval()
+    gm = capture(model, torch.randn(5, 7, K), dynamic=True)
+    report = fuse(gm)
+    assert calls(gm) == ["linear_norm"]
+    assert report.notes == []
+    (node,) = (n for n in gm.graph.nodes if "linear_norm" in str(n.target))
+    assert not all(isinstance(size, int) for size in node.meta["example_value"][0].shape)
+
+
+def test_copies_of_graphs_know_where_parameters_come_from() -> None:
+    gm = capture(Block(lambda m, x: m.up(x)).eval(), torch.randn(2, K))
+    before = [getattr(node, "_dynamo_source", None) for node in gm.graph.nodes]
+    assert any(before)
+    assert [getattr(node, "_dynamo_source", None) for node in copy_graph(gm.graph).nodes] == before
+
+
+def test_a_graph_that_no_longer_fits_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = capture(Block(lambda m, x: F.gelu(m.up(x))).eval(), torch.randn(2, K))
+    monkeypatch.setattr("stof.fusion.pipeline.propagate", lambda gm: "a view does not fit")
+    report = fuse(gm)
+    assert calls(gm) == []
+    assert report.fused == 0
+    assert "a view does not fit" in report.notes[0]
+
+
+def test_results_read_before_all_inputs_exist() -> None:
+    def crossed(m: Block, x: Tensor) -> Tensor:
+        h = m.square(x)
+        other = h.sin()
+        return m.layer(h + other)
+
+    operators = normalise(capture(Block(crossed).eval(), torch.randn(2, K)).graph)
+    kinds = [str(o.kind) for o in operators]
+    assert kinds == ["linear", "other", "residual", "layer_norm"]
+    gm = capture(Block(crossed).eval(), torch.randn(2, K))
+    assert GraphOrder(gm.graph).writes == []
+    fuse(gm)
+    assert calls(gm) == []

@@ -1,0 +1,155 @@
+"""Segments measured on their own, wrong templates dropped, the whole model compared, and reports for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from stof.fusion import measure
+from stof.fusion.claims import Claim, claims
+from stof.fusion.normalise import normalise
+from stof.fusion.pipeline import Search, fuse
+from stof.fusion.race import Race
+from stof.fusion.report import FusionReport, SegmentReport
+from stof.fusion.search import Candidate
+from stof.fusion.templates.registry import TEMPLATES, Template
+from tests.fusion.graphs import RMSNorm, calls, capture
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 6), nn.Linear(6, 8), RMSNorm(8)
+        self.stored = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x + self.down(F.gelu(self.up(x))))
+        return F.relu((h.view(-1, 8) @ self.stored).view(*x.shape[:-1], 6))
+
+
+def segment(where: slice, dynamic: bool = False) -> Claim:
+    gm = capture(Model().eval(), torch.randn(2, 3, 8), dynamic=dynamic)
+    ((claim, *_), _) = claims(normalise(gm.graph)[where])
+    return claim
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("where", [slice(0, 2), slice(2, 5), slice(5, 7)])
+def test_a_segment_alone_is_what_its_twin_computes(where: slice, dynamic: bool) -> None:
+    claim = segment(where, dynamic)
+    inputs = measure.random_inputs(claim)
+    assert next(iter(inputs.values())).shape == torch.Size([2, 3, claim.problem.shape.k])
+    with torch.no_grad():
+        out = measure.segment_graph(claim, inputs)(*inputs.values())
+    for got, expected in zip(out, measure.exact(claim, inputs), strict=True):
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_times_of_inductor_and_a_template() -> None:
+    timer = measure.SegmentTimer(rounds=1)
+    times = timer(segment(slice(0, 2)), [None, ""])
+    assert all(0 < t < math.inf for t in times)
+    assert timer.failures == {}
+
+
+def test_templates_that_are_wrong_or_do_not_run_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = segment(slice(0, 2))
+    right = claim.template.operator
+
+    def operator(*args: Any, config: str, **kwargs: Any) -> Tensor:
+        if config == "breaks":
+            raise RuntimeError("out of shared memory\nand a long story")
+        out = right(*args, config="", **kwargs)
+        return {"wrong": out * 1.001, "empty": out * math.nan}.get(config, out)
+
+    monkeypatch.setattr(Template, "operator", property(lambda self: operator))
+    timer = measure.SegmentTimer(rounds=1)
+    times = timer(claim, ["", "wrong", "empty", "breaks"])
+    assert times[0] < math.inf
+    assert times[1:] == [math.inf] * 3
+    assert timer.failures["linear", "breaks"] == "does not run: out of shared memory"
+    assert timer.failures["linear", "wrong"].startswith("wrong: off by")
+    assert timer.failures["linear", "empty"].startswith("wrong: off by nan")
+
+
+class Table:
+    """Stands for a timer: every template takes `factor` of Inductor's 10 us an operator."""
+
+    def __init__(self, **factor: float) -> None:
+        self.factor = factor
+        self.failures: dict[Candidate, str] = {}
+
+    def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+        inductor = 10.0 * len(claim.operators)
+        return [inductor * (1.0 if config is None else self.factor.get(claim.template.name, 2.0)) for config in configs]
+
+
+def test_the_search_decides_what_is_lowered() -> None:
+    model, x = Model().eval(), torch.randn(2, 3, 8)
+    for table, expected in (
+        (Table(linear=0.5, linear_norm=0.9), ["linear", "linear", "linear"]),
+        (Table(linear=0.9, linear_norm=0.5), ["linear", "linear_norm", "linear"]),
+        (Table(linear=1.1, linear_norm=1.1), []),
+    ):
+        gm = capture(model, x)
+        report = fuse(gm, Search(table, seconds=100))
+        assert calls(gm) == expected
+        assert report.fused == len(expected)
+        assert report.measurements > 0
+        assert [bool(row.template_us) for row in report.segments] == [bool(row.template) for row in report.segments]
+    assert "us at best, Inductor" in report.segments[0].reason
+
+
+def test_a_spent_budget_is_reported() -> None:
+    gm = capture(Model().eval(), torch.randn(2, 3, 8))
+    report = fuse(gm, Search(Table(linear=0.5, linear_norm=0.5), seconds=-1.0))
+    assert calls(gm) == []
+    assert report.notes == ["the budget of -1 s was spent after 0 measurements"]
+
+
+@pytest.mark.parametrize(("times", "kept"), [((10.0, 20.0), True), ((20.0, 10.0), False), ((10.0, 10.0), False)])
+def test_the_faster_of_two_models_stays(times: tuple[float, float], kept: bool) -> None:
+    told: list[FusionReport] = []
+    report = FusionReport([SegmentReport("linear + gelu", "linear", "", "measured faster", 2.0, 1.0)])
+    race = Race(
+        lambda x: ("fused", x),
+        lambda x: ("plain", x),
+        report,
+        told.append,
+        timer=lambda calls, device: dict(zip(calls, times, strict=True)),
+    )
+    for _ in range(2):
+        assert race(3) == ("fused" if kept else "plain", 3)
+    assert told == [report]
+    assert report.fused == kept
+    assert ("templates kept" if kept else "templates taken back") in report.notes[0]
+
+
+def test_reports_print_a_row_for_alike_segments() -> None:
+    row = SegmentReport("linear 8>6 + gelu", "linear", "64x64x32,4w,3s,tile", "measured faster", 12.34, 10.0)
+    left = SegmentReport("[bold]attention", "", "", "")
+    report = FusionReport([row, left, row], "001", "abcd", ["a note [in brackets]"])
+    stream = StringIO()
+    Console(width=160, file=stream).print(report)
+    text = stream.getvalue()
+    assert "2 of 3 segments computed by templates, scheme abcd" in text
+    assert text.count("linear 8>6 + gelu") == 1
+    assert "12.3" in text
+    assert "[bold]attention" in text
+    assert "a note [in brackets]" in text
+
+
+def test_every_template_takes_its_twins_arguments() -> None:
+    for template in TEMPLATES:
+        names = [argument.name for argument in template.operator._schema.arguments]
+        twin = template.twin.__code__.co_varnames[: template.twin.__code__.co_argcount]
+        assert names == [*twin, "config"]
+        assert template.configs(segment(slice(0, 2)).problem)[0] == ""

@@ -1,0 +1,244 @@
+"""The search on tables of made-up times: it finds what is best, in few measurements, and knows when to stop."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stof.fusion.layers import find_layers
+from stof.fusion.scheme import Scheme
+from stof.fusion.search import (
+    Budget,
+    Candidate,
+    Meter,
+    Progress,
+    Space,
+    exhaustive,
+    outcome,
+    random_search,
+    stage_one,
+    stage_two,
+    two_stage,
+)
+
+# One letter an operator: C and D are compute-intensive.
+Table = dict[str, dict[str, float]]
+INDUCTOR = 10.0
+
+
+class Tabled:
+    """A space over letters: each entry of the table is a covered sequence with its configurations' times."""
+
+    def __init__(self, letters: str, table: Table) -> None:
+        self.letters, self.table = letters, table
+        self.asked: list[tuple[str, Candidate | None]] = []
+        layers = find_layers(letters)
+        classes = [layers.place_class(i) for i in range(len(letters))]
+        self.space = Space([c in "CD" for c in letters], classes, self.key, self.candidates, self.measure, 3)
+
+    def key(self, start: int, stop: int) -> Hashable:
+        return self.letters[start:stop]
+
+    def candidates(self, start: int, stop: int) -> Sequence[Candidate]:
+        text = self.letters[start:stop]
+        return [(text, config) for config in self.table.get(text, {})]
+
+    def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+        text = self.letters[start:stop]
+        self.asked += [(text, candidate) for candidate in candidates]
+        return [INDUCTOR * len(text) if c is None else self.table[text][c[1]] for c in candidates]
+
+    def apart(self) -> Scheme:
+        return Scheme(len(self.letters), tuple(range(1, len(self.letters))))
+
+    def brute_force(self) -> float:
+        """The most any scheme can save, by trying all of them."""
+        n, best = len(self.letters), 0.0
+        for bits in itertools.product("01", repeat=n - 1):
+            scheme = Scheme.from_bits("0" + "".join(bits))
+            best = max(best, sum(self._saving(self.letters[s.start : s.stop]) for s in scheme.segments))
+        return best
+
+    def _saving(self, text: str) -> float:
+        return max(0.0, INDUCTOR * len(text) - min(self.table.get(text, {"": math.inf}).values()))
+
+
+# A layer of BERT: product, residual, norm, product, activation, product, residual, norm; letters per kind.
+LAYER = "CrnCgCrn"
+TABLE: Table = {
+    "Cr": {"": 18.0, "a": 16.0, "b": 19.0},
+    "Crn": {"": 24.0, "a": 23.0, "b": 31.0},
+    "Cg": {"": 21.0, "a": 17.0, "b": 12.0, "c": 30.0, "d": 14.0},
+    "nC": {"": 25.0, "a": 25.0},
+}
+
+
+def test_two_stages_find_the_best_scheme_of_layers() -> None:
+    tabled = Tabled("e" + LAYER * 3 + "C", TABLE)
+    meter = Meter(tabled.space)
+    found = two_stage(tabled.space, meter, tabled.apart())
+    assert found.saved_us == pytest.approx(6 * (30 - 23) + 3 * (20 - 12))
+    assert set(found.chosen.values()) == {("Crn", "a"), ("Cg", "b")}
+    assert len(found.chosen) == 9
+    assert found.scheme.problems(tabled.space.intensive) == []
+    # Layers are alike: nothing is measured twice.
+    assert len(tabled.asked) == len(set(tabled.asked)) == found.measurements
+    full = Tabled("e" + LAYER * 3 + "C", TABLE)
+    best = exhaustive(full.space, Meter(full.space))
+    assert best.saved_us == pytest.approx(found.saved_us)
+
+
+def test_a_move_that_is_slower_is_taken_back() -> None:
+    tabled = Tabled("Cr", {"Cr": {"": 25.0}})
+    meter = Meter(tabled.space)
+    assert stage_one(tabled.space, meter, tabled.apart()) == tabled.apart()
+    assert meter.measured(0, 2) == {None: 20.0, ("Cr", ""): 25.0}
+    assert meter.chosen(Scheme(2)) == {}
+
+
+def test_seize_takes_from_a_memory_intensive_segment() -> None:
+    tabled = Tabled("rnCg", {"nCg": {"": 5.0}})
+    scheme = stage_one(tabled.space, Meter(tabled.space), Scheme.from_bits("0011"))
+    assert scheme == Scheme.from_bits("0111")
+
+
+def test_compete_gives_the_contested_operator_to_the_faster_side() -> None:
+    # Both sides hold a product; the operator between them belongs left at first, and is worth more right.
+    table = {"Cg": {"": 19.0}, "gD": {"": 2.0}}
+    tabled = Tabled("CgD", table)
+    assert stage_one(tabled.space, Meter(tabled.space), Scheme.from_bits("001")) == Scheme.from_bits("011")
+
+
+def test_no_segment_gets_three_compute_intensive_operators() -> None:
+    tabled = Tabled("CDC", {"CDC": {"": 0.1}, "CD": {"": 15.0}})
+    found = two_stage(tabled.space, Meter(tabled.space), tabled.apart())
+    assert found.saved_us == 5.0
+
+
+def test_configurations_that_fail_are_never_chosen() -> None:
+    tabled = Tabled("Cg", {"Cg": {"": math.inf, "a": math.inf}})
+    found = two_stage(tabled.space, Meter(tabled.space), tabled.apart())
+    assert found.chosen == {}
+    assert found.saved_us == 0
+
+
+@given(
+    st.text("CDrng", min_size=2, max_size=8),
+    st.dictionaries(
+        st.text("CDrng", min_size=2, max_size=3),
+        st.dictionaries(st.sampled_from(["", "a", "b", "c"]), st.floats(1, 40), min_size=1).filter(lambda d: "" in d),
+        max_size=12,
+    ),
+)
+@settings(max_examples=60)
+def test_exhaustive_is_exact_and_no_other_search_beats_it(letters: str, table: Table) -> None:
+    table = {text: configs for text, configs in table.items() if sum(c in "CD" for c in text) <= 2}
+    tabled = Tabled(letters, table)
+    best = exhaustive(tabled.space, Meter(tabled.space))
+    assert best.saved_us == pytest.approx(tabled.brute_force())
+    assert sum(INDUCTOR * len(t) - table[t][c] for t, c in best.chosen.values()) == pytest.approx(best.saved_us)
+    for search in (
+        lambda m: two_stage(tabled.space, m, tabled.apart()),
+        lambda m: random_search(tabled.space, m, schemes=8),
+        lambda m: outcome(m, stage_one(tabled.space, m, tabled.apart())),
+    ):
+        meter = Meter(tabled.space)
+        found = search(meter)
+        assert found.saved_us <= best.saved_us + 1e-9
+        assert found.saved_us == pytest.approx(sum(meter.known_gain(s.start, s.stop) for s in found.scheme.segments))
+        assert found.scheme.problems(tabled.space.intensive) == []
+
+
+def test_near_the_best_with_a_fifth_of_the_measurements() -> None:
+    """Configurations differ a little, schemes a lot; the target of two stages is within 3 %."""
+    table = {
+        text: {"": base} | {f"c{i}": base * (0.8 + 0.01 * ((i * 37 + len(text)) % 41)) for i in range(60)}
+        for text, base in {"Cr": 17.0, "Crn": 23.0, "Cg": 15.0, "nC": 14.0, "nCg": 26.0}.items()
+    }
+    letters = LAYER * 4
+    full = Tabled(letters, table)
+    best = exhaustive(full.space, Meter(full.space))
+    tabled = Tabled(letters, table)
+    meter = Meter(tabled.space, Budget(measurements=best.measurements // 5))
+    found = two_stage(tabled.space, meter, tabled.apart())
+    total = INDUCTOR * len(letters)
+    assert found.measurements <= best.measurements / 5
+    assert (total - found.saved_us) / (total - best.saved_us) < 1.03
+
+
+def test_more_is_drawn_where_more_was_gained() -> None:
+    # Each further configuration of Cg is a little faster; those of Dr are all alike.
+    table = {
+        "Cg": {"": 18.0} | {f"{i:03}": 18.0 for i in range(200)},
+        "Dr": {"": 18.0} | {str(i): 18.0 for i in range(200)},
+    }
+    tabled = Tabled("CgDr", table)
+    meter = Meter(tabled.space)
+    fast = iter(range(1, 1000))
+    plain = tabled.measure
+
+    def measure(start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+        times = plain(start, stop, candidates)
+        return [
+            t - 0.01 * next(fast) if c is not None and c[0] == "Cg" else t
+            for t, c in zip(times, candidates, strict=True)
+        ]
+
+    object.__setattr__(tabled.space, "measure", measure)
+    scheme = Scheme.from_bits("0011")
+    meter.total(scheme)
+    meter.budget = Budget(measurements=80)
+    stage_two(tabled.space, meter, scheme)
+    drawn = {text: len(meter.measured(start, start + 2)) for text, start in (("Cg", 0), ("Dr", 2))}
+    assert drawn["Cg"] > 3 * drawn["Dr"]
+
+
+def test_nothing_gained_for_two_rounds_ends_the_second_stage() -> None:
+    tabled = Tabled("Cg", {"Cg": {"": 18.0} | {str(i): 19.0 for i in range(100)}})
+    meter = Meter(tabled.space)
+    meter.total(Scheme(2))
+    stage_two(tabled.space, meter, Scheme(2), per_segment=4)
+    assert meter.measurements == 2 + 2 * 4
+
+
+def test_budgets_end_a_search_with_what_is_known() -> None:
+    now = [0.0]
+    tabled = Tabled("e" + LAYER * 2, TABLE)
+    plain = tabled.measure
+
+    def measure(start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+        now[0] += len(candidates)
+        return plain(start, stop, candidates)
+
+    object.__setattr__(tabled.space, "measure", measure)
+    seen: list[Progress] = []
+    meter = Meter(tabled.space, Budget(4.0, clock=lambda: now[0]), seen.append)
+    found = two_stage(tabled.space, meter, tabled.apart())
+    assert meter.spent
+    assert found.measurements == 4
+    assert len(seen) == 2
+    assert seen[-1].seconds_left == 0.0
+    shown = str(Progress(1, 3, 1, ("Cr", "a"), 18.0, 20.0, 2.0))
+    assert shown == "operators 1..2: 1 tried, best Cr a 18.0 us, Inductor 20.0 us, 2 s left"
+    assert all(p.inductor_us == INDUCTOR * (p.stop - p.start) and p.tried == 1 for p in seen)
+
+    tabled = Tabled("e" + LAYER * 2, TABLE)
+    found = two_stage(tabled.space, Meter(tabled.space, Budget(measurements=3)), tabled.apart())
+    assert found.measurements == 3
+    found = random_search(tabled.space, Meter(tabled.space, Budget(measurements=0)), schemes=9)
+    assert found.measurements == 0
+    assert found.chosen == {}
+
+
+def test_equal_seeds_draw_equally() -> None:
+    def drawn(seed: int) -> list[tuple[str, Candidate | None]]:
+        tabled = Tabled("Cg", {"Cg": {"": 18.0} | {str(i): 19.0 for i in range(50)}})
+        two_stage(tabled.space, Meter(tabled.space), tabled.apart(), seed=seed)
+        return tabled.asked
+
+    assert drawn(1) == drawn(1) != drawn(2)

@@ -1,0 +1,117 @@
+"""Backend "stof" on an NVIDIA GPU: the kernels of the templates, under Inductor and CUDA graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import stof
+from stof import masks
+from stof.fusion.measure import SegmentTimer
+from stof.fusion.pipeline import Search, fuse
+from stof.fusion.report import FusionReport
+from tests.fusion.graphs import calls, capture
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+    "initializer_range": 0.1,
+}
+
+
+def model(family: str) -> nn.Module:
+    import transformers as t
+
+    torch.manual_seed(0)
+    if family == "bert":
+        return t.BertModel(t.BertConfig(**SIZES), add_pooling_layer=False).eval().cuda()
+    if family == "gpt2":
+        config = t.GPT2Config(n_embd=256, n_layer=3, n_head=4, use_cache=False, initializer_range=0.1)
+        return t.GPT2Model(config).eval().cuda()
+    config = t.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=30000, use_cache=False)
+    return t.LlamaModel(config).eval().cuda()
+
+
+def exact(module: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return module(ids)[0].double()
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_models_by_rule(family: str, dtype: torch.dtype, cuda_graphs: bool) -> None:
+    torch.compiler.reset()
+    module, ids = model(family), torch.randint(1, 30000, (2, 200), device="cuda")
+    expected = exact(module, ids)
+    reports: list[FusionReport] = []
+    module.to(dtype)
+    with torch.no_grad():
+        plain = module(ids)[0].double()
+    optimised = stof.optimize(module, dynamic=False, cuda_graphs=cuda_graphs, report=reports.append)
+    with torch.no_grad():
+        for _ in range(3):  # eager warm-up, capture, replay
+            out = optimised(ids)[0].double()
+    assert reports[-1].fused > 0
+    assert reports[-1].notes == []
+    assert (out - expected).norm() <= 1.5 * (plain - expected).norm()
+
+
+def test_a_searched_model_is_right_and_its_search_is_kept(tmp_path: Path) -> None:
+    module, ids = model("bert"), torch.randint(1, 30000, (4, 256), device="cuda")
+    expected = exact(module, ids)
+    module.half()
+    with torch.no_grad():
+        plain = module(ids)[0].double()
+    reports: list[FusionReport] = []
+    options: dict[str, Any] = {"effort": "quick", "budget_s": 30, "store": tmp_path, "cuda_graphs": True}
+    for _ in range(2):
+        torch.compiler.reset()
+        optimised = stof.optimize(module, dynamic=False, report=reports.append, **options)
+        with torch.no_grad():
+            out = optimised(ids)[0].double()
+        assert (out - expected).norm() <= 1.5 * (plain - expected).norm()
+    first, second = reports
+    assert first.measurements > 0
+    if not any("budget" in note for note in first.notes):
+        assert second.measurements == 0
+    assert any(note.startswith("whole model:") for note in first.notes)
+
+
+def test_segments_are_timed_under_graph_replay() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.norm = nn.Linear(256, 1024), nn.Linear(1024, 256), nn.LayerNorm(256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x + self.down(torch.nn.functional.gelu(self.up(x))))
+
+    timer = SegmentTimer(rounds=2)
+    gm = capture(Layer().eval().half().cuda(), torch.randn(512, 256, dtype=torch.half, device="cuda"))
+    report = fuse(gm, Search(timer, seconds=60, per_segment=2))
+    assert report.measurements > 4
+    assert not [why for why in timer.failures.values() if why.startswith("wrong")]
+    assert len(calls(gm)) == report.fused
+
+
+def test_a_sparse_mask_and_templates_together() -> None:
+    torch.compiler.reset()
+    module, ids = model("bert"), torch.randint(1, 30000, (1, 512), device="cuda")
+    mask = masks.longformer(32, 16)
+    with torch.no_grad():
+        expected = module(ids, attention_mask=mask.to_dense(512, device="cuda"))[0].double()
+        module.half()
+        optimised = stof.optimize(module, mask=mask, dynamic=False)
+        out = optimised(ids)[0].double()
+    assert torch.nn.functional.cosine_similarity(out.flatten(), expected.flatten(), 0) > 0.9999

@@ -1,0 +1,250 @@
+"""`torch.compile(model, backend="stof")` on real model families: same outputs, one graph, the expected templates."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import stof
+from stof.errors import ArgumentError, UnsupportedError
+from stof.fusion.claims import Claim
+from stof.fusion.race import Race
+from stof.fusion.search import Progress
+from stof.integrations import torch_compile
+from stof.integrations.torch_compile import CompileOptions, FusionReport, stof_backend
+from tests.integrations import models
+
+
+def make(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    if family == "vit":
+        return models.vit(), {"pixel_values": torch.randn(2, 3, 24, 24)}
+    model = models.t5().encoder if family == "t5" else getattr(models, family)()
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    return model, models.batch()
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, list[FusionReport]]:
+    """The compiled model's first output, and the reports of its graphs."""
+    reports: list[FusionReport] = []
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=stof_backend, options={"report": reports.append, **options})
+        return compiled(**inputs)[0], reports
+
+
+def templates(report: FusionReport) -> list[str]:
+    return [segment.template for segment in report.segments if segment.template]
+
+
+# Per layer; what follows the last layer differs.
+EXPECTED = {
+    "bert": ["linear_norm", "linear", "linear_norm"] * 2,
+    "gpt2": ["norm_linear"] + ["linear_norm", "linear", "linear_norm"] * 2,
+    "llama": ["linear_norm", "linear_norm"] * 2,
+    "t5": ["linear_norm", "linear", "linear_norm"] * 2,
+    "vit": ["linear_norm", "linear", "linear_norm"] * 2,
+}
+
+
+@pytest.fixture
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewritten graphs run as they are: what is under test is ours, and compiling takes most of the time."""
+    monkeypatch.setattr(torch_compile, "_inductor", lambda gm, inputs, options, digest: gm.forward)
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+@pytest.mark.usefixtures("without_inductor")
+def test_same_outputs_in_one_graph(family: str) -> None:
+    model, inputs = make(family)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+    out, reports = run(model, inputs)
+    torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+    (report,) = reports
+    assert report.notes == []
+    assert templates(report) == EXPECTED[family]
+
+
+# Packed weights make the first layer's norm serve one product, and gate and up projection one template.
+PACKED = {
+    "bert": EXPECTED["bert"],
+    "llama": ["norm_linear"] + ["linear_norm", "gated_linear", "linear_norm"] * 2,
+}
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_optimised_models_give_the_same_outputs(family: str) -> None:
+    model, inputs = make(family)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+    reports: list[FusionReport] = []
+    torch._dynamo.reset()
+    optimised = stof.optimize(model, report=reports.append)
+    with torch.inference_mode():
+        out = optimised(**inputs)[0]
+    # Keys that padding drops may get any value in the rows that stand for padding.
+    valid = inputs["attention_mask"].bool() if "attention_mask" in inputs else torch.ones(out.shape[:2]).bool()
+    torch.testing.assert_close(out[valid], expected[valid], atol=3e-5, rtol=1e-4)
+    (report,) = reports
+    assert report.notes == []
+    assert templates(report) == PACKED[family]
+    assert stof.integrations.torch_compile.unpack_weights(model) > 0
+
+
+def test_training_mode_is_refused_before_anything_is_changed() -> None:
+    model, _ = make("bert")
+    before = set(model.state_dict())
+    with pytest.raises(UnsupportedError, match=r"call model\.eval\(\) first"):
+        stof.optimize(model.train())
+    assert dict(model.named_parameters()).keys() == before - set(dict(model.named_buffers()))
+
+
+def test_a_mask_needs_our_attention() -> None:
+    with pytest.raises(ArgumentError, match="a mask needs stof's attention"):
+        stof.optimize(nn.Linear(2, 2).eval(), mask=stof.masks.causal(), attention=False)
+
+
+def test_second_compilation_comes_from_the_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, inputs = make("bert")
+    first, (report,) = run(model, inputs)
+    counters.clear()
+    second, (again,) = run(model, inputs)
+    assert torch.equal(first, second)
+    assert report.digest == again.digest
+    assert counters["inductor"]["fxgraph_cache_bypass"] == counters["inductor"]["fxgraph_cache_miss"] == 0
+    assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] >= 1
+
+
+def test_the_entry_point_gives_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an installed package is found, whether or not this one is."""
+    from torch._dynamo.backends import registry
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    group = "torch_dynamo_backends"
+    entry = EntryPoint("stof", project["entry-points"][group]["stof"], group)
+    monkeypatch.setitem(registry._BACKENDS, "stof", entry)
+    monkeypatch.delitem(registry._COMPILER_FNS, "stof", raising=False)
+    assert registry.lookup_backend("stof") is stof_backend
+    registry._COMPILER_FNS.pop("stof")
+
+
+def test_training_is_refused() -> None:
+    torch._dynamo.reset()
+    layer = nn.Linear(8, 8)
+    with pytest.raises(Exception, match="inference only, and this call records gradients") as caught:
+        torch.compile(layer, backend=stof_backend)(torch.randn(2, 8))
+    assert "torch.inference_mode()" in str(caught.value)
+
+
+def test_efforts_measure_and_compare_the_whole_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval()
+    inputs = {"input": torch.randn(4, 8)}
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+    seen: list[Progress] = []
+    out, (report,) = run(model, inputs, effort="quick", budget_s=600, progress=seen.append, store=tmp_path)
+    torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+    assert report.measurements > 0
+    assert seen
+    assert not report.fused or any(note.startswith("whole model:") for note in report.notes)
+    # A second process finds everything measured.
+    again, (warm,) = run(model, inputs, effort="quick", store=tmp_path)
+    assert warm.measurements == 0
+    assert warm.segments == report.segments
+    torch.testing.assert_close(again, expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_a_whole_model_that_is_slower_loses_its_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Timer:
+        """Every template is fast."""
+
+        def __init__(self) -> None:
+            self.failures: dict[Any, str] = {}
+
+        def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+            return [2.0 if config is None else 1.0 for config in configs]
+
+    monkeypatch.setattr(torch_compile, "SegmentTimer", Timer)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval()
+    x = torch.randn(2, 8)
+    for kept in (True, False):
+        times = {"fused": 1.0 if kept else 3.0, "plain": 2.0}
+        timer = functools.partial(lambda times, calls, device: times, times)
+        monkeypatch.setattr(Race.__init__, "__defaults__", (*Race.__init__.__defaults__[:-1], timer))
+        for notes in (1, 1):  # the second time from the store
+            out, (report,) = run(model, {"input": x}, effort="quick", store=tmp_path / str(kept))
+            assert report.fused == kept
+            assert len(report.notes) == notes
+            torch.testing.assert_close(out, model(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"effort": "most"}, "effort 'most' is none of none, quick, full"),
+        ({"effort": "quick", "budget_s": 0}, "positive number of seconds, got 0"),
+        ({"budget_s": 3}, "effort 'none' measures nothing"),
+        ({"effort": "full", "deterministic": True}, "deterministic=True measures nothing"),
+    ],
+)
+def test_options_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        CompileOptions.parse(options)
+
+
+def test_deterministic_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval()
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        out = torch.compile(model, backend=stof_backend, options={"deterministic": True, "report": True})(x)
+        torch.testing.assert_close(out, model(x))
+    assert "1 of 1 segments computed by templates" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_dynamic_lengths_compile_once() -> None:
+    model = models.bert(num_hidden_layers=1)
+    reports: list[FusionReport] = []
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=stof_backend, dynamic=True, options={"report": reports.append})
+        for length in (9, 12, 17):
+            if length == 12:
+                reports.clear()  # Dynamo may start over within the first call, to specialise on a module's numbers
+            ids = torch.randint(1, models.VOCABULARY, (2, length))
+            torch.testing.assert_close(compiled(ids)[0], model(ids)[0], atol=3e-5, rtol=1e-4)
+            assert all(templates(report) == EXPECTED["bert"][:3] for report in reports)
+            assert bool(reports) == (length == 9)
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(ArgumentError, match=r"no such option: speed; backend 'stof' takes effort"):
+        CompileOptions.parse({"speed": 11})
+
+
+def test_modes_are_refused() -> None:
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match="has no modes"):
+        torch.compile(nn.ReLU(), backend=stof_backend, mode="max-autotune")(torch.randn(3))
+
+
+def test_unclaimed_graphs_go_to_inductor() -> None:
+    out, (report,) = run(nn.Sequential(nn.Tanh(), nn.Softmax(-1)), {"input": torch.randn(3, 5)})
+    assert out.shape == (5,)
+    assert report.fused == 0
