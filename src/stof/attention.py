@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError
+from stof.lasting import lasting
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.parse import mask_by_key
@@ -190,7 +192,8 @@ def _run(
                     q, k, v, prepared.tensors, prepared.sizes, bias, sinks, scale, softcap, choice.implementation
                 )  # fmt: skip
             options = Options(scale, softcap, bias, sinks)
-            bound = IMPLEMENTATIONS[choice.implementation].bound(q, k, v, prepared.tensors, prepared.sizes, options)
+            implemented = IMPLEMENTATIONS[choice.implementation]
+            bound = lasting(q.device, partial(implemented.bound, q, k, v, prepared.tensors, prepared.sizes, options))
             found = bound(q, k, v, bias, sinks)
             if given is not None and given[0] is q and given[3] is bias and given[4] is sinks:
                 ready.bind(given, bound)

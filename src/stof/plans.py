@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from stof.caching import PlanCache
 from stof.errors import ArgumentError, DeviceError, KernelError, UnfitLayoutError
 from stof.kernels.triton.work import BoundCall
+from stof.lasting import lasting
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.grow import extend_layout
 from stof.layout.io import load_layout, save_layout
@@ -230,15 +232,13 @@ class Plan:
         choice = Choice(choice) if isinstance(choice, str) else choice
         found = self._prepared.get(choice)
         if found is None:
-            layout = self._layout_of(choice)
-            found = PreparedLayout(
-                choice.implementation, *IMPLEMENTATIONS[choice.implementation].prepare(layout, choice.kernel)
-            )
-            if self.device.type == "cuda":
-                # Calls on other streams read what was just made on this one.
-                torch.cuda.current_stream(self.device).synchronize()
-            self._prepared[choice] = found
+            # Complete when it is there: calls on other streams read it too.
+            found = self._prepared[choice] = lasting(self.device, partial(self._prepare, choice))
         return found
+
+    def _prepare(self, choice: Choice) -> PreparedLayout:
+        implemented = IMPLEMENTATIONS[choice.implementation]
+        return PreparedLayout(choice.implementation, *implemented.prepare(self._layout_of(choice), choice.kernel))
 
     def _layout_of(self, choice: Choice) -> Layout:
         if choice.layout is None or self.fixed is not None:

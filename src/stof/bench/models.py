@@ -24,7 +24,7 @@ from stof.errors import ArgumentError
 from stof.masks import Mask
 from stof.tuning.timing import wall_us
 
-# Below this the outputs are not those of the model.
+# Below this the outputs are not those of the model, unless half precision alone takes it there: see `lowest_cosine`.
 COSINE = 0.999
 WINDOW, SINKS = 512, 16
 
@@ -217,13 +217,24 @@ def run_case(
     with torch.no_grad():
         changed, arguments = with_attention(model, case, "sdpa", device)
         exact = changed(**inputs, **arguments)[0].double().flatten()
-        del changed
         model.to(dtype)
         inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+        changed.to(dtype)
+        plain = changed(**inputs, **arguments)[0].double().flatten()
+        least = lowest_cosine(float(F.cosine_similarity(plain, exact, 0)))
+        del changed, plain
         return [
-            _run(case, impl, prepare, inputs, exact, device, dtype, rounds)
+            _run(case, impl, prepare, inputs, exact, least, device, dtype, rounds)
             for impl, prepare in ways(model, case, impls, device, budget_s).items()
         ]
+
+
+def lowest_cosine(plain: float) -> float:
+    """What an implementation must reach: 0.999, or half again the distance of plain eager half precision (`plain`).
+
+    A 1.0 B LLaMA of random weights is at 0.9985 in float16 whoever runs it.
+    """
+    return min(COSINE, 1 - 1.5 * (1 - plain))
 
 
 def _run(
@@ -232,6 +243,7 @@ def _run(
     prepare: Callable[[], tuple[nn.Module, dict[str, Any]]],
     inputs: dict[str, Tensor],
     exact: Tensor,
+    least: float,
     device: torch.device,
     dtype: torch.dtype,
     rounds: int,
@@ -245,7 +257,7 @@ def _run(
         cosine = float(F.cosine_similarity(out.double().flatten(), exact, 0))
         first = time.perf_counter() - start
         del out
-        if cosine < COSINE:
+        if cosine < least:
             problem = f"WRONG: cosine {cosine:.6f} to float32"
         else:
             ms = wall_us({impl: lambda: compiled(**inputs, **arguments)}, device, rounds=rounds)[impl] / 1e3

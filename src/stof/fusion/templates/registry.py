@@ -95,6 +95,7 @@ TEMPLATES: tuple[Template, ...] = (
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
         twins.linear,
         passes=2,
+        share=0.92,  # BERT's up-projection with GELU, 4096 tokens, H200: 35.4 us, cuBLAS without 32.8
     ),
     # The norm's statistics are a pass of their own; what is saved is writing the normalised rows.
     Template(
@@ -103,12 +104,14 @@ TEMPLATES: tuple[Template, ...] = (
         twins.norm_linear,
         passes=1,
     ),
-    Template("gated_linear", (Slot(_LINEAR), Slot(_GATE)), twins.gated_linear, passes=2),
+    # LLaMA-1B's, 4096 tokens, H200: 379 us, cuBLAS without the gate 399.
+    Template("gated_linear", (Slot(_LINEAR), Slot(_GATE)), twins.gated_linear, passes=2, share=1.0),
     # The norm reads the sum again; what is saved is writing the product.
     Template(
         "linear_norm",
         (Slot(_LINEAR), Slot(_RESIDUAL, optional=True), Slot(_NORM)),
         twins.linear_norm,
         passes=1,
+        share=0.69,  # BERT's down-projection, residual and LayerNorm, 4096 tokens, H200: 41.1 us, cuBLAS without 28.3
     ),
 )

@@ -7,6 +7,8 @@ import threading
 import torch
 from torch import Tensor
 
+from stof.lasting import lasting
+
 # 4 MB of counters per device for captured graphs, enough for thousands of captured calls.
 _ARENA = 2**20
 
@@ -32,10 +34,13 @@ def zeroed_counters(count: int, device: torch.device) -> Tensor:
     if found is None or found.numel() < count:
         with _lock:
             if index not in _arena:
-                _arena[index] = (torch.zeros(_ARENA, dtype=torch.int32, device=device), 0)
-            found = torch.zeros(max(1024, 2 * count), dtype=torch.int32, device=device)
-            _by_stream[key] = found
+                _arena[index] = (_cleared(_ARENA, device), 0)
+            found = _by_stream[key] = _cleared(max(1024, 2 * count), device)
     return found
+
+
+def _cleared(count: int, device: torch.device) -> Tensor:
+    return lasting(device, lambda: torch.zeros(count, dtype=torch.int32, device=device))
 
 
 def _from_arena(count: int, device: torch.device, index: int) -> Tensor:

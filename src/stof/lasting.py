@@ -1,0 +1,43 @@
+"""Memory that outlives the call that first needs it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def lasting(device: torch.device, make: Callable[[], T]) -> T:
+    """What `make()` returns, with its tensors in ordinary memory of `device`.
+
+    The first run of a graph that `torch.compile(mode="reduce-overhead")` is about to capture sends every allocation of
+    its thread to a pool that later graphs reuse, and refuses tensors that stay alive there. So on a GPU, `make` runs in
+    a thread of its own; both sides wait for what the other has launched. Within a capture it runs as it is.
+
+    Raises:
+        Whatever `make` raises.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return make()
+    made: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device):
+                made.append(make())
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:  # raised again by the thread that asked
+            failed.append(error)
+
+    torch.cuda.current_stream(device).synchronize()
+    thread = threading.Thread(target=run, name="stof")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
