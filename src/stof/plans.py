@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -18,7 +19,7 @@ from stof.errors import ArgumentError, DeviceError, KernelError, UnfitLayoutErro
 from stof.kernels.triton.work import BoundCall
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.io import load_layout, save_layout
-from stof.layout.orders import named_order
+from stof.layout.search import RowOrders
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
@@ -34,7 +35,7 @@ from stof.selection import (
     default_config,
     default_implementation,
     failures,
-    refined_config,
+    own_layout,
 )
 
 
@@ -105,6 +106,9 @@ class Plan:
         self.permuted_rows = layout is not None and layout.row_order is not None
         self.fixed = layout.config if layout is not None and device.type == "cuda" else None
         self._source = source
+        self._orders: RowOrders | None = None
+        if source is not None:
+            self._orders = RowOrders(source.mask, *lengths, batch=source.batch, heads=source.heads, device=device)
         self._layout = layout
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
         self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
@@ -146,17 +150,18 @@ class Plan:
     @property
     def row_orders(self) -> tuple[str, ...]:
         """Names of row orders that suit the mask and fit its length."""
-        if self._source is None or self.fixed is not None:
-            return ()
-        names = self._source.mask.row_orders
-        return tuple(name for name in names if named_order(name, self.q_len) is not None)
+        return () if self._orders is None else self._orders.names
+
+    def found_order(self) -> str | None:
+        """Name of a row order found by looking at the mask, None where that is nothing new; searched once."""
+        return None if self._orders is None else self._orders.found()
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         """Tile counts under each geometry, for the cost model; counted once."""
         key = (geometries, row_order)
         found = self._surveys.get(key)
         if found is None:
-            if self._source is None or self.fixed is not None:
+            if self._source is None or self._orders is None:
                 found = survey_of_layout(self.layout)
             else:
                 found = survey(
@@ -167,7 +172,7 @@ class Plan:
                     batch=self._source.batch,
                     heads=self._source.heads,
                     device=self.device,
-                    row_order=None if row_order is None else named_order(row_order, self.q_len),
+                    row_order=self._orders.rows(row_order),
                 )
             self._surveys[key] = found
         return found
@@ -248,6 +253,7 @@ class Plan:
 
     def _build(self, config: LayoutConfig, row_order: str | None) -> Layout:
         assert self._source is not None
+        assert self._orders is not None
         source = self._source
         return build_layout(
             source.mask,
@@ -257,7 +263,7 @@ class Plan:
             batch=source.batch,
             heads=source.heads,
             device=self.device,
-            row_order=None if row_order is None else named_order(row_order, self.q_len),
+            row_order=self._orders.rows(row_order),
         )
 
     def statistics(self) -> LayoutStatistics:
@@ -370,10 +376,6 @@ def make_plan(
     if device.type == "meta":
         raise DeviceError("a plan needs a device that holds data, got meta; give the device the calls will run on")
     check_sizes(batch, heads)
-
-    def built(wanted: LayoutConfig) -> Layout:
-        return build_layout(mask, q_len, kv_len, wanted, batch=batch, heads=heads, device=device, row_order=row_order)
-
     key: Hashable = None
     versions = mask.versions
     if versions is not None and row_order is None:
@@ -389,10 +391,8 @@ def make_plan(
         sizes = mask.dims(batch, heads, device)
         plan = Plan(repr(mask), (q_len, kv_len), sizes, device, source=PlanSource(mask, batch, heads))
     else:
-        layout = built(default_config(device) if config is None else config)
-        if config is None:
-            better = refined_config(layout)
-            layout = layout if better == layout.config else built(better)
+        choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
+        layout = choose_layout(mask, q_len, kv_len, batch=batch, heads=heads, device=device, row_order=row_order)
         plan = Plan.of_layout(layout, repr(mask))
     if key is not None:
         plan_cache.put(key, plan)

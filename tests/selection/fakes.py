@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytest
 import torch
 
 from stof.layout import LayoutConfig
-from stof.layout.orders import named_order
+from stof.layout.search import RowOrders
 from stof.layout.survey import Survey, survey
 from stof.masks import Mask
 from stof.selection import CallSpec, Choice, select
@@ -28,12 +29,21 @@ class Geometry:
     kv_len: int
     fixed: LayoutConfig | None = None
     row_orders: tuple[str, ...] = ()
+    searches: int = 0
+
+    @cached_property
+    def orders(self) -> RowOrders:
+        return RowOrders(self.mask, self.q_len, self.kv_len, batch=1, heads=1, device="cpu")
+
+    def found_order(self) -> str | None:
+        self.searches += 1
+        return self.orders.found()
 
     def unfit(self, choice: Choice) -> str | None:
         return None
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
-        order = None if row_order is None else named_order(row_order, self.q_len)
+        order = self.orders.rows(row_order)
         return survey(self.mask, self.q_len, self.kv_len, geometries, row_order=order)
 
 

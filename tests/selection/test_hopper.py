@@ -17,6 +17,7 @@ from stof.errors import KernelError, UnfitLayoutError, UnsupportedError
 from stof.kernels.hopper.jobs import make_tile_lists
 from stof.layout import build_layout
 from stof.layout.orders import named_order
+from stof.layout.search import RowOrders
 from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
@@ -183,7 +184,7 @@ class OnCpu:
         self.ran: list[str] = []
         self.monkeypatch = monkeypatch
         fake_gpu(monkeypatch)
-        for name, real in (("build_layout", build_layout), ("survey", survey)):
+        for name, real in (("build_layout", build_layout), ("survey", survey), ("RowOrders", RowOrders)):
             monkeypatch.setattr(plans, name, lambda *a, real=real, **kw: real(*a, **{**kw, "device": "cpu"}))
         idle = SimpleNamespace(synchronize=lambda: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: idle)

@@ -47,6 +47,13 @@ class Survey:
     mask_batch: int
     mask_heads: int
 
+    @property
+    def waste(self) -> float:
+        """Scores of all tiles over scores kept, in the geometry where that is least; 0 for an empty mask."""
+        kept = max(1, int(self.kept.sum()))
+        scores = (int((c.partial + c.full).sum()) * g.block_m * g.block_n for g, c in self.counts.items())
+        return min(scores, default=0) / kept
+
 
 def survey(
     mask: Mask,
