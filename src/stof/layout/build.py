@@ -63,14 +63,19 @@ def build_layout(
     order = checked_order(row_order, q_len, device)
     distinct: list[_Pattern] = []
     pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
+    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
+    known: dict[int, int] = {}
     for b in range(mask_batch):
         for h in range(mask_heads):
+            if numbers[b][h] in known:
+                pattern_of[b, h] = known[numbers[b][h]]
+                continue
             pieces = strips(mask, q_len, kv_len, config, b, h, order, device)
             built = _Pattern.join([_compile_strip(strip, config) for strip in pieces])
             same = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
             if same == len(distinct):
                 distinct.append(built)
-            pattern_of[b, h] = same
+            pattern_of[b, h] = known[numbers[b][h]] = same
     return _assemble(distinct, pattern_of.to(device), q_len, kv_len, config, order)
 
 

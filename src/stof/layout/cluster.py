@@ -24,12 +24,12 @@ _ANGLES = 8
 # Places to cut tried along each axis, evenly spaced.
 _CUTS = 7
 # Large parts are judged by this many columns, picked at random.
-_JUDGED, _LARGE = 1024, 512
+_JUDGED, _LARGE = 2048, 512
 # A cut is improved at most this often.
 _ROUNDS = 8
 # How sharply a column counts as some other row's already: that of a whole row block (64) would forgive early mixtures,
 # which later cuts cannot undo.
-_SHARPNESS = 8
+_SHARPNESS = 16
 
 
 def cluster_rows(keep: Tensor, block_m: int = 64) -> Tensor:

@@ -125,7 +125,8 @@ def computed(keep: Tensor, block_m: int) -> int:
 def _evaluated(mask: Mask, q_len: int, kv_len: int, batch: int, heads: int, device: torch.device | str) -> Tensor:
     """Bool `[q_len, columns]`: all distinct masks side by side, of some columns where there are many."""
     mask_batch, mask_heads = mask.dims(batch, heads, device)
-    pairs = [(b, h) for b in range(mask_batch) for h in range(mask_heads)][:_MOST_MASKS]
+    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten().tolist()
+    pairs = [divmod(numbers.index(number), mask_heads) for number in dict.fromkeys(numbers)][:_MOST_MASKS]
     most = max(_FEWEST_COLUMNS, _MOST_COLUMNS // len(pairs))
     columns = torch.arange(kv_len, device="cpu")
     if kv_len > most:

@@ -76,7 +76,9 @@ def survey(
     tallest = LayoutConfig(max([g.block_m for g in wanted], default=64), 64)
     order = checked_order(row_order, q_len, device)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
-    counted = [(b, h) for b in range(mask_batch) for h in range(mask_heads)][:_MASKS_COUNTED]
+    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten()[:_MASKS_COUNTED].tolist()
+    counted = [divmod(numbers.index(number), mask_heads) for number in dict.fromkeys(numbers)]
+    row = [list(dict.fromkeys(numbers)).index(number) for number in numbers]
     kept: list[Tensor] = []
     found: dict[LayoutConfig, list[tuple[Tensor, Tensor]]] = {geometry: [] for geometry in wanted}
     for b, h in counted:
@@ -94,9 +96,11 @@ def survey(
     counts = {}
     for geometry, parts in found.items():
         blocks = -(-q_len // geometry.block_m)
-        partial, full = (torch.cat(kind).view(len(counted), -1)[:, :blocks].cpu() for kind in zip(*parts, strict=True))
+        partial, full = (
+            torch.cat(kind).view(len(counted), -1)[row, :blocks].cpu() for kind in zip(*parts, strict=True)
+        )
         counts[geometry] = TileCounts(partial, full)
-    rows_kept = torch.cat(kept).view(len(counted), padded)[:, :q_len].long().cpu()
+    rows_kept = torch.cat(kept).view(len(counted), padded)[row, :q_len].long().cpu()
     return Survey(counts, rows_kept, mask_batch, mask_heads)
 
 
