@@ -19,8 +19,7 @@ from stof.errors import ArgumentError, DeviceError, KernelError, UnfitLayoutErro
 from stof.kernels.triton.work import BoundCall
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.io import load_layout, save_layout
-from stof.layout.search import RowOrders
-from stof.layout.survey import Survey, survey, survey_of_layout
+from stof.layout.survey import Survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
 from stof.ops import is_plain
@@ -29,6 +28,7 @@ from stof.selection import (
     CallSpec,
     Candidate,
     Choice,
+    MaskGeometry,
     PreparedLayout,
     candidates,
     choose,
@@ -37,16 +37,6 @@ from stof.selection import (
     failures,
     own_layout,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class PlanSource:
-    """What further layouts of a plan are built from."""
-
-    mask: Mask
-    batch: int
-    heads: int
-
 
 # Kept calls of one plan: shapes and strides rarely vary under one pair of lengths.
 _MOST_BOUND = 64
@@ -97,7 +87,7 @@ class Plan:
         device: torch.device,
         *,
         layout: Layout | None = None,
-        source: PlanSource | None = None,
+        geometry: MaskGeometry | None = None,
     ) -> None:
         self.mask_text = mask_text
         self.q_len, self.kv_len = lengths
@@ -105,13 +95,10 @@ class Plan:
         self.device = device
         self.permuted_rows = layout is not None and layout.row_order is not None
         self.fixed = layout.config if layout is not None and device.type == "cuda" else None
-        self._source = source
-        self._orders: RowOrders | None = None
-        if source is not None:
-            self._orders = RowOrders(source.mask, *lengths, batch=source.batch, heads=source.heads, device=device)
+        self._geometry = geometry
         self._layout = layout
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
-        self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
+        self._survey: Survey | None = None
         self._prepared: dict[Choice, PreparedLayout] = {}
         self._choices: dict[tuple[CallSpec, str | None], Choice] = {}
         self._bound: dict[Hashable, BoundCall] = {}
@@ -150,32 +137,19 @@ class Plan:
     @property
     def row_orders(self) -> tuple[str, ...]:
         """Names of row orders that suit the mask and fit its length."""
-        return () if self._orders is None else self._orders.names
+        return () if self._geometry is None else self._geometry.row_orders
 
     def found_order(self) -> str | None:
         """Name of a row order found by looking at the mask, None where that is nothing new; searched once."""
-        return None if self._orders is None else self._orders.found()
+        return None if self._geometry is None else self._geometry.found_order()
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         """Tile counts under each geometry, for the cost model; counted once."""
-        key = (geometries, row_order)
-        found = self._surveys.get(key)
-        if found is None:
-            if self._source is None or self._orders is None:
-                found = survey_of_layout(self.layout)
-            else:
-                found = survey(
-                    self._source.mask,
-                    self.q_len,
-                    self.kv_len,
-                    geometries,
-                    batch=self._source.batch,
-                    heads=self._source.heads,
-                    device=self.device,
-                    row_order=self._orders.rows(row_order),
-                )
-            self._surveys[key] = found
-        return found
+        if self._geometry is not None:
+            return self._geometry.survey(geometries, row_order)
+        if self._survey is None:
+            self._survey = survey_of_layout(self.layout)
+        return self._survey
 
     def choice(self, call: CallSpec, implementation: str | None = None) -> Choice:
         """How a call runs: the fastest candidate, of one implementation when it is named; decided once."""
@@ -252,9 +226,8 @@ class Plan:
         return found
 
     def _build(self, config: LayoutConfig, row_order: str | None) -> Layout:
-        assert self._source is not None
-        assert self._orders is not None
-        source = self._source
+        source = self._geometry
+        assert source is not None
         return build_layout(
             source.mask,
             self.q_len,
@@ -263,7 +236,7 @@ class Plan:
             batch=source.batch,
             heads=source.heads,
             device=self.device,
-            row_order=self._orders.rows(row_order),
+            row_order=source.orders.rows(row_order),
         )
 
     def statistics(self) -> LayoutStatistics:
@@ -389,7 +362,8 @@ def make_plan(
         check_lengths(q_len, kv_len)
         mask.check(q_len, kv_len)
         sizes = mask.dims(batch, heads, device)
-        plan = Plan(repr(mask), (q_len, kv_len), sizes, device, source=PlanSource(mask, batch, heads))
+        geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
+        plan = Plan(repr(mask), (q_len, kv_len), sizes, device, geometry=geometry)
     else:
         choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
         layout = choose_layout(mask, q_len, kv_len, batch=batch, heads=heads, device=device, row_order=row_order)

@@ -2,6 +2,7 @@
 
 from stof.selection.capabilities import CallSpec, Capabilities
 from stof.selection.choice import Choice
+from stof.selection.geometry import MaskGeometry
 from stof.selection.implementations import IMPLEMENTATIONS, Implementation, PreparedLayout
 from stof.selection.own_layout import default_config, own_layout
 from stof.selection.paper import paper_choice
@@ -20,6 +21,7 @@ __all__ = [
     "Capabilities",
     "Choice",
     "Implementation",
+    "MaskGeometry",
     "PreparedLayout",
     "candidates",
     "choose",

@@ -14,7 +14,7 @@ from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
 from stof.selection.gpu import Geometry, fits, geometries, gpu_choices, shared_memory_limit, worthwhile
 from stof.selection.implementations import IMPLEMENTATIONS
-from stof.selection.model import DeviceModel, estimate, load_model
+from stof.selection.model import DeviceModel, block_shared_bytes, estimate, load_model
 
 # Implementations whose choices the cost model weighs; the others follow in their order of preference.
 _MODELLED = ("hopper", "decode", "block_wise", "row_wise")
@@ -76,10 +76,16 @@ class Failures:
 failures = Failures()
 
 
-def candidates(call: CallSpec, device: torch.device | None = None, geometry: Geometry | None = None) -> list[Candidate]:
+def candidates(
+    call: CallSpec,
+    device: torch.device | None = None,
+    geometry: Geometry | None = None,
+    model: DeviceModel | None = None,
+) -> list[Candidate]:
     """Every way to run a call, fastest first, then those without an estimate in order of preference, then refusals.
 
-    Without a device and the geometry of a plan, implementations only, one candidate each.
+    Without a device and the geometry of a plan, implementations only, one candidate each. A `model` stands for a GPU
+    that need not be here; by default the device is asked.
     """
     runs: list[Candidate] = []
     refused: list[Candidate] = []
@@ -99,12 +105,13 @@ def candidates(call: CallSpec, device: torch.device | None = None, geometry: Geo
             if not weighed[name]:
                 refused.append(Candidate(name, ("the plan's layout has tiles it does not take",)))
     if weighed and device is not None and geometry is not None:
+        model, limit = _model_and_limit(device, model)
         choices = [choice for own in weighed.values() for choice in own]
-        good, bad, waste = _weigh(choices, call, device, geometry)
+        good, bad, waste = _weigh(choices, call, device, geometry, model, limit)
         found = geometry.found_order() if _search_pays(waste) else None
         if found is not None:
             choices = [choice for name in weighed for choice in gpu_choices(call, geometry, name, found)]
-            more, worse, _ = _weigh(choices, call, device, geometry)
+            more, worse, _ = _weigh(choices, call, device, geometry, model, limit)
             good, bad = good + more, bad + worse
         runs, refused = runs + good, refused + bad
     ranks = {name: rank for rank, name in enumerate(IMPLEMENTATIONS)}
@@ -112,11 +119,15 @@ def candidates(call: CallSpec, device: torch.device | None = None, geometry: Geo
     return runs + refused
 
 
+def _model_and_limit(device: torch.device, model: DeviceModel | None) -> tuple[DeviceModel, int]:
+    """The cost model, and the bytes of shared memory that a thread block may have."""
+    return (device_model(device), shared_memory_limit(device)) if model is None else (model, block_shared_bytes(model))
+
+
 def _weigh(
-    choices: list[Choice], call: CallSpec, device: torch.device, geometry: Geometry
+    choices: list[Choice], call: CallSpec, device: torch.device, geometry: Geometry, model: DeviceModel, limit: int
 ) -> tuple[list[Candidate], list[Candidate], dict[str | None, float]]:
     """Candidates the cost model knows, those that cannot run here, and the waste of each row order."""
-    model, limit = device_model(device), shared_memory_limit(device)
     good: list[Candidate] = []
     bad: list[Candidate] = []
     waste: dict[str | None, float] = {}
