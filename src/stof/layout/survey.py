@@ -49,10 +49,14 @@ class Survey:
 
     @property
     def waste(self) -> float:
-        """Scores of all tiles over scores kept, in the geometry where that is least; 0 for an empty mask."""
-        kept = max(1, int(self.kept.sum()))
-        scores = (int((c.partial + c.full).sum()) * g.block_m * g.block_n for g, c in self.counts.items())
-        return min(scores, default=0) / kept
+        """`waste_of` the geometry where that is least."""
+        return min(map(self.waste_of, self.counts), default=0.0)
+
+    def waste_of(self, geometry: LayoutConfig) -> float:
+        """Scores of all tiles, unused slots included, over scores kept; 0 for an empty mask."""
+        counts = self.counts[geometry]
+        scores = int((counts.partial + counts.full).sum()) * geometry.block_m * geometry.block_n
+        return scores / max(1, int(self.kept.sum()))
 
 
 def survey(
