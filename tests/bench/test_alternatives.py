@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stof import masks
+from stof import LayoutConfig, masks
 from stof.bench import alternatives
-from stof.bench.alternatives import estimated, measured
+from stof.bench.alternatives import estimated, estimated_reordered, measured
 from stof.bench.grid import Shape
 from stof.errors import KernelError
 from stof.layout import build_layout, statistics
 from stof.layout.search import CLUSTERED
+from stof.selection.model import load_model
 
 CPU = torch.device("cpu")
 SHAPE = Shape(2, 2, 2, 32, 512, 512)
@@ -73,3 +74,17 @@ def test_what_is_wrong_or_fails_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     notes = {one.choice.row_order: one.note for one in found}
     assert notes[CLUSTERED] == "does not compile"
     assert "wrong, relative error" in notes[None]
+
+
+def test_reordering_counts_its_passes() -> None:
+    """Contiguous tiles become as dense as gathered ones, and the passes over q, k, v and the output are in the time."""
+    again = estimated_reordered(SHUFFLED, SHAPE, torch.float16)
+    assert again
+    assert all(one.reordered and one.choice.row_order is None for one in again)
+    contiguous = [one for one in again if one.choice.layout == LayoutConfig(64, 64)]
+    own = [one for one in estimated(SHUFFLED, SHAPE, torch.float16) if one.choice.layout == LayoutConfig(64, 64)]
+    assert contiguous[0].computed_over_needed < 0.6 * own[0].computed_over_needed
+    bytes_ = 2 * 4 * 2 * SHAPE.batch * SHAPE.heads * SHAPE.q_len * SHAPE.head_dim
+    model = load_model(alternatives.DEFAULT_GPU)
+    assert min(one.estimate_us or 0.0 for one in again) > bytes_ / model.bytes_per_us + 4 * model.launch
+    assert estimated_reordered(masks.causal(), SHAPE, torch.float16) == []

@@ -109,6 +109,13 @@ def test_alternatives_have_an_estimate_each() -> None:
     assert "remainder 16" in out
 
 
+def test_reordering_all_tensors_is_one_more_alternative() -> None:
+    arguments = ("inspect", "dilated_window(255, dilation=16)", "--q-len", "256", "--reorder")
+    report = json.loads(stof_command(*arguments, "--json").stdout)
+    assert {found["reordered"] for found in report["alternatives"]} == {False, True}
+    assert "reordered first" in stof_command(*arguments, "--no-draw").stdout
+
+
 def test_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     arguments = ("inspect", "neighborhood_2d(16, 16, 5)", "--q-len", "256", "--measure", "--json")

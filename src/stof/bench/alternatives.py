@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,8 @@ from stof.bench.grid import Shape
 from stof.bench.selector import call_of, runner
 from stof.errors import KernelError
 from stof.layout import statistics
-from stof.layout.search import RowOrders
-from stof.masks import Mask
-from stof.masks.index import Index
+from stof.layout.search import RowOrders, column_order, find_order
+from stof.masks import Index, Mask, reordered
 from stof.selection import Choice, MaskGeometry, candidates, default_config
 from stof.selection.model import load_model
 from stof.tuning.timing import time_calls
@@ -37,6 +37,7 @@ class Alternative:
         estimate_us: GPU time by the cost model, None where there is none (CPU).
         measured_us: median time of one call, None where it was not measured.
         note: why it was not measured, though it was asked for.
+        reordered: q, k and v are put in another order first, and the output back, which the times contain.
     """
 
     choice: Choice
@@ -44,6 +45,7 @@ class Alternative:
     estimate_us: float | None = None
     measured_us: float | None = None
     note: str = ""
+    reordered: bool = False
 
 
 def estimated(mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str = DEFAULT_GPU) -> list[Alternative]:
@@ -68,6 +70,26 @@ def estimated(mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str = DEFAULT_G
         counted = geometry.survey(layouts, order)
         found += [Alternative(choice, counted.waste_of(choice.layout), us) for choice, us in alike if choice.layout]
     return sorted(found, key=lambda a: (a.estimate_us is None, a.estimate_us or 0.0))
+
+
+def estimated_reordered(mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str = DEFAULT_GPU) -> list[Alternative]:
+    """`estimated` for queries and keys in the orders that make contiguous tiles dense, the passes over q, k, v and the
+    output counted. Empty where the rows' own order is good enough."""
+    sizes: dict[str, Any] = {"batch": shape.batch, "heads": shape.heads}
+    found = find_order(mask, shape.q_len, shape.kv_len, **sizes)
+    if found is None:
+        return []
+    moved = reordered(mask, found[1], column_order(mask, shape.q_len, shape.kv_len, **sizes))
+    model = load_model(gpu)
+    # Each is read and written once.
+    width = shape.batch * shape.head_dim * dtype.itemsize
+    bytes_ = 2 * 2 * width * (shape.heads * shape.q_len + shape.kv_heads * shape.kv_len)
+    passes_us = bytes_ / model.bytes_per_us + 4 * model.launch
+    return [
+        replace(one, estimate_us=one.estimate_us + passes_us, reordered=True)
+        for one in estimated(moved, shape, dtype, gpu)
+        if one.choice.row_order is None and one.estimate_us is not None
+    ]
 
 
 def measured(

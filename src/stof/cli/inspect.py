@@ -56,6 +56,9 @@ def inspect(
     measure: Annotated[
         bool, typer.Option("--measure", help="Time the alternatives on this machine's GPU, or CPU if it has none.")
     ] = False,
+    reorder: Annotated[
+        bool, typer.Option("--reorder", help="Among them: q, k and v in another order, the passes over them counted.")
+    ] = False,
     head_dim: Annotated[int, typer.Option(min=1, max=256, help="Width of a head, for times.")] = 64,
     png: Annotated[Path | None, typer.Option(help="Write a picture of the mask and its tiles here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
@@ -69,7 +72,8 @@ def inspect(
     sizes = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "block_m": block_m, "block_n": block_n}
     given = {name: value for name, value in (sizes | {"slab": slab, "row_order": row_order}).items() if value}
     file = mask.endswith(".safetensors")
-    if file and (alternatives or measure):
+    times = alternatives or measure or reorder
+    if file and times:
         raise ArgumentError("a plan file has no mask to lay out in other ways; leave out --alternatives and --measure")
     plan = _load(mask, given) if file else _compile(mask, given)
     before = _compile(mask, given | {"row_order": "own"}).layout if plan.permuted_rows and not file else None
@@ -77,7 +81,7 @@ def inspect(
         raise ArgumentError(f"--pattern is between 0 and {plan.layout.patterns - 1} for this mask, got {pattern}")
     if png is not None:
         _write_png(plan, png, pattern, before)
-    listed = _alternatives(mask, plan, given, measure, head_dim) if alternatives or measure else []
+    listed = _alternatives(mask, plan, given, head_dim, measure=measure, reorder=reorder) if times else []
     if as_json:
         _print_json(plan, png, before, listed)
         return
@@ -168,12 +172,14 @@ def _row_order(text: str, q_len: int) -> Tensor:
     )
 
 
-def _alternatives(text: str, plan: Plan, given: dict[str, Any], measure: bool, head_dim: int) -> list[Times]:
-    """What `--alternatives` and `--measure` list, for a call of the mask's sizes or those given."""
+def _alternatives(
+    text: str, plan: Plan, given: dict[str, Any], head_dim: int, *, measure: bool, reorder: bool
+) -> list[Times]:
+    """What `--alternatives`, `--reorder` and `--measure` list, for a call of the mask's sizes or those given."""
     import torch
 
     import stof
-    from stof.bench.alternatives import DEFAULT_GPU, estimated, measured
+    from stof.bench.alternatives import DEFAULT_GPU, estimated, estimated_reordered, measured
     from stof.bench.grid import Shape
     from stof.tuning.machine import device_name
 
@@ -182,12 +188,17 @@ def _alternatives(text: str, plan: Plan, given: dict[str, Any], measure: bool, h
     shape = Shape(batch, heads, heads, head_dim, plan.q_len, plan.kv_len)
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    if measure and gpu:
-        return [Times(f"{shape}, float16, {device_name(device)}", measured(mask, shape, torch.float16, device))]
     name = torch.cuda.get_device_name(device) if gpu else DEFAULT_GPU
-    listed = [Times(f"{shape}, float16, {name}", estimated(mask, shape, torch.float16, name))]
+    listed = []
+    if not (measure and gpu) or reorder:
+        found = estimated(mask, shape, torch.float16, name)
+        found += estimated_reordered(mask, shape, torch.float16, name) if reorder else []
+        found.sort(key=lambda one: (one.estimate_us is None, one.estimate_us or 0.0))
+        listed.append(Times(f"{shape}, float16, {name}", found))
     if measure:
-        listed.append(Times(f"{shape}, float32, {device_name(device)}", measured(mask, shape, torch.float32, device)))
+        dtype = torch.float16 if gpu else torch.float32
+        called = f"{shape}, {str(dtype).removeprefix('torch.')}, {device_name(device)}"
+        listed.append(Times(called, measured(mask, shape, dtype, device)))
     return listed
 
 
@@ -216,7 +227,7 @@ def _times(found: Times) -> Table:
         columns = "contiguous" if layout.slab is None else f"gathered by {layout.slab}"
         table.add_row(
             f"{one.choice.implementation}, {layout.block_m} x {layout.block_n}, {columns}",
-            one.choice.row_order or "own order",
+            "reordered first" if one.reordered else one.choice.row_order or "own order",
             f"{one.computed_over_needed:.2f}",
             "" if one.estimate_us is None else f"{one.estimate_us:.1f} us",
             one.note or ("" if one.measured_us is None else f"{one.measured_us:.1f} us"),

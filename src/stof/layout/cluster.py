@@ -17,8 +17,8 @@ from torch import Tensor
 
 # Random directions that rows are described by: half as many lose up to a quarter of the result, more gain nothing.
 _DIRECTIONS = 128
-# Main axes tried.
-_AXES = 3
+# Main axes tried, and how they are found: iterations with this power (of two) of the moments.
+_AXES, _SQUARINGS, _ITERATIONS = 3, 3, 8
 # Angles tried in the plane of the two main axes: a square grid has no preferred one of its own.
 _ANGLES = 8
 # Places to cut tried along each axis, evenly spaced.
@@ -95,13 +95,26 @@ def _cut(keep: Tensor, features: Tensor, block_m: int) -> tuple[int, Tensor]:
 def _scores(features: Tensor) -> Tensor:
     """float `[axes, rows]`: rows along their main axes, and along several between the first two."""
     centred = features - features.mean(0)
-    # On the CPU: a matrix of 64 x 64 is no work for a GPU. Scaled, as LAPACK fails on the tiny numbers of equal rows.
-    moments = (centred.T @ centred).cpu().double()
-    _, axes = torch.linalg.eigh(moments / moments.trace().clamp(min=torch.finfo(torch.float64).tiny))
-    along = centred @ axes[:, -_AXES:].flip(1).to(features)
+    along = centred @ _main_axes(centred.T @ centred)
     angles = torch.arange(_ANGLES, device=features.device) * (math.pi / _ANGLES)
     turned = angles.cos()[:, None] * along[:, 0] + angles.sin()[:, None] * along[:, 1]
     return torch.cat([turned, along[:, 2:].T])
+
+
+def _main_axes(moments: Tensor) -> Tensor:
+    """float `[directions, 3]`: the axes along which rows differ most, from `moments [directions, directions]`.
+
+    By subspace iteration: LAPACK's eigenvalues fail to converge on the moments of rows that are nearly equal.
+    """
+    # On the CPU: a matrix of 128 x 128 is no work for a GPU.
+    power = moments.cpu().double()
+    for _ in range(_SQUARINGS):
+        power = power / power.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+        power = power @ power
+    axes = torch.eye(len(power), _AXES, dtype=power.dtype, device="cpu") + 1e-3
+    for _ in range(_ITERATIONS):
+        axes = torch.linalg.qr(power @ axes).Q
+    return axes.to(moments)
 
 
 Expected = Callable[[Tensor, Tensor], Tensor]

@@ -63,7 +63,7 @@ def find_order(
     """
     if not block_m < q_len <= _MOST_ROWS:
         return None
-    keep = _evaluated(mask, q_len, kv_len, batch, heads, device)
+    keep = _evaluated(mask, (q_len, kv_len), (batch, heads), device)
     own, needed = computed(keep, block_m), int(keep.count_nonzero())
     if own <= GOOD_ENOUGH * needed:
         return None
@@ -77,6 +77,29 @@ def find_order(
         costs[CLUSTERED] = _CLOSE * computed(keep[found[CLUSTERED]], block_m)
     best = min(costs, key=lambda name: costs[name], default=None)
     return (best, found[best]) if best is not None and costs[best] <= WORTH * own else None
+
+
+def column_order(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str = "cpu",
+    block_n: int = 64,
+) -> Tensor:
+    """Keys seen by like queries side by side, int64 `[kv_len]` on `device`: their tiles need no gathering.
+
+    Whether that is worth a pass over K and V is the caller's question; see `stof.masks.reordered`. Gathering columns
+    singly computes as little without it.
+
+    Args:
+        mask, q_len, kv_len, batch, heads, device: as for `build_layout`.
+        block_n: columns of a tile.
+    """
+    keep = _evaluated(mask, (q_len, kv_len), (batch, heads), device, columns=True)
+    return cluster_rows(keep, block_n)
 
 
 class RowOrders:
@@ -122,28 +145,38 @@ def computed(keep: Tensor, block_m: int) -> int:
     return count + (rows - whole) * int(keep[whole:].any(0).sum())
 
 
-def _evaluated(mask: Mask, q_len: int, kv_len: int, batch: int, heads: int, device: torch.device | str) -> Tensor:
-    """Bool `[q_len, columns]`: all distinct masks side by side, of some columns where there are many."""
-    mask_batch, mask_heads = mask.dims(batch, heads, device)
+def _some(length: int, most: int) -> Tensor:
+    """Positions in order, picked at random where there are more than `most`; int64 on the CPU."""
+    if length <= most:
+        return torch.arange(length, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(0x570F)
+    return torch.randperm(length, generator=generator, device="cpu")[:most].sort().values
+
+
+def _evaluated(
+    mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device | str, columns: bool = False
+) -> Tensor:
+    """Bool `[q_len, k]`: all distinct masks side by side, of some keys where there are many.
+
+    With `columns` the other way round: `[kv_len, q]`, of some queries.
+    """
+    mask_batch, mask_heads = mask.dims(*sizes, device)
     numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten().tolist()
     pairs = [divmod(numbers.index(number), mask_heads) for number in dict.fromkeys(numbers)][:_MOST_MASKS]
     most = max(_FEWEST_COLUMNS, _MOST_COLUMNS // len(pairs))
-    columns = torch.arange(kv_len, device="cpu")
-    if kv_len > most:
-        generator = torch.Generator("cpu").manual_seed(0x570F)
-        columns = torch.randperm(kv_len, generator=generator, device="cpu")[:most].sort().values
-    columns = columns.to(device)
+    queries, keys = (lengths[0], most) if not columns else (most, lengths[1])
+    rows, kv = _some(lengths[0], queries).to(device), _some(lengths[1], keys).to(device)
     distinct: list[Tensor] = []
     for b, h in pairs:
         at = {"b": torch.tensor([b], device=device), "h": torch.tensor([h], device=device)}
         strips = []
-        for rows in torch.arange(q_len, device=device).split(max(1, _STRIP // len(columns))):
-            kept = mask.evaluate(Index.make(rows, columns, q_len=q_len, kv_len=kv_len, **at))
-            strips.append(kept.expand(1, 1, len(rows), len(columns))[0, 0])
+        for strip in rows.split(max(1, _STRIP // len(kv))):
+            kept = mask.evaluate(Index.make(strip, kv, q_len=lengths[0], kv_len=lengths[1], **at))
+            strips.append(kept.expand(1, 1, len(strip), len(kv))[0, 0])
         keep = torch.cat(strips)
         if not any(torch.equal(keep, other) for other in distinct):
             distinct.append(keep)
-    return torch.cat(distinct, 1)
+    return torch.cat([keep.T for keep in distinct] if columns else distinct, 1).contiguous()
 
 
 @dataclass(frozen=True)
