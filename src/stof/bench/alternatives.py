@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,19 +93,31 @@ def estimated_reordered(mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str =
 
 
 def measured(
-    mask: Mask, shape: Shape, dtype: torch.dtype, device: torch.device, *, rounds: int = 5
+    mask: Mask,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    only: Sequence[Alternative] | None = None,
+    rounds: int = 5,
 ) -> list[Alternative]:
     """The alternatives on this machine, timed against each other, fastest first; each is checked against float64 first.
 
     Args:
         mask, shape, dtype: the call.
-        device: a CUDA device, whose 12 best alternatives by estimate are timed; or the CPU, whose alternatives are
-            row orders.
+        device: a CUDA device, or the CPU, whose alternatives are row orders.
+        only: on a CUDA device, those of `estimated` to time; default the 12 best.
         rounds: timed rounds; medians are reported.
     """
     inputs = _inputs(shape, dtype, device)
     expected = _expected(mask, inputs)
-    listed = _on_gpu(mask, shape, dtype, device) if device.type == "cuda" else _on_cpu(mask, shape)
+    if device.type == "cuda":
+        chosen = (
+            estimated(mask, shape, dtype, torch.cuda.get_device_name(device))[:_MOST_TIMED] if only is None else only
+        )
+        listed = _on_gpu(mask, shape, device, chosen)
+    else:
+        listed = _on_cpu(mask, shape)
     calls: dict[int, Callable[[], Tensor]] = {}
     notes = dict.fromkeys(range(len(listed)), "")
     for number, (_, plan, choice) in enumerate(listed):
@@ -157,12 +169,11 @@ def _expected(mask: Mask, inputs: tuple[Tensor, Tensor, Tensor]) -> Expected:
 
 
 def _on_gpu(
-    mask: Mask, shape: Shape, dtype: torch.dtype, device: torch.device
+    mask: Mask, shape: Shape, device: torch.device, chosen: Sequence[Alternative]
 ) -> list[tuple[Alternative, stof.Plan, Choice]]:
     plan = stof.plan(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device=device)
-    found = estimated(mask, shape, dtype, torch.cuda.get_device_name(device))[:_MOST_TIMED]
     plan.found_order()  # an order that the estimates found on the CPU is found again on the device
-    return [(alternative, plan, alternative.choice) for alternative in found]
+    return [(alternative, plan, alternative.choice) for alternative in chosen]
 
 
 def _on_cpu(mask: Mask, shape: Shape) -> list[tuple[Alternative, stof.Plan, Choice]]:
