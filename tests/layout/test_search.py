@@ -154,6 +154,16 @@ def test_rows_without_bound_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert find_order(masks.from_dense(keep), S, S) is None
 
 
+def test_autocast_changes_nothing() -> None:
+    keep = masks.from_dense(shuffled(masks.sliding_window(255).to_dense(S)[0, 0], "same"))
+    before = find_order(keep, S, S)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        after = find_order(keep, S, S)
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before[1], after[1])
+
+
 def test_strips_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     keep = shuffled(masks.sliding_window(100).to_dense(300)[0, 0], "same")
     before = find_order(masks.from_dense(keep), 300, 300)

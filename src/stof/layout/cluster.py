@@ -35,25 +35,29 @@ _SHARPNESS = 16
 def cluster_rows(keep: Tensor, block_m: int = 64) -> Tensor:
     """An order of rows in which each `block_m` that follow each other keep like columns, int64 `[rows]`.
 
-    The same for equal masks on one device. Takes about 0.3 s for 4096 x 4096 on two CPU cores
-    (`benchmarks/orders.py`), and memory for the mask in float32.
+    The same for equal masks on one device, under autocast as well. Needs memory for the mask in float32.
 
     Args:
         keep: bool `[rows, columns]`; columns may be a sample of all, in any order.
         block_m: rows of a row block.
     """
-    rows = keep.shape[0]
-    described = keep.float()
+    # Lower precision would lose counts.
+    with torch.autocast(keep.device.type, enabled=False):
+        return _clustered(keep.float(), block_m)
+
+
+def _clustered(described: Tensor, block_m: int) -> Tensor:
+    rows, columns = described.shape
+    device = described.device
     generator = torch.Generator("cpu").manual_seed(0x570F)
-    directions = torch.randn(rows, _DIRECTIONS, generator=generator, device="cpu").to(keep.device)
+    directions = torch.randn(rows, _DIRECTIONS, generator=generator, device="cpu").to(device)
     features = described @ (described.T @ directions) / rows
     judged = described
-    if keep.shape[1] > _JUDGED:
-        judged = described[
-            :, torch.randperm(keep.shape[1], generator=generator, device="cpu")[:_JUDGED].to(keep.device)
-        ]
+    if columns > _JUDGED:
+        picked = torch.randperm(columns, generator=generator, device="cpu")[:_JUDGED]
+        judged = described[:, picked.to(device)]
     done: list[Tensor] = []
-    parts = [torch.arange(rows, device=keep.device)]
+    parts = [torch.arange(rows, device=device)]
     while parts:
         part = parts.pop()
         if len(part) <= block_m:

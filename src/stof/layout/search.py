@@ -195,10 +195,10 @@ class _Nearness:
 
     @staticmethod
     def of(keep: Tensor) -> _Nearness:
-        generator = torch.Generator("cpu").manual_seed(0x570F)
-        some = torch.randperm(len(keep), generator=generator, device="cpu")[:_PROBED].sort().values.to(keep.device)
+        some = _some(len(keep), _PROBED).to(keep.device)
         described = keep.float()
-        return _Nearness(described, some, described[some] @ described.T)
+        with torch.autocast(keep.device.type, enabled=False):  # lower precision would lose counts
+            return _Nearness(described, some, described[some] @ described.T)
 
     def possible(self, keep: Tensor, block_m: int) -> float:
         """Scores computed if all row blocks were like those of these rows, each with the rows most like it."""
