@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("selection",),
     ("ops",),
-    ("validation", "plans"),
+    ("validation", "caching", "plans", "dynamic"),
     ("attention",),
     ("__init__",),  # `import stof`: the public operator
     ("fusion", "drawing", "bench"),

@@ -135,7 +135,7 @@ def attention(
         ArgumentError: a scale, softcap or implementation outside what is accepted.
         UnsupportedError: no implementation can run the call; lists every reason.
     """
-    if type(mask_or_plan) is Plan and not torch.compiler.is_compiling():
+    if isinstance(mask_or_plan, Plan) and not torch.compiler.is_compiling():
         ready = mask_or_plan.bound(q, k, v, bias, sinks, scale, softcap, implementation)
         if ready is not None:
             try:

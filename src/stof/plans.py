@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from stof.caching import PlanCache
 from stof.errors import ArgumentError, DeviceError, KernelError, UnfitLayoutError
 from stof.kernels.triton.work import BoundCall
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
+from stof.layout.grow import extend_layout
 from stof.layout.io import load_layout, save_layout
 from stof.layout.survey import Survey, survey_of_layout
 from stof.masks import Mask
@@ -96,6 +96,7 @@ class Plan:
         self.permuted_rows = layout is not None and layout.row_order is not None
         self.fixed = layout.config if layout is not None and device.type == "cuda" else None
         self._geometry = geometry
+        self._origin = geometry
         self._layout = layout
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
         self._survey: Survey | None = None
@@ -110,10 +111,12 @@ class Plan:
             self.prepared(default_implementation(device))
 
     @staticmethod
-    def of_layout(layout: Layout, mask_text: str) -> Plan:
-        """A plan that keeps to one layout."""
+    def of_layout(layout: Layout, mask_text: str, origin: MaskGeometry | None = None) -> Plan:
+        """A plan that keeps to one layout; `origin` is what that was built from."""
         sizes = (layout.mask_batch, layout.mask_heads)
-        return Plan(mask_text, (layout.q_len, layout.kv_len), sizes, layout.device, layout=layout)
+        plan = Plan(mask_text, (layout.q_len, layout.kv_len), sizes, layout.device, layout=layout)
+        plan._origin = origin
+        return plan
 
     @staticmethod
     def by_handle(handle: str) -> Plan:
@@ -239,6 +242,48 @@ class Plan:
             row_order=source.orders.rows(row_order),
         )
 
+    def extended(self, rows: int, mask: Mask | None = None) -> Plan:
+        """A plan for `rows` more queries and as many more keys, from the tiles there are (a growing KV cache).
+
+        Only new rows are evaluated, where old ones do not see new keys (see `stof.layout.grow`); it equals a new plan.
+        Choices that calls have made carry over. For a chunk alone, plan the mask `.with_query_offset(cached)`.
+
+        Args:
+            rows: tokens to add, 0 or more.
+            mask: the mask of all tokens; default the plan's own, which serves any length unless it lists its tokens.
+
+        Raises:
+            ArgumentError: fewer than 0 rows, or a plan read from a file without a mask given.
+            ShapeError: the mask does not fit the new lengths.
+        """
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+            raise ArgumentError(f"rows is an int of 0 or more, got {rows!r}")
+        origin = self._origin
+        if mask is None:
+            if origin is None:
+                raise ArgumentError("this plan was made of a layout alone; give its mask to extended()")
+            mask = origin.mask
+        sizes = (self.mask_batch, self.mask_heads) if origin is None else (origin.batch, origin.heads)
+        lengths = (self.q_len + rows, self.kv_len + rows)
+        geometry = MaskGeometry(mask, *lengths, batch=sizes[0], heads=sizes[1], device=self.device)
+
+        def grown(layout: Layout) -> Layout:
+            return extend_layout(layout, mask, *lengths, batch=sizes[0], heads=sizes[1])
+
+        if self.device.type != "cuda" or self.fixed is not None:
+            if self.permuted_rows:  # another number of rows wants another order
+                return make_plan(
+                    mask, *lengths, batch=sizes[0], heads=sizes[1], device=self.device, config=None, row_order=None
+                )
+            return Plan.of_layout(grown(self.layout), repr(mask), geometry)
+        mask.check(*lengths)
+        plan = Plan(repr(mask), lengths, mask.dims(*sizes, self.device), self.device, geometry=geometry)
+        plan._layouts = {key: grown(layout) for key, layout in self._layouts.items() if key[1] is None}
+        for (call, name), choice in self._choices.items():
+            if choice.row_order is None:
+                plan._choices[replace(call, q_len=lengths[0], kv_len=lengths[1]), name] = choice
+        return plan
+
     def statistics(self) -> LayoutStatistics:
         """Density, computed/needed, tiles by kind, heaviest row block, bytes."""
         return statistics(self.layout)
@@ -276,62 +321,7 @@ class Plan:
         return f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={tiles}, device={str(self.device)!r})"
 
 
-@dataclass(frozen=True)
-class CacheInfo:
-    """State of the plan cache: entries, their bytes, and hits and misses so far."""
-
-    entries: int
-    bytes: int
-    hits: int
-    misses: int
-
-
-class PlanCache:
-    """Least recently used plans, bounded in number and in bytes; safe to use from several threads."""
-
-    def __init__(self, max_entries: int, max_bytes: int) -> None:
-        self._max_entries, self._max_bytes = max_entries, max_bytes
-        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
-        self._lock = threading.Lock()
-        self._hits = self._misses = 0
-
-    def get(self, key: Hashable) -> Plan | None:
-        with self._lock:
-            found = self._plans.get(key)
-            if found is None:
-                self._misses += 1
-                return None
-            self._hits += 1
-            self._plans.move_to_end(key)
-            return found
-
-    def put(self, key: Hashable, plan: Plan) -> None:
-        """Keep `plan` unless it alone exceeds the bound."""
-        if plan.bytes() > self._max_bytes:
-            return
-        with self._lock:
-            if key in self._plans:
-                return
-            self._plans[key] = plan
-            # Measured anew: plans grow when another implementation prepares them.
-            sizes = {key: held.bytes() for key, held in self._plans.items()}
-            total = sum(sizes.values())
-            while len(self._plans) > self._max_entries or total > self._max_bytes:
-                dropped, _ = self._plans.popitem(last=False)
-                total -= sizes[dropped]
-
-    def clear(self) -> None:
-        with self._lock:
-            self._plans.clear()
-            self._hits = self._misses = 0
-
-    def info(self) -> CacheInfo:
-        with self._lock:
-            size = sum(plan.bytes() for plan in self._plans.values())
-            return CacheInfo(len(self._plans), size, self._hits, self._misses)
-
-
-plan_cache = PlanCache(max_entries=128, max_bytes=2**28)
+plan_cache: PlanCache[Plan] = PlanCache(max_entries=128, max_bytes=2**28)
 
 
 def make_plan(
@@ -358,16 +348,16 @@ def make_plan(
         found = plan_cache.get(key)
         if found is not None:
             return found
+    check_lengths(q_len, kv_len)
+    mask.check(q_len, kv_len)
+    geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
     if device.type == "cuda" and config is None and row_order is None:
-        check_lengths(q_len, kv_len)
-        mask.check(q_len, kv_len)
         sizes = mask.dims(batch, heads, device)
-        geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
         plan = Plan(repr(mask), (q_len, kv_len), sizes, device, geometry=geometry)
     else:
         choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
         layout = choose_layout(mask, q_len, kv_len, batch=batch, heads=heads, device=device, row_order=row_order)
-        plan = Plan.of_layout(layout, repr(mask))
+        plan = Plan.of_layout(layout, repr(mask), geometry)
     if key is not None:
         plan_cache.put(key, plan)
     return plan

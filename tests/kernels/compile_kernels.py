@@ -41,12 +41,16 @@ from stof.layout.orders import named_order
 from stof.layout.survey import Survey
 from stof.masks.tensors import as_mask
 from stof.selection import CallSpec, Choice
-from stof.selection.gpu import gpu_choices
+from stof.selection.gpu import gpu_choices, runtime_choice
 from stof.selection.model import hopper_shared_memory, shared_memory
 
 ARCHS = (80, 89, 90, 100, 120)
+# Ends the name of cases whose work the device makes.
+AT_RUN_TIME = "made at run time"
 # Lengths at which every tile size has partial and full tiles, and row blocks long enough to be split.
 Q_LEN, KV_LEN = 256, 1600
+# Shared memory of a program on an sm_90.
+LIMIT = 232_448
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,45 @@ class Open:
         raise NotImplementedError
 
 
+def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
+    """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
+    from stof.kernels.triton import fill_blocks, fill_slash
+
+    ints, i = "*i32", "i32"
+    yield fill_slash.slash_lists, ["*i8", *[ints] * 6, i, i, 64, 1024], {}
+    yield fill_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {}
+    yield fill_slash.vertical_slash_count, [*[ints] * 6, *[i] * 5, 64, 64, 1024], {}
+    yield (
+        fill_slash.vertical_slash_fill,
+        [*[ints] * 17, *[i] * 10, 1 << 16, 64, 64, 1024],
+        {"num_warps": 8, "maxnreg": 64},
+    )
+    yield fill_blocks.select_blocks, ["*fp32", ints, ints, ints, i, i, 1, i, i, i, i, True, 512], {}
+    yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 16], {}
+    yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
+    for kind, packed in (("*u8", False), (ints, True)):
+        yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}
+        yield fill_blocks.dense_bitmaps, [kind, ints, ints, ints, i, i, i, 1, i, i, i, packed, 64, 64], {}
+
+
+def compiled_fill(kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
+    """The same for a kernel that makes work."""
+    signature, fixed, attributes = {}, {}, {}
+    for place, (name, value) in enumerate(zip(kernel.arg_names, given, strict=True)):
+        signature[name] = value if isinstance(value, str) else "constexpr"
+        if not isinstance(value, str):
+            fixed[place,] = value
+        elif value.startswith("*"):
+            attributes[place,] = [["tt.divisibility", 16]]
+    start = time.perf_counter()
+    target = GPUTarget("cuda", arch, 32)
+    made = triton.compile(ASTSource(kernel, signature, fixed, attributes), target=target, options=options)
+    seconds = round(time.perf_counter() - start, 2)
+    registers, spilled = _resources(made.asm["cubin"])
+    shared = made.metadata.shared
+    return Compiled("fill", kernel.__name__, arch, registers, spilled, shared, 0, False, 0, 4, [], seconds)
+
+
 def call_of(dtype: torch.dtype, head_dim: int, **changes: Any) -> CallSpec:
     plain = CallSpec("cuda", dtype, head_dim, head_dim, 4, 4, q_len=Q_LEN, kv_len=KV_LEN, compute_capability=(8, 0))
     return replace(plain, **changes)
@@ -120,6 +163,10 @@ def cases() -> Iterator[Case]:
     yield from _kinds("fp32 D 64", call_of(single, 64), ("gathered split",), (80, 90))
     yield from _kinds("fp32", call_of(single, 128), ("gathered split",), (90, 120))
     yield from _kinds("fp32", call_of(single, 256), ("gathered split",), (90,))
+    for group, head_dim in (("D 64", 64), ("D 128", 128)):
+        call = call_of(half, head_dim)
+        choice = runtime_choice(call, LayoutConfig(64, 64, 1), LIMIT)
+        yield Case(group, f"block_wise D{head_dim} {AT_RUN_TIME}", call, choice, (80, 90))
     options = {"has_bias": True, "has_softcap": True, "has_sinks": True}
     yield from _kinds("options D 64", call_of(half, 64, **options), ("gathered split",), (80, 90))
     yield from _kinds("options D 128", call_of(half, 128, **options), ("gathered split", "contiguous"), (90,))
@@ -271,6 +318,8 @@ def recorded(case: Case) -> Recorded:
             bound(q, k, v, None, options["sinks"])
         else:
             work = make_work(layout, choice.kernel.split_tiles)
+            if case.name.endswith(AT_RUN_TIME):
+                work = replace(work, has_full=1, full_runs=0, may_poison=1)
             block_wise.block_wise_attention(q, k, v, work, choice.kernel, **options)
     (one,) = record.made
     return one
@@ -366,21 +415,27 @@ def main() -> None:
         print(f"triton {triton.__version__}, stof {stof.__version__}")
         print("  sm  registers  spilled   shared  estimate  wgmma  seconds  kernel")
     for case in cases():
-        if given.only not in case.name:
-            continue
-        record = recorded(case)
-        for arch in case.archs:
-            one = compiled(case, record, arch)
-            if given.json:
-                print(json.dumps({"triton": triton.__version__, **asdict(one)}), flush=True)
-            else:
-                print(
-                    f"{arch:>4}  {one.registers:>9}  {one.spilled:>7}  {one.shared:>7}  {one.estimated:>8}  "
-                    f"{'yes' if one.wgmma else 'no':>5}  {one.seconds:>7.1f}  [{one.group}] {one.name}",
-                    *one.warnings,
-                    sep="\n",
-                    flush=True,
-                )
+        if given.only in case.name:
+            record = recorded(case)
+            for arch in case.archs:
+                _report(compiled(case, record, arch), given.json)
+    for kernel, values, options in fill_kernels():
+        if given.only in kernel.__name__:
+            for arch in (80, 90, 120):
+                _report(compiled_fill(kernel, values, options, arch), given.json)
+
+
+def _report(one: Compiled, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"triton": triton.__version__, **asdict(one)}), flush=True)
+        return
+    print(
+        f"{one.arch:>4}  {one.registers:>9}  {one.spilled:>7}  {one.shared:>7}  {one.estimated:>8}  "
+        f"{'yes' if one.wgmma else 'no':>5}  {one.seconds:>7.1f}  [{one.group}] {one.name}",
+        *one.warnings,
+        sep="\n",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -48,9 +48,18 @@ def write_results(path: Path, rows: Iterable[Row], device: torch.device, not_run
     missing = list(not_run)
     if missing:
         parts.append(f'"not_run": {_lines(missing)}')
+    _write_whole(path, "{" + ",\n ".join(parts) + "}\n")
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write an object; readers never see half a file."""
+    _write_whole(path, json.dumps(data, indent=1) + "\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + ".part")
-    half.write_text("{" + ",\n ".join(parts) + "}\n", encoding="utf-8")
+    half.write_text(text, encoding="utf-8")
     half.replace(path)
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from stof.bench.attention import NotRun, Row
+    from stof.bench.build import BuildRow, StepRow
     from stof.bench.grid import GridMask, Shape
     from stof.bench.report import Cell
 
@@ -152,6 +153,42 @@ def launch(
 
 
 @app.command()
+def build(
+    device: _Device = "",
+    length: Annotated[int | None, typer.Option(min=256, help="Tokens of the masks made at run time.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads of the masks made at run time.")] = None,
+    head_dim: Annotated[int, typer.Option(min=16)] = 128,
+    flex: Annotated[bool, typer.Option(help="Also time FlexAttention's create_block_mask.")] = True,
+    budget: Annotated[float, typer.Option(help="Seconds after which no further peer is started.")] = 80.0,
+    output: _Output = None,
+) -> None:
+    """Time compiling masks, once and in every step, against FlexAttention's; checked against float64 first."""
+    import itertools
+    import time
+
+    from rich.console import Console
+
+    from stof.bench.build import as_json, growth_rows, known_rows, step_rows
+    from stof.bench.results import provenance, write_json
+
+    deadline = time.monotonic() + budget
+    where, _ = _place(device, "")
+    on_gpu = where.type == "cuda"
+    steps = list(step_rows(where, length or (32768 if on_gpu else 512), heads or (32 if on_gpu else 2), head_dim))
+    rows = []
+    growth = growth_rows(where, 2**18 if on_gpu else 2**12)
+    for row in itertools.chain(growth, known_rows(where, not on_gpu, flex, deadline)):
+        rows.append(row)
+        if output is not None:
+            write_json(output, as_json(rows, steps, provenance(where)))
+    console = Console()
+    console.print(build_table(rows))
+    console.print(step_table(steps))
+    if output is not None:
+        console.print(f"wrote {output}")
+
+
+@app.command()
 def peers() -> None:
     """List the implementations a benchmark can time."""
     from rich.console import Console
@@ -287,6 +324,38 @@ def results_table(rows: list[Row], title: str) -> Table:
                 ratio = "" if impl == "stof" or not cell.ours else f" ({us / cell.ours:.2f}x)"
                 shown.append(f"{us / 1e3:.3g}{ratio}")
         table.add_row(cell.mask, cell.shape, f"{cell.density:.3f}", *shown)
+    return table
+
+
+def build_table(rows: list[BuildRow]) -> Table:
+    """One line per mask and builder."""
+    from rich.table import Table
+
+    table = Table(title="Building masks known ahead of time: wall time, ms")
+    for heading in ("mask", "length", "how", "ms", "first, ms", "peak MB", ""):
+        table.add_column(heading, justify="right" if heading in ("length", "ms", "first, ms", "peak MB") else "left")
+    for row in rows:
+        figures = ["-" if value is None else f"{value:.3g}" for value in (row.ms, row.first_ms, row.peak_mb)]
+        table.add_row(row.mask, str(row.q_len), row.how, *figures, row.note)
+    return table
+
+
+def step_table(rows: list[StepRow]) -> Table:
+    """One line per mask made at run time."""
+    from rich.table import Table
+
+    table = Table(title="Masks made at run time: GPU time in us (wall time on a CPU)")
+    table.add_column("mask")
+    for heading in ("update", "attention", "step", "static", "overhead", "best static", "density", "error", "plan MB"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        shown = [f"{row.update_us:.0f}", f"{row.attend_us:.0f}", f"{row.step_us:.0f}"]
+        shown += ["-" if row.static_us is None else f"{row.static_us:.0f}"]
+        shown += ["-" if row.overhead is None else f"{row.overhead:+.1%}"]
+        shown += ["-" if row.best_us is None else f"{row.best_us:.0f}"]
+        table.add_row(row.mask, *shown, f"{row.density:.3f}", f"{row.error:.1e}", f"{row.plan_mb:.0f}")
+        if row.note:
+            table.add_row("", row.note)
     return table
 
 

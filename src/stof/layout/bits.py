@@ -21,7 +21,9 @@ def pack(keep: Tensor) -> Tensor:
     padded = words(columns) * 32
     if padded != columns:
         keep = torch.nn.functional.pad(keep, (0, padded - columns))
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=keep.device)
+    # Made on the device: a copy from the host could not be captured in a CUDA graph.
+    place = torch.arange(8, dtype=torch.uint8, device=keep.device)
+    weights = torch.ones_like(place) << place
     bytes_ = keep.contiguous().view(torch.uint8).view(*keep.shape[:-1], padded // 8, 8)
     packed = (bytes_ * weights).sum(-1, dtype=torch.uint8)
     if not _LITTLE_ENDIAN:

@@ -6,7 +6,7 @@ Vectorised torch throughout, so it runs where the mask's tensors are: CPU or GPU
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from stof.errors import ArgumentError, ShapeError
 from stof.layout import bits
 from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
+from stof.layout.tiles import tiles_of
 from stof.masks.base import Mask, check_lengths, check_sizes
+from stof.masks.bounds import Range
 from stof.masks.index import Index
 
 # Scores evaluated at once: bounds the memory of a build (bool and int64 temporaries of this many elements). A GPU wants
@@ -24,6 +26,9 @@ STRIP_SCORES = 2**22
 STRIP_SCORES_GPU = 2**25
 # Keys are evaluated or left out in aligned stretches of this many: whole tiles of every width there is.
 SPAN = 256
+
+# Masks that list no spans are asked about each stretch where there are so many keys that this costs less than it saves.
+ASKED_FROM = 2**13
 
 # A partial tile costs 1.09 full ones (measured on an H200 with bitmaps in registers, D = 128).
 PARTIAL_TILE_COST = 1.09
@@ -61,7 +66,7 @@ def build_layout(
     mask.check(q_len, kv_len)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
     order = checked_order(row_order, q_len, device)
-    distinct: list[_Pattern] = []
+    distinct: list[Pattern] = []
     pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
     numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
     known: dict[int, int] = {}
@@ -70,13 +75,12 @@ def build_layout(
             if numbers[b][h] in known:
                 pattern_of[b, h] = known[numbers[b][h]]
                 continue
-            pieces = strips(mask, q_len, kv_len, config, b, h, order, device)
-            built = _Pattern.join([_compile_strip(strip, config) for strip in pieces])
+            built = compiled(mask, q_len, kv_len, config, b, h, order, device)
             same = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
             if same == len(distinct):
                 distinct.append(built)
             pattern_of[b, h] = known[numbers[b][h]] = same
-    return _assemble(distinct, pattern_of.to(device), q_len, kv_len, config, order)
+    return assemble(distinct, pattern_of.to(device), q_len, kv_len, config, order)
 
 
 def checked_order(row_order: Tensor | None, q_len: int, device: torch.device | str) -> Tensor | None:
@@ -128,16 +132,17 @@ def strips(
     everything = torch.arange(kv_len, device=device)
     batch_index = torch.tensor([b], device=device)
     head_index = torch.tensor([h], device=device)
+    corner = Index.make(everything[:1], everything[:1], q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
     first = 0
     while first < row_blocks:
         count = min(max(1, most // (block_m * kv_len)), row_blocks - first)
         spans = None
         if order is None:
-            spans = _stretches(mask, first * block_m, min((first + count) * block_m, q_len), kv_len)
+            spans = _stretches(mask, first * block_m, min((first + count) * block_m, q_len), corner)
             # Where keys are few, more rows at once.
             while spans is not None and count < row_blocks - first:
                 more = min(2 * count, row_blocks - first)
-                wider = _stretches(mask, first * block_m, min((first + more) * block_m, q_len), kv_len)
+                wider = _stretches(mask, first * block_m, min((first + more) * block_m, q_len), corner)
                 if wider is None or more * block_m * len(wider) * SPAN > most:
                     break
                 count, spans = more, wider
@@ -161,23 +166,34 @@ def strips(
         first += count
 
 
-def _stretches(mask: Mask, start: int, stop: int, kv_len: int) -> list[int] | None:
-    """Which stretches of SPAN keys queries `start` to `stop - 1` may see, at least one; None when most of them."""
+def _stretches(mask: Mask, start: int, stop: int, corner: Index) -> list[int] | None:
+    """Which stretches of SPAN keys queries `start` to `stop - 1` may see, at least one; None when most of them.
+
+    `corner` is any rectangle of the problem: it knows the lengths, the sequence and the head.
+    """
+    kv_len = corner.kv_len
     known = mask.spans(start, stop - 1, kv_len)
-    if known is None:
-        return None
     found: set[int] = set()
-    for low, high in known:
-        low, high = max(low, 0), min(high, kv_len)
-        if low < high:
-            found.update(range(low // SPAN, (high - 1) // SPAN + 1))
+    if known is not None:
+        for low, high in known:
+            low, high = max(low, 0), min(high, kv_len)
+            if low < high:
+                found.update(range(low // SPAN, (high - 1) // SPAN + 1))
+    elif kv_len >= ASKED_FROM:
+        first = torch.arange(0, kv_len, SPAN, device=corner.device).view(1, 1, 1, -1)
+        rows = Range(corner.q - corner.q + start, corner.q - corner.q + (stop - 1))
+        columns = Range(first, (first + SPAN - 1).clamp(max=kv_len - 1))
+        nothing = mask.over(replace(corner, q=rows, kv=columns)).nothing  # type: ignore[arg-type]
+        found.update((~nothing).expand(first.shape).flatten().nonzero()[:, 0].tolist())
+    else:
+        return None
     if len(found) * SPAN > 0.9 * kv_len:
         return None
     return sorted(found) or [0]
 
 
 @dataclass(frozen=True)
-class _Pattern:
+class Pattern:
     """Tiles of consecutive row blocks; bitmaps not yet shared, tile order already final."""
 
     tile_count: Tensor  # [n] tiles of each row block
@@ -187,18 +203,37 @@ class _Pattern:
     bitmaps: Tensor  # [partial tiles, block_m, words]
 
     @staticmethod
-    def join(parts: list[_Pattern]) -> _Pattern:
+    def join(parts: list[Pattern]) -> Pattern:
         if len(parts) == 1:
             return parts[0]
         names = ("tile_count", "partial_count", "columns", "partial", "bitmaps")
-        return _Pattern(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        return Pattern(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
-    def equals(self, other: _Pattern) -> bool:
+    def equals(self, other: Pattern) -> bool:
         pairs = ((getattr(self, n), getattr(other, n)) for n in ("tile_count", "partial", "columns", "bitmaps"))
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
-def _compile_strip(strip: Strip, config: LayoutConfig) -> _Pattern:
+def compiled(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    config: LayoutConfig,
+    b: int,
+    h: int,
+    order: Tensor | None,
+    device: torch.device | str,
+) -> Pattern:
+    """One (batch, head) mask: in closed form where it can be asked for whole tiles, else strip by strip."""
+    if order is None and config.slab is None:
+        found = tiles_of(mask, q_len, kv_len, config, b, h, torch.device(device))
+        if found is not None:
+            return Pattern(*found)
+    pieces = strips(mask, q_len, kv_len, config, b, h, order, device)
+    return Pattern.join([_compile_strip(strip, config) for strip in pieces])
+
+
+def _compile_strip(strip: Strip, config: LayoutConfig) -> Pattern:
     """Choose and pack the tiles of some row blocks (contiguous tiles are slabs as wide as the tile)."""
     keep = strip.keep
     count, _block_m, kv_len = keep.shape
@@ -236,7 +271,7 @@ def _compile_strip(strip: Strip, config: LayoutConfig) -> _Pattern:
     if strip.spans is not None:
         stretch = strip.spans[torch.div(columns.clamp(min=0), SPAN, rounding_mode="floor")]
         columns = torch.where(columns < 0, columns, stretch * SPAN + torch.remainder(columns, SPAN))
-    return _Pattern(tile_count, partial_tiles, columns, partial, bitmaps)
+    return Pattern(tile_count, partial_tiles, columns, partial, bitmaps)
 
 
 def _bitmaps(keep: Tensor, owner: Tensor, columns: Tensor, config: LayoutConfig) -> Tensor:
@@ -257,19 +292,35 @@ def _bitmaps(keep: Tensor, owner: Tensor, columns: Tensor, config: LayoutConfig)
     return out
 
 
-def _assemble(
-    patterns: list[_Pattern],
+def assemble(
+    patterns: list[Pattern],
     pattern_of: Tensor,
     q_len: int,
     kv_len: int,
     config: LayoutConfig,
     order: Tensor | None,
 ) -> Layout:
-    joined = _Pattern.join(patterns)
+    """A layout of the distinct masks."""
+    joined = Pattern.join(patterns)
+    bitmaps, number = shared(joined.bitmaps)
+    return laid_out(joined, bitmaps, number, pattern_of, q_len, kv_len, config, order)
+
+
+def laid_out(
+    joined: Pattern,
+    bitmaps: Tensor,
+    number: Tensor,
+    pattern_of: Tensor,
+    q_len: int,
+    kv_len: int,
+    config: LayoutConfig,
+    order: Tensor | None,
+) -> Layout:
+    """The same from the tiles of all masks, one after the other, and the number of each partial tile's bitmap."""
     partial_count = joined.partial_count
     pointers = torch.nn.functional.pad(joined.tile_count.cumsum(0), (1, 0))
-    base, gathered = _bases(joined.columns, kv_len, config)
-    bitmaps, number = _shared(joined.bitmaps)
+    base, gathered = bases(joined.columns, kv_len, config)
+    row_blocks = -(-q_len // config.block_m)
     tile_bitmap = torch.full_like(base, -1)
     tile_bitmap[joined.partial] = number
     # Whole hundredths: a float sum would round, and so order row blocks, differently on a GPU.
@@ -288,11 +339,11 @@ def _assemble(
         bitmaps=bitmaps,
         cost=cost,
         order=torch.argsort(hundredths, descending=True, stable=True).int(),
-        row_order=None if order is None else order.int().expand(len(patterns), -1).contiguous(),
+        row_order=None if order is None else order.int().expand(len(partial_count) // row_blocks, -1).contiguous(),
     )
 
 
-def _bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, Tensor]:
+def bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, Tensor]:
     """`tile_base` and `gathered`: tiles whose slabs follow each other, to the last key at most, are contiguous."""
     steps = torch.arange(config.slabs_per_tile, device=columns.device) * config.slab_columns
     expected = columns[:, :1] + steps
@@ -302,7 +353,7 @@ def _bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, 
     return torch.where(contiguous, columns[:, 0], ~slot), columns[~contiguous]
 
 
-def _shared(bitmaps: Tensor) -> tuple[Tensor, Tensor]:
+def shared(bitmaps: Tensor) -> tuple[Tensor, Tensor]:
     """Distinct bitmaps and, for each given one, its row among them."""
     if len(bitmaps) < 2:
         return bitmaps, torch.arange(len(bitmaps), device=bitmaps.device)

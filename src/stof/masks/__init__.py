@@ -21,6 +21,7 @@ from stof.masks.patterns import (
     strided,
 )
 from stof.masks.reorder import reordered
+from stof.masks.runtime import block_topk, from_bits, vertical_slash
 from stof.masks.tensors import as_mask, from_block_mask, from_dense, from_function
 
 __all__ = [
@@ -29,9 +30,11 @@ __all__ = [
     "Mask",
     "as_mask",
     "bigbird",
+    "block_topk",
     "causal",
     "dilated_window",
     "documents",
+    "from_bits",
     "from_block_mask",
     "from_dense",
     "from_function",
@@ -48,4 +51,5 @@ __all__ = [
     "sink_tokens",
     "sliding_window",
     "strided",
+    "vertical_slash",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stof.errors import MaskError, ShapeError
+from stof.masks.bounds import Kept
 from stof.masks.index import Index
 
 # Masks holding functions or tensors that are alive in this process, so that a compiled graph can name one by key.
@@ -74,7 +77,8 @@ class Mask(ABC):
     def evaluate(self, index: Index) -> Tensor:
         """Bool tensor broadcastable to `[B, H, Q, K]`, true where the score is kept.
 
-        A leading dimension larger than 1 means that the mask depends on the batch (or head) index.
+        A leading dimension larger than 1 means that the mask depends on the batch (or head) index, or that `index`
+        holds several rectangles.
         """
 
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
@@ -84,6 +88,16 @@ class Mask(ABC):
         """
         del first, last, kv_len
         return None
+
+    def over(self, index: Index) -> Kept:
+        """What is kept of whole rectangles: `index` holds `Range`s of queries and keys, and one sequence and head.
+
+        By default the rule itself is run on the ranges; where it looks at single positions the answer is unknown.
+        """
+        try:
+            return Kept.of(self.evaluate(index))
+        except Exception:  # whatever a user's function raises on what is no tensor; evaluating it will say so again
+            return Kept.unknown(index.device)
 
     def check(self, q_len: int, kv_len: int) -> None:
         """Raise `ShapeError` when this mask's own data do not fit the lengths."""
@@ -108,6 +122,11 @@ class Mask(ABC):
     def binds_late(self) -> bool:
         """Whether `dims` must be asked with the sizes of a call (functions; named patterns know)."""
         return False
+
+    @property
+    def grows(self) -> bool:
+        """Whether a score is kept or not regardless of how long the sequences are."""
+        return True
 
     @property
     def row_orders(self) -> tuple[str, ...]:
@@ -264,6 +283,10 @@ class Composite(Mask):
         return any(mask.binds_late for mask in self.masks)
 
     @property
+    def grows(self) -> bool:
+        return all(mask.grows for mask in self.masks)
+
+    @property
     def row_orders(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(order for mask in self.masks for order in mask.row_orders))
 
@@ -291,6 +314,9 @@ class And(Composite):
             found = found if own is None else own
         return found
 
+    def over(self, index: Index) -> Kept:
+        return functools.reduce(operator.and_, (mask.over(index) for mask in self.masks))
+
     def evaluate(self, index: Index) -> Tensor:
         out = self.masks[0].evaluate(index)
         for mask in self.masks[1:]:
@@ -307,6 +333,9 @@ class Or(Composite):
 
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
         return joined_spans([mask.spans(first, last, kv_len) for mask in self.masks])
+
+    def over(self, index: Index) -> Kept:
+        return functools.reduce(operator.or_, (mask.over(index) for mask in self.masks))
 
     def evaluate(self, index: Index) -> Tensor:
         out = self.masks[0].evaluate(index)
@@ -344,6 +373,10 @@ class Wrapped(Mask):
         return self.mask.binds_late
 
     @property
+    def grows(self) -> bool:
+        return self.mask.grows
+
+    @property
     def row_orders(self) -> tuple[str, ...]:
         return self.mask.row_orders
 
@@ -363,6 +396,9 @@ class Wrapped(Mask):
 class Not(Wrapped):
     """Kept where the inner mask drops."""
 
+    def over(self, index: Index) -> Kept:
+        return ~self.mask.over(index)
+
     def evaluate(self, index: Index) -> Tensor:
         return ~self.mask.evaluate(index)
 
@@ -378,6 +414,9 @@ class QueryOffset(Wrapped):
 
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
         return self.mask.spans(first + self.offset, last + self.offset, kv_len)
+
+    def over(self, index: Index) -> Kept:
+        return self.mask.over(index.shifted(self.offset))
 
     def check(self, q_len: int, kv_len: int) -> None:
         self.mask.check(q_len + self.offset, kv_len)
@@ -406,6 +445,9 @@ class PerHead(Composite):
 
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
         return joined_spans([mask.spans(first, last, kv_len) for mask in dict.fromkeys(self.masks)])
+
+    def over(self, index: Index) -> Kept:
+        return self.masks[int(index.h)].over(index)
 
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         Mask.dims(self, batch, heads, device)

@@ -15,8 +15,9 @@ class Index:
     Attributes:
         b: batch indices, int64 `[B, 1, 1, 1]`.
         h: query-head indices, int64 `[1, H, 1, 1]`.
-        q: query positions, int64 `[1, 1, Q, 1]` (any order, for permuted rows).
-        kv: key positions, int64 `[1, 1, 1, K]`.
+        q: query positions, int64 `[1, 1, Q, 1]` (any order, for permuted rows), or `[T, 1, Q, 1]` for T rectangles of
+            one sequence and head.
+        kv: key positions, int64 `[1, 1, 1, K]`, or `[T, 1, 1, K]`.
         q_len: number of queries of the whole attention problem.
         kv_len: number of keys of the whole attention problem.
     """

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stof.errors import ShapeError
 from stof.masks.base import Mask, Spans, numbered
+from stof.masks.bounds import Kept, Range
 from stof.masks.index import Index
 
 
@@ -145,6 +146,10 @@ class SinkTokens(Rule):
         return (index.kv < self.tokens) & (index.q >= index.kv)
 
 
+# Entries of a table that answers for rectangles: beyond, they are evaluated.
+_TABLE = 2**22
+
+
 def _mix(x: Tensor) -> Tensor:
     """A 31-bit integer hash (multiply-xorshift), the same on every device and torch version."""
     for factor in (0x45D9F3B, 0x2C1B3C6D):
@@ -159,6 +164,10 @@ class RandomBlocks(Rule):
     block_size: int
     seed: int
 
+    @property
+    def grows(self) -> bool:
+        return False  # blocks are drawn from all there are
+
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
         row_blocks = torch.arange(first // self.block_size, last // self.block_size + 1, device="cpu")
         chosen = self.choose(row_blocks, -(-kv_len // self.block_size)).unique().tolist()
@@ -169,10 +178,25 @@ class RandomBlocks(Rule):
         row_block = torch.div(index.q, self.block_size, rounding_mode="floor")
         kv_block = torch.div(index.kv, self.block_size, rounding_mode="floor")
         chosen = self.choose(row_block.flatten(), kv_blocks)
-        keep = torch.zeros(1, 1, row_block.numel(), 1, dtype=torch.bool, device=index.device)
+        keep = torch.zeros_like(row_block, dtype=torch.bool)
         for column in chosen.unbind(1):
-            keep = keep | (column.view(1, 1, -1, 1) == kv_block)
+            keep = keep | (column.view_as(row_block) == kv_block)
         return keep
+
+    def over(self, index: Index) -> Kept:
+        """Chosen blocks within a rectangle, counted by a table of running sums."""
+        shape = (-(-index.q_len // self.block_size), -(-index.kv_len // self.block_size))
+        if shape[0] * shape[1] > _TABLE:
+            return Kept.unknown(index.device)
+        chosen = self.choose(torch.arange(shape[0], device=index.device), shape[1])
+        sums = torch.zeros(shape[0] + 1, shape[1] + 1, dtype=torch.int32, device=index.device)
+        sums[1:, 1:].scatter_(1, chosen, 1)
+        sums = sums.cumsum(0).cumsum(1)
+        q, kv = (Range.of(x) // self.block_size for x in (index.q, index.kv))
+        inside = (
+            sums[q.high + 1, kv.high + 1] - sums[q.low, kv.high + 1] - sums[q.high + 1, kv.low] + sums[q.low, kv.low]
+        )
+        return Kept(inside == 0, inside == (q.high - q.low + 1) * (kv.high - kv.low + 1))
 
     def choose(self, row_block: Tensor, kv_blocks: int) -> Tensor:
         """Distinct key blocks of each row block `[R, min(blocks, kv_blocks)]` (Floyd's sampling)."""
@@ -276,6 +300,23 @@ class Documents(Rule):
             if low < len(stops):
                 out.append((stops[low - 1] if low else 0, stops[min(high, len(stops) - 1)]))
         return out
+
+    def over(self, index: Index) -> Kept:
+        """Which runs the ends of a rectangle's ranges lie in."""
+        if self._stops is None:
+            return Kept.unknown(index.device)
+        number = int(index.b) if len(self.runs) > 1 else 0
+        stops = torch.tensor(self._stops[number], device=index.device)
+        first, last, left, right = (
+            torch.searchsorted(stops, end.contiguous(), right=True)
+            for x in (index.q, index.kv)
+            for end in (Range.of(x).low, Range.of(x).high)
+        )
+        # One more for rows past the last document.
+        seen = torch.tensor([doc >= 0 for doc, _ in self.runs[number]] + [False], device=index.device)
+        one_row, one_column = first == last, left == right
+        nothing = (last < left) | (right < first) | (one_row & ~seen[first]) | (one_column & ~seen[left])
+        return Kept(nothing, one_row & one_column & (first == left) & seen[first])
 
     def check(self, q_len: int, kv_len: int) -> None:
         if self.length != kv_len or q_len > kv_len:

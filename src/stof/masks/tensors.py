@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stof.errors import DtypeError, MaskError, MaskFunctionError, ShapeError
 from stof.masks.base import Mask, identity
+from stof.masks.bounds import Kept
 from stof.masks.index import Index
 from stof.masks.parse import parse
 from stof.masks.patterns import full
@@ -50,6 +51,12 @@ class FunctionMask(Mask):
         shape = self.evaluate(index).shape
         return int(shape[0]), int(shape[1])
 
+    def over(self, index: Index) -> Kept:
+        try:
+            return Kept.of(self.fn(index.b, index.h, index.q, index.kv))
+        except Exception:  # the function takes tensors only; as a tensor it may be right
+            return Kept.unknown(index.device)
+
     def evaluate(self, index: Index) -> Tensor:
         name = getattr(self.fn, "__name__", repr(self.fn))
         try:
@@ -65,13 +72,16 @@ class FunctionMask(Mask):
             raise MaskFunctionError(
                 f"the mask function {name} returned {got}; return a torch.bool tensor, true where the key is seen"
             )
-        sizes = (index.b.shape[0], index.h.shape[1], index.q.shape[2], index.kv.shape[3])
+        sizes = torch.broadcast_shapes(index.b.shape, index.h.shape, index.q.shape, index.kv.shape)
         if keep.ndim > 4 or any(
             own not in (1, size) for own, size in zip(reversed(keep.shape), reversed(sizes), strict=False)
         ):
             raise MaskFunctionError(
                 f"the mask function {name} returned shape {list(keep.shape)}, which does not broadcast to {list(sizes)}"
             )
+        rectangles = max(index.q.shape[0], index.kv.shape[0])
+        if rectangles > 1 and keep.numel() > 1 and (keep.ndim < 4 or keep.shape[0] != rectangles):
+            raise MaskFunctionError(f"the mask function {name} does not take several rectangles at once")
         return keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
 
     def __repr__(self) -> str:
@@ -217,6 +227,9 @@ class BlockMaskMask(FunctionMask):
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         Mask.dims(self, batch, heads, device)
         return super().dims(batch, heads, device)
+
+    def over(self, index: Index) -> Kept:
+        return Kept.unknown(index.device)  # the block lists may say otherwise than the function
 
     def evaluate(self, index: Index) -> Tensor:
         block_mask = self.block_mask

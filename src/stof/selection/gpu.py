@@ -108,6 +108,13 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
     ]
 
 
+def runtime_choice(call: CallSpec, layout: LayoutConfig, limit: int) -> Choice:
+    """How the block-wise kernel runs work that is made on the device; `limit` as `shared_memory_limit` gives it."""
+    kernel = BlockWiseConfig(4, 3, side=_side(call))
+    choice = Choice("block_wise", layout, None, kernel)
+    return choice if fits(choice, call, limit) else replace(choice, kernel=replace(kernel, num_stages=2))
+
+
 def geometries(choices: list[Choice]) -> tuple[LayoutConfig, ...]:
     """The distinct layouts of some choices."""
     return tuple(dict.fromkeys(choice.layout for choice in choices if choice.layout is not None))

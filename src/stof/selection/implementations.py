@@ -147,7 +147,12 @@ def _run_by(bind: Bind) -> Run:
 
 def _prepare_block_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
     settings = settings or BlockWiseConfig()
-    tensors, sizes = make_work(layout, settings.split_tiles).flatten()
+    return prepared_work(make_work(layout, settings.split_tiles), settings)
+
+
+def prepared_work(work: Work, settings: BlockWiseConfig) -> tuple[list[Tensor], list[int]]:
+    """Work and settings of the block-wise kernel as `PreparedLayout` carries them."""
+    tensors, sizes = work.flatten()
     return tensors, [int(value) for value in (*astuple(settings), *sizes)]
 
 

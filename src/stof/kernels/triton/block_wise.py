@@ -258,6 +258,7 @@ def block_wise_kernel(
     FULL_GATHERED: tl.constexpr,
     PERMUTED: tl.constexpr,
     SPLIT: tl.constexpr,
+    POISON: tl.constexpr,  # items may ask for NaN: row block -2 - r
     MODIFIED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -292,6 +293,10 @@ def block_wise_kernel(
     next_columns = tl.load(first_columns_ptr + item * BLOCK_N + n)
     item_ptr = items_ptr + item * ITEM_STRIDE
     row_block = tl.load(item_ptr)
+    poison = 0.0
+    if POISON:
+        poison = tl.where(row_block < -1, float("nan"), 0.0)
+        row_block = tl.where(row_block < -1, -2 - row_block, row_block)
     if row_block < 0:  # patterns have different numbers of items
         return
     partial_begin = tl.load(item_ptr + 1)
@@ -320,6 +325,11 @@ def block_wise_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if POISON:
+        # A sum above 0, so that neither the output nor the log-sum-exp passes for that of an empty row.
+        l_i += tl.where(poison == poison, 0.0, 1.0)
+        m_i += poison
+        acc += poison
     word = tl.arange(0, 4)
     # Rows past BLOCK_Q * PACK repeat the last bitmap row: their scores are dropped, but reads must stay inside.
     words_ptr = bitmaps_ptr + tl.minimum(r // PACK, BLOCK_Q - 1)[:, None] * 4 + word[None, :]
@@ -483,7 +493,7 @@ def bind_block_wise(
         (
             work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
             work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
-            work.splits > 0, modified, softcap > 0, bias is not None, sinks is not None,
+            work.splits > 0, work.may_poison, modified, softcap > 0, bias is not None, sinks is not None,
             _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
             "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages,
         ),

@@ -80,6 +80,7 @@ class Work:
         splits: split row blocks of a pattern, at most.
         has_partial, has_full: whether there are tiles of that kind.
         full_runs: whether the columns of each item's full tiles follow each other, so that the first one tells all.
+        may_poison: whether items may hold row block `-2 - r`, which makes the results of row block r NaN.
 
     The last two rows of `partial_*` and `full_columns` are padding: the kernel loads ahead.
     """
@@ -101,6 +102,7 @@ class Work:
     has_partial: int
     has_full: int
     full_runs: int
+    may_poison: int = 0
 
     def flatten(self) -> tuple[list[Tensor], list[int]]:
         """Tensors and integers, as operators carry them."""

@@ -1,0 +1,74 @@
+"""A bounded cache of plans."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class Held(Protocol):
+    """What the cache holds."""
+
+    def bytes(self) -> int:
+        """Memory it takes."""
+
+
+P = TypeVar("P", bound=Held)
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """State of the plan cache: entries, their bytes, and hits and misses so far."""
+
+    entries: int
+    bytes: int
+    hits: int
+    misses: int
+
+
+class PlanCache(Generic[P]):
+    """Least recently used plans, bounded in number and in bytes; safe to use from several threads."""
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._plans: OrderedDict[Hashable, P] = OrderedDict()
+        self._lock = threading.Lock()
+        self._hits = self._misses = 0
+
+    def get(self, key: Hashable) -> P | None:
+        with self._lock:
+            found = self._plans.get(key)
+            if found is None:
+                self._misses += 1
+                return None
+            self._hits += 1
+            self._plans.move_to_end(key)
+            return found
+
+    def put(self, key: Hashable, plan: P) -> None:
+        """Keep `plan` unless it alone exceeds the bound."""
+        if plan.bytes() > self._max_bytes:
+            return
+        with self._lock:
+            if key in self._plans:
+                return
+            self._plans[key] = plan
+            # Measured anew: plans grow when another implementation prepares them.
+            sizes = {key: held.bytes() for key, held in self._plans.items()}
+            total = sum(sizes.values())
+            while len(self._plans) > self._max_entries or total > self._max_bytes:
+                dropped, _ = self._plans.popitem(last=False)
+                total -= sizes[dropped]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._plans.clear()
+            self._hits = self._misses = 0
+
+    def info(self) -> CacheInfo:
+        with self._lock:
+            size = sum(plan.bytes() for plan in self._plans.values())
+            return CacheInfo(len(self._plans), size, self._hits, self._misses)

@@ -1,0 +1,278 @@
+"""Plans for masks that a model makes at run time: fixed memory, rebuilt on the device in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
+from stof.kernels.triton.runtime import (
+    OVERFLOW,
+    Problem,
+    WorkRoom,
+    block_room,
+    dense_room,
+    fill_blocks,
+    fill_dense,
+    fill_vertical_slash,
+    vertical_slash_room,
+)
+from stof.layout import Layout, LayoutConfig
+from stof.masks import Mask
+from stof.masks.base import QueryOffset, check_lengths, check_sizes
+from stof.masks.runtime import NOT_A_NUMBER, BitMask, BlockTopK, VerticalSlash, described
+from stof.masks.tensors import DenseMask, as_mask
+from stof.plans import Plan
+from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, Choice, PreparedLayout
+from stof.selection.geometry import MaskGeometry
+from stof.selection.gpu import runtime_choice, shared_memory_limit
+from stof.selection.implementations import prepared_work
+
+# The tile that leaves room for two programs or more on a multiprocessor at every head_dim (docs/performance.md).
+_BLOCK = 64
+
+
+class DynamicPlan(Plan):
+    """A plan whose mask is replaced in every step. Make it with `stof.dynamic_plan`, then `update` and attend.
+
+    On a GPU all memory is fixed and `update` only launches kernels: it can be captured in a CUDA graph together with
+    the attention calls that follow, and replayed after the mask's tensors changed in place. Elsewhere it builds anew.
+
+    What cannot be computed (indices that mean nothing, more tiles than there is room for) gives NaN in the rows
+    concerned, and `check` raises.
+    """
+
+    def __init__(
+        self, mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device, density: float | None
+    ) -> None:
+        self._mask, self._sizes, self._density = mask, sizes, density
+        self._room: WorkRoom | None = None
+        super().__init__(
+            repr(mask), lengths, mask.dims(*sizes), device, geometry=self._geometry_of(mask, lengths, device)
+        )
+        if device.type == "cuda":
+            self._room = make_room(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
+        self.update(mask)
+
+    def _geometry_of(self, mask: Mask, lengths: tuple[int, int], device: torch.device) -> MaskGeometry:
+        return MaskGeometry(mask, *lengths, batch=self._sizes[0], heads=self._sizes[1], device=device)
+
+    def update(self, mask: Mask | Tensor) -> None:
+        """Take another mask of the same kind and shapes, or the same one after its tensors changed.
+
+        Raises:
+            PlanMismatchError: a mask of another kind, or tensors of other shapes.
+            MaskError: elsewhere than on a GPU, indices or scores that mean nothing; on a GPU `check` reports them.
+        """
+        mask = as_mask(mask)
+        if _signature(mask) != _signature(self._mask):
+            raise PlanMismatchError(
+                f"this plan takes masks like {self._mask!r}, got {mask!r}; make another with stof.dynamic_plan"
+            )
+        self._mask, self._geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
+        if self._room is None:
+            mask.check(self.q_len, self.kv_len)
+            self._layout = None
+            self._prepared.clear()
+            self._bound.clear()
+        else:
+            with torch.cuda.device(self.device):
+                fill_room(self._room, mask)
+
+    def check(self) -> None:
+        """Raise if anything could not be computed since the last check; waits for the device.
+
+        Raises:
+            MaskError: names the batch entries and heads, and what was wrong with their masks.
+        """
+        if self._room is None:
+            return  # `update` has raised already
+        found = self._room.flags.tolist()
+        if not any(found):
+            return
+        self._room.flags.zero_()
+        lines = []
+        for number, flags in enumerate(found):
+            if flags:
+                reasons = [described(flags)] if described(flags) else []
+                if flags & OVERFLOW:
+                    reasons.append(f"more tiles than there is room for ({self._room.tiles} in all)")
+                b, h = divmod(number, self.mask_heads)
+                lines.append(f"  - batch entry {b}, head {h}: {' and '.join(reasons)}")
+        shown = lines[:8] + [f"  - and {len(lines) - 8} more"] * (len(lines) > 8)
+        advice = (
+            "; for more room, make the plan with a larger `density`" if any(flags & OVERFLOW for flags in found) else ""
+        )
+        raise MaskError("\n".join([f"masks of this plan gave NaN since the last check{advice}:", *shown]))
+
+    @property
+    def layout(self) -> Layout:
+        """The present mask's layout, built anew each time: for pictures, figures and files."""
+        return self._build(LayoutConfig(_BLOCK, _BLOCK, 1), None)
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        return ()
+
+    def choice(self, call: CallSpec, implementation: str | None = None) -> Choice:
+        """The block-wise Triton kernel on a GPU.
+
+        Raises:
+            UnsupportedError: it cannot run the call.
+        """
+        if self._room is None:
+            return super().choice(call, implementation)
+        refusals = IMPLEMENTATIONS["block_wise"].capabilities.refusals(call)
+        if implementation not in (None, "block_wise"):
+            refusals.append(f"dynamic plans run on block_wise, not on {implementation}")
+        if refusals:
+            raise UnsupportedError("a dynamic plan cannot run this call", {"block_wise": refusals})
+        problem = self._room.problem
+        layout = LayoutConfig(problem.block_m, problem.block_n, 1)
+        return runtime_choice(call, layout, shared_memory_limit(self.device))
+
+    def candidates(self, call: CallSpec) -> list[Candidate]:
+        """The one way to run a call on a GPU."""
+        if self._room is None:
+            return super().candidates(call)
+        refusals = tuple(IMPLEMENTATIONS["block_wise"].capabilities.refusals(call))
+        return [Candidate("block_wise", refusals, None if refusals else self.choice(call))]
+
+    def reject(self, choice: Choice, call: CallSpec, error: KernelError) -> None:
+        """There is no other implementation to turn to."""
+        if self._room is not None:
+            raise error
+        super().reject(choice, call, error)
+
+    def prepared(self, choice: Choice | str) -> PreparedLayout:
+        """The work of the present mask; its tensors stay the same from step to step."""
+        if self._room is None:
+            return super().prepared(choice)
+        assert isinstance(choice, Choice)
+        assert choice.kernel is not None
+        found = self._prepared.get(choice)
+        if found is None:
+            tensors, sizes = prepared_work(self._room.work, choice.kernel)
+            found = self._prepared[choice] = PreparedLayout("block_wise", tensors, sizes)
+        return found
+
+    def extended(self, rows: int, mask: Mask | None = None) -> Plan:
+        """Not for plans of fixed sizes."""
+        del rows, mask
+        raise ArgumentError("a dynamic plan has fixed lengths; make another with stof.dynamic_plan")
+
+    def bytes(self) -> int:
+        """Memory of the fixed lists."""
+        return super().bytes() if self._room is None else self._room.bytes()
+
+    def __repr__(self) -> str:
+        return f"DynamicPlan({self._mask!r}, q_len={self.q_len}, kv_len={self.kv_len}, device={str(self.device)!r})"
+
+
+def dynamic_plan(
+    mask: Mask | Tensor,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str | None = None,
+    density: float | None = None,
+) -> DynamicPlan:
+    """A plan for masks that change in every step, whose work is built on the device.
+
+    Args:
+        mask: the first mask: `vertical_slash` (also `.with_query_offset`), `block_topk`, `from_bits`, or a dense bool
+            tensor. Later ones are of the same kind and shapes.
+        q_len, kv_len: lengths in tokens; `kv_len` defaults to `q_len`.
+        batch, heads: sizes of the calls to come.
+        device: where the calls run and the masks' tensors are; default that of the mask.
+        density: largest share of all scores, over heads and rows, that the tiles may take, for masks of indices or
+            bits; it bounds the plan's memory. Tiles hold a little more than the mask keeps. Default: room for any mask
+            of these shapes.
+
+    Raises:
+        MaskError: a mask of another kind, or (not on a GPU) one that means nothing.
+        ShapeError: the mask does not fit the lengths, batch or heads.
+        ArgumentError: a density outside 0 to 1, or more room than a plan can hold.
+    """
+    mask = as_mask(mask)
+    kv_len = q_len if kv_len is None else kv_len
+    check_lengths(q_len, kv_len)
+    check_sizes(batch, heads)
+    if density is not None and not 0 < density <= 1:
+        raise ArgumentError(f"density is above 0 and at most 1, or None for room for any mask, got {density!r}")
+    own = _tensors(mask)[0].device
+    where = own if device is None else torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    if where != own:
+        raise ArgumentError(f"the mask's tensors are on {own}, the plan on {where}; make them where the calls run")
+    return DynamicPlan(mask, (q_len, kv_len), (batch, heads), where, density)
+
+
+def _core(mask: Mask) -> tuple[Mask, int]:
+    """The mask without its query offset, and that."""
+    return (mask.mask, mask.offset) if isinstance(mask, QueryOffset) else (mask, 0)
+
+
+def _tensors(mask: Mask) -> tuple[Tensor, ...]:
+    """What a mask is made from, `[B | 1, H | 1, ...]`.
+
+    Raises:
+        MaskError: a mask that no dynamic plan takes.
+    """
+    core, offset = _core(mask)
+    if isinstance(core, VerticalSlash) or (isinstance(core, BlockTopK | BitMask) and not offset):
+        return core.tensors()
+    if isinstance(core, DenseMask) and not offset:
+        return (core.keep.view((1,) * (4 - core.keep.ndim) + tuple(core.keep.shape)),)
+    raise MaskError(
+        "a dynamic plan takes vertical_slash (also with a query offset), block_topk, from_bits or a dense bool tensor, "
+        f"got {mask!r}; masks that stay the same go to stof.plan"
+    )
+
+
+def _signature(mask: Mask) -> Hashable:
+    """What masks of one plan have in common."""
+    core, offset = _core(mask)
+    shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in _tensors(mask))
+    settings = (core.k, core.block_size, core.causal) if isinstance(core, BlockTopK) else ()
+    return (type(core), offset, shapes, settings)
+
+
+def make_room(
+    mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device, density: float | None
+) -> WorkRoom:
+    """Fixed lists for masks like this one; `sizes` are its leading dimensions."""
+    core, offset = _core(mask)
+    if isinstance(core, BlockTopK):
+        core.check_sizes(*lengths)
+        block = min(core.block_size, _BLOCK)
+        return block_room(Problem(*lengths, block, block, *sizes), core.k, core.block_size, device)
+    problem = Problem(*lengths, _BLOCK, _BLOCK, *sizes)
+    if isinstance(core, VerticalSlash):
+        vertical, slash = core.tensors()
+        return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, density, device)
+    if isinstance(core, BitMask):
+        core.check_sizes(*lengths)
+    else:
+        core.check(*lengths)
+    return dense_room(problem, density, device)
+
+
+def fill_room(room: WorkRoom, mask: Mask) -> None:
+    """Write a mask's work; the host is not asked for anything."""
+    core, offset = _core(mask)
+    problem = room.problem
+    if isinstance(core, VerticalSlash):
+        problems = core.problems(problem.q_len + offset, problem.kv_len)
+        problems = problems.expand(problem.mask_batch, problem.mask_heads).reshape(-1)
+        vertical, slash = core.tensors()
+        fill_vertical_slash(room, vertical, slash, problems, offset)
+    elif isinstance(core, BlockTopK):
+        fill_blocks(room, core.tensors()[0], core.k, core.block_size, core.causal, NOT_A_NUMBER)
+    else:
+        fill_dense(room, _tensors(mask)[0])

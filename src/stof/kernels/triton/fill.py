@@ -1,0 +1,60 @@
+"""What kernels share that write the block-wise kernel's work, for masks whose numbers only the device knows.
+
+Every list has a fixed place; what the numbers do not fill stays unused. Nothing waits for the host, so all of it can be
+captured in a CUDA graph. `runtime.py` launches the kernels and says how large the lists are.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from stof.kernels.triton.work import ITEM_FIELDS
+
+ITEM_STRIDE = tl.constexpr(ITEM_FIELDS)
+
+
+@triton.jit
+@no_type_check
+def store_words(words_ptr, keep, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Bits of a tile `[BLOCK_M, BLOCK_N]` in accumulator order: bit `2 j + b` of word `q` is column `8 j + 2 q + b`."""
+    c = tl.arange(0, BLOCK_N)
+    shifted = keep.to(tl.int32) << (2 * (c // 8) + c % 2)[None, :]
+    parts = tl.reshape(shifted, (BLOCK_M, BLOCK_N // 8, 4, 2))
+    words = tl.sum(tl.sum(parts, 3), 1)  # distinct bits: the sum is their union
+    r = tl.arange(0, BLOCK_M)
+    tl.store(words_ptr + r[:, None] * 4 + tl.arange(0, 4)[None, :], words)
+
+
+@triton.jit
+@no_type_check
+def store_item(
+    items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block,
+    partial_begin, partial_end, full_begin, full_end, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A work item, and the columns of its first tile; what it refers to must have been written before."""
+    n = tl.arange(0, BLOCK_N)
+    some = partial_begin < partial_end
+    first = tl.where(some, partial_begin, full_begin)
+    columns = tl.load(columns_ptr + first.to(tl.int64) * BLOCK_N + n)
+    # An item without tiles reads its columns and bitmap, and uses neither.
+    tl.store(first_columns_ptr + place.to(tl.int64) * BLOCK_N + n, columns)
+    item_ptr = items_ptr + place * ITEM_STRIDE
+    tl.store(item_ptr, row_block)
+    tl.store(item_ptr + 1, partial_begin)
+    tl.store(item_ptr + 2, partial_end)
+    tl.store(item_ptr + 3, full_begin)
+    tl.store(item_ptr + 4, full_end)
+    tl.store(item_ptr + 9, tl.load(bitmap_ptr + partial_begin))
+
+
+@triton.jit
+@no_type_check
+def store_poison(items_ptr, place, row_block):
+    """An item whose rows become NaN: a wrong mask must not look like an answer."""
+    field = tl.arange(0, 4)
+    tl.store(items_ptr + place * ITEM_STRIDE, -2 - row_block)
+    tl.store(items_ptr + place * ITEM_STRIDE + 1 + field, tl.zeros([4], tl.int32))
+    tl.store(items_ptr + place * ITEM_STRIDE + 9, 0)

@@ -1,0 +1,126 @@
+"""Masks made at run time on a real GPU: captured in a CUDA graph, replayed with other numbers. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stof
+from stof import masks
+from stof.errors import MaskError
+from stof.layout import bits
+from stof.masks import Mask
+from stof.testing import assert_attention, make_inputs
+from tests.gpu.test_triton import random_inputs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LENGTH, HEADS = 1003, 4
+
+
+def numbers(kind: str, seed: int) -> tuple[Tensor, ...]:
+    """The tensors of a mask of each kind."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def chosen(count: int) -> Tensor:
+        rows = [torch.randperm(LENGTH, generator=generator)[:count].sort().values for _ in range(HEADS)]
+        return torch.stack(rows).int().cuda()
+
+    match kind:
+        case "vertical_slash":
+            slash = chosen(150)
+            slash[1] = torch.arange(150)  # a band, which makes full tiles
+            return chosen(90), slash
+        case "block_topk":
+            return (torch.randn(HEADS, 16, 16, generator=generator).cuda(),)
+    keep = (torch.rand(HEADS, LENGTH, LENGTH, generator=generator) < 0.02).cuda()
+    keep[0, :, 100:400] = True
+    return (bits.pack(keep),) if kind == "bits" else (keep,)
+
+
+def mask_of(kind: str, tensors: tuple[Tensor, ...]) -> Mask:
+    match kind:
+        case "vertical_slash":
+            return masks.vertical_slash(*tensors)
+        case "block_topk":
+            return masks.block_topk(tensors[0], 5, causal=True)
+        case "bits":
+            return masks.from_bits(tensors[0], LENGTH)
+    return masks.from_dense(tensors[0])
+
+
+def check(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> None:
+    keep = mask.to_dense(LENGTH, device="cuda")
+    assert_attention(out, lse, q, k, v, keep, **options)
+
+
+@pytest.mark.parametrize("kind", ["vertical_slash", "block_topk", "dense", "bits"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_replayed_with_other_numbers(kind: str, dtype: torch.dtype) -> None:
+    q, k, v = random_inputs(dtype, kv_heads=2, head_dim=128)
+    tensors = numbers(kind, 0)
+    mask = mask_of(kind, tensors)
+    plan = stof.dynamic_plan(mask, LENGTH, batch=2, heads=HEADS)
+    out, lse = stof.attention(q, k, v, plan, return_lse=True)
+    check(out, lse, q, k, v, mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.update(mask)
+        out, lse = stof.attention(q, k, v, plan, return_lse=True)
+    for seed in (1, 2):
+        for old, new in zip(tensors, numbers(kind, seed), strict=True):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(out, lse, q, k, v, mask_of(kind, tensors))
+    plan.check()
+
+
+def test_bad_numbers_are_nan_and_reported_under_a_graph() -> None:
+    q, k, v = random_inputs(batch=1)
+    vertical, slash = numbers("vertical_slash", 0)
+    mask = masks.vertical_slash(vertical, slash)
+    plan = stof.dynamic_plan(mask, LENGTH, heads=HEADS)
+    stof.attention(q, k, v, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.update(mask)
+        out = stof.attention(q, k, v, plan)
+    vertical[2, 5] = LENGTH
+    graph.replay()
+    with pytest.raises(MaskError, match="batch entry 0, head 2: indices out of range"):
+        plan.check()
+    lost = out.isnan().flatten(2)
+    assert lost.all(-1).tolist() == [[False, False, True, False]]
+    assert lost.any(-1).tolist() == [[False, False, True, False]]
+    vertical.copy_(numbers("vertical_slash", 1)[0])
+    graph.replay()
+    plan.check()
+    assert not bool(out.isnan().any())
+
+
+def test_rows_without_room() -> None:
+    q, k, v = random_inputs(batch=1)
+    keep = numbers("dense", 0)[0]
+    plan = stof.dynamic_plan(keep, LENGTH, heads=HEADS, density=0.5)
+    out, lse = stof.attention(q, k, v, plan, return_lse=True)
+    with pytest.raises(MaskError, match="more tiles than there is room for"):
+        plan.check()
+    lost = out.isnan().any(-1)
+    assert torch.equal(lost, lse.isnan())
+    assert bool(lost.any())
+    assert not bool(lost.all())
+
+
+def test_a_chunk_of_prefill() -> None:
+    """Queries that start in the middle of the cache."""
+    inputs = make_inputs(heads=HEADS, q_len=200, kv_len=LENGTH, head_dim=64, dtype=torch.float16, device="cuda")
+    q, k, v = inputs.qkv
+    mask = masks.vertical_slash(*numbers("vertical_slash", 3)).with_query_offset(LENGTH - 200)
+    plan = stof.dynamic_plan(mask, 200, LENGTH, heads=HEADS)
+    out, lse = stof.attention(q, k, v, plan, return_lse=True)
+    assert_attention(out, lse, q, k, v, mask.to_dense(200, LENGTH, device="cuda"))
+    plan.check()

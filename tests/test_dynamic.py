@@ -1,0 +1,352 @@
+"""Masks made at run time: what the device writes is the mask, bit for bit, or NaN and a flag."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import stof
+from stof import masks
+from stof.dynamic import _core, fill_room
+from stof.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    MaskError,
+    PlanMismatchError,
+    ShapeError,
+    UnsupportedError,
+)
+from stof.kernels.reference import reference_attention
+from stof.kernels.triton import runtime
+from stof.kernels.triton.block_wise import block_wise_attention
+from stof.kernels.triton.runtime import OVERFLOW, Problem, WorkRoom
+from stof.kernels.triton.work import BlockWiseConfig
+from stof.layout import bits
+from stof.masks import Mask
+from stof.masks.runtime import OUT_OF_RANGE, BlockTopK, VerticalSlash
+from stof.selection import IMPLEMENTATIONS
+from stof.testing import assert_attention, make_inputs
+from tests.kernels.test_work import DEVICE, counted
+from tests.strategies import dense_masks
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    # Triton 3.6's interpreter under NumPy 2.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
+]
+
+BLOCK = 16
+
+
+def ascending(draw: st.DrawFn, leading: tuple[int, ...], most: int, limit: int) -> Tensor:
+    """Lists of distinct indices below `limit`, ascending, filled up with -1."""
+    size = draw(st.integers(1, most))
+    count = 1
+    for n in leading:
+        count *= n
+    lists = []
+    for _ in range(count):
+        chosen = sorted(draw(st.sets(st.integers(0, limit - 1), max_size=size)))
+        if draw(st.booleans()):  # neighbours, which make full tiles
+            first = draw(st.integers(0, limit - 1))
+            chosen = list(range(first, min(limit, first + size)))
+        lists.append(chosen + [-1] * (size - len(chosen)))
+    dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+    return torch.tensor(lists, dtype=dtype).view(*leading, size).to(DEVICE)
+
+
+def room_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, block: int = BLOCK) -> WorkRoom:
+    """As `stof.dynamic.make_room`, with small tiles."""
+    core, offset = _core(mask)
+    problem = Problem(q_len, kv_len, block, block, *mask.dims(1, 1) if mask.heads == 1 else (mask.batch, mask.heads))
+    if isinstance(core, VerticalSlash):
+        vertical, slash = core.tensors()
+        return runtime.vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, density, DEVICE)
+    if isinstance(core, BlockTopK):
+        return runtime.block_room(problem, core.k, core.block_size, DEVICE)
+    return runtime.dense_room(problem, density, DEVICE)
+
+
+def assert_exact(mask: Mask, q_len: int, kv_len: int, room: WorkRoom) -> None:
+    fill_room(room, mask)
+    assert not bool(room.flags.any())
+    dense = mask.to_dense(q_len, kv_len, device=DEVICE)
+    assert torch.equal(counted(room.work), dense.int())
+
+
+@given(data=st.data())
+@settings(max_examples=30)
+def test_vertical_slash(data: st.DataObject) -> None:
+    q_len = data.draw(st.sampled_from([1, 15, 16, 40, 64, 90]))
+    offset = data.draw(st.sampled_from([0, 0, 5, 32]))
+    kv_len = data.draw(st.sampled_from([q_len + offset, q_len + offset, max(1, q_len - 7), q_len + 21]))
+    leading = data.draw(st.sampled_from([(), (1,), (2,), (2, 2)]))
+    mask = masks.vertical_slash(
+        ascending(data.draw, data.draw(st.sampled_from([leading, ()])), 20, kv_len),
+        ascending(data.draw, leading, 40, q_len + offset),
+    ).with_query_offset(offset)
+    room = room_of(mask, q_len, kv_len)
+    assert_exact(mask, q_len, kv_len, room)
+
+
+@pytest.mark.parametrize(("q_len", "offset"), [(200, 0), (192, 0), (70, 130)])
+def test_vertical_slash_in_tiles_of_64(q_len: int, offset: int) -> None:
+    """The tiles that GPUs get: rows of both words of a window, whole and cut tiles, columns for full tiles."""
+    kv_len = q_len + offset
+    generator = torch.Generator().manual_seed(1)
+    scattered = torch.randperm(kv_len, generator=generator)
+    slash = torch.zeros(3, 150, dtype=torch.int32)
+    slash[0] = torch.arange(150)
+    slash[1] = scattered[:150].sort().values
+    slash[2] = torch.where(torch.arange(150) < 3, torch.arange(150), -1)
+    vertical = scattered[:150].sort().values.int()
+    mask = masks.vertical_slash(vertical.to(DEVICE), slash.to(DEVICE)).with_query_offset(offset)
+    room = room_of(mask, q_len, kv_len, block=64)
+    assert_exact(mask, q_len, kv_len, room)
+    full = room.work.items[..., 4] - room.work.items[..., 3]
+    # The band fills full tiles, and so do columns far from every distance.
+    assert bool((full[0] > 0).any())
+    assert bool((full[2] > 0).any())
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_block_topk(data: st.DataObject) -> None:
+    block_size = data.draw(st.sampled_from([16, 32]))
+    q_len, kv_len = (data.draw(st.sampled_from([1, 16, 33, 64, 90])) for _ in range(2))
+    rows, columns = -(-q_len // block_size), -(-kv_len // block_size)
+    leading = data.draw(st.sampled_from([(), (2,), (2, 2)]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    scores = torch.randn(*leading, rows, columns, generator=generator)
+    if data.draw(st.booleans()):  # ties, zeros of both signs, blocks that are never taken
+        scores = (scores * 1.5).round()
+        scores = scores.masked_fill(scores.abs() > 2, -torch.inf)
+    scores = scores.to(data.draw(st.sampled_from([torch.float32, torch.bfloat16]))).to(DEVICE)
+    k = data.draw(st.integers(1, columns))
+    mask = masks.block_topk(scores, k, block_size=block_size, causal=data.draw(st.booleans()))
+    assert_exact(mask, q_len, kv_len, room_of(mask, q_len, kv_len))
+
+
+@given(data=st.data(), packed=st.booleans())
+@settings(max_examples=25)
+def test_dense(data: st.DataObject, packed: bool) -> None:
+    q_len, kv_len = (data.draw(st.sampled_from([1, 15, 33, 64, 150])) for _ in range(2))
+    batch, heads = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 2)]))
+    keep = data.draw(dense_masks(q_len, kv_len, batch, heads))
+    mask = masks.from_bits(bits.pack(keep).to(DEVICE), kv_len) if packed else masks.from_dense(keep.to(DEVICE))
+    room = room_of(mask, q_len, kv_len)
+    assert_exact(mask, q_len, kv_len, room)
+
+
+def example(kind: str, seed: int = 0, heads: int = 2) -> Mask:
+    """A mask of each kind for 90 queries and keys; other seeds give others of the same shapes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def chosen(count: int, limit: int) -> Tensor:
+        rows = [torch.randperm(limit, generator=generator)[:count].sort().values for _ in range(heads)]
+        return torch.stack(rows).to(DEVICE)
+
+    match kind:
+        case "vertical_slash":
+            return masks.vertical_slash(chosen(9, 90), chosen(5, 90))
+        case "offset":
+            return masks.vertical_slash(chosen(9, 90), chosen(5, 100)).with_query_offset(10)
+        case "block_topk":
+            scores = torch.randn(heads, 6, 6, generator=generator)
+            return masks.block_topk(scores.to(DEVICE), 2, block_size=16, causal=True)
+    keep = (torch.rand(heads, 90, 90, generator=generator) < 0.1).to(DEVICE)
+    return masks.from_bits(bits.pack(keep), 90) if kind == "bits" else masks.from_dense(keep)
+
+
+KINDS = ("vertical_slash", "offset", "block_topk", "dense", "bits")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_room_serves_every_mask(kind: str) -> None:
+    """Nothing of an earlier mask is left over."""
+    room = room_of(example(kind), 90, 90)
+    pointers = [t.data_ptr() for t in room.work.flatten()[0]]
+    for seed in range(3):
+        assert_exact(example(kind, seed), 90, 90, room)
+    assert [t.data_ptr() for t in room.work.flatten()[0]] == pointers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention(kind: str) -> None:
+    mask = example(kind)
+    room = room_of(mask, 90, 90)
+    fill_room(room, mask)
+    q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv)
+    keep = mask.to_dense(90, device=DEVICE)
+    # Keys that nobody sees may hold anything.
+    unseen = ~keep.any(2)
+    k, v = (x.masked_fill(unseen[..., None], torch.nan) for x in (k, v))
+    out, lse = run(room, q, k, v)
+    assert_attention(out, lse, q, k.nan_to_num(), v.nan_to_num(), keep)
+
+
+def run(room: WorkRoom, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scale = q.shape[-1] ** -0.5
+    return block_wise_attention(q, k, v, room.work, BlockWiseConfig(), scale=scale, softcap=0.0, bias=None, sinks=None)
+
+
+@pytest.mark.parametrize("kind", ["vertical_slash", "dense"])
+def test_rows_without_room_are_nan_and_flagged(kind: str) -> None:
+    mask = example(kind)
+    room = room_of(mask, 90, 90, density=0.3)
+    fill_room(room, mask)
+    assert bool((room.flags & OVERFLOW).any())
+    q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv)
+    out, lse = run(room, q, k, v)
+    lost = out.isnan().all(-1)
+    assert torch.equal(lost, lse.isnan())
+    assert bool(lost.any())
+    assert torch.equal(lost, out.isnan().any(-1))
+    # Whole row blocks are lost; the others are right.
+    enough = room_of(mask, 90, 90)
+    fill_room(enough, mask)
+    expected, _ = run(enough, q, k, v)
+    assert torch.equal(out[~lost], expected[~lost])
+    assert not bool(lost.all())
+
+
+def bad_masks() -> dict[str, tuple[Mask, str]]:
+    good = torch.tensor([[1, 5, 9], [0, 3, -1]])
+
+    def one(*row: int) -> Tensor:
+        return torch.tensor([[1, 5, 9], list(row)])
+
+    scores = torch.zeros(2, 6, 6)
+    scores[1, 2, 3] = torch.nan
+    return {
+        "column past the end": (masks.vertical_slash(one(0, 3, 90), good), "out of range"),
+        "below -1": (masks.vertical_slash(one(0, 3, -2), good), "out of range"),
+        "distance past the end": (masks.vertical_slash(good, one(0, 3, 90)), "out of range"),
+        "unsorted": (masks.vertical_slash(one(0, 7, 3), good), "unsorted or duplicate"),
+        "duplicate": (masks.vertical_slash(good, one(0, 3, 3)), "unsorted or duplicate"),
+        "hole": (masks.vertical_slash(one(0, -1, 3), good), "follow a -1"),
+        "nan": (masks.block_topk(scores, 2, block_size=16), "NaN"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_masks())
+def test_bad_numbers_raise_or_flag(name: str) -> None:
+    mask, message = bad_masks()[name]
+    with pytest.raises(MaskError, match=f"{message}.*head 1"):
+        stof.plan(mask, 90, heads=2)
+    room = room_of(mask, 90, 90)
+    fill_room(room, mask)
+    assert room.flags.tolist()[0] == 0
+    assert room.flags.tolist()[1] != 0
+    q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv)
+    out, lse = run(room, q, k, v)
+    assert bool(out[:, 1].isnan().all())
+    assert bool(lse[:, 1].isnan().all())
+    keep = first_head(mask).to_dense(90)
+    assert_attention(out[:, :1], lse[:, :1], q[:, :1], k[:, :1], v[:, :1], keep)
+
+
+def first_head(mask: Mask) -> Mask:
+    if isinstance(mask, VerticalSlash):
+        return masks.vertical_slash(mask.vertical[:1], mask.slash[:1])
+    assert isinstance(mask, BlockTopK)
+    return masks.block_topk(mask.scores[:1], mask.k, block_size=mask.block_size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans(kind: str) -> None:
+    """The public way, on whatever device this is: update, attend, check."""
+    plan = stof.dynamic_plan(example(kind), 90, heads=2)
+    q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv)
+    for seed in range(2):
+        mask = example(kind, seed)
+        plan.update(mask)
+        out, lse = stof.attention(q, k, v, plan, return_lse=True)
+        assert_attention(out, lse, q, k, v, mask.to_dense(90, device=DEVICE))
+        assert torch.equal(plan.to_dense(), mask.to_dense(90, device=DEVICE))
+    plan.check()
+    assert plan.bytes() > 0
+    assert repr(plan).startswith("DynamicPlan(")
+
+
+def test_plans_take_one_kind_of_mask() -> None:
+    plan = stof.dynamic_plan(example("vertical_slash"), 90, heads=2)
+    with pytest.raises(PlanMismatchError, match="takes masks like"):
+        plan.update(example("block_topk"))
+    with pytest.raises(MaskError, match="a dynamic plan takes"):
+        stof.dynamic_plan(masks.causal(), 90)
+    with pytest.raises(ArgumentError, match="density"):
+        stof.dynamic_plan(example("dense"), 90, heads=2, density=0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixed lists, one kept call, updates in place, and what `check` says; the kernels in Triton's interpreter."""
+    block_wise = IMPLEMENTATIONS["block_wise"]
+    anywhere = replace(block_wise.capabilities, devices=())
+    monkeypatch.setitem(IMPLEMENTATIONS, "block_wise", replace(block_wise, capabilities=anywhere))
+    monkeypatch.setattr("stof.dynamic.shared_memory_limit", lambda device: 2**20)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    plan = stof.dynamic_plan(example(kind), 90, heads=2)
+    plan._room = room_of(example(kind), 90, 90)
+    q, k, v = make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv
+    for seed in range(2):
+        mask = example(kind, seed)
+        plan.update(mask)
+        out = stof.attention(q, k, v, plan)
+        expected, _ = reference_attention(q.double(), k.double(), v.double(), mask.to_dense(90), scale=0.25)
+        assert float((out - expected).abs().max()) < 1e-5
+    assert len(plan._bound) == 1
+    plan.check()
+    assert plan.bytes() == plan._room.bytes()
+    assert [candidate.name for candidate in stof.explain(q, k, v, plan)] == ["block_wise"]
+    with pytest.raises(ArgumentError, match="fixed lengths"):
+        plan.extended(1)
+    with pytest.raises(UnsupportedError, match="dynamic plans run on block_wise"):
+        stof.attention(q, k, v, plan, implementation="reference")
+    with pytest.raises(UnsupportedError, match="float64"):
+        stof.attention(q.double(), k.double(), v.double(), plan)
+    plan._room.flags[1] = OVERFLOW | OUT_OF_RANGE
+    with pytest.raises(MaskError, match=r"larger `density`(.|\n)*head 1: indices out of range and more tiles than"):
+        plan.check()
+    plan.check()
+
+
+def test_messages_of_masks() -> None:
+    """Sizes, dtypes and places that mean nothing are named before anything is built."""
+    some = torch.tensor([0, 1])
+    for make, error, message in (
+        (lambda: masks.vertical_slash(some.float(), some), DtypeError, "vertical_idx is an int32 or int64 tensor"),
+        (lambda: masks.vertical_slash(some, some[:0]), MaskError, "slash_idx is .n., .H, n."),
+        (lambda: masks.vertical_slash(some.expand(2, 2), some.expand(3, 2)), ShapeError, r"number of head.*\[2, 3\]"),
+        (lambda: masks.vertical_slash(some, some.to("meta")), DeviceError, "share one device"),
+        (lambda: masks.block_topk(some, 1), DtypeError, "block_scores is a float16"),
+        (lambda: masks.block_topk(torch.zeros(3), 1), MaskError, "rows, columns"),
+        (lambda: masks.block_topk(torch.zeros(3, 3), 4), MaskError, "at most the number of key blocks, 3; got 4"),
+        (lambda: masks.block_topk(torch.zeros(3, 3), 0), MaskError, "k is between 1"),
+        (lambda: masks.block_topk(torch.zeros(3, 3), 1, block_size=48), MaskError, "block_size is 16, 32, 64 or 128"),
+        (lambda: masks.block_topk(torch.zeros(3, 3), 1).to_dense(64), ShapeError, r"has \[3, 3\] blocks"),
+        (lambda: masks.from_bits(some, 40), DtypeError, "words is an int32 tensor"),
+        (lambda: masks.from_bits(some.int()[None], 40 * 32), MaskError, r"words is \[Sq, 40\]"),
+        (lambda: masks.from_bits(some.int()[None], 40).to_dense(2, 40), ShapeError, "1 queries and 40 keys"),
+    ):
+        with pytest.raises(error, match=message):
+            make()
+
+
+def test_masks_are_known_by_their_tensors() -> None:
+    vertical, slash = torch.tensor([1, 5]), torch.tensor([0, 2])
+    mask = masks.vertical_slash(vertical, slash)
+    assert mask == masks.vertical_slash(vertical, slash)
+    assert mask != masks.vertical_slash(vertical.clone(), slash)
+    plan = stof.plan(mask, 20)
+    assert stof.plan(masks.vertical_slash(vertical, slash), 20) is plan
+    vertical[0] = 2
+    assert stof.plan(mask, 20) is not plan
