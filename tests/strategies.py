@@ -90,7 +90,23 @@ def dense_masks(draw: st.DrawFn, q_len: int, kv_len: int, batch: int = 1, heads:
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, heads, q_len, kv_len)
     rows, columns = torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :]
-    texture = draw(st.sampled_from(["random", "band", "blocks", "shuffled", "empty", "full", "single", "rows", "cols"]))
+    texture = draw(
+        st.sampled_from(
+            [
+                "random",
+                "band",
+                "blocks",
+                "shuffled",
+                "checkerboard",
+                "crossing",
+                "empty",
+                "full",
+                "single",
+                "rows",
+                "cols",
+            ]
+        )
+    )
     noise = torch.rand(shape, generator=generator)
     match texture:
         case "random":
@@ -105,6 +121,10 @@ def dense_masks(draw: st.DrawFn, q_len: int, kv_len: int, batch: int = 1, heads:
         case "shuffled":
             band = (rows - columns).abs() < 9
             return band[torch.randperm(q_len, generator=generator)].expand(shape).clone()
+        case "checkerboard":
+            return ((rows + columns) % 2 == 0).expand(shape).clone()
+        case "crossing":
+            return (rows + columns == kv_len - 1).expand(shape).clone()
         case "empty":
             return torch.zeros(shape, dtype=torch.bool)
         case "full":

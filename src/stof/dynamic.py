@@ -24,8 +24,9 @@ from stof.masks import Mask
 from stof.masks.base import QueryOffset, check_lengths, check_sizes
 from stof.masks.runtime import NOT_A_NUMBER, BitMask, BlockTopK, VerticalSlash, described
 from stof.masks.tensors import DenseMask, as_mask
-from stof.plans import Plan, PlanSource
+from stof.plans import Plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, Choice, PreparedLayout
+from stof.selection.geometry import MaskGeometry
 from stof.selection.gpu import runtime_choice, shared_memory_limit
 from stof.selection.implementations import prepared_work
 
@@ -48,10 +49,15 @@ class DynamicPlan(Plan):
     ) -> None:
         self._mask, self._sizes, self._density = mask, sizes, density
         self._room: WorkRoom | None = None
-        super().__init__(repr(mask), lengths, mask.dims(*sizes), device, source=PlanSource(mask, *sizes))
+        super().__init__(
+            repr(mask), lengths, mask.dims(*sizes), device, geometry=self._geometry_of(mask, lengths, device)
+        )
         if device.type == "cuda":
             self._room = make_room(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
         self.update(mask)
+
+    def _geometry_of(self, mask: Mask, lengths: tuple[int, int], device: torch.device) -> MaskGeometry:
+        return MaskGeometry(mask, *lengths, batch=self._sizes[0], heads=self._sizes[1], device=device)
 
     def update(self, mask: Mask | Tensor) -> None:
         """Take another mask of the same kind and shapes, or the same one after its tensors changed.
@@ -65,7 +71,7 @@ class DynamicPlan(Plan):
             raise PlanMismatchError(
                 f"this plan takes masks like {self._mask!r}, got {mask!r}; make another with stof.dynamic_plan"
             )
-        self._mask, self._source = mask, PlanSource(mask, *self._sizes)
+        self._mask, self._geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
         if self._room is None:
             mask.check(self.q_len, self.kv_len)
             self._layout = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,8 +21,7 @@ from stof.lasting import lasting
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.grow import extend_layout
 from stof.layout.io import load_layout, save_layout
-from stof.layout.orders import named_order
-from stof.layout.survey import Survey, survey, survey_of_layout
+from stof.layout.survey import Survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
 from stof.ops import is_plain
@@ -30,24 +30,15 @@ from stof.selection import (
     CallSpec,
     Candidate,
     Choice,
+    MaskGeometry,
     PreparedLayout,
     candidates,
     choose,
     default_config,
     default_implementation,
     failures,
-    refined_config,
+    own_layout,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class PlanSource:
-    """What further layouts of a plan are built from."""
-
-    mask: Mask
-    batch: int
-    heads: int
-
 
 # Kept calls of one plan: shapes and strides rarely vary under one pair of lengths.
 _MOST_BOUND = 64
@@ -98,7 +89,7 @@ class Plan:
         device: torch.device,
         *,
         layout: Layout | None = None,
-        source: PlanSource | None = None,
+        geometry: MaskGeometry | None = None,
     ) -> None:
         self.mask_text = mask_text
         self.q_len, self.kv_len = lengths
@@ -106,11 +97,11 @@ class Plan:
         self.device = device
         self.permuted_rows = layout is not None and layout.row_order is not None
         self.fixed = layout.config if layout is not None and device.type == "cuda" else None
-        self._source = source
-        self._origin = source
+        self._geometry = geometry
+        self._origin = geometry
         self._layout = layout
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
-        self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
+        self._survey: Survey | None = None
         self._prepared: dict[Choice, PreparedLayout] = {}
         self._choices: dict[tuple[CallSpec, str | None], Choice] = {}
         self._bound: dict[Hashable, BoundCall] = {}
@@ -122,7 +113,7 @@ class Plan:
             self.prepared(default_implementation(device))
 
     @staticmethod
-    def of_layout(layout: Layout, mask_text: str, origin: PlanSource | None = None) -> Plan:
+    def of_layout(layout: Layout, mask_text: str, origin: MaskGeometry | None = None) -> Plan:
         """A plan that keeps to one layout; `origin` is what that was built from."""
         sizes = (layout.mask_batch, layout.mask_heads)
         plan = Plan(mask_text, (layout.q_len, layout.kv_len), sizes, layout.device, layout=layout)
@@ -151,31 +142,19 @@ class Plan:
     @property
     def row_orders(self) -> tuple[str, ...]:
         """Names of row orders that suit the mask and fit its length."""
-        if self._source is None or self.fixed is not None:
-            return ()
-        names = self._source.mask.row_orders
-        return tuple(name for name in names if named_order(name, self.q_len) is not None)
+        return () if self._geometry is None else self._geometry.row_orders
+
+    def found_order(self) -> str | None:
+        """Name of a row order found by looking at the mask, None where that is nothing new; searched once."""
+        return None if self._geometry is None else self._geometry.found_order()
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         """Tile counts under each geometry, for the cost model; counted once."""
-        key = (geometries, row_order)
-        found = self._surveys.get(key)
-        if found is None:
-            if self._source is None or self.fixed is not None:
-                found = survey_of_layout(self.layout)
-            else:
-                found = survey(
-                    self._source.mask,
-                    self.q_len,
-                    self.kv_len,
-                    geometries,
-                    batch=self._source.batch,
-                    heads=self._source.heads,
-                    device=self.device,
-                    row_order=None if row_order is None else named_order(row_order, self.q_len),
-                )
-            self._surveys[key] = found
-        return found
+        if self._geometry is not None:
+            return self._geometry.survey(geometries, row_order)
+        if self._survey is None:
+            self._survey = survey_of_layout(self.layout)
+        return self._survey
 
     def choice(self, call: CallSpec, implementation: str | None = None) -> Choice:
         """How a call runs: the fastest candidate, of one implementation when it is named; decided once."""
@@ -250,8 +229,8 @@ class Plan:
         return found
 
     def _build(self, config: LayoutConfig, row_order: str | None) -> Layout:
-        assert self._source is not None
-        source = self._source
+        source = self._geometry
+        assert source is not None
         return build_layout(
             source.mask,
             self.q_len,
@@ -260,7 +239,7 @@ class Plan:
             batch=source.batch,
             heads=source.heads,
             device=self.device,
-            row_order=None if row_order is None else named_order(row_order, self.q_len),
+            row_order=source.orders.rows(row_order),
         )
 
     def extended(self, rows: int, mask: Mask | None = None) -> Plan:
@@ -286,15 +265,19 @@ class Plan:
             mask = origin.mask
         sizes = (self.mask_batch, self.mask_heads) if origin is None else (origin.batch, origin.heads)
         lengths = (self.q_len + rows, self.kv_len + rows)
+        geometry = MaskGeometry(mask, *lengths, batch=sizes[0], heads=sizes[1], device=self.device)
 
         def grown(layout: Layout) -> Layout:
             return extend_layout(layout, mask, *lengths, batch=sizes[0], heads=sizes[1])
 
         if self.device.type != "cuda" or self.fixed is not None:
-            return Plan.of_layout(grown(self.layout), repr(mask), PlanSource(mask, *sizes))
+            if self.permuted_rows:  # another number of rows wants another order
+                return make_plan(
+                    mask, *lengths, batch=sizes[0], heads=sizes[1], device=self.device, config=None, row_order=None
+                )
+            return Plan.of_layout(grown(self.layout), repr(mask), geometry)
         mask.check(*lengths)
-        source = PlanSource(mask, *sizes)
-        plan = Plan(repr(mask), lengths, mask.dims(*sizes, self.device), self.device, source=source)
+        plan = Plan(repr(mask), lengths, mask.dims(*sizes, self.device), self.device, geometry=geometry)
         plan._layouts = {key: grown(layout) for key, layout in self._layouts.items() if key[1] is None}
         for (call, name), choice in self._choices.items():
             if choice.row_order is None:
@@ -356,10 +339,6 @@ def make_plan(
     if device.type == "meta":
         raise DeviceError("a plan needs a device that holds data, got meta; give the device the calls will run on")
     check_sizes(batch, heads)
-
-    def built(wanted: LayoutConfig) -> Layout:
-        return build_layout(mask, q_len, kv_len, wanted, batch=batch, heads=heads, device=device, row_order=row_order)
-
     key: Hashable = None
     versions = mask.versions
     if versions is not None and row_order is None:
@@ -369,17 +348,16 @@ def make_plan(
         found = plan_cache.get(key)
         if found is not None:
             return found
+    check_lengths(q_len, kv_len)
+    mask.check(q_len, kv_len)
+    geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
     if device.type == "cuda" and config is None and row_order is None:
-        check_lengths(q_len, kv_len)
-        mask.check(q_len, kv_len)
         sizes = mask.dims(batch, heads, device)
-        plan = Plan(repr(mask), (q_len, kv_len), sizes, device, source=PlanSource(mask, batch, heads))
+        plan = Plan(repr(mask), (q_len, kv_len), sizes, device, geometry=geometry)
     else:
-        layout = built(default_config(device) if config is None else config)
-        if config is None:
-            better = refined_config(layout)
-            layout = layout if better == layout.config else built(better)
-        plan = Plan.of_layout(layout, repr(mask), PlanSource(mask, batch, heads))
+        choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
+        layout = choose_layout(mask, q_len, kv_len, batch=batch, heads=heads, device=device, row_order=row_order)
+        plan = Plan.of_layout(layout, repr(mask), geometry)
     if key is not None:
         plan_cache.put(key, plan)
     return plan

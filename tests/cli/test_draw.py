@@ -207,3 +207,17 @@ def test_missing_matplotlib_says_how_to_install_it(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r'pip install "stof\[bench\]"'):
         draw_picture(stof.plan(masks.causal(), 16), tmp_path / "mask.png")
+
+
+def test_a_third_panel_shows_the_tiles_before(tmp_path: Path) -> None:
+    mask, order = masks.dilated_window(63, dilation=8), orders.by_remainder(128, 8)
+    own, permuted = (stof.plan(mask, 128, config=LayoutConfig(16, 16, 1), row_order=rows) for rows in (None, order))
+    for name, plan, before in (("both", permuted, own.layout), ("own", own, None), ("permuted", permuted, None)):
+        draw_picture(plan, tmp_path / f"{name}.png", before=before)
+    both = _read(tmp_path / "both.png")
+    assert both.shape == (1454, 3702, 3)
+    inside = (slice(4, -4), slice(4, -4))
+    second, third = (_panel(both, number)[inside] for number in (1, 2))
+    assert torch.equal(second, _panel(_read(tmp_path / "own.png"), 1)[inside])
+    assert torch.equal(third, _panel(_read(tmp_path / "permuted.png"), 1)[inside])
+    assert not torch.equal(second, third)

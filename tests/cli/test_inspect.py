@@ -76,6 +76,55 @@ def test_row_orders(mask: str, option: str, order: object) -> None:
     assert report["permuted_rows"] is True
 
 
+def test_the_chosen_order_is_shown_beside_the_rows_own() -> None:
+    arguments = ("inspect", "dilated_window(255, dilation=16)", "--q-len", "256")
+    report = json.loads(stof_command(*arguments, "--json").stdout)
+    own = json.loads(stof_command(*arguments, "--row-order", "own", "--json").stdout)
+    assert report["permuted_rows"] is True
+    assert own["permuted_rows"] is False
+    assert own["statistics_before"] is None
+    assert report["statistics_before"] == own["statistics"]
+    assert report["statistics"]["computed"] < 0.5 * own["statistics"]["computed"]
+    out = stof_command(*arguments).stdout
+    for part in ("rows in their own order", "as chosen", "rows in the layout's order"):
+        assert part in out
+    for ratio in (report["statistics"], own["statistics"]):
+        assert f"{ratio['computed_over_needed']:.3f}" in out
+    assert out.count("key position") == 2
+    assert stof_command(*arguments, "--row-order", "own").stdout.count("key position") == 1
+
+
+def test_alternatives_have_an_estimate_each() -> None:
+    arguments = ("inspect", "dilated_window(511, dilation=16)", "--q-len", "512", "--heads", "4", "--alternatives")
+    report = json.loads(stof_command(*arguments, "--json").stdout)
+    estimates = [found["estimate_us"] for found in report["alternatives"] if found["estimate_us"] is not None]
+    assert len(estimates) > 4
+    assert estimates == sorted(estimates)
+    assert any("rows by remainder 16" in found["choice"] for found in report["alternatives"])
+    assert any("rows by" not in found["choice"] for found in report["alternatives"])
+    assert all(found["measured_us"] is None for found in report["alternatives"])
+    out = stof_command(*arguments, "--no-draw", "--head-dim", "128").stdout
+    assert "B1 H4/4 D128 S512x512, float16, NVIDIA H200" in out
+    assert "own order" in out
+    assert "remainder 16" in out
+
+
+def test_reordering_all_tensors_is_one_more_alternative() -> None:
+    arguments = ("inspect", "dilated_window(255, dilation=16)", "--q-len", "256", "--reorder")
+    report = json.loads(stof_command(*arguments, "--json").stdout)
+    assert {found["reordered"] for found in report["alternatives"]} == {False, True}
+    assert "reordered first" in stof_command(*arguments, "--no-draw").stdout
+
+
+def test_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments = ("inspect", "neighborhood_2d(16, 16, 5)", "--q-len", "256", "--measure", "--json")
+    report = json.loads(stof_command(*arguments).stdout)
+    timed = [found for found in report["alternatives"] if found["measured_us"] is not None]
+    assert {found["choice"].split("; ")[-1] for found in timed} >= {"rows by patch 16 16 8 8)"}
+    assert all(found["choice"].startswith("row_block") and not found["note"] for found in timed)
+
+
 def test_masks_bound_to_a_batch_or_heads_need_no_options() -> None:
     report = json.loads(stof_command("inspect", "padding([3, 60, 64])", "--q-len", "64", "--json").stdout)
     assert (report["mask_batch"], report["mask_heads"]) == (3, 1)
@@ -118,9 +167,10 @@ def test_png_is_written(tmp_path: Path) -> None:
         (("causal", "--block-m", "63"), "block_m is one of"),
         (("causal", "--slab", "2"), "slab is one of"),
         (("causal", "--slab", "some"), "--slab is 1, 8, 16 or none"),
-        (("causal", "--row-order", "random"), "--row-order is remainder:STRIDE"),
+        (("causal", "--row-order", "random"), "--row-order is own, remainder:STRIDE"),
         (("causal", "--row-order", "remainder:0"), "stride is >= 1"),
         (("causal", "--row-order", "patch:8x8:2x2"), "64 rows, --q-len is 32"),
+        (("no.safetensors", "--measure"), "leave out --alternatives and --measure"),
         (("causal", "--pattern", "1"), "--pattern is between 0 and 0"),
         (("causal", "--png", "/no/such/folder/mask.png"), "cannot write"),
         (("padding(99)",), "padding lengths up to 99"),

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from stof.layout import LayoutConfig
-from stof.layout.orders import named_order
-from stof.layout.survey import Survey, survey
 from stof.masks import Mask
-from stof.selection import CallSpec, Choice, select
+from stof.selection import CallSpec, MaskGeometry, select
 from stof.selection.model import load_model
 
 GPU = torch.device("cuda", 0)
 H200_SHARED = 232_448
 
 
-@dataclass
-class Geometry:
-    """A plan as the selector sees it; counts on the CPU."""
+class Geometry(MaskGeometry):
+    """A plan as the selector sees it, with a layout or row orders of its own; counts its searches."""
 
-    mask: Mask
-    q_len: int
-    kv_len: int
-    fixed: LayoutConfig | None = None
-    row_orders: tuple[str, ...] = ()
+    def __init__(
+        self,
+        mask: Mask,
+        q_len: int,
+        kv_len: int,
+        fixed: LayoutConfig | None = None,
+        row_orders: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(mask, q_len, kv_len)
+        self.fixed = fixed
+        self.orders.names = row_orders
+        self.searches = 0
 
-    def unfit(self, choice: Choice) -> str | None:
-        return None
-
-    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
-        order = None if row_order is None else named_order(row_order, self.q_len)
-        return survey(self.mask, self.q_len, self.kv_len, geometries, row_order=order)
+    def found_order(self) -> str | None:
+        self.searches += 1
+        return super().found_order()
 
 
 def call_of(**changes: Any) -> CallSpec:

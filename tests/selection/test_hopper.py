@@ -17,11 +17,10 @@ from stof.errors import KernelError, UnfitLayoutError, UnsupportedError
 from stof.kernels.hopper.jobs import make_tile_lists
 from stof.layout import build_layout
 from stof.layout.orders import named_order
-from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
-from stof.plans import Plan, PlanSource
-from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, candidates, failures, select
+from stof.plans import Plan
+from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, MaskGeometry, candidates, failures, select
 from stof.selection.gpu import _CHUNK_KEYS, _HOPPER_L2_SHARE, fits, gpu_choices
 from stof.selection.implementations import Options
 from stof.testing import make_inputs, oracle_attention
@@ -194,8 +193,7 @@ class OnCpu:
         self.ran: list[str] = []
         self.monkeypatch = monkeypatch
         fake_gpu(monkeypatch)
-        for name, real in (("build_layout", build_layout), ("survey", survey)):
-            monkeypatch.setattr(plans, name, lambda *a, real=real, **kw: real(*a, **{**kw, "device": "cpu"}))
+        monkeypatch.setattr(plans, "build_layout", lambda *a, **kw: build_layout(*a, **{**kw, "device": "cpu"}))
         idle = SimpleNamespace(synchronize=lambda: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: idle)
         for name in ("hopper", "block_wise", "row_wise"):
@@ -221,7 +219,7 @@ class OnCpu:
         self.monkeypatch.setattr(select, "estimate", estimate)
 
     def plan(self, mask: Mask, length: int) -> Plan:
-        return Plan(repr(mask), (length, length), (1, 1), GPU, source=PlanSource(mask, 1, 1))
+        return Plan(repr(mask), (length, length), (1, 1), GPU, geometry=MaskGeometry(mask, length, length))
 
     def run(self, plan: Plan, implementation: str | None, head_dim: int = 64) -> None:
         """`stof.attention` past the checks that tensors and plan are on one device."""

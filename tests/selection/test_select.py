@@ -15,7 +15,10 @@ import stof
 from stof import LayoutConfig, masks
 from stof.errors import KernelError, UnsupportedError
 from stof.kernels.triton.work import BlockWiseConfig
-from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, candidates, choose, failures
+from stof.layout import Layout, statistics
+from stof.layout.orders import by_remainder
+from stof.layout.search import CLUSTERED
+from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, candidates, choose, failures, own_layout
 from stof.testing import assert_attention, make_inputs
 from tests.selection.fakes import GPU, Geometry, call_of, fake_gpu
 
@@ -130,24 +133,24 @@ def test_refusals(changes: dict[str, Any], names: set[str], reason: str) -> None
 @pytest.mark.parametrize(
     ("fixed", "serves"),
     [
-        (LayoutConfig(64, 256), {"row_wise"}),
-        (LayoutConfig(192, 128), {"hopper", "row_wise"}),
-        (LayoutConfig(192, 128, 16), {"hopper", "row_wise"}),
-        (LayoutConfig(192, 128, 1), {"row_wise"}),
-        (LayoutConfig(192, 64), {"row_wise"}),
+        (LayoutConfig(64, 256), "row_wise"),
+        (LayoutConfig(192, 128), "hopper row_wise"),
+        (LayoutConfig(192, 128, 16), "hopper row_wise"),
+        (LayoutConfig(192, 128, 1), "row_wise"),
+        (LayoutConfig(192, 64), "row_wise"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("q_len", [4, 512])
-def test_tiles_it_does_not_take(fixed: LayoutConfig, serves: set[str], q_len: int) -> None:
+def test_tiles_it_does_not_take(fixed: LayoutConfig, serves: str, q_len: int) -> None:
     """A plan made for other devices: the kernels that cannot read its tiles say so."""
     call, geometry = call_of(q_len=q_len), Geometry(masks.causal(), q_len, 512, fixed)
     weighed = candidates(call, GPU, geometry)
     assert {c.name for c in weighed if "tiles it does not take" in str(c)} == (
-        {"block_wise", "hopper"} - serves | ({"decode"} if q_len == 4 else set())
+        {"block_wise", "hopper"} - set(serves.split()) | ({"decode"} if q_len == 4 else set())
     )
-    assert {c.name for c in weighed if c.choice and c.choice.layout and not c.refusals} == serves
-    assert choose(call, GPU, geometry).implementation in serves
+    assert {c.name for c in weighed if c.choice and c.choice.layout and not c.refusals} == set(serves.split())
+    assert choose(call, GPU, geometry).implementation in serves.split()
     older = choose(replace(call, compute_capability=(8, 0)), GPU, geometry)
     assert (older.implementation, older.layout) == ("row_wise", fixed)
     with pytest.raises(UnsupportedError, match="tiles it does not take"):
@@ -246,3 +249,60 @@ def test_a_call_falls_back_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert any("no such instruction" in str(candidate) for candidate in found)
     with pytest.raises(UnsupportedError, match="no such instruction"):
         stof.attention(*inputs.qkv, masks.causal(), implementation="row_block")
+
+
+def shuffled_window(length: int) -> masks.Mask:
+    rows = torch.randperm(length, generator=torch.Generator().manual_seed(0))
+    return masks.from_dense(masks.sliding_window(63).to_dense(length)[0, 0][rows][:, rows].contiguous())
+
+
+def test_a_found_row_order_is_one_more_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch)
+    geometry = Geometry(shuffled_window(1024), 1024, 1024)
+    weighed = candidates(call_of(q_len=1024, kv_len=1024, batch=4), GPU, geometry)
+    assert weighed[0].choice is not None
+    assert weighed[0].choice.row_order == CLUSTERED
+    assert "rows by clustered" in str(weighed[0])
+    own = [c for c in weighed if c.choice is not None and c.choice.row_order is None and c.estimate_us is not None]
+    assert own
+    assert weighed[0].estimate_us is not None
+    assert weighed[0].estimate_us < 0.5 * min(c.estimate_us or 0.0 for c in own if c.name == "block_wise")
+
+
+@pytest.mark.parametrize(
+    ("mask", "fixed", "row_orders"),
+    [
+        (masks.causal(), None, ()),
+        (masks.longformer(64, 64), None, ()),
+        (masks.dilated_window(511, dilation=16), None, ("remainder 16",)),
+    ],
+    ids=str,
+)
+def test_good_masks_pay_for_no_search(
+    monkeypatch: pytest.MonkeyPatch, mask: masks.Mask, fixed: LayoutConfig | None, row_orders: tuple[str, ...]
+) -> None:
+    fake_gpu(monkeypatch)
+    geometry = Geometry(mask, 2048, 2048, fixed, row_orders)
+    assert candidates(call_of(q_len=2048, kv_len=2048), GPU, geometry)
+    assert geometry.searches == 0
+
+
+def test_own_layouts_on_a_cpu_take_the_best_order() -> None:
+    """Named orders first; one found by looking where those do not help; the rows' own where nothing does."""
+    device = torch.device("cpu")
+
+    def own(mask: masks.Mask, **options: Any) -> Layout:
+        return own_layout(mask, 512, 512, batch=1, heads=1, device=device, **options)
+
+    dilated = own(masks.dilated_window(511, dilation=8))
+    assert dilated.row_order is not None
+    assert torch.equal(dilated.row_order[0].long(), by_remainder(512, 8))
+    found = own(shuffled_window(512))
+    assert found.row_order is not None
+    assert statistics(found).computed_over_needed < 2.5
+    random = masks.from_dense(torch.rand(512, 512, generator=torch.Generator().manual_seed(0)) < 0.05)
+    assert own(random).row_order is None
+    assert own(masks.causal()).row_order is None
+    given = own(shuffled_window(512), row_order=by_remainder(512, 8))
+    assert given.row_order is not None
+    assert torch.equal(given.row_order[0].long(), by_remainder(512, 8))

@@ -135,7 +135,7 @@ def measure_cell(
         if choice is None or (candidate.estimate_us or 0.0) > _WORTH_MEASURING * best:
             continue
         try:
-            run = _runner(problem, plan, choice)
+            run = runner((problem.q, problem.k, problem.v), plan, choice)
             error = expected.error(run())
         except KernelError as failure:
             report(f"  {choice}: {failure}")
@@ -158,15 +158,14 @@ def measure_cell(
     return rows
 
 
-def _runner(problem: Problem, plan: stof.Plan, choice: Choice) -> Callable[[], Tensor]:
+def runner(inputs: tuple[Tensor, Tensor, Tensor], plan: stof.Plan, choice: Choice) -> Callable[[], Tensor]:
+    """A call of exactly this choice on q, k and v; `KernelError` where it cannot run here."""
     prepared = plan.prepared(choice)
-    impl = IMPLEMENTATIONS[choice.implementation]
-    options = Options(problem.shape.head_dim**-0.5, 0.0, None, None)
-
-    bound = impl.bound(problem.q, problem.k, problem.v, prepared.tensors, prepared.sizes, options)
+    options = Options(inputs[0].shape[-1] ** -0.5, 0.0, None, None)
+    bound = IMPLEMENTATIONS[choice.implementation].bound(*inputs, prepared.tensors, prepared.sizes, options)
 
     def run() -> Tensor:
-        return bound(problem.q, problem.k, problem.v, None, None)[0]
+        return bound(*inputs, None, None)[0]
 
     return run
 
@@ -431,7 +430,7 @@ def _warm_cell(job: tuple[str, str, str, str]) -> str | None:
         for candidate in plan.candidates(call):
             if candidate.choice is not None and candidate.estimate_us is not None and only in ("", candidate.name):
                 try:
-                    _runner(problem, plan, candidate.choice)()
+                    runner((problem.q, problem.k, problem.v), plan, candidate.choice)()
                 except KernelError:
                     continue  # reported when it is measured
     except Exception as error:  # a worker only warms caches; what fails here fails again, visibly, when measured

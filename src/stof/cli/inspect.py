@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
+    from stof.bench.alternatives import Alternative
     from stof.drawing import DrawStyle
     from stof.layout import Layout, LayoutConfig, LayoutStatistics
     from stof.plans import Plan
@@ -20,6 +23,8 @@ Q_LEN = 4096
 
 # Wider drawings of square masks are higher than most terminals.
 WIDEST_DRAWING = 80
+# Alternatives shown in the terminal; JSON has all.
+MOST_LISTED = 16
 
 
 def inspect(
@@ -39,9 +44,22 @@ def inspect(
     ] = None,
     row_order: Annotated[
         str | None,
-        typer.Option(help="Permute rows: remainder:16 (dilated masks) or patch:64x64:8x8 (2-D neighbourhoods)."),
+        typer.Option(
+            help="Rows by remainder:16 (dilated masks), patch:64x64:8x8 (2-D neighbourhoods) or in their own order "
+            "(own); default whatever computes least, also one found by looking at the mask."
+        ),
     ] = None,
     pattern: Annotated[int, typer.Option(min=0, help="Which distinct (batch, head) mask to draw.")] = 0,
+    alternatives: Annotated[
+        bool, typer.Option("--alternatives", help="List the layouts a GPU could use, with estimated times.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time the alternatives on this machine's GPU, or CPU if it has none.")
+    ] = False,
+    reorder: Annotated[
+        bool, typer.Option("--reorder", help="Among them: q, k and v in another order, the passes over them counted.")
+    ] = False,
+    head_dim: Annotated[int, typer.Option(min=1, max=256, help="Width of a head, for times.")] = 64,
     png: Annotated[Path | None, typer.Option(help="Write a picture of the mask and its tiles here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
     draw: Annotated[bool, typer.Option("--draw/--no-draw", help="Draw the mask in the terminal.")] = True,
@@ -53,19 +71,31 @@ def inspect(
 
     sizes = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "block_m": block_m, "block_n": block_n}
     given = {name: value for name, value in (sizes | {"slab": slab, "row_order": row_order}).items() if value}
-    plan = _load(mask, given) if mask.endswith(".safetensors") else _compile(mask, given)
+    file = mask.endswith(".safetensors")
+    times = alternatives or measure or reorder
+    if file and times:
+        raise ArgumentError("a plan file has no mask to lay out in other ways; leave out --alternatives and --measure")
+    plan = _load(mask, given) if file else _compile(mask, given)
+    before = _compile(mask, given | {"row_order": "own"}).layout if plan.permuted_rows and not file else None
     if not pattern < plan.layout.patterns:
         raise ArgumentError(f"--pattern is between 0 and {plan.layout.patterns - 1} for this mask, got {pattern}")
     if png is not None:
-        _write_png(plan, png, pattern)
+        _write_png(plan, png, pattern, before)
+    listed = _alternatives(mask, plan, given, head_dim, measure=measure, reorder=reorder) if times else []
     if as_json:
-        _print_json(plan, png)
+        _print_json(plan, png, before, listed)
         return
     console = Console()
     console.print(plan.mask_text or "a plan without text", style="bold", markup=False, highlight=False)
-    console.print(_table(plan))
+    console.print(_table(plan.layout, before))
+    for found in listed:
+        console.print(_times(found))
     if draw:
-        _draw(console, plan, pattern)
+        for layout in (plan.layout,) if before is None else (before, plan.layout):
+            if before is not None:
+                order = "their own order" if layout is before else "the layout's order"
+                console.print(f"rows in {order}", style="bold", highlight=False)
+            _draw(console, layout, pattern)
     if png is not None:
         console.print(f"wrote {png}", markup=False, highlight=False, soft_wrap=True)
 
@@ -84,11 +114,17 @@ def _load(path: str, given: dict[str, Any]) -> Plan:
 
 
 def _compile(text: str, given: dict[str, Any]) -> Plan:
+    import torch
+
     import stof
+    from stof.selection import default_config
 
     mask = stof.masks.parse(text)
     q_len = given.get("q_len", Q_LEN)
-    order = _row_order(given["row_order"], q_len) if "row_order" in given else None
+    named, config = given.get("row_order"), _config(given)
+    own = named == "own"
+    if own and config is None:
+        config = default_config(torch.device("cpu"))  # without one the planner chooses the order
     return stof.plan(
         mask,
         q_len,
@@ -96,15 +132,13 @@ def _compile(text: str, given: dict[str, Any]) -> Plan:
         batch=given.get("batch", mask.batch),
         heads=given.get("heads", mask.heads),
         device="cpu",
-        config=_config(given),
-        row_order=order,
+        config=config,
+        row_order=None if named is None or own else _row_order(named, q_len),
     )
 
 
 def _config(given: dict[str, Any]) -> LayoutConfig | None:
     """Block sizes where some were given; None leaves the choice to the planner."""
-    import dataclasses
-
     import torch
 
     from stof.errors import ArgumentError
@@ -134,23 +168,87 @@ def _row_order(text: str, q_len: int) -> Tensor:
             raise ArgumentError(f"a grid of {height}x{width} has {height * width} rows, --q-len is {q_len}")
         return orders.by_patch(height, width, rows, columns)
     raise ArgumentError(
-        f"--row-order is remainder:STRIDE or patch:HEIGHTxWIDTH:ROWSxCOLUMNS (e.g. patch:64x64:8x8), got {text!r}"
+        f"--row-order is own, remainder:STRIDE or patch:HEIGHTxWIDTH:ROWSxCOLUMNS (e.g. patch:64x64:8x8), got {text!r}"
     )
 
 
-def _write_png(plan: Plan, path: Path, pattern: int) -> None:
+def _alternatives(
+    text: str, plan: Plan, given: dict[str, Any], head_dim: int, *, measure: bool, reorder: bool
+) -> list[Times]:
+    """What `--alternatives`, `--reorder` and `--measure` list, for a call of the mask's sizes or those given."""
+    import torch
+
+    import stof
+    from stof.bench.alternatives import DEFAULT_GPU, estimated, estimated_reordered, measured
+    from stof.bench.grid import Shape
+    from stof.tuning.machine import device_name
+
+    mask = stof.masks.parse(text)
+    batch, heads = given.get("batch", plan.mask_batch), given.get("heads", plan.mask_heads)
+    shape = Shape(batch, heads, heads, head_dim, plan.q_len, plan.kv_len)
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    name = torch.cuda.get_device_name(device) if gpu else DEFAULT_GPU
+    listed = []
+    if not (measure and gpu) or reorder:
+        found = estimated(mask, shape, torch.float16, name)
+        found += estimated_reordered(mask, shape, torch.float16, name) if reorder else []
+        found.sort(key=lambda one: (one.estimate_us is None, one.estimate_us or 0.0))
+        listed.append(Times(f"{shape}, float16, {name}", found))
+    if measure:
+        dtype = torch.float16 if gpu else torch.float32
+        called = f"{shape}, {str(dtype).removeprefix('torch.')}, {device_name(device)}"
+        listed.append(Times(called, measured(mask, shape, dtype, device)))
+    return listed
+
+
+@dataclass(frozen=True)
+class Times:
+    """Alternatives of one call on one device."""
+
+    call: str
+    alternatives: list[Alternative]
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        return [{"call": self.call, **dataclasses.asdict(a), "choice": str(a.choice)} for a in self.alternatives]
+
+
+def _times(found: Times) -> Table:
+    from rich.table import Table
+
+    table = Table(title=found.call, title_justify="left")
+    table.add_column("implementation and tiles")
+    table.add_column("rows")
+    for name in ("computed / needed", "estimated", "measured"):
+        table.add_column(name, justify="right")
+    for one in found.alternatives[:MOST_LISTED]:
+        layout = one.choice.layout
+        assert layout is not None
+        columns = "contiguous" if layout.slab is None else f"gathered by {layout.slab}"
+        table.add_row(
+            f"{one.choice.implementation}, {layout.block_m} x {layout.block_n}, {columns}",
+            "reordered first" if one.reordered else one.choice.row_order or "own order",
+            f"{one.computed_over_needed:.2f}",
+            "" if one.estimate_us is None else f"{one.estimate_us:.1f} us",
+            one.note or ("" if one.measured_us is None else f"{one.measured_us:.1f} us"),
+        )
+    return table
+
+
+def _write_png(plan: Plan, path: Path, pattern: int, before: Layout | None) -> None:
     from stof.drawing import draw_picture
     from stof.errors import ArgumentError
 
     try:
-        draw_picture(plan, path, pattern=pattern)
+        draw_picture(plan, path, pattern=pattern, before=before)
     except OSError as error:
         raise ArgumentError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def _print_json(plan: Plan, png: Path | None) -> None:
-    import dataclasses
+def _print_json(plan: Plan, png: Path | None, before: Layout | None, listed: list[Times]) -> None:
     import json
+
+    from stof.layout import statistics
 
     layout = plan.layout
     report = {
@@ -162,19 +260,27 @@ def _print_json(plan: Plan, png: Path | None) -> None:
         **dataclasses.asdict(layout.config),
         "permuted_rows": plan.permuted_rows,
         "statistics": plan.statistics().as_dict(),
+        "statistics_before": None if before is None else statistics(before).as_dict(),
+        "alternatives": [line for found in listed for line in found.as_dicts()],
         "png": None if png is None else str(png),
     }
     typer.echo(json.dumps(report, indent=2))
 
 
-def _table(plan: Plan) -> Table:
+def _table(layout: Layout, before: Layout | None) -> Table:
+    """Figures of a layout, and beside them those of the one before its rows were permuted."""
     from rich.table import Table
 
-    table = Table(show_header=False)
-    table.add_column(style="dim")
-    table.add_column()
-    for name, value in _lines(plan.layout, plan.statistics()):
-        table.add_row(name, value)
+    from stof.layout import statistics
+
+    layouts = [layout] if before is None else [before, layout]
+    table = Table(show_header=before is not None)
+    table.add_column("", style="dim")
+    for name in ("rows in their own order", "as chosen")[-len(layouts) :]:
+        table.add_column(name)
+    figures = [_lines(each, statistics(each)) for each in layouts]
+    for lines in zip(*figures, strict=True):
+        table.add_row(lines[0][0], *(value for _, value in lines))
     return table
 
 
@@ -203,7 +309,7 @@ def _memory(size: int) -> str:
     return f"{size / 2**10:.1f} KiB" if size < 2**20 else f"{size / 2**20:.1f} MiB"
 
 
-def _draw(console: Console, plan: Plan, pattern: int) -> None:
+def _draw(console: Console, layout: Layout, pattern: int) -> None:
     from stof.drawing import draw_text
 
     style: DrawStyle = "colour"
@@ -212,4 +318,4 @@ def _draw(console: Console, plan: Plan, pattern: int) -> None:
     elif console.color_system is None or console.no_color:
         style = "shades"
     width = min(console.width, WIDEST_DRAWING)
-    console.print(draw_text(plan, width, style=style, pattern=pattern), soft_wrap=True)
+    console.print(draw_text(layout, width, style=style, pattern=pattern), soft_wrap=True)

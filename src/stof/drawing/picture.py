@@ -42,14 +42,16 @@ HEADING_PIXELS = 11 * 0.602 * DPI / 72
 
 @dataclass(frozen=True)
 class _Size:
-    """Pixels of a panel, and of the figure around two of them (always as wide, so that its heading fits)."""
+    """Pixels of a panel, and of the figure around all of them (always as wide, so that its heading fits)."""
 
     width: int
     height: int
+    panels: int
 
     @property
     def figure(self) -> tuple[int, int]:
-        return MARGIN_LEFT + 2 * PANEL + GAP + MARGIN_RIGHT, MARGIN_TOP + self.height + MARGIN_BOTTOM
+        across = MARGIN_LEFT + self.panels * PANEL + (self.panels - 1) * GAP + MARGIN_RIGHT
+        return across, MARGIN_TOP + self.height + MARGIN_BOTTOM
 
 
 def draw_picture(
@@ -58,18 +60,20 @@ def draw_picture(
     *,
     title: str | None = None,
     pattern: int = 0,
+    before: Layout | None = None,
 ) -> None:
-    """Write a picture of two panels: the mask, and its tiles coloured by kind.
+    """Write a picture of two panels, the mask and its tiles coloured by kind; or of three, with the tiles before.
 
     The left panel shows the share of kept scores, one pixel per score up to 1024 tokens. The right panel shows which
     scores are computed, by tiles of which kind; with permuted rows, these are in the layout's order. The picture is
-    2468 pixels wide and 1454 high for equal lengths; other ratios make a panel lower or narrower.
+    2468 pixels wide (3702 with `before`) and 1454 high for equal lengths; other ratios make a panel lower or narrower.
 
     Args:
         layout_or_plan: what to draw.
         path: file to write, replaced if it exists; SVG if it ends with .svg, else PNG.
         title: heading; default the mask's text for a plan, the lengths for a layout.
         pattern: which distinct (batch, head) mask to draw.
+        before: another layout of the same mask to compare with, such as the one with the rows in their own order.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -84,22 +88,25 @@ def draw_picture(
     layout = layout_of(layout_or_plan)
     if title is None:
         title = layout_or_plan.mask_text if isinstance(layout_or_plan, Plan) else f"{layout.q_len} x {layout.kv_len}"
-    size = _panel_size(layout)
-    raster = rasterize(layout, _pixels(layout.q_len, size.height), _pixels(layout.kv_len, size.width), pattern=pattern)
+    shown = [layout] if before is None else [before, layout]
+    size = _panel_size(layout, 1 + len(shown))
+    pixels = _pixels(layout.q_len, size.height), _pixels(layout.kv_len, size.width)
+    rasters = [rasterize(each, *pixels, pattern=pattern) for each in shown]
     # An own figure and canvas: pyplot's global state and backend stay as the caller has them.
     across, down = size.figure
     figure = Figure(figsize=(across / DPI, down / DPI), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
     _heading(figure, title, layout, pattern)
-    _mask_panel(figure, raster, layout, size)
-    _tile_panel(figure, raster, layout, size, pattern)
+    _mask_panel(figure, rasters[-1], layout, size)
+    for number, (each, raster) in enumerate(zip(shown, rasters, strict=True), 1):
+        _tile_panel(figure, raster, each, size, pattern, number)
     figure.savefig(path, format="svg" if Path(path).suffix == ".svg" else "png", dpi=DPI)
 
 
-def _panel_size(layout: Layout) -> _Size:
+def _panel_size(layout: Layout, panels: int) -> _Size:
     """Equal scale for both axes as far as the ratio of the lengths allows."""
     ratio = layout.q_len / layout.kv_len
-    return _Size(round(PANEL * min(1.0, max(0.25, 1 / ratio))), round(PANEL * min(1.0, max(0.25, ratio))))
+    return _Size(round(PANEL * min(1.0, max(0.25, 1 / ratio))), round(PANEL * min(1.0, max(0.25, ratio))), panels)
 
 
 def _pixels(length: int, panel: int) -> int:
@@ -182,8 +189,12 @@ def _mask_panel(figure: Figure, raster: Raster, layout: Layout, size: _Size) -> 
     bar.spines["outline"].set(linewidth=0.6, color=GREY)
 
 
-def _tile_panel(figure: Figure, raster: Raster, layout: Layout, size: _Size, pattern: int) -> None:
-    axes = _panel(figure, size, 1, "Tiles: what is computed")
+def _tile_panel(figure: Figure, raster: Raster, layout: Layout, size: _Size, pattern: int, number: int) -> None:
+    title = "Tiles: what is computed"
+    if size.panels > 2:
+        order = "rows in their own order" if layout.row_order is None else "rows permuted"
+        title = f"{title}, {order}: {statistics(layout).computed_over_needed:.2f} x needed"
+    axes = _panel(figure, size, number, title)
     axes.imshow(_blend(raster.tiles).numpy(), extent=(0, layout.kv_len, layout.q_len, 0), aspect="auto")
     if size.height / layout.row_blocks >= EDGE_PIXELS:
         _edges(axes, layout, pattern)
@@ -192,7 +203,7 @@ def _tile_panel(figure: Figure, raster: Raster, layout: Layout, size: _Size, pat
     present = raster.tiles.sum((1, 2)) > 0
     names = [(colour, f"{name} tile") for colour, name, seen in zip(COLOURS, KINDS, present, strict=True) if seen]
     names = names or [("#FFFFFF", "no tile: nothing is computed")]
-    _keys(figure, (MARGIN_LEFT + PANEL + GAP) / width, height, names)
+    _keys(figure, (MARGIN_LEFT + number * (PANEL + GAP)) / width, height, names)
 
 
 def _keys(figure: Figure, left: float, height: float, names: list[tuple[str, str]]) -> None:

@@ -68,13 +68,18 @@ def build_layout(
     order = checked_order(row_order, q_len, device)
     distinct: list[Pattern] = []
     pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
+    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
+    known: dict[int, int] = {}
     for b in range(mask_batch):
         for h in range(mask_heads):
+            if numbers[b][h] in known:
+                pattern_of[b, h] = known[numbers[b][h]]
+                continue
             built = compiled(mask, q_len, kv_len, config, b, h, order, device)
             same = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
             if same == len(distinct):
                 distinct.append(built)
-            pattern_of[b, h] = same
+            pattern_of[b, h] = known[numbers[b][h]] = same
     return assemble(distinct, pattern_of.to(device), q_len, kv_len, config, order)
 
 

@@ -48,6 +48,17 @@ class Survey:
     mask_batch: int
     mask_heads: int
 
+    @property
+    def waste(self) -> float:
+        """`waste_of` the geometry where that is least."""
+        return min(map(self.waste_of, self.counts), default=0.0)
+
+    def waste_of(self, geometry: LayoutConfig) -> float:
+        """Scores of all tiles, unused slots included, over scores kept; 0 for an empty mask."""
+        counts = self.counts[geometry]
+        scores = int((counts.partial + counts.full).sum()) * geometry.block_m * geometry.block_n
+        return scores / max(1, int(self.kept.sum()))
+
 
 def survey(
     mask: Mask,
@@ -70,7 +81,9 @@ def survey(
     rows_of_strip = math.lcm(64, *(g.block_m for g in wanted))
     order = checked_order(row_order, q_len, device)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
-    counted = [(b, h) for b in range(mask_batch) for h in range(mask_heads)][:_MASKS_COUNTED]
+    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten()[:_MASKS_COUNTED].tolist()
+    counted = [divmod(numbers.index(number), mask_heads) for number in dict.fromkeys(numbers)]
+    row = [list(dict.fromkeys(numbers)).index(number) for number in numbers]
     kept: list[Tensor] = []
     found: dict[LayoutConfig, list[tuple[Tensor, Tensor]]] = {geometry: [] for geometry in wanted}
     for b, h in counted:
@@ -88,9 +101,11 @@ def survey(
     counts = {}
     for geometry, parts in found.items():
         blocks = -(-q_len // geometry.block_m)
-        partial, full = (torch.cat(kind).view(len(counted), -1)[:, :blocks].cpu() for kind in zip(*parts, strict=True))
+        partial, full = (
+            torch.cat(kind).view(len(counted), -1)[row, :blocks].cpu() for kind in zip(*parts, strict=True)
+        )
         counts[geometry] = TileCounts(partial, full)
-    rows_kept = torch.cat(kept).view(len(counted), padded)[:, :q_len].long().cpu()
+    rows_kept = torch.cat(kept).view(len(counted), padded)[row, :q_len].long().cpu()
     return Survey(counts, rows_kept, mask_batch, mask_heads)
 
 

@@ -20,6 +20,7 @@ from stof.masks.patterns import (
     sliding_window,
     strided,
 )
+from stof.masks.reorder import reordered
 from stof.masks.runtime import block_topk, from_bits, vertical_slash
 from stof.masks.tensors import as_mask, from_block_mask, from_dense, from_function
 
@@ -46,6 +47,7 @@ __all__ = [
     "per_head",
     "prefix_lm",
     "random_blocks",
+    "reordered",
     "sink_tokens",
     "sliding_window",
     "strided",

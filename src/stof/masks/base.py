@@ -148,6 +148,19 @@ class Mask(ABC):
                 )
         return self.batch, self.heads
 
+    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+        """Which batch entries and heads share a mask, as far as that is cheap to tell.
+
+        Args:
+            mask_batch, mask_heads: as `dims` gave them.
+
+        Returns:
+            int64 `[mask_batch | 1, mask_heads | 1]` on the CPU, equal where the mask is the same; different numbers
+            promise nothing.
+        """
+        batch, heads = (mask_batch, mask_heads) if self.binds_late else (self.batch, self.heads)
+        return torch.arange(batch * heads, device="cpu").view(batch, heads)
+
     def to_dense(
         self,
         q_len: int,
@@ -216,6 +229,12 @@ def check_sizes(batch: int, heads: int) -> None:
             raise ShapeError(f"{name} is an int >= 1, got {value!r}")
 
 
+def numbered(values: Sequence[object]) -> Tensor:
+    """int64 `[len(values)]` on the CPU: equal values get equal numbers, counted from 0."""
+    seen: dict[object, int] = {}
+    return torch.tensor([seen.setdefault(value, len(seen)) for value in values], dtype=torch.int64, device="cpu")
+
+
 def _flatten(kind: type[And] | type[Or], masks: Sequence[Mask]) -> tuple[Mask, ...]:
     out: list[Mask] = []
     for mask in masks:
@@ -275,6 +294,10 @@ class Composite(Mask):
         super().dims(batch, heads, device)
         parts = [mask.dims(batch, heads, device) for mask in self.masks]
         return max(part[0] for part in parts), max(part[1] for part in parts)
+
+    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+        parts = torch.broadcast_tensors(*(mask.numbers(mask_batch, mask_heads) for mask in self.masks))
+        return numbered(list(zip(*(part.flatten().tolist() for part in parts), strict=True))).view(parts[0].shape)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -360,6 +383,9 @@ class Wrapped(Mask):
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         return self.mask.dims(batch, heads, device)
 
+    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+        return self.mask.numbers(mask_batch, mask_heads)
+
     def _operand(self) -> str:
         """The inner mask's repr, in parentheses where a postfix or prefix operator needs them."""
         text = repr(self.mask)
@@ -426,6 +452,13 @@ class PerHead(Composite):
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         Mask.dims(self, batch, heads, device)
         return max(mask.dims(batch, 1, device)[0] for mask in self.masks), len(self.masks)
+
+    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+        if self.binds_late:  # a function may look at the head
+            return Mask.numbers(self, mask_batch, mask_heads)
+        own = [mask.numbers(mask_batch, 1).expand(self.batch, 1).flatten().tolist() for mask in self.masks]
+        pairs = [(mask, column[b]) for b in range(self.batch) for mask, column in zip(self.masks, own, strict=True)]
+        return numbered(pairs).view(self.batch, len(self.masks))
 
     def evaluate(self, index: Index) -> Tensor:
         kept = {mask: mask.evaluate(index) for mask in dict.fromkeys(self.masks)}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ShapeError
-from stof.masks.base import Mask, Spans
+from stof.masks.base import Mask, Spans, numbered
 from stof.masks.bounds import Kept, Range
 from stof.masks.index import Index
 
@@ -224,6 +224,10 @@ class PrefixLM(Rule):
     def batch(self) -> int:
         return len(self.prefix)
 
+    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+        del mask_batch, mask_heads
+        return numbered(self.prefix)[:, None]
+
     def evaluate(self, index: Index) -> Tensor:
         return (index.kv < _per_batch(self.prefix, index)) | (index.q >= index.kv)
 
@@ -240,6 +244,10 @@ class Padding(Rule):
     @property
     def batch(self) -> int:
         return len(self.lengths)
+
+    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+        del mask_batch, mask_heads
+        return numbered(self.lengths)[:, None]
 
     def check(self, q_len: int, kv_len: int) -> None:
         del q_len
@@ -262,6 +270,10 @@ class Documents(Rule):
     @property
     def batch(self) -> int:
         return len(self.runs)
+
+    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+        del mask_batch, mask_heads
+        return numbered(self.runs)[:, None]
 
     @property
     def length(self) -> int:

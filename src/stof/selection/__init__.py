@@ -2,16 +2,16 @@
 
 from stof.selection.capabilities import CallSpec, Capabilities
 from stof.selection.choice import Choice
+from stof.selection.geometry import MaskGeometry
 from stof.selection.implementations import IMPLEMENTATIONS, Implementation, PreparedLayout
+from stof.selection.own_layout import default_config, own_layout
 from stof.selection.paper import paper_choice
 from stof.selection.select import (
     Candidate,
     candidates,
     choose,
-    default_config,
     default_implementation,
     failures,
-    refined_config,
 )
 
 __all__ = [
@@ -21,12 +21,13 @@ __all__ = [
     "Capabilities",
     "Choice",
     "Implementation",
+    "MaskGeometry",
     "PreparedLayout",
     "candidates",
     "choose",
     "default_config",
     "default_implementation",
     "failures",
+    "own_layout",
     "paper_choice",
-    "refined_config",
 ]

@@ -65,16 +65,26 @@ class Geometry(Protocol):
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         """Tile counts under each geometry."""
 
+    def found_order(self) -> str | None:
+        """Name of a row order found by looking at the mask; searched once, when first asked."""
 
-def gpu_choices(call: CallSpec, geometry: Geometry, implementation: str) -> list[Choice]:
-    """Every choice of one implementation for a call, whether it pays or not."""
+
+def gpu_choices(
+    call: CallSpec, geometry: Geometry, implementation: str, found_order: str | None = None
+) -> list[Choice]:
+    """Every choice of one implementation for a call, whether it pays or not.
+
+    With `found_order`, those that take the rows in that order.
+    """
+    own: tuple[str | None, ...] = (None, *(() if geometry.fixed else geometry.row_orders))
+    orders = own if found_order is None else (found_order,)
     if implementation == "hopper":
-        return _hopper_choices(call, geometry)
+        return _hopper_choices(call, geometry, orders)
     if implementation == "row_wise":
-        return [Choice("row_wise", geometry.fixed or LayoutConfig(64, 64, 1))]
+        return [Choice("row_wise", geometry.fixed or LayoutConfig(64, 64, 1))] if None in orders else []
     tiles = _decode_tiles(call) if implementation == "decode" else _block_tiles(call)
     choices: list[Choice] = []
-    for order in (None, *(() if geometry.fixed else geometry.row_orders)):
+    for order in orders:
         for (block_m, block_n, warps, stages, registers), pack in tiles:
             for layout in _layouts(geometry.fixed, block_m, block_n, order):
                 kernel = BlockWiseConfig(warps, stages, registers, pack=pack, side=_side(call))
@@ -82,7 +92,7 @@ def gpu_choices(call: CallSpec, geometry: Geometry, implementation: str) -> list
     return list(dict.fromkeys(choices))
 
 
-def _hopper_choices(call: CallSpec, geometry: Geometry) -> list[Choice]:
+def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None, ...]) -> list[Choice]:
     """Contiguous tiles, slabs of 16 or 8 columns, and evenly spaced rows and columns."""
     choices: list[Choice] = []
     fixed, side = geometry.fixed, _side(call, share=_HOPPER_L2_SHARE)
@@ -90,9 +100,9 @@ def _hopper_choices(call: CallSpec, geometry: Geometry) -> list[Choice]:
         kernel = BlockWiseConfig(4, stages, side=side)
         layouts: list[tuple[LayoutConfig, str | None]] = []
         if fixed is None:
-            layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in (None, 16, 8)]
+            layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in (None, 16, 8) if None in orders]
             # Evenly spaced rows have to fill the 64 or 128 elements that TMA copies of each.
-            even = [name for name in geometry.row_orders if name.startswith("remainder") and call.head_dim in (64, 128)]
+            even = [name for name in orders if name and name.startswith("remainder") and call.head_dim in (64, 128)]
             layouts += [(LayoutConfig(block_m, block_n, 1), name) for name in even]
         elif (fixed.block_m, fixed.block_n) == (block_m, block_n) and fixed.slab != 1 and not call.permuted_rows:
             layouts.append((fixed, None))

@@ -267,6 +267,11 @@ def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: b
     return held + (rows * layout.block_n * 4 if call.has_bias else 0)
 
 
+def block_shared_bytes(model: DeviceModel) -> int:
+    """Bytes of shared memory that one thread block may have: its multiprocessor's, less what the system keeps."""
+    return model.shared_bytes - _RESERVED
+
+
 def hopper_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> int:
     """Bytes of shared memory of the Hopper kernel: three row blocks' Q, stages of K and V, barriers."""
     width = head_dim_class(call.head_dim, call.value_dim)

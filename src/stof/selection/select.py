@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from stof.errors import UnsupportedError
-from stof.layout import Layout, LayoutConfig, statistics
+from stof.layout.search import GOOD_ENOUGH, WORTH
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
 from stof.selection.gpu import Geometry, fits, geometries, gpu_choices, shared_memory_limit, worthwhile
 from stof.selection.implementations import IMPLEMENTATIONS
-from stof.selection.model import DeviceModel, estimate, load_model
+from stof.selection.model import DeviceModel, block_shared_bytes, estimate, load_model
 
 # Implementations whose choices the cost model weighs; the others follow in their order of preference.
 _MODELLED = ("hopper", "decode", "block_wise", "row_wise")
@@ -76,13 +76,20 @@ class Failures:
 failures = Failures()
 
 
-def candidates(call: CallSpec, device: torch.device | None = None, geometry: Geometry | None = None) -> list[Candidate]:
+def candidates(
+    call: CallSpec,
+    device: torch.device | None = None,
+    geometry: Geometry | None = None,
+    model: DeviceModel | None = None,
+) -> list[Candidate]:
     """Every way to run a call, fastest first, then those without an estimate in order of preference, then refusals.
 
-    Without a device and the geometry of a plan, implementations only, one candidate each.
+    Without a device and the geometry of a plan, implementations only, one candidate each. A `model` stands for a GPU
+    that need not be here; by default the device is asked.
     """
     runs: list[Candidate] = []
     refused: list[Candidate] = []
+    weighed: dict[str, list[Choice]] = {}
     for name, impl in IMPLEMENTATIONS.items():
         refusals = tuple(impl.capabilities.refusals(call))
         if refusals:
@@ -94,36 +101,55 @@ def candidates(call: CallSpec, device: torch.device | None = None, geometry: Geo
             else:
                 refused.append(Candidate(name, (failed,), Choice(name)))
         else:
-            good, bad = _weigh(name, call, device, geometry)
-            runs += good
-            refused += bad
+            weighed[name] = gpu_choices(call, geometry, name)
+            if not weighed[name]:
+                refused.append(Candidate(name, ("the plan's layout has tiles it does not take",)))
+    if weighed and device is not None and geometry is not None:
+        model, limit = _model_and_limit(device, model)
+        choices = [choice for own in weighed.values() for choice in own]
+        good, bad, waste = _weigh(choices, call, device, geometry, model, limit)
+        found = geometry.found_order() if _search_pays(waste) else None
+        if found is not None:
+            choices = [choice for name in weighed for choice in gpu_choices(call, geometry, name, found)]
+            more, worse, _ = _weigh(choices, call, device, geometry, model, limit)
+            good, bad = good + more, bad + worse
+        runs, refused = runs + good, refused + bad
     ranks = {name: rank for rank, name in enumerate(IMPLEMENTATIONS)}
     runs.sort(key=lambda c: (c.estimate_us is None, c.estimate_us or 0.0, ranks[c.name]))
     return runs + refused
 
 
+def _model_and_limit(device: torch.device, model: DeviceModel | None) -> tuple[DeviceModel, int]:
+    """The cost model, and the bytes of shared memory that a thread block may have."""
+    return (device_model(device), shared_memory_limit(device)) if model is None else (model, block_shared_bytes(model))
+
+
 def _weigh(
-    name: str, call: CallSpec, device: torch.device, geometry: Geometry
-) -> tuple[list[Candidate], list[Candidate]]:
-    """Candidates of one implementation the cost model knows, and those that cannot run here."""
-    model, limit = device_model(device), shared_memory_limit(device)
+    choices: list[Choice], call: CallSpec, device: torch.device, geometry: Geometry, model: DeviceModel, limit: int
+) -> tuple[list[Candidate], list[Candidate], dict[str | None, float]]:
+    """Candidates the cost model knows, those that cannot run here, and the waste of each row order."""
     good: list[Candidate] = []
     bad: list[Candidate] = []
-    choices = gpu_choices(call, geometry, name)
-    if not choices:
-        return [], [Candidate(name, ("the plan's layout has tiles it does not take",))]
+    waste: dict[str | None, float] = {}
     for order in dict.fromkeys(choice.row_order for choice in choices):
         ordered = [choice for choice in choices if choice.row_order == order]
         counted = geometry.survey(geometries(ordered), order)
+        waste[order] = counted.waste
         for choice in ordered:
             reason = failures.reason(choice, call, device) or geometry.unfit(choice)
             if reason is None and not fits(choice, call, limit):
                 reason = f"needs more shared memory than the {limit} bytes of this device"
             if reason is not None:
-                bad.append(Candidate(name, (reason,), choice))
+                bad.append(Candidate(choice.implementation, (reason,), choice))
             elif worthwhile(choice, counted, geometry.unfit(_contiguous(choice)) is None):
-                good.append(Candidate(name, (), choice, estimate(choice, call, counted, model)))
-    return good, bad
+                good.append(Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model)))
+    return good, bad, waste
+
+
+def _search_pays(waste: dict[str | None, float]) -> bool:
+    """Whether the rows' own order wastes much, and no order that the mask names helps."""
+    own = waste.get(None, 0.0)
+    return own > GOOD_ENOUGH and min(waste.values()) > WORTH * own
 
 
 def _contiguous(choice: Choice) -> Choice:
@@ -174,35 +200,3 @@ def default_implementation(device: torch.device) -> str:
     """The implementation most calls on this device get, which plans prepare for ahead of time."""
     call = CallSpec(device.type, torch.float32, head_dim=64, value_dim=64, heads=1, kv_heads=1, q_len=128, kv_len=128)
     return choose(call).implementation
-
-
-def default_config(device: torch.device) -> LayoutConfig:
-    """Block sizes of a plan's own layout, which pictures, files and the CPU use; `refined_config` may improve on them.
-
-    On the CPU 64 rows are fastest on Longformer and BigBird masks at S = 4096, and within 3 % of the best height on
-    strided and causal ones (2 cores, fp32; benchmarks/cpu_choices.py). Calls on a GPU get the layout of their choice.
-    """
-    del device
-    return LayoutConfig(block_m=64, block_n=64, slab=1)
-
-
-def refined_config(layout: Layout) -> LayoutConfig:
-    """Block sizes for a mask, given its layout under the default ones.
-
-    Where every row block keeps a contiguous range of columns, half the rows cost nothing to gather and waste less at
-    the ends: a causal window of 512 takes 42.7 ms with 32 rows, 44.9 with 64 (S = 4096, H = 12, D = 64, fp32, 2 cores;
-    benchmarks/cpu_choices.py). Below 5 % waste there is nothing to gain.
-    """
-    config = layout.config
-    if layout.device.type != "cpu" or layout.tiles == 0 or statistics(layout).computed_over_needed < 1.05:
-        return config
-    columns, owner = layout.tile_columns(), layout.tile_row_block()
-    exists = columns >= 0
-    blocks = layout.row_block_ptr.numel() - 1
-    count = torch.zeros(blocks, dtype=torch.int64).index_add_(0, owner, exists.sum(1))
-    first = torch.full((blocks,), layout.kv_len).scatter_reduce_(
-        0, owner, torch.where(exists, columns, layout.kv_len).amin(1), "amin"
-    )
-    last = torch.full((blocks,), -1).scatter_reduce_(0, owner, columns.amax(1), "amax")
-    contiguous = bool(((last - first + 1 == count) | (count == 0)).all())
-    return replace(config, block_m=32) if contiguous else config

@@ -1,0 +1,76 @@
+"""A mask over queries and keys that were put into another order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stof.errors import MaskError, ShapeError
+from stof.masks.base import Mask, Spans, Wrapped, identity
+from stof.masks.index import Index
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Reordered(Wrapped):
+    """Kept where the inner mask keeps the original positions."""
+
+    rows: Tensor | None
+    columns: Tensor | None
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        return ()  # those of the inner mask are for its own order
+
+    @property
+    def versions(self) -> tuple[int, ...] | None:
+        own = [order for order in (self.rows, self.columns) if order is not None]
+        if self.mask.versions is None or any(order.is_inference() for order in own):
+            return None
+        return (*self.mask.versions, *(order._version for order in own))
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        for name, order, length in (("q_len", self.rows, q_len), ("kv_len", self.columns, kv_len)):
+            if order is not None and len(order) != length:
+                raise ShapeError(f"the mask reorders {len(order)} positions, the call has {name} {length}")
+        self.mask.check(q_len, kv_len)
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        del first, last, kv_len
+        return None
+
+    def evaluate(self, index: Index) -> Tensor:
+        q = index.q if self.rows is None else self.rows.to(index.device)[index.q]
+        kv = index.kv if self.columns is None else self.columns.to(index.device)[index.kv]
+        return self.mask.evaluate(replace(index, q=q, kv=kv))
+
+    def __repr__(self) -> str:
+        named = (("rows", self.rows), ("columns", self.columns))
+        shown = [f"{name}=<#{identity(order)}>" for name, order in named if order is not None]
+        return f"reordered({self.mask!r}, {', '.join(shown)})"
+
+
+def reordered(mask: Mask, rows: Tensor | None = None, columns: Tensor | None = None) -> Mask:
+    """The same mask for queries and keys in another order: position `i` holds query `rows[i]`, `j` key `columns[j]`.
+
+    `attention(q[:, :, rows], k[:, :, columns], v[:, :, columns], reordered(mask, rows, columns))` is
+    `attention(q, k, v, mask)[:, :, rows]`. Scattered columns become contiguous tiles this way, which every kernel reads
+    at its full speed, for one pass over the tensors; see `stof inspect --alternatives --reorder`.
+
+    Args:
+        mask: what to keep, by original positions.
+        rows, columns: permutations, int64 `[q_len]` and `[kv_len]`; None keeps an order. Held, not copied.
+
+    Raises:
+        MaskError: not a permutation.
+    """
+    for name, order in (("rows", rows), ("columns", columns)):
+        if order is None:
+            continue
+        if not isinstance(order, Tensor) or order.dtype != torch.int64 or order.ndim != 1 or len(order) == 0:
+            given = f"{order.dtype} {list(order.shape)}" if isinstance(order, Tensor) else type(order).__name__
+            raise MaskError(f"{name} of reordered() is an int64 tensor of one dimension, got {given}")
+        if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
+            raise MaskError(f"{name} of reordered() is not a permutation of 0 .. {len(order) - 1}")
+    return mask if rows is None and columns is None else Reordered(mask, rows, columns)

@@ -1,0 +1,68 @@
+"""What the selector asks of a mask at one pair of lengths: tile counts under each geometry and row order."""
+
+from __future__ import annotations
+
+import torch
+
+from stof.layout import LayoutConfig
+from stof.layout.search import RowOrders
+from stof.layout.survey import Survey, survey
+from stof.masks import Mask
+from stof.selection.choice import Choice
+
+
+class MaskGeometry:
+    """Answers by looking at the mask, on any device; every layout can be built. Arguments as for `build_layout`.
+
+    Attributes:
+        fixed: None, see `stof.selection.gpu.Geometry`.
+        orders: the mask's row orders.
+    """
+
+    fixed: LayoutConfig | None = None
+
+    def __init__(
+        self,
+        mask: Mask,
+        q_len: int,
+        kv_len: int,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.mask, self.q_len, self.kv_len = mask, q_len, kv_len
+        self.batch, self.heads, self.device = batch, heads, device
+        self.orders = RowOrders(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
+        self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        """Names of row orders that suit the mask and fit its length."""
+        return self.orders.names
+
+    def found_order(self) -> str | None:
+        """Name of a row order found by looking at the mask, None where that is nothing new; searched once."""
+        return self.orders.found()
+
+    def unfit(self, choice: Choice) -> str | None:
+        """Nothing is known to be unfit before it was built."""
+        del choice
+        return None
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        """Tile counts under each geometry, for the cost model; counted once."""
+        key = (geometries, row_order)
+        found = self._surveys.get(key)
+        if found is None:
+            found = self._surveys[key] = survey(
+                self.mask,
+                self.q_len,
+                self.kv_len,
+                geometries,
+                batch=self.batch,
+                heads=self.heads,
+                device=self.device,
+                row_order=self.orders.rows(row_order),
+            )
+        return found
