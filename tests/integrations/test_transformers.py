@@ -386,3 +386,25 @@ def test_missing_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_import_stof_does_not_import_transformers() -> None:
     code = "import sys, stof, stof.integrations; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_compiled_models_see_whole_sequences_as_such() -> None:
+    """transformers makes positions itself and then looks for packed sequences in them, which compiled code cannot."""
+    model = hf.enable(models.llama())
+    ids = torch.randint(1, 30, (2, 24))
+    called: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        called.extend(n for n in graph.graph.nodes if n.target is torch.ops.stof.masked_attention.default)
+        return graph.forward
+
+    with torch.no_grad():
+        eager = model(ids)[0]
+        compiled = torch.compile(model, backend=backend, fullgraph=True)(ids)[0]
+        padded = model(ids, attention_mask=torch.ones_like(ids))[0]
+    assert [(node.args[3], node.args[4]) for node in called] == [("causal()", None)] * model.config.num_hidden_layers
+    close(compiled, eager)
+    close(padded, eager)
+    model.set_attn_implementation("sdpa")  # the hook must not stand in another implementation's way
+    with torch.no_grad():
+        close(model(ids)[0], eager)

@@ -70,7 +70,29 @@ def enable(model: nn.Module) -> nn.Module:
             "this takes a PreTrainedModel whose attention layers use ALL_ATTENTION_FUNCTIONS",
             {},
         )
+    for part in parts:
+        takes = inspect.signature(part.forward).parameters
+        if {"input_ids", "attention_mask", "position_ids"} <= set(takes) and not hasattr(part, "_stof_in_order"):
+            part._stof_in_order = part.register_forward_pre_hook(_in_order, with_kwargs=True)
     return model
+
+
+def _in_order(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Say that sequences are whole, where a call gives neither positions nor padding.
+
+    transformers then looks for packed sequences in the positions it makes itself; compiled code cannot look, so it
+    would evaluate a mask of every score, all true.
+    """
+    given = [kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values")]
+    tokens = args[0] if args else kwargs.get("input_ids")
+    own = module.config._attn_implementation == NAME  # type: ignore[union-attr]
+    if not own or len(args) > 1 or any(one is not None for one in given) or not isinstance(tokens, Tensor):
+        return None
+    batch, length = tokens.shape
+    whole = ModelMask(FULL, (batch, 1, length, length), complete=False)  # the model's own mask is added to it
+    return args, kwargs | {"attention_mask": whole}
 
 
 def register() -> None:
@@ -133,7 +155,8 @@ def make_mask(
             own = named if own == FULL else own & named
     if given is not None:
         moved = given.mask.with_query_offset(int(q_offset))
-        own = moved if own == FULL else own & moved
+        if moved != FULL:
+            own = moved if own == FULL else own & moved
     return ModelMask(
         own,
         (batch_size, 1, q_length, kv_length),
