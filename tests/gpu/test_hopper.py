@@ -24,6 +24,7 @@ from stof.layout.orders import named_order
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS, failures
+from stof.selection.gpu import _HOPPER_TILES
 from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
 from tests.strategies import dense_masks
@@ -38,8 +39,8 @@ pytestmark = [
 # The oracle's matrix products under PyTorch's deterministic mode, which poisons memory.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# Rows of two and of three warpgroups; three have the registers for heads up to 64 wide.
-HEIGHTS = (128, 192)
+# Stages by tile, for heads up to 64 wide and for wider ones.
+STAGES = {width: {(rows, columns): n for rows, columns, n in tiles} for width, tiles in _HOPPER_TILES.items()}
 GRID = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
 HALVES = (torch.float16, torch.bfloat16)
 # Heavy first rows, to be split; columns that slabs pick.
@@ -68,10 +69,15 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> None:
 
 
 def layout_of(
-    mask: Mask, q: Tensor, k: Tensor, slab: int | None, order: str | None = None, block_m: int = 128
+    mask: Mask,
+    q: Tensor,
+    k: Tensor,
+    slab: int | None,
+    order: str | None = None,
+    tile: tuple[int, int] = (128, 128),
 ) -> Layout:
     row_order = None if order is None else named_order(order, q.shape[2])
-    config, sizes = LayoutConfig(block_m, 128, slab), {"batch": q.shape[0], "heads": q.shape[1]}
+    config, sizes = LayoutConfig(*tile, slab), {"batch": q.shape[0], "heads": q.shape[1]}
     return build_layout(mask, q.shape[2], k.shape[2], config, **sizes, device="cuda", row_order=row_order)
 
 
@@ -79,7 +85,8 @@ def bound(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, side: int = 0, **options: Any
 ) -> BoundCall:
     """The kernel on a layout of the test's choice, row blocks split or not."""
-    hopper, stages = IMPLEMENTATIONS["hopper"], 2 if q.shape[3] > 64 else 3 if layout.config.block_m == 192 else 4
+    hopper, tile = IMPLEMENTATIONS["hopper"], (layout.config.block_m, layout.config.block_n)
+    stages = STAGES[64 if q.shape[3] <= 64 else 128][tile]
     tensors, sizes = hopper.prepare(layout, BlockWiseConfig(4, stages, split_tiles=split_tiles, side=side))
     given = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "sinks": None, **options}
     return hopper.bound(q, k, v, tensors, sizes, Options(given["scale"], given["softcap"], None, given["sinks"]))
@@ -102,45 +109,48 @@ def test_grid_masks(name: str, head_dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("split_tiles", [0, 2])
 @pytest.mark.parametrize("slab", [None, 16, 8])
-@pytest.mark.parametrize("block_m", HEIGHTS)
+@pytest.mark.parametrize("tile", STAGES[64], ids=str)
 @pytest.mark.parametrize("name", GRID)
-def test_every_layout(name: str, block_m: int, slab: int | None, split_tiles: int) -> None:
-    for length, dtype in ((1500, torch.float16), (1003, torch.bfloat16)):
-        q, k, v = random_inputs(q_len=length, dtype=dtype)
-        layout = layout_of(grid_mask(name).mask(length), q, k, slab, block_m=block_m)
-        check_layout(layout, q, k, v, split_tiles, side=3)
+def test_every_layout(name: str, tile: tuple[int, int], slab: int | None, split_tiles: int) -> None:
+    q, k, v = random_inputs(q_len=1501)
+    check_layout(layout_of(grid_mask(name).mask(1501), q, k, slab, tile=tile), q, k, v, split_tiles, side=3)
 
 
+@pytest.mark.parametrize("with_options", [False, True])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"softcap": 5.0}, {"sinks": True}, {"scale": -0.3}, {"scale": 0.5, "softcap": 20.0, "sinks": True}],
+    ("head_dim", "tile"),
+    [(8, (192, 128)), (64, (192, 128)), (64, (64, 128)), (40, (64, 64)), (96, (64, 64))],
     ids=str,
 )
-@pytest.mark.parametrize("head_dim", [8, 40, 64])
-def test_three_warpgroups(head_dim: int, options: dict[str, Any]) -> None:
-    """Odd lengths, grouped heads, every option; from no row block that is full to several for each thread block."""
-    if "sinks" in options:
-        options = {**options, "sinks": torch.randn(6, device="cuda")}
-    for q_len, kv_len, slab, split_tiles in ((1, 1, None, 0), (65, 777, 16, 1), (193, 1, 8, 0), (9001, 1531, None, 3)):
+def test_one_and_three_warpgroups(head_dim: int, tile: tuple[int, int], with_options: bool) -> None:
+    """Odd lengths, grouped heads, options; from one row block that is not full to several for each thread block."""
+    options: dict[str, Any] = {}
+    if with_options:
+        options = {"scale": 0.1, "softcap": 20.0, "sinks": torch.randn(6, device="cuda")}
+    for q_len, kv_len, slab, split_tiles in ((1, 1, None, 0), (65, 777, 16, 1), (9001, 1531, None, 3)):
         sizes = {"heads": 6, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim, "memory": "bshd"}
         q, k, v = random_inputs(**sizes)
-        layout = layout_of(SCATTERED | masks.sink_tokens(1), q, k, slab, block_m=192)
+        layout = layout_of(SCATTERED | masks.sink_tokens(1), q, k, slab, tile=tile)
         check_layout(layout, q, k, v, split_tiles, **options)
 
 
 @pytest.mark.parametrize("memory", ["bhsd", "bshd", "packed", "transposed"])
 @pytest.mark.parametrize("split_tiles", [0, 1])
-@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (128, 128), (64, 192)])
-def test_evenly_spaced_rows_and_columns(head_dim: int, block_m: int, split_tiles: int, memory: str) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    [(64, (128, 128)), (128, (128, 128)), (64, (192, 128)), (64, (64, 128)), (128, (64, 64))],
+    ids=str,
+)
+def test_evenly_spaced_rows_and_columns(head_dim: int, tile: tuple[int, int], split_tiles: int, memory: str) -> None:
     mask = masks.dilated_window(900, dilation=5)
-    q, k, v = random_inputs(q_len=10 * block_m, head_dim=head_dim, memory=memory)
-    check_layout(layout_of(mask, q, k, 1, "remainder 5", block_m), q, k, v, split_tiles)
+    q, k, v = random_inputs(q_len=10 * tile[0], head_dim=head_dim, memory=memory)
+    check_layout(layout_of(mask, q, k, 1, "remainder 5", tile), q, k, v, split_tiles)
 
 
 def test_row_blocks_of_two_remainders() -> None:
     """Where all rows see the same keys; the last row block is not full."""
     q, k, v = random_inputs(q_len=640)
-    check_layout(layout_of(masks.full(), q, k, 1, "remainder 2", 192), q, k, v, 2)
+    check_layout(layout_of(masks.full(), q, k, 1, "remainder 2", (192, 128)), q, k, v, 2)
 
 
 def test_dilated_with_heads_narrower_than_tiles() -> None:
@@ -190,8 +200,8 @@ def test_short_lengths(q_len: int, kv_len: int) -> None:
 
 @pytest.mark.parametrize("split_tiles", [0, 1])
 @pytest.mark.parametrize("slab", [None, 8])
-@pytest.mark.parametrize("block_m", HEIGHTS)
-def test_rows_and_heads_that_keep_nothing(block_m: int, slab: int | None, split_tiles: int) -> None:
+@pytest.mark.parametrize("tile", STAGES[64], ids=str)
+def test_rows_and_heads_that_keep_nothing(tile: tuple[int, int], slab: int | None, split_tiles: int) -> None:
     """Whole row blocks, single rows and whole heads: output 0, log-sum-exp -inf."""
     generator = torch.Generator().manual_seed(0)
     keep = torch.rand(2, 4, 500, 700, generator=generator) < torch.tensor([0.0, 0.01, 0.3, 1.0]).view(1, 4, 1, 1)
@@ -200,7 +210,7 @@ def test_rows_and_heads_that_keep_nothing(block_m: int, slab: int | None, split_
     keep[:, :, ::7] &= torch.arange(500)[::7, None] == 60
     q, k, v = random_inputs(q_len=500, kv_len=700)
     for kept in (keep, keep[:, 2:3], keep[:1], keep & False):
-        layout = layout_of(as_mask(kept.cuda()), q, k, slab, block_m=block_m)
+        layout = layout_of(as_mask(kept.cuda()), q, k, slab, tile=tile)
         check_layout(layout, q, k, v, split_tiles, sinks=torch.randn(4, device="cuda"))
 
 
@@ -263,12 +273,11 @@ def test_random_masks_and_shapes(data: st.DataObject) -> None:
     assert_attention(out, lse, q, k, v, keep, **options)
 
 
-# Settings that are compiled in: dtype, head_dim and rows of a row block, heads of a key head, columns of a slab,
-# longest chunk, option.
+# Settings that are compiled in: dtype, head_dim and tile, heads of a key head, columns of a slab, chunks, option.
 FAMILIES = list(
     itertools.product(
         HALVES,
-        ((64, 128), (64, 192), (40, 192), (80, 128), (96, 128), (128, 128)),
+        [*itertools.product((40, 64), STAGES[64]), *itertools.product((80, 128), STAGES[128])],
         (1, 3),
         (None, 16, 8),
         (0, 1, 3),
@@ -283,7 +292,7 @@ def test_a_thousand_random_calls() -> None:
     chance = random.Random(0)
     families = chance.sample(FAMILIES, 24)
     for number in range(1000):
-        dtype, (head_dim, block_m), group, slab, split_tiles, option = families[number % len(families)]
+        dtype, (head_dim, tile), group, slab, split_tiles, option = families[number % len(families)]
         batch, kv_heads = chance.randint(1, 3), chance.randint(2, 3)
         # No multiples of 16, for which there would be kernels of their own.
         q_len, kv_len = 16 * chance.randint(0, 40) + chance.randint(2, 15), chance.randint(1, 900)
@@ -299,7 +308,7 @@ def test_a_thousand_random_calls() -> None:
             "sinks": {"sinks": torch.randn(heads, device="cuda")},
             "scale": {"scale": -0.25},
         }
-        layout = layout_of(as_mask(keep), q, k, slab, block_m=block_m)
+        layout = layout_of(as_mask(keep), q, k, slab, tile=tile)
         try:
             check_layout(layout, q, k, v, split_tiles, chance.randint(0, 4), **by_name[option])
         except AssertionError as error:
@@ -325,8 +334,8 @@ def random_keep(chance: random.Random, batch: int, heads: int, q_len: int, kv_le
 
 
 def test_long_rows_split() -> None:
-    for head_dim, block_m in ((128, 128), (64, 192)):
+    for head_dim, tile in ((128, (128, 128)), (128, (64, 64)), (64, (192, 128))):
         q, k, v = random_inputs(batch=1, q_len=300, kv_len=20_000, head_dim=head_dim)
         for split_tiles in (8, 64, 1000):
-            check_layout(layout_of(HEAVY, q, k, None, block_m=block_m), q, k, v, split_tiles)
+            check_layout(layout_of(HEAVY, q, k, None, tile=tile), q, k, v, split_tiles)
         check(q, k, v, HEAVY)

@@ -17,9 +17,9 @@ from stof.masks import Mask
 from stof.testing import MEMORY_LAYOUTS, assert_attention
 from tests.gpu.test_hopper import (
     HEAVY,
-    HEIGHTS,
     HOPPER,
     SCATTERED,
+    STAGES,
     bound,
     check,
     check_layout,
@@ -41,8 +41,8 @@ def test_memory(head_dim: int, memory: str) -> None:
     out = stof.attention(q, k, v, SCATTERED, implementation="hopper")
     assert out.stride() == torch.empty_like(q).stride()
     for slab in (None, 8):
-        for block_m in HEIGHTS if head_dim <= 64 else HEIGHTS[:1]:
-            check_layout(layout_of(SCATTERED, q, k, slab, block_m=block_m), q, k, v)
+        for tile in STAGES[64 if head_dim <= 64 else 128]:
+            check_layout(layout_of(SCATTERED, q, k, slab, tile=tile), q, k, v)
 
 
 def unaligned(x: Tensor) -> Tensor:
@@ -101,11 +101,11 @@ def split_call(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
 
 
 @pytest.mark.parametrize("slab", [None, 8])
-@pytest.mark.parametrize("block_m", HEIGHTS)
-def test_equal_calls_give_equal_bits(block_m: int, slab: int | None) -> None:
+@pytest.mark.parametrize("tile", STAGES[64], ids=str)
+def test_equal_calls_give_equal_bits(tile: tuple[int, int], slab: int | None) -> None:
     """200 times, with row blocks split and merged by whichever thread block comes last."""
     q, k, v = random_inputs(q_len=2049)
-    layout = layout_of(HEAVY, q, k, slab, block_m=block_m)
+    layout = layout_of(HEAVY, q, k, slab, tile=tile)
     call = bound(layout, q, k, v, split_tiles=3)
     out, lse = call(q, k, v, None, None)
     assert_attention(out, lse, q, k, v, layout.to_dense())

@@ -183,25 +183,31 @@ def cases() -> Iterator[Case]:
 
 
 def _hopper() -> Iterator[Case]:
-    """Every way to copy a tile, with and without splitting and options, for two and for three warpgroups.
+    """Every tile and every way to copy it, with and without splitting and options.
 
     96 columns are padded to 128, 40 to 64.
     """
     half, bfloat = torch.float16, torch.bfloat16
     options = {"has_softcap": True, "has_sinks": True}
-    for group, call, block_m, kinds in (
-        ("hopper D 64", call_of(half, 64), 128, ("contiguous split", "slabs of 16", "evenly spaced")),
-        ("hopper D 64", call_of(bfloat, 64), 128, ("slabs of 8 split",)),
-        ("hopper 192 rows", call_of(half, 64), 192, ("contiguous", "slabs of 16 split")),
-        ("hopper 192 rows", call_of(bfloat, 64), 192, ("evenly spaced",)),
-        ("hopper 192 rows", call_of(bfloat, 40, **options), 192, ("contiguous split",)),
-        ("hopper D 128", call_of(half, 128), 128, ("contiguous", "slabs of 8", "evenly spaced split")),
-        ("hopper D 128", call_of(bfloat, 96), 128, ("slabs of 16 split",)),
-        ("hopper options", call_of(half, 64, **options), 128, ("slabs of 8 split",)),
-        ("hopper options", call_of(bfloat, 128, **options), 128, ("contiguous split",)),
+    square = (128, 128)
+    for group, call, tile, kinds in (
+        ("hopper D 64", call_of(half, 64), square, ("contiguous split", "slabs of 16", "evenly spaced")),
+        ("hopper D 64", call_of(bfloat, 64), square, ("slabs of 8 split",)),
+        ("hopper 64 rows", call_of(half, 64), (64, 128), ("contiguous split",)),
+        ("hopper 64 rows", call_of(bfloat, 64), (64, 64), ("slabs of 8 split",)),
+        ("hopper 64 rows", call_of(half, 128), (64, 64), ("contiguous",)),
+        ("hopper 64 rows", call_of(bfloat, 96, **options), (64, 64), ("slabs of 8 split",)),
+        ("hopper 192 rows", call_of(half, 64), (192, 128), ("contiguous", "slabs of 16 split")),
+        ("hopper 192 rows", call_of(bfloat, 64), (192, 128), ("evenly spaced",)),
+        ("hopper 192 rows", call_of(bfloat, 40, **options), (192, 128), ("contiguous split",)),
+        ("hopper D 128", call_of(half, 128), square, ("contiguous", "slabs of 8", "evenly spaced split")),
+        ("hopper D 128", call_of(bfloat, 96), square, ("slabs of 16 split",)),
+        ("hopper options", call_of(half, 64, **options), square, ("slabs of 8 split",)),
+        ("hopper options", call_of(bfloat, 128, **options), square, ("contiguous split",)),
     ):
         call = replace(call, compute_capability=(9, 0))
-        choices = [c for c in gpu_choices(call, Open(), "hopper") if c.layout and c.layout.block_m == block_m]
+        choices = gpu_choices(call, Open(), "hopper")
+        choices = [c for c in choices if c.layout and (c.layout.block_m, c.layout.block_n) == tile]
         for kind in kinds:
             yield _case(group, call, kind, choices, (90,))
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from stof.kernels.hopper.jobs import RESIDENT
+
 ROOT = Path(__file__).resolve().parents[2]
 # `make test` puts the older release beside the environment's own.
 OLDER = Path(sys.prefix) / "triton-3.6"
@@ -18,8 +20,8 @@ OLDER = Path(sys.prefix) / "triton-3.6"
 # Bytes a thread may spill, for sm_90 and for the other GPUs: what both Triton releases need, rounded up to 32. Head
 # dimensions of 64 are compiled for more programs on a multiprocessor, which pays for its few spills; 256 and float32
 # would need more than the 255 registers there are. The Hopper kernel spills at the ends of jobs where chunks are merged
-# (240 registers; 160 for three warpgroups, which also spill their pointers), and in the warp that copies (24) where it
-# picks slabs.
+# (240 registers; 128 for one warpgroup, 160 for three, which also spill their pointers), and in the warp that copies
+# (24) where it picks slabs.
 SPILLS = {
     "D 64": (96, 128),
     "D 128": (0, 0),
@@ -30,6 +32,7 @@ SPILLS = {
     "options D 128": (768, 768),
     "decode": (32, 0),
     "hopper D 64": (32, 0),
+    "hopper 64 rows": (64, 0),
     "hopper 192 rows": (160, 0),
     "hopper D 128": (96, 0),
     "hopper options": (96, 0),
@@ -38,6 +41,8 @@ SPILLS = {
 }
 # Shared memory a program may have.
 LIMITS = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+# What the hardware takes of a multiprocessor's shared memory for each program; the limit leaves room for one.
+RESERVED = 1024
 # What the selector's estimate may miss.
 UNCOUNTED = 4096
 
@@ -82,6 +87,9 @@ def faults(kernel: dict[str, Any]) -> list[str]:
     # The selector refuses by its estimate; what it lets through must fit.
     if kernel["shared"] > limit >= kernel["estimated"]:
         found.append(f"takes {kernel['shared']} bytes of shared memory, the GPU has {limit}")
+    programs = RESIDENT[kernel["block_m"]] if kernel["group"].startswith("hopper") else 1
+    if programs > 1 and programs * (kernel["shared"] + RESERVED) > limit + RESERVED:
+        found.append(f"takes {kernel['shared']} bytes of shared memory, too much for {programs} at once")
     if kernel["arch"] == 90 and kernel["block_m"] >= 64 and kernel["itemsize"] == 2 and not kernel["wgmma"]:
         found.append("has no wgmma")
     return found + kernel["warnings"]

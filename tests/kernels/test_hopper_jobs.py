@@ -23,23 +23,23 @@ from tests.strategies import dense_masks
 
 GRID = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
 EVEN = LayoutConfig(128, 128, 1)
-# Rows of two and of three warpgroups.
-HEIGHTS = (128, 192)
+# Rows of one, two and three warpgroups, and columns.
+TILES = ((64, 64), (64, 128), (128, 128), (192, 128))
 
 
-def layout_of(keep: Tensor, slab: int | None, block_m: int = 128, **options: Any) -> Layout:
+def layout_of(keep: Tensor, slab: int | None, tile: tuple[int, int] = (128, 128), **options: Any) -> Layout:
     batch, heads, q_len, kv_len = keep.shape
-    config = LayoutConfig(block_m, 128, slab)
+    config = LayoutConfig(*tile, slab)
     return build_layout(as_mask(keep), q_len, kv_len, config, batch=batch, heads=heads, **options)
 
 
-def grid_layout(name: str, length: int, slab: int | None, block_m: int = 128) -> Layout:
-    return build_layout(grid_mask(name).mask(length), length, length, LayoutConfig(block_m, 128, slab))
+def grid_layout(name: str, length: int, slab: int | None, tile: tuple[int, int] = (128, 128)) -> Layout:
+    return build_layout(grid_mask(name).mask(length), length, length, LayoutConfig(*tile, slab))
 
 
-def even_layout(length: int, stride: int = 16, block_m: int = 128) -> Layout:
+def even_layout(length: int, stride: int = 16, tile: tuple[int, int] = (128, 128)) -> Layout:
     """A dilated mask with like rows side by side: rows and columns at one distance."""
-    mask, config = masks.dilated_window(900, dilation=stride), LayoutConfig(block_m, 128, 1)
+    mask, config = masks.dilated_window(900, dilation=stride), LayoutConfig(*tile, 1)
     return build_layout(mask, length, length, config, row_order=named_order(f"remainder {stride}", length))
 
 
@@ -62,9 +62,9 @@ def columns_of(lists: TileLists) -> Tensor:
     return out
 
 
-def keep_of(words: Tensor) -> Tensor:
-    """Bool `[block_m, 128]` of words `[block_m, 4]` in the accumulator's order."""
-    column = torch.arange(128)
+def keep_of(words: Tensor, block_n: int) -> Tensor:
+    """Bool `[block_m, block_n]` of words `[block_m, 4]` in the accumulator's order."""
+    column = torch.arange(block_n)
     at = torch.div(column % 8, 2, rounding_mode="floor")
     shift = 2 * torch.div(column, 8, rounding_mode="floor") + column % 2
     return ((words[:, at] >> shift) & 1).bool()
@@ -97,7 +97,7 @@ def counted(lists: TileLists, seen: Tensor) -> Tensor:
                 if tile < partial_end:
                     # The bitmap of an item's first tile comes with the item.
                     number = bitmap if tile == begin else int(lists.tile_bitmap[tile])
-                    kept = keep_of(lists.bitmaps[number])[: len(mine)]
+                    kept = keep_of(lists.bitmaps[number], lists.block_n)[: len(mine)]
                 row, column = kept.nonzero(as_tuple=True)
                 at = (mine[row], columns[tile][column])
                 times[pattern].index_put_(at, torch.ones_like(row, dtype=torch.int32), accumulate=True)
@@ -166,16 +166,24 @@ def check_items(lists: TileLists, layout: Layout, split_tiles: int) -> None:
 @pytest.mark.parametrize("slab", [None, 16, 8])
 @pytest.mark.parametrize("name", GRID)
 def test_grid_masks(name: str, slab: int | None, split_tiles: int) -> None:
-    for length, block_m in ((1000, 128), (1280, 128), (1000, 192)):
-        lists = check_lists(grid_layout(name, length, slab, block_m), split_tiles)
+    for length, tile in ((1280, (128, 128)), (1000, (192, 128)), (1000, (64, 64))):
+        lists = check_lists(grid_layout(name, length, slab, tile), split_tiles)
         assert lists is not None
         assert (lists.row_step, lists.column_step) == (1, 1)
 
 
 @pytest.mark.parametrize("split_tiles", [0, 1, 3])
 def test_evenly_spaced_rows_and_columns(split_tiles: int) -> None:
-    for length, stride, block_m in ((2048, 16, 128), (1280, 5, 128), (384, 1, 128), (960, 5, 192), (320, 1, 192)):
-        lists = check_lists(even_layout(length, stride, block_m), split_tiles)
+    for length, stride, tile in (
+        (2048, 16, (128, 128)),
+        (1280, 5, (128, 128)),
+        (384, 1, (128, 128)),
+        (960, 5, (192, 128)),
+        (320, 1, (192, 128)),
+        (960, 5, (64, 128)),
+        (320, 5, (64, 64)),
+    ):
+        lists = check_lists(even_layout(length, stride, tile), split_tiles)
         assert lists is not None
         assert (lists.slab, lists.row_step, lists.column_step) == (0, stride, stride)
         assert torch.equal(lists.row_order[0].long(), rows_of(lists))
@@ -189,32 +197,32 @@ def test_rows_of_several_remainders() -> None:
     assert lists is not None
     assert (lists.row_step, lists.column_step) == (2, 1)
     with pytest.raises(UnfitLayoutError, match="not evenly spaced"):
-        make_tile_lists(even_layout(640, 2, 192))
+        make_tile_lists(even_layout(640, 2, (192, 128)))
 
 
 @given(
     data=st.data(),
     slab=st.sampled_from([None, 8, 16]),
     split_tiles=st.sampled_from([0, 1, 2]),
-    block_m=st.sampled_from(HEIGHTS),
+    tile=st.sampled_from(TILES),
 )
 @settings(max_examples=60)
-def test_every_kept_score_once(data: st.DataObject, slab: int | None, split_tiles: int, block_m: int) -> None:
+def test_every_kept_score_once(data: st.DataObject, slab: int | None, split_tiles: int, tile: tuple[int, int]) -> None:
     q_len = data.draw(st.sampled_from([1, 64, 128, 130, 193, 300]))
     kv_len = data.draw(st.sampled_from([1, 15, 128, 129, 500]))
     keep = data.draw(dense_masks(q_len, kv_len, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))))
-    check_lists(layout_of(keep, slab, block_m), split_tiles)
+    check_lists(layout_of(keep, slab, tile), split_tiles)
 
 
 @given(
     stride=st.sampled_from([1, 2, 3, 7]),
     texture=st.sampled_from(["random", "band", "empty", "full"]),
-    block_m=st.sampled_from(HEIGHTS),
+    tile=st.sampled_from(TILES),
 )
 @settings(max_examples=20)
-def test_evenly_spaced_masks(stride: int, texture: str, block_m: int) -> None:
+def test_evenly_spaced_masks(stride: int, texture: str, tile: tuple[int, int]) -> None:
     """Rows see keys of their own remainder only."""
-    length = block_m * stride
+    length = tile[0] * stride
     rows, columns = torch.arange(length)[:, None], torch.arange(length)[None, :]
     like = (rows - columns) % stride == 0
     keep = {
@@ -224,7 +232,7 @@ def test_evenly_spaced_masks(stride: int, texture: str, block_m: int) -> None:
         "full": like,
     }[texture]
     order = named_order(f"remainder {stride}", length)
-    check_lists(layout_of(keep[None, None], 1, block_m, row_order=order), 1)
+    check_lists(layout_of(keep[None, None], 1, tile, row_order=order), 1)
 
 
 def test_runs_are_copied_at_once() -> None:
@@ -360,7 +368,7 @@ def check_starts(starts: Tensor, padded: Tensor, lists: TileLists, blocks: int) 
 @pytest.mark.parametrize("slab", [None, 16, 8])
 def test_starts_of_thread_blocks_without_jobs(slab: int | None) -> None:
     """They begin where they end; there is a job and a tile to read, past the last."""
-    lists = make_tile_lists(grid_layout("strided", 512, slab, 192), 1)
+    lists = make_tile_lists(grid_layout("strided", 512, slab, (192, 128)), 1)
     padded, starts = job_lists(lists, 1, 1, 132, 1)
     jobs = len(padded) - 1
     assert 3 < jobs < 132
@@ -369,11 +377,11 @@ def test_starts_of_thread_blocks_without_jobs(slab: int | None) -> None:
     check_starts(starts, padded, lists, 132)
 
 
-@pytest.mark.parametrize("block_m", HEIGHTS)
+@pytest.mark.parametrize("tile", [(128, 128), (192, 128)])
 @pytest.mark.parametrize("split_tiles", [0, 2])
 @pytest.mark.parametrize("name", GRID)
-def test_jobs_of_grid_masks(name: str, split_tiles: int, block_m: int) -> None:
-    lists = make_tile_lists(grid_layout(name, 2048, None, block_m), split_tiles)
+def test_jobs_of_grid_masks(name: str, split_tiles: int, tile: tuple[int, int]) -> None:
+    lists = make_tile_lists(grid_layout(name, 2048, None, tile), split_tiles)
     for batch, heads, side in ((1, 1, 1), (2, 12, 1), (2, 12, 4), (3, 16, 48)):
         loads = check_jobs(lists, batch, heads, 132, side)
         longest = float(costs(job_lists(lists, batch, heads, 132, side)[0][:-1]).max())
@@ -389,7 +397,7 @@ def test_jobs_of_grid_masks(name: str, split_tiles: int, block_m: int) -> None:
 def test_jobs_of_random_masks(data: st.DataObject, split_tiles: int, blocks: int) -> None:
     batch, heads = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 3)]))
     keep = data.draw(dense_masks(data.draw(st.sampled_from([1, 130, 300])), 400, batch, heads))
-    layout = layout_of(keep, data.draw(st.sampled_from([None, 8])), data.draw(st.sampled_from(HEIGHTS)))
+    layout = layout_of(keep, data.draw(st.sampled_from([None, 8])), data.draw(st.sampled_from(TILES)))
     assume(not reads_unseen_keys(layout))
     lists = make_tile_lists(layout, split_tiles)
     times = data.draw(st.sampled_from([1, 2]))  # masks that are the same in every batch entry or head

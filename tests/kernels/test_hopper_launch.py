@@ -22,7 +22,7 @@ from stof.selection import IMPLEMENTATIONS
 from stof.selection.gpu import gpu_choices
 from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
-from tests.kernels.test_hopper_jobs import HEIGHTS, even_layout, keep_of, layout_of
+from tests.kernels.test_hopper_jobs import TILES, even_layout, keep_of, layout_of
 from tests.selection.fakes import Geometry, call_of
 
 LONG = masks.longformer(20, 30) | masks.strided(8, 64, 8)
@@ -75,7 +75,7 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
             s = a.softcap * torch.tanh(s / a.softcap)
         if tile < partial_end:
             words = a.bitmaps_ptr[bitmap if tile == begin else int(a.tile_bitmap_ptr[tile])]
-            s = s.masked_fill(~keep_of(words)[group * 64 : group * 64 + 64], -torch.inf)
+            s = s.masked_fill(~keep_of(words, a.BLOCK_N)[group * 64 : group * 64 + 64], -torch.inf)
         else:
             assert a.HAS_FULL
         scores.append(s)
@@ -175,12 +175,15 @@ def inputs(**sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("memory_layout", MEMORY_LAYOUTS)
-@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (72, 128), (128, 128), (40, 192), (64, 192)])
-def test_memory(twin: Twin, memory_layout: str, head_dim: int, block_m: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    [(64, (128, 128)), (72, (128, 128)), (128, (64, 64)), (40, (192, 128)), (64, (192, 128)), (40, (64, 128))],
+)
+def test_memory(twin: Twin, memory_layout: str, head_dim: int, tile: tuple[int, int]) -> None:
     for slab in (None, 8):
-        layout = build_layout(LONG, 200, 333, LayoutConfig(block_m, 128, slab))
+        layout = build_layout(LONG, 200, 333, LayoutConfig(*tile, slab))
         check_call(layout, *inputs(head_dim=head_dim, memory=memory_layout))
-    assert (twin.constants["SLAB"], twin.constants["GROUPS"]) == (8, block_m // 64)
+    assert (twin.constants["SLAB"], twin.constants["GROUPS"]) == (8, tile[0] // 64)
 
 
 def unaligned(x: Tensor) -> Tensor:
@@ -241,11 +244,11 @@ def test_aligned_and_unaligned_tensors_by_turns() -> None:
     ],
     ids=("plain", "no scale", "negative scale", "softcap", "sinks", "all"),
 )
-@pytest.mark.parametrize("block_m", HEIGHTS)
-def test_options(twin: Twin, block_m: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("tile", [(128, 128), (192, 128)])
+def test_options(twin: Twin, tile: tuple[int, int], options: dict[str, Any]) -> None:
     keep = LONG.to_dense(200, 333).clone()
     keep[..., 100:110, :] = False
-    check_call(layout_of(keep, 8, block_m), *inputs(), split_tiles=1, **options)
+    check_call(layout_of(keep, 8, tile), *inputs(), split_tiles=1, **options)
     assert twin.constants["SPLIT"]
     assert twin.constants["MODIFIED"] == ("scale" in options or "softcap" in options)
 
@@ -253,14 +256,14 @@ def test_options(twin: Twin, block_m: int, options: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("poisoned_memory", "twin")
 @pytest.mark.parametrize("split_tiles", [0, 1])
 @pytest.mark.parametrize("slab", [None, 16])
-@pytest.mark.parametrize("block_m", HEIGHTS)
-def test_patterns(block_m: int, slab: int | None, split_tiles: int) -> None:
+@pytest.mark.parametrize("tile", TILES)
+def test_patterns(tile: tuple[int, int], slab: int | None, split_tiles: int) -> None:
     """A mask of its own for each batch entry and head, one of them empty, rows and keys of odd numbers."""
-    generator, q_len = torch.Generator().manual_seed(0), block_m + 13
+    generator, q_len = torch.Generator().manual_seed(0), tile[0] + 13
     keep = torch.rand(2, 4, q_len, 333, generator=generator) < torch.tensor([0.0, 0.003, 0.3, 1.0]).view(1, 4, 1, 1)
     keep[:, 1:, 60] = True  # each key is seen
     for kept in (keep, keep[:, :1], keep[:1, 1:2]):
-        check_call(layout_of(kept, slab, block_m), *inputs(q_len=q_len), split_tiles=split_tiles)
+        check_call(layout_of(kept, slab, tile), *inputs(q_len=q_len), split_tiles=split_tiles)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -286,7 +289,7 @@ def test_evenly_spaced_calls(twin: Twin, head_dim: int, memory_layout: str) -> N
 def test_evenly_spaced_rows_of_three_warpgroups(twin: Twin, memory_layout: str, split_tiles: int) -> None:
     """Row blocks of one remainder, and of two, the last one not full, for which the mask has to be the same."""
     same = build_layout(masks.full(), 640, 640, LayoutConfig(192, 128, 1), row_order=named_order("remainder 2", 640))
-    for layout in (even_layout(384, 2, 192), same):
+    for layout in (even_layout(384, 2, (192, 128)), same):
         sizes = {"q_len": layout.q_len, "kv_len": layout.kv_len, "batch": 1, "heads": 2, "kv_heads": 1}
         check_call(layout, *inputs(**sizes, memory=memory_layout), split_tiles=split_tiles)
         assert twin.constants["PERMUTED"]

@@ -14,7 +14,7 @@ import torch
 
 from stof import LayoutConfig, masks, plans
 from stof.errors import KernelError, UnfitLayoutError, UnsupportedError
-from stof.kernels.hopper.jobs import make_tile_lists
+from stof.kernels.hopper.jobs import RESIDENT, make_tile_lists
 from stof.layout import build_layout
 from stof.layout.orders import named_order
 from stof.masks import Mask
@@ -34,8 +34,9 @@ def _no_failures() -> Iterator[None]:
     failures.clear()
 
 
-# Stages that shared memory holds, by whether heads are wider than 64 and by the rows of a row block.
-STAGES = {(False, 128): 4, (False, 192): 3, (True, 128): 2}
+# Stages by tile, for heads up to 64 wide and for wider ones.
+NARROW = {(128, 128): 4, (192, 128): 3, (64, 128): 2, (64, 64): 4}
+WIDE = {(128, 128): 2, (64, 64): 2}
 DILATED = masks.dilated_window(500, dilation=16)
 
 
@@ -99,18 +100,18 @@ def test_choices(head_dim: int) -> None:
     choices = choices_of(head_dim=head_dim, q_len=4096, kv_len=4096)
     assert len(set(choices)) == len(choices)
     assert {choice.implementation for choice in choices} == {"hopper"}
+    tiles = WIDE if head_dim > 64 else NARROW
     kinds: dict[tuple[Any, ...], set[int]] = {}
     for choice in choices:
         assert choice.kernel is not None
         assert choice.layout is not None
-        assert choice.layout.block_n == 128
-        assert (choice.kernel.num_warps, choice.kernel.num_stages) == (4, STAGES[head_dim > 64, choice.layout.block_m])
-        kind = (choice.layout.block_m, choice.layout.slab, choice.row_order)
-        kinds.setdefault(kind, set()).add(choice.kernel.split_tiles)
+        tile = (choice.layout.block_m, choice.layout.block_n)
+        assert (choice.kernel.num_warps, choice.kernel.num_stages) == (4, tiles[tile])
+        keys = kinds.setdefault((tile, choice.layout.slab, choice.row_order), set())
+        keys.add(choice.kernel.split_tiles * choice.layout.block_n)
     columns = [(None, None), (16, None), (8, None), *([(1, "remainder 16")] if head_dim in (64, 128) else [])]
-    heights = (128,) if head_dim > 64 else (128, 192)
-    assert set(kinds) == {(block_m, *how) for block_m in heights for how in columns}
-    assert all(splits == {0, *(keys // 128 for keys in _CHUNK_KEYS if keys < 4096)} for splits in kinds.values())
+    assert set(kinds) == {(tile, *how) for tile in tiles for how in columns}
+    assert all(keys == {0, *(chunk for chunk in _CHUNK_KEYS if chunk < 4096)} for keys in kinds.values())
 
 
 def test_heads_side_by_side_share_the_cache() -> None:
@@ -127,19 +128,22 @@ def test_choices_fit_the_gpu_they_are_made_for() -> None:
             assert fits(choice, call, H200_SHARED)
             # Q of three row blocks, and at each stage K and V of a tile.
             assert choice.layout is not None
-            block_m, wide = choice.layout.block_m, head_dim > 64
-            needed = 2 * (128 if wide else 64) * (3 * block_m + 2 * STAGES[wide, block_m] * 128)
+            block_m, block_n = choice.layout.block_m, choice.layout.block_n
+            width, tiles = (128, WIDE) if head_dim > 64 else (64, NARROW)
+            needed = 2 * width * (3 * block_m + 2 * tiles[block_m, block_n] * block_n)
             assert fits(choice, call, needed + 4096)
             assert not fits(choice, call, needed)
+            # So many thread blocks are launched; the hardware takes 1 KB more for each.
+            assert RESIDENT[block_m] * (needed + 2048) <= H200_SHARED + 1024
 
 
 @pytest.mark.parametrize("slab", [None, 8, 16])
-@pytest.mark.parametrize("block_m", [128, 192])
-def test_fixed_layouts_it_takes(block_m: int, slab: int | None) -> None:
-    fixed = LayoutConfig(block_m, 128, slab)
+@pytest.mark.parametrize("tile", NARROW)
+def test_fixed_layouts_it_takes(tile: tuple[int, int], slab: int | None) -> None:
+    fixed = LayoutConfig(*tile, slab)
     choices = choices_of(fixed=fixed, kv_len=4096)
     assert {(choice.layout, choice.row_order) for choice in choices} == {(fixed, None)}
-    assert {choice.kernel.num_stages for choice in choices if choice.kernel} == {STAGES[False, block_m]}
+    assert {choice.kernel.num_stages for choice in choices if choice.kernel} == {NARROW[tile]}
     assert {bool(choice.kernel and choice.kernel.split_tiles) for choice in choices} == {False, True}
 
 
@@ -147,7 +151,8 @@ def test_fixed_layouts_it_takes(block_m: int, slab: int | None) -> None:
     ("fixed", "changes"),
     [
         (LayoutConfig(128, 128, 1), {}),
-        (LayoutConfig(64, 128), {}),
+        (LayoutConfig(64, 32), {}),
+        (LayoutConfig(64, 128), {"head_dim": 128}),
         (LayoutConfig(128, 64, 8), {}),
         (LayoutConfig(256, 128), {}),
         (LayoutConfig(128, 128), {"permuted_rows": True}),
@@ -167,21 +172,27 @@ def test_fixed_layouts_it_does_not_take(
     assert not weighed[0].refusals
 
 
-@pytest.mark.parametrize("length", [512, 2048])
 @pytest.mark.parametrize(
-    "mask",
-    [masks.full(), masks.causal(), masks.longformer(40, 40), DILATED, ~masks.full()],
+    ("mask", "length", "heights"),
+    [
+        (masks.full(), 512, set()),  # 32 rows of each remainder are half a box
+        (DILATED, 512, set()),
+        (masks.full(), 2048, {64, 128, 192}),
+        (masks.causal(), 2048, {64, 128, 192}),
+        (masks.longformer(40, 40), 2048, {128, 192}),  # half of a remainder's rows leave out some keys
+        (DILATED, 2048, {64, 128}),  # 192 rows see keys of two remainders
+        (~masks.full(), 2048, {64, 128, 192}),
+    ],
 )
-def test_layouts_of_choices_can_be_prepared_or_say_why(mask: Mask, length: int) -> None:
-    for choice in choices_of(mask, q_len=length, kv_len=length):
-        assert choice.layout is not None
-        order = None if choice.row_order is None else named_order(choice.row_order, length)
-        layout = build_layout(mask, length, length, choice.layout, row_order=order)
-        if choice.row_order is None:
+def test_layouts_of_choices_can_be_prepared_or_say_why(mask: Mask, length: int, heights: set[int]) -> None:
+    for config, name in {(c.layout, c.row_order) for c in choices_of(mask, q_len=length, kv_len=length) if c.layout}:
+        order = None if name is None else named_order(name, length)
+        layout = build_layout(mask, length, length, config, row_order=order)
+        if name is None:
             assert make_tile_lists(layout).row_order.numel() == 0
-        elif length == 2048 and (choice.layout.block_m == 128 or mask is not DILATED):
+        elif config.block_m in heights:
             assert make_tile_lists(layout).row_order.shape == (1, length)
-        else:  # 32 rows of each remainder are half a box; with 128, row blocks of 192 see keys of two remainders
+        else:
             with pytest.raises(UnfitLayoutError, match=r"not evenly spaced|rows are not in an order"):
                 make_tile_lists(layout)
 
@@ -194,6 +205,8 @@ class OnCpu:
         self.monkeypatch = monkeypatch
         fake_gpu(monkeypatch)
         monkeypatch.setattr(plans, "build_layout", lambda *a, **kw: build_layout(*a, **{**kw, "device": "cpu"}))
+        for module in (plans, importlib.import_module("stof.attention")):
+            monkeypatch.setattr(module, "lasting", lambda device, make: make())
         idle = SimpleNamespace(synchronize=lambda: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: idle)
         for name in ("hopper", "block_wise", "row_wise"):
