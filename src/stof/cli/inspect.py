@@ -221,7 +221,10 @@ def _times(found: Times) -> Table:
     table.add_column("rows")
     for name in ("computed / needed", "estimated", "measured"):
         table.add_column(name, justify="right")
-    for one in found.alternatives[:MOST_LISTED]:
+    listed = found.alternatives[:MOST_LISTED]
+    if not any(one.reordered for one in listed):  # asked for, so the best of them is shown wherever it stands
+        listed += [one for one in found.alternatives[MOST_LISTED:] if one.reordered][:1]
+    for one in listed:
         layout = one.choice.layout
         assert layout is not None
         columns = "contiguous" if layout.slab is None else f"gathered by {layout.slab}"

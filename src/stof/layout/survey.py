@@ -54,9 +54,12 @@ class Survey:
         return min(map(self.waste_of, self.counts), default=0.0)
 
     def waste_of(self, geometry: LayoutConfig) -> float:
-        """Scores of all tiles, unused slots included, over scores kept; 0 for an empty mask."""
+        """Scores of all tiles, unused slots but no rows past the end included, over scores kept; 0 if none is."""
         counts = self.counts[geometry]
-        scores = int((counts.partial + counts.full).sum()) * geometry.block_m * geometry.block_n
+        tiles = counts.partial + counts.full
+        rows = torch.full(tiles.shape[1:], geometry.block_m)
+        rows[-1] = self.kept.shape[1] - (len(rows) - 1) * geometry.block_m
+        scores = int((tiles * rows).sum()) * geometry.block_n
         return scores / max(1, int(self.kept.sum()))
 
 

@@ -1,0 +1,92 @@
+"""Layouts, and single instructions that Gluon has no name for."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Triton 3.7 has another name for it.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+
+@gluon.constexpr_function
+def bit_layout(block_n):  # type: ignore[no-untyped-def]
+    """The accumulator of 64 x block_n scores, seen as [row, group of 8 columns, thread of the group, column pair]."""
+    groups = [[0, 1 << i, 0, 0] for i in range((block_n // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *groups],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, block_n // 8, 4, 2],
+    )
+
+
+@gluon.constexpr_function
+def tile_layout(dtype, rows, width, rank):  # type: ignore[no-untyped-def]
+    """Shared memory of a tile as TMA writes it and the tensor cores read it."""
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, width * dtype.primitive_bitwidth // 8),
+        element_bitwidth=dtype.primitive_bitwidth,
+        rank=rank,
+    )
+
+
+@gluon.constexpr_function
+def _turn(operation, group):  # type: ignore[no-untyped-def]
+    """Two warpgroups meet at a barrier of the hardware; Triton takes the first few of the sixteen for itself."""
+    return f"bar.{operation} {8 + group}, 256; mov.u32 $0, 0;"
+
+
+@gluon.jit
+@no_type_check
+def await_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Wait until the warpgroup before this one has handed its products to the tensor cores.
+
+    So one computes exponentials while another multiplies; left alone they fall into step and want one unit at once.
+    """
+    if GROUPS > 1:
+        gl.inline_asm_elementwise(_turn("sync", GROUP), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def pass_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    if GROUPS > 1:
+        following: gl.constexpr = (GROUP + 1) % GROUPS
+        gl.inline_asm_elementwise(_turn("arrive", following), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def lane_number():
+    """This thread's number within its warp, as a scalar that differs from thread to thread."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [0], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def opaque(value):
+    """The value, in a way that the compiler cannot see through.
+
+    Triton 3.6 and 3.7 take a loop-carried scalar whose only use is to bound an inner loop for the one before the loop.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def cleared(x):
+    """Zeros like x, set where this stands: plain zeros would become one select per element for every tile."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def of_lane(value, lane):
+    """The value that thread `lane` of the warp holds."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [value, lane], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -1,0 +1,96 @@
+"""The end of a job: chunks merged, sinks, output and log-sum-exp written."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from stof.kernels.hopper.device import thread_barrier, tile_layout
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+@no_type_check
+def finish(
+    acc, m_i, l_i, job_ptr, q_rows, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
+    row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+):  # fmt: skip
+    """Write 64 rows of a job's output; a chunk of a split row block leaves partial results, and the last merges."""
+    acc_layout: gl.constexpr = acc.type.layout
+    rows_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    dtype: gl.constexpr = q_rows.dtype
+    row_block = gl.load(job_ptr)
+    b = gl.load(job_ptr + 1)
+    h = gl.load(job_ptr + 2)
+    m = gl.convert_layout(m_i, rows_layout)
+    total = gl.convert_layout(gl.sum(l_i, 1), rows_layout)
+    r = gl.arange(0, 64, layout=rows_layout)
+    write = True
+    if SPLIT:
+        parts = gl.load(job_ptr + 6)
+        if parts > 1:
+            slot = gl.load(job_ptr + 7).to(gl.int64)
+            chunk = gl.load(job_ptr + 8)
+            d = gl.arange(0, D, layout=gl.SliceLayout(0, acc_layout))
+            at = (r * D)[:, None] + d[None, :]
+            mine = (slot + chunk) * GROUPS + GROUP
+            gl.store(chunk_out_ptr + mine * (64 * D) + at, acc)
+            gl.store(chunk_ml_ptr + mine * 128 + r, m)
+            gl.store(chunk_ml_ptr + mine * 128 + 64 + r, total)
+            # All threads' stores come before the one thread's release.
+            thread_barrier()
+            counter_ptr = counters_ptr + gl.load(job_ptr + 9) * GROUPS + GROUP
+            before = gl.atomic_add(counter_ptr, 1, sem="acq_rel")
+            write = before == parts - 1
+            if write:
+                thread_barrier()
+                m = gl.full([64], float("-inf"), gl.float32, layout=rows_layout)
+                total = gl.full([64], 0.0, gl.float32, layout=rows_layout)
+                acc = gl.full([64, D], 0.0, gl.float32, layout=acc_layout)
+                for c in range(parts):
+                    # .cg: written by other multiprocessors
+                    other = (slot + c) * GROUPS + GROUP
+                    m_c = gl.load(chunk_ml_ptr + other * 128 + r, cache_modifier=".cg")
+                    l_c = gl.load(chunk_ml_ptr + other * 128 + 64 + r, cache_modifier=".cg")
+                    acc_c = gl.load(chunk_out_ptr + other * (64 * D) + at, cache_modifier=".cg")
+                    m_new = gl.maximum(m, m_c)
+                    m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
+                    old = gl.exp2(m - m_use)
+                    new = gl.exp2(m_c - m_use)
+                    total = total * old + l_c * new
+                    acc = acc * old[:, None] + acc_c * new[:, None]
+                    m = m_new
+                gl.store(counter_ptr, 0)
+    if write:
+        position = row_block * (64 * GROUPS) + GROUP * 64
+        exists = position + r < q_len
+        row = position + r
+        if PERMUTED:
+            pattern = gl.load(job_ptr + 10)
+            row = gl.load(row_order_ptr + pattern * q_len + position + r, mask=exists, other=0)
+        some = total > 0.0
+        safe = gl.where(some, total, 1.0)
+        lse = gl.where(some, (m + gl.log2(safe)) * LN2, float("-inf"))
+        if HAS_SINKS:
+            # softmax over keys and sink = softmax over keys / (1 + exp(sink - lse))
+            sink = gl.load(sinks_ptr + h).to(gl.float32)
+            safe = gl.where(some, safe * (1.0 + gl.exp2((sink - lse) * LOG2E)), 1.0)
+        gl.store(lse_ptr + (b * heads + h).to(gl.int64) * q_len + row, lse, mask=exists)
+        factor = gl.where(some, 1.0 / safe, 0.0)
+        values = (acc * factor[:, None]).to(dtype)
+        # The rows of Q are used up: their place takes the output, and TMA takes it from there.
+        q_rows.store(values)
+        fence_async_shared()
+        thread_barrier()
+        residue = position // rows_per_residue
+        staged = q_rows._reinterpret(dtype, [1, 1, 64, D], tile_layout(dtype, 64, D, 4))
+        tma.async_copy_shared_to_global(
+            out_desc, [b, h, position - residue * rows_per_residue, residue * out_residue_stride], staged
+        )

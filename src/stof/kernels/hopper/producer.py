@@ -1,0 +1,132 @@
+"""The warp that copies Q, K and V to shared memory by TMA."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from stof.kernels.hopper.device import lane_number, of_lane, tile_layout
+from stof.kernels.hopper.jobs import JOB_FIELDS
+
+FIELDS = gl.constexpr(JOB_FIELDS)
+
+
+@gluon.jit
+@no_type_check
+def copy_tile(
+    record, b, h, desc, slab_desc, buffer, slab_buffer, stage, bar, kv_step, residue_stride,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr,
+):  # fmt: skip
+    """Start copying a tile of K or V: all of it at once, or runs of 64 columns and slabs, as `record` says by lane."""
+    dtype: gl.constexpr = buffer.dtype
+    mbarrier.expect(bar, BLOCK_N * D * (dtype.primitive_bitwidth // 8))
+    if SLAB == 0:
+        column = of_lane(record, 0)
+        tile = buffer.index(stage)._reinterpret(dtype, [1, 1, BLOCK_N, D], tile_layout(dtype, BLOCK_N, D, 4))
+        tma.async_copy_global_to_shared(desc, [b, h, column // kv_step, (column % kv_step) * residue_stride], bar, tile)
+    else:
+        slabs: gl.constexpr = BLOCK_N // SLAB
+        per_run: gl.constexpr = 64 // SLAB
+        for start in gl.static_range(0, slabs, per_run):
+            place = stage * (D // 64) * slabs + start
+            first = of_lane(record, start)
+            if first < 0:
+                for chunk in gl.static_range(D // 64):
+                    run = slab_buffer.index(place + chunk * slabs)
+                    run = run._reinterpret(dtype, [1, 1, 64, 64], tile_layout(dtype, 64, 64, 4))
+                    tma.async_copy_global_to_shared(desc, [b, h, -1 - first, chunk * 64], bar, run)
+            else:
+                # No loop: each turn of it would wait for its own shuffle.
+                for i in gl.static_range(per_run):
+                    column = of_lane(record, start + i)
+                    for chunk in gl.static_range(D // 64):
+                        slab = slab_buffer.index(place + chunk * slabs + i)
+                        slab = slab._reinterpret(dtype, [1, 1, SLAB, 64], tile_layout(dtype, SLAB, 64, 4))
+                        tma.async_copy_global_to_shared(slab_desc, [b, h, column, chunk * 64], bar, slab)
+
+
+@gluon.jit
+@no_type_check
+def slabs_of(buffer, BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr):
+    """Tiles of K or V in shared memory, slab by slab and 64 elements of each row at a time."""
+    rows: gl.constexpr = SLAB if SLAB > 0 else 8
+    layout: gl.constexpr = tile_layout(buffer.dtype, rows, 64, 2)
+    return buffer._reinterpret(buffer.dtype, [STAGES * (D // 64) * (BLOCK_N // rows), rows, 64], layout)
+
+
+@gluon.jit
+@no_type_check
+def copy_rows(
+    job, q_desc, q_smem, stage, bar, rows_per_residue, residue_stride, GROUPS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Start copying Q of a job, whose fields `job` says by lane."""
+    dtype: gl.constexpr = q_smem.dtype
+    row_block = of_lane(job, 0)
+    b = of_lane(job, 1)
+    h = of_lane(job, 2)
+    mbarrier.expect(bar, GROUPS * 64 * D * (dtype.primitive_bitwidth // 8))
+    for group in gl.static_range(GROUPS):
+        position = (row_block * GROUPS + group) * 64
+        residue = position // rows_per_residue
+        row = position - residue * rows_per_residue
+        rows = q_smem.index(stage * GROUPS + group)._reinterpret(dtype, [1, 1, 64, D], tile_layout(dtype, 64, D, 4))
+        tma.async_copy_global_to_shared(q_desc, [b, h, row, residue * residue_stride], bar, rows)
+
+
+@gluon.jit
+@no_type_check
+def producer(
+    shared, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    k_residue_stride, v_residue_stride,
+    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+    D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warp that copies. Jobs and tiles are read one ahead, a word to a lane; the first tile is on its way."""
+    (
+        q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
+        q_residue_stride, kv_step,
+    ) = shared  # fmt: skip
+    slabs: gl.constexpr = BLOCK_N // SLAB if SLAB > 0 else 1
+    k_slabs = slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES)
+    v_slabs = slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES)
+    lane = lane_number()
+    # Lists end with a job and a tile that nobody computes, for reading ahead.
+    jobs_ptr += gl.minimum(lane, FIELDS - 1)
+    tiles_ptr += gl.minimum(lane, slabs - 1)
+    next_job = gl.load(jobs_ptr + job_begin * FIELDS)
+    next_tile = gl.load(tiles_ptr + of_lane(next_job, 3) * slabs)
+    count = 0
+    for number in range(job_begin, job_end):
+        job = next_job
+        next_job = gl.load(jobs_ptr + (number + 1) * FIELDS)
+        b = of_lane(job, 1)
+        kv_head = of_lane(job, 2) // heads_per_group
+        begin = of_lane(job, 3)
+        end = of_lane(job, 5)
+        turn = number - job_begin
+        if turn > 0:
+            q_stage = turn % Q_STAGES
+            mbarrier.wait(q_empty.index(q_stage), (turn // Q_STAGES + 1) & 1)
+            copy_rows(
+                job, q_desc, q_smem, q_stage, q_full.index(q_stage), rows_per_residue, q_residue_stride, GROUPS, D
+            )
+        for tile in range(begin, end):
+            record = next_tile
+            following = tile + 1
+            if following == end:
+                following = of_lane(next_job, 3)
+            next_tile = gl.load(tiles_ptr + following * slabs)
+            if count > 0:
+                stage = count % STAGES
+                mbarrier.wait(k_empty.index(stage), (count // STAGES + 1) & 1)
+                copy_tile(record, b, kv_head, k_desc, k_slab_desc, k_smem, k_slabs, stage, k_full.index(stage),
+                           kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+                # V's ring is one ahead: its first place holds zeros, for the tile before the first.
+                stage = (count + 1) % STAGES
+                mbarrier.wait(v_empty.index(stage), ((count + 1) // STAGES + 1) & 1)
+                copy_tile(record, b, kv_head, v_desc, v_slab_desc, v_smem, v_slabs, stage, v_full.index(stage),
+                           kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+            count += 1

@@ -1,0 +1,125 @@
+"""Scores of a tile to weights, in the registers they are in: bits, maxima, exponentials, sums, rounding."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from stof.kernels.hopper.device import bit_layout
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+@no_type_check
+def _reduced(x, axis: gl.constexpr, MAXIMUM: gl.constexpr):
+    return gl.max(x, axis) if MAXIMUM else gl.sum(x, axis)
+
+
+@gluon.jit
+@no_type_check
+def _per_thread(x, MAXIMUM: gl.constexpr):
+    """Maximum or sum of what one thread holds of each row, `[64, N / 8, 4, 2]` -> `[64, 4]`.
+
+    In pairs: a chain of 32 dependent instructions would wait for each of them.
+    """
+    GROUPS_OF_8: gl.constexpr = x.shape[1]
+    x = _reduced(x, 3, MAXIMUM)
+    if GROUPS_OF_8 >= 16:
+        x = _reduced(x.reshape([64, 8, 2, 4]), 2, MAXIMUM)
+    if GROUPS_OF_8 >= 8:
+        x = _reduced(x.reshape([64, 4, 2, 4]), 2, MAXIMUM)
+    if GROUPS_OF_8 >= 4:
+        x = _reduced(x.reshape([64, 2, 2, 4]), 2, MAXIMUM)
+    return _reduced(x, 1, MAXIMUM)
+
+
+@gluon.jit
+@no_type_check
+def masked(s, words, BLOCK_N: gl.constexpr):
+    """Scores with -inf where the bitmap says so."""
+    bits: gl.constexpr = bit_layout(BLOCK_N)
+    split = gl.convert_layout(s.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
+    j = gl.arange(0, BLOCK_N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, bits))))
+    pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, bits))))
+    bit = 1 << (2 * j.expand_dims(0).expand_dims(2).expand_dims(3)
+                + pair.expand_dims(0).expand_dims(1).expand_dims(2))  # fmt: skip
+    # One select at a time, so that the assembler moves seven bits at once to predicates and runs out of none.
+    split = gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r",
+        [split, words.expand_dims(1).expand_dims(3), bit],
+        dtype=gl.float32,
+        is_pure=False,  # else full tiles would compute it too, to be on the safe side of a branch
+        pack=1,
+    )
+    return gl.convert_layout(split.reshape([64, BLOCK_N]), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
+def weights(
+    s, m_old, scale, softcap, PARTIAL: gl.constexpr, MODIFIED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Exponentials: `(p, new maximum, factor of what was summed so far, sums of p per thread)`."""
+    rows_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    bits: gl.constexpr = bit_layout(BLOCK_N)
+    sums_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bits))
+    if HAS_SOFTCAP:
+        # tanh by exp2, which saturates to 0 or inf and so to +-1; what is masked stays so
+        capped = softcap * (1.0 - 2.0 / (1.0 + gl.exp2(s * (scale * 2.0 * LOG2E / softcap)))) * LOG2E
+        s = gl.where(s == float("-inf"), s, capped)
+    elif MODIFIED:
+        s = gl.where(s == float("-inf"), s, s * (scale * LOG2E))
+    split = gl.convert_layout(s.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
+    highest = gl.convert_layout(gl.max(_per_thread(split, True), 1), rows_layout)
+    if MODIFIED:
+        m_new = gl.maximum(m_old, highest)
+    else:
+        m_new = gl.maximum(m_old, highest * scale)
+    # A row may have kept nothing so far: -inf - -inf is NaN.
+    m_use = gl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL else m_new
+    if MODIFIED:
+        p = gl.exp2(s - m_use[:, None])
+    else:
+        p = gl.exp2(s * scale - m_use[:, None])
+    alpha = gl.exp2(m_old - m_use)
+    # Sums stay with each thread (four to a row) until the row block is done.
+    split = gl.convert_layout(p.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
+    sums = gl.convert_layout(_per_thread(split, False), sums_layout, assert_trivial=True)
+    return p, m_new, alpha, sums
+
+
+@gluon.jit
+@no_type_check
+def packed_weights(p, dtype: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Weights in half precision, two to a word: int32 `[64, N / 8, 4, 2]`, zero where the second of a pair would be.
+
+    Carried through the loop like this: fp16 values would be unpacked and packed again, fp32 takes twice the registers.
+    """
+    bits: gl.constexpr = bit_layout(BLOCK_N)
+    split = gl.convert_layout(p.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
+    if dtype == gl.float16:
+        words = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 $1, 0;", "=r,=r,f,f", [split], dtype=gl.int32, is_pure=True, pack=2
+        )
+    else:
+        words = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $3, $2; mov.b32 $1, 0;", "=r,=r,f,f", [split], dtype=gl.int32, is_pure=True, pack=2
+        )
+    pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, bits))))
+    return gl.where(pair.expand_dims(0).expand_dims(1).expand_dims(2) == 0, words, 0)
+
+
+@gluon.jit
+@no_type_check
+def operand(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Packed weights as the left operand of the product with V."""
+    if dtype == gl.float16:
+        half = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [packed], dtype=gl.float16, is_pure=True, pack=2)
+    else:
+        half = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [packed], dtype=gl.bfloat16, is_pure=True, pack=2)
+    return gl.convert_layout(half.reshape([64, packed.shape[1] * 8]), layout, assert_trivial=True)
