@@ -47,7 +47,7 @@ def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = Fals
     """Lower `gm` in place as far as it is safe; the report says what is left to Inductor, and why.
 
     Nodes need `meta["example_value"]`, as Dynamo leaves it. With `twins`, templates are claimed where they have no
-    kernel as well: they run, but Inductor's own code is faster.
+    kernel as well, and run as plain PyTorch.
     """
     serving = Serving.TWINS if twins else Serving.DEFAULTS if search is None else Serving.KERNELS
     report = FusionReport()

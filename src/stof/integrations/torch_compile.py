@@ -46,8 +46,8 @@ class CompileOptions:
             for each of its graphs.
         cuda_graphs: let Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
-        twins: let the templates' PyTorch twins serve where no kernel does, on a CPU for example. They are slower than
-            what Inductor makes of the same operators, which is why those are left to it otherwise.
+        twins: let the templates' PyTorch twins serve where no kernel does, on a CPU for example, to try and test them.
+            They fuse nothing; otherwise those operators are left to Inductor, which does.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
         progress: True prints a line to stderr after each measurement, a callable is called with it.
         store: where measurements are kept for later processes: True for the user's cache folder, a path for another
