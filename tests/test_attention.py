@@ -58,6 +58,24 @@ def test_against_float64(data: st.DataObject, dtype: torch.dtype, implementation
 
 
 @pytest.mark.parametrize("implementation", IMPLS)
+def test_one_kept_score_whose_terms_cancel(implementation: str) -> None:
+    """A score of -0.14 from terms that add up to 18 has roundings of 18; float32 can be exact here by luck."""
+    inputs = make_inputs(
+        heads=4, kv_heads=2, q_len=15, kv_len=3, head_dim=32, dtype=torch.float64, memory="strided", seed=2439259
+    ).qkv
+    keep = torch.zeros(1, 4, 15, 3, dtype=torch.bool)
+    keep[0, 1, 2, 1] = True
+    options: dict[str, Any] = {"softcap": 0.5, "scale": -0.7}
+    check(inputs, keep, keep, implementation, **options)
+    # What float32 anywhere on the way would leave stays far outside.
+    out, lse = oracle_attention(*inputs, keep, **options)
+    with pytest.raises(AssertionError, match="lse is off by"):
+        assert_attention(out, lse * (1 + 1e-12), *inputs, keep, **options)
+    with pytest.raises(AssertionError, match="out is off by"):
+        assert_attention(out * (1 + 1e-12), lse, *inputs, keep, **options)
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
 @given(data=st.data())
 @settings(max_examples=25)
 def test_mask_expressions(data: st.DataObject, implementation: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from stof.bench.layer import LayerShape
 from stof.bench.search import compare, layer_graph
+from stof.fusion import claims
 from stof.fusion.claims import Claim
 from stof.fusion.search import Candidate
 from stof.fusion.store import Store
@@ -32,7 +33,8 @@ class Timer:
 
 
 def test_searches_are_compared_when_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Template, "configs", lambda self, problem: ["c" * i for i in range(40)])
+    monkeypatch.setattr(claims, "no_kernel", lambda device, dtype, serving: "")
+    monkeypatch.setattr(Template, "configs", lambda self, problem, serving: ["c" * i for i in range(40)])
     gm = layer_graph(SHAPE, torch.device("cpu"), torch.float32)
     assert compare(gm, Timer(), Store(tmp_path, {}), seconds=-1.0) == []
     first = Timer()

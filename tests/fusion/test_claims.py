@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stof.fusion import pipeline
 from stof.fusion.claims import claims
 from stof.fusion.lower import GraphOrder, copy_graph
 from stof.fusion.nodes import changes_inputs
 from stof.fusion.normalise import normalise
-from stof.fusion.pipeline import fuse
-from tests.fusion.graphs import RMSNorm, calls, capture
+from stof.fusion.templates.registry import Serving, no_kernel
+from tests.fusion.graphs import RMSNorm, calls, capture, fuse
 
 K, N = 8, 6
 
@@ -131,9 +132,51 @@ REFUSED: dict[str, tuple[slice, str, Callable[[Block, Tensor], Any]]] = {
 def test_what_does_not_fit_says_why(name: str) -> None:
     where, reason, body = REFUSED[name]
     operators = normalise(capture(Block(body).eval(), torch.randn(2, 3, K)).graph)
-    served, refused = claims(operators[where])
+    served, refused = claims(operators[where], Serving.TWINS)
     assert served == []
     assert any(reason in line for line in refused), refused
+
+
+GPU = torch.device("cuda", 0)
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "by_rule", "measured"),
+    [
+        (torch.device("cpu"), HALF, None, "cpu", "cpu"),
+        (GPU, HALF, (8, 0), "", ""),
+        (GPU, HALF, (7, 5), "compute capability 7.5", "compute capability 7.5"),
+        (GPU, SINGLE, (9, 0), "float32 without measuring", ""),
+        (GPU, DOUBLE, (9, 0), "float64", "float64"),
+    ],
+)
+def test_what_has_no_kernel_is_named(
+    device: torch.device,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    by_rule: str,
+    measured: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert no_kernel(device, dtype, Serving.DEFAULTS) == by_rule
+    assert no_kernel(device, dtype, Serving.KERNELS) == measured
+    assert no_kernel(device, dtype, Serving.TWINS) == ""
+
+
+@pytest.mark.parametrize("name", [name for name in CLAIMED if name != "conv1d"])
+def test_without_a_kernel_nothing_is_claimed_and_one_line_says_so(name: str) -> None:
+    gm = capture(Block(CLAIMED[name][1]).eval(), torch.randn(2, 3, K))
+    before = [str(node.target) for node in gm.graph.nodes]
+    report = pipeline.fuse(gm)
+    assert [str(node.target) for node in gm.graph.nodes] == before
+    assert report.notes == ["no template kernel for cpu"]
+    assert all((row.template, row.reason) == ("", "") for row in report.segments)
+
+
+def test_graphs_without_products_miss_no_kernel() -> None:
+    assert pipeline.fuse(capture(nn.Softmax(-1), torch.randn(2, K))).notes == []
 
 
 def test_products_in_another_dtype_are_left() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +14,18 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from stof.fusion import measure
+from stof.fusion import measure, pipeline
 from stof.fusion.claims import Claim, claims
+from stof.fusion.lower import GraphOrder
 from stof.fusion.normalise import normalise
-from stof.fusion.pipeline import Search, fuse
+from stof.fusion.pipeline import Search
 from stof.fusion.race import Race
 from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.search import Candidate
-from stof.fusion.templates.registry import TEMPLATES, Template
-from tests.fusion.graphs import RMSNorm, calls, capture
+from stof.fusion.templates.config import GemmShape
+from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template
+from stof.fusion.tune import GraphSpace
+from tests.fusion.graphs import RMSNorm, calls, capture, fuse
 
 
 class Model(nn.Module):
@@ -37,7 +41,7 @@ class Model(nn.Module):
 
 def segment(where: slice, dynamic: bool = False) -> Claim:
     gm = capture(Model().eval(), torch.randn(2, 3, 8), dynamic=dynamic)
-    ((claim, *_), _) = claims(normalise(gm.graph)[where])
+    ((claim, *_), _) = claims(normalise(gm.graph)[where], Serving.TWINS)
     return claim
 
 
@@ -108,6 +112,33 @@ def test_the_search_decides_what_is_lowered() -> None:
     assert "us at best, Inductor" in report.segments[0].reason
 
 
+def test_where_no_kernel_serves_nothing_is_measured() -> None:
+    gm = capture(Model().eval(), torch.randn(2, 3, 8))
+    report = pipeline.fuse(gm, Search(Table(linear=0.5, linear_norm=0.5), seconds=100))
+    assert calls(gm) == []
+    assert report.measurements == 0
+    assert report.notes == ["no template kernel for cpu"]
+
+
+def test_searches_do_not_try_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 has kernels to measure but none by default: the empty configuration would be the twin."""
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    shape = GemmShape("linear", 4096, 3072, 768, "gelu", bias=True)
+    for dtype, has_default in ((torch.float16, True), (torch.float32, False)):
+        problem = Problem(shape, dtype, torch.device("cuda", 0))
+        kernels = TEMPLATES[0].configs(problem, Serving.KERNELS)
+        assert kernels
+        assert ("" in kernels) == has_default
+        assert TEMPLATES[0].configs(problem, Serving.TWINS) == ["", *(one for one in kernels if one)]
+
+
+def test_times_of_twins_are_kept_apart() -> None:
+    gm = capture(Model().eval(), torch.randn(2, 3, 8))
+    graphs = [GraphSpace(normalise(gm.graph), GraphOrder(gm.graph), Table(), serving) for serving in Serving]
+    assert len({graph.key(0, 2) for graph in graphs}) == len(graphs)
+
+
 def test_a_spent_budget_is_reported() -> None:
     gm = capture(Model().eval(), torch.randn(2, 3, 8))
     report = fuse(gm, Search(Table(linear=0.5, linear_norm=0.5), seconds=-1.0))
@@ -152,4 +183,5 @@ def test_every_template_takes_its_twins_arguments() -> None:
         names = [argument.name for argument in template.operator._schema.arguments]
         twin = template.twin.__code__.co_varnames[: template.twin.__code__.co_argcount]
         assert names == [*twin, "config"]
-        assert template.configs(segment(slice(0, 2)).problem)[0] == ""
+        assert template.configs(segment(slice(0, 2)).problem, Serving.TWINS) == [""]
+        assert template.configs(segment(slice(0, 2)).problem, Serving.KERNELS) == []

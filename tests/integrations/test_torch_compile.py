@@ -35,11 +35,13 @@ def make(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def run(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, list[FusionReport]]:
-    """The compiled model's first output, and the reports of its graphs."""
+    """The compiled model's first output, and the reports of its graphs. Twins serve, as kernels would on a GPU."""
     reports: list[FusionReport] = []
     torch._dynamo.reset()
     with torch.no_grad():
-        compiled = torch.compile(model, backend=stof_backend, options={"report": reports.append, **options})
+        compiled = torch.compile(
+            model, backend=stof_backend, options={"report": reports.append, "twins": True, **options}
+        )
         return compiled(**inputs)[0], reports
 
 
@@ -90,7 +92,7 @@ def test_optimised_models_give_the_same_outputs(family: str) -> None:
         expected = model(**inputs)[0]
     reports: list[FusionReport] = []
     torch._dynamo.reset()
-    optimised = stof.optimize(model, report=reports.append)
+    optimised = stof.optimize(model, report=reports.append, twins=True)
     with torch.inference_mode():
         out = optimised(**inputs)[0]
     # Keys that padding drops may get any value in the rows that stand for padding.
@@ -100,6 +102,36 @@ def test_optimised_models_give_the_same_outputs(family: str) -> None:
     assert report.notes == []
     assert templates(report) == PACKED[family]
     assert stof.integrations.torch_compile.unpack_weights(model) > 0
+
+
+@pytest.mark.parametrize("effort", ["none", "quick"])
+@pytest.mark.usefixtures("without_inductor")
+def test_a_cpu_is_left_to_inductor(effort: str, tmp_path: Path) -> None:
+    """Weights are packed and attention is ours all the same; no operator hides what Inductor is to compile."""
+    model, inputs = make("llama")
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+    reports: list[FusionReport] = []
+    called: list[str] = []
+    inner = torch_compile._inductor
+
+    def inductor(gm: Any, *args: Any) -> Any:
+        called.extend(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+        return inner(gm, *args)
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(torch_compile, "_inductor", inductor)
+        out = stof.optimize(model, report=reports.append, effort=effort, store=tmp_path)(**inputs)[0]
+    valid = inputs["attention_mask"].bool()
+    torch.testing.assert_close(out[valid], expected[valid], atol=3e-5, rtol=1e-4)
+    (report,) = reports
+    assert report.notes == ["no template kernel for cpu"]
+    assert (report.fused, report.measurements) == (0, 0)
+    assert [name for name in called if name.startswith("stof.") and "attention" not in name] == []
+    assert any("attention" in name for name in called)
+    assert sum("linear" in name for name in called) == 4 * 2 + 1  # packed: q, k, v in one, gate and up in one
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_training_mode_is_refused_before_anything_is_changed() -> None:
@@ -200,6 +232,8 @@ def test_a_whole_model_that_is_slower_loses_its_templates(tmp_path: Path, monkey
         ({"effort": "quick", "budget_s": 0}, "positive number of seconds, got 0"),
         ({"budget_s": 3}, "effort 'none' measures nothing"),
         ({"effort": "full", "deterministic": True}, "deterministic=True measures nothing"),
+        ({"twins": "always"}, "twins is True or False, got 'always'"),
+        ({"cuda_graphs": 1}, "cuda_graphs is True or False, got 1"),
     ],
 )
 def test_options_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
@@ -209,10 +243,11 @@ def test_options_that_contradict_are_refused(options: dict[str, Any], message: s
 
 def test_deterministic_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
+    options = {"deterministic": True, "twins": True, "report": True}
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval()
     x = torch.randn(2, 8)
     with torch.no_grad():
-        out = torch.compile(model, backend=stof_backend, options={"deterministic": True, "report": True})(x)
+        out = torch.compile(model, backend=stof_backend, options=options)(x)
         torch.testing.assert_close(out, model(x))
     assert "1 of 1 segments computed by templates" in capsys.readouterr().err
 
@@ -221,9 +256,10 @@ def test_deterministic_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_dynamic_lengths_compile_once() -> None:
     model = models.bert(num_hidden_layers=1)
     reports: list[FusionReport] = []
+    options = {"twins": True, "report": reports.append}
     torch._dynamo.reset()
     with torch.no_grad():
-        compiled = torch.compile(model, backend=stof_backend, dynamic=True, options={"report": reports.append})
+        compiled = torch.compile(model, backend=stof_backend, dynamic=True, options=options)
         for length in (9, 12, 17):
             if length == 12:
                 reports.clear()  # Dynamo may start over within the first call, to specialise on a module's numbers

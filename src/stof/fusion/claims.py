@@ -6,7 +6,7 @@ nothing outside needs what lies in between. Every other case has a reason, in wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 from stof.fusion.nodes import column_slice, same_size, through_identities, value_of
 from stof.fusion.operators import NORMS, Kind, Operator
 from stof.fusion.templates.config import GemmShape
-from stof.fusion.templates.registry import TEMPLATES, Problem, Template
+from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template, no_kernel
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -51,8 +51,13 @@ class Refusal(str):
     """Why a template does not serve a segment, in words."""
 
 
-def claims(operators: Sequence[Operator]) -> tuple[list[Claim], list[Refusal]]:
-    """Every template that computes these neighbouring operators, and the reasons of those that nearly do."""
+def claims(operators: Sequence[Operator], serving: Serving) -> tuple[list[Claim], list[Refusal]]:
+    """Every template that computes these neighbouring operators, and the reasons of those that nearly do.
+
+    Neither where nothing in `serving` computes their products: that is for `without_kernel` to tell, once.
+    """
+    if without_kernel(operators, serving):
+        return [], []
     served: list[Claim] = []
     refused: list[Refusal] = []
     kinds = tuple(operator.kind for operator in operators)
@@ -65,6 +70,13 @@ def claims(operators: Sequence[Operator]) -> tuple[list[Claim], list[Refusal]]:
         else:
             refused.append(Refusal(f"{template.name}: {found}"))
     return served, refused
+
+
+def without_kernel(operators: Iterable[Operator], serving: Serving) -> list[str]:
+    """Each device or dtype of products that nothing in `serving` computes, such as "cpu"."""
+    values = [operator.value for operator in operators if operator.kind is Kind.LINEAR]
+    missing = (no_kernel(value.device, value.dtype, serving) for value in values)
+    return [what for what in dict.fromkeys(missing) if what]
 
 
 def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:

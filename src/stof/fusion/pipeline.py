@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stof.fusion.claims import claims
+from stof.fusion.claims import claims, without_kernel
 from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
@@ -18,6 +18,7 @@ from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.rules import LONGEST, apart, joined, pays, suggested
 from stof.fusion.search import Budget, Meter, Progress, two_stage
 from stof.fusion.store import Contents, Entry, Store, segment_key
+from stof.fusion.templates.registry import Serving
 from stof.fusion.tune import GraphSpace, TimeClaim
 
 
@@ -42,11 +43,13 @@ class Search:
     store: Store | None = None
 
 
-def fuse(gm: fx.GraphModule, search: Search | None = None) -> FusionReport:
+def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = False) -> FusionReport:
     """Lower `gm` in place as far as it is safe; the report says what is left to Inductor, and why.
 
-    Nodes need `meta["example_value"]`, as Dynamo leaves it.
+    Nodes need `meta["example_value"]`, as Dynamo leaves it. With `twins`, templates are claimed where they have no
+    kernel as well, and run as plain PyTorch.
     """
+    serving = Serving.TWINS if twins else Serving.DEFAULTS if search is None else Serving.KERNELS
     report = FusionReport()
     reason = untouchable(gm.graph)
     if reason:
@@ -54,16 +57,19 @@ def fuse(gm: fx.GraphModule, search: Search | None = None) -> FusionReport:
         return report
     _merge(gm, report)
     operators, order = normalise(gm.graph), GraphOrder(gm.graph)
-    chosen = suggested(operators, order)
+    report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, serving)]
+    chosen = suggested(operators, order, serving)
     meter: Meter | None = None
     if search is not None:
-        graph = GraphSpace(operators, order, search.time_claim)
+        graph = GraphSpace(operators, order, search.time_claim, serving)
         meter = _meter(graph, search)
         chosen = _searched(graph, meter, chosen, search, report)
         _keep(meter, search)
     scheme = joined(operators, [_range(start, choice) for start, choice in chosen.items()])
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
-    report.segments = [_row(operators, segment, chosen.get(segment.start), meter) for segment in scheme.segments]
+    report.segments = [
+        _row(operators, segment, chosen.get(segment.start), meter, serving) for segment in scheme.segments
+    ]
     if chosen:
         _apply(gm, list(chosen.values()), report)
     return report
@@ -125,11 +131,13 @@ def _searched(
     }
 
 
-def _row(operators: Sequence[Operator], segment: range, choice: Choice | None, meter: Meter | None) -> SegmentReport:
+def _row(
+    operators: Sequence[Operator], segment: range, choice: Choice | None, meter: Meter | None, serving: Serving
+) -> SegmentReport:
     inner = operators[segment.start : segment.stop]
     text = " + ".join(operator.label for operator in inner)
     if choice is None:
-        return SegmentReport(text, "", "", "; ".join(dict.fromkeys(_why_not(operators, segment, meter))))
+        return SegmentReport(text, "", "", "; ".join(dict.fromkeys(_why_not(operators, segment, meter, serving))))
     name = choice.claim.template.name
     if meter is None:
         return SegmentReport(text, name, choice.config, "saves memory traffic, by rule")
@@ -137,11 +145,11 @@ def _row(operators: Sequence[Operator], segment: range, choice: Choice | None, m
     return SegmentReport(text, name, choice.config, "measured faster", known[None], known[name, choice.config])
 
 
-def _why_not(operators: Sequence[Operator], segment: range, meter: Meter | None) -> Iterator[str]:
+def _why_not(operators: Sequence[Operator], segment: range, meter: Meter | None, serving: Serving) -> Iterator[str]:
     """For what templates nearly or exactly cover inside a segment: why they do not compute it."""
     for start in segment:
         for stop in range(start + 2, min(start + LONGEST, segment.stop) + 1):
-            served, refused = claims(operators[start:stop])
+            served, refused = claims(operators[start:stop], serving)
             yield from refused
             for claim in served:
                 name = claim.template.name

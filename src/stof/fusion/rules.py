@@ -11,6 +11,7 @@ from stof.fusion.claims import Claim, claims, size_hint
 from stof.fusion.lower import Choice, GraphOrder
 from stof.fusion.operators import NORMS, Kind, Operator
 from stof.fusion.scheme import MAX_COMPUTE_INTENSIVE, Scheme
+from stof.fusion.templates.registry import Serving
 
 # Floating-point operations that a large half-precision product does while one byte is copied: about 680 TFLOP/s over
 # 4.2 TB/s on an H200. A pass over a product's [M, N] result then costs about 325 / K of the product.
@@ -35,13 +36,13 @@ def pays(claim: Claim) -> bool:
     return saved * FLOPS_PER_BYTE >= flops * (1 / claim.template.share - 1)
 
 
-def suggested(operators: Sequence[Operator], order: GraphOrder) -> dict[int, Choice]:
+def suggested(operators: Sequence[Operator], order: GraphOrder, serving: Serving) -> dict[int, Choice]:
     """Choices by the first operator of their segments: from the left, the longest sequence whose claim pays."""
     chosen: dict[int, Choice] = {}
     at = 0
     while at < len(operators):
         for length in range(min(LONGEST, len(operators) - at), 1, -1):
-            served = claims(operators[at : at + length])[0]
+            served = claims(operators[at : at + length], serving)[0]
             served = [claim for claim in served if pays(claim) and isinstance(order.insertion(claim), fx.Node)]
             if served:
                 chosen[at] = Choice(served[0])

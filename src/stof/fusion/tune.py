@@ -14,6 +14,7 @@ from stof.fusion.lower import GraphOrder
 from stof.fusion.operators import Operator
 from stof.fusion.rules import LONGEST
 from stof.fusion.search import Candidate, Space
+from stof.fusion.templates.registry import Serving
 
 
 class TimeClaim(Protocol):
@@ -32,6 +33,7 @@ class GraphSpace:
     operators: Sequence[Operator]
     order: GraphOrder
     time_claim: TimeClaim
+    serving: Serving = Serving.KERNELS
 
     def __post_init__(self) -> None:
         self.signatures = [operator.signature() for operator in self.operators]
@@ -44,7 +46,7 @@ class GraphSpace:
         """Claims of a segment that the graph lets through, by template."""
         found = self._claims.get((start, stop))
         if found is None:
-            served = claims(self.operators[start:stop])[0] if stop - start <= LONGEST else []
+            served = claims(self.operators[start:stop], self.serving)[0] if stop - start <= LONGEST else []
             found = {c.template.name: c for c in served if isinstance(self.order.insertion(c), fx.Node)}
             self._claims[start, stop] = found
         return found
@@ -54,17 +56,19 @@ class GraphSpace:
         found = self._candidates.get((start, stop))
         if found is None:
             served = self.claims(start, stop).values()
-            lists = [[(c.template.name, config) for config in c.template.configs(c.problem)] for c in served]
-            found = [one[0] for one in lists] + [candidate for one in lists for candidate in one[1:]]
+            lists = [[(c.template.name, x) for x in c.template.configs(c.problem, self.serving)] for c in served]
+            found = [candidate for one in lists for candidate in one[:1]] + [
+                candidate for one in lists for candidate in one[1:]
+            ]
             self._candidates[start, stop] = found
         return found
 
     def key(self, start: int, stop: int) -> Hashable:
-        """Signatures of the operators and the problems of the claims: equal segments of all layers are one."""
+        """Signatures of the operators, problems of the claims and who serves: equal segments of all layers are one."""
         key = self._keys.get((start, stop))
         if key is None:
             problems = tuple(claim.problem for claim in self.claims(start, stop).values())
-            key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems)
+            key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems, self.serving)
         return key
 
     def claimed_keys(self) -> set[Hashable]:

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="stof")`: templates for the segments they cover, Inductor for everything else.
+"""`torch.compile(model, backend="stof")`: templates for segments they have a kernel for, Inductor for everything else.
 
 Inference only. The backend rewrites the graph Dynamo captured and hands it to Inductor, whose caches stay in use: its
 keys hold the rewritten graph, this package's source and the fusion scheme.
@@ -46,6 +46,8 @@ class CompileOptions:
             for each of its graphs.
         cuda_graphs: let Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
+        twins: let the templates' PyTorch twins serve where no kernel does, on a CPU for example, to try and test them.
+            They fuse nothing; otherwise those operators are left to Inductor, which does.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
         progress: True prints a line to stderr after each measurement, a callable is called with it.
         store: where measurements are kept for later processes: True for the user's cache folder, a path for another
@@ -59,6 +61,7 @@ class CompileOptions:
     budget_s: float | None = None
     cuda_graphs: bool = False
     deterministic: bool = False
+    twins: bool = False
     report: bool | Callable[[FusionReport], object] = False
     progress: bool | Callable[[Progress], object] = False
     store: bool | str | Path = True
@@ -70,6 +73,9 @@ class CompileOptions:
             raise ArgumentError(f"budget_s must be a positive number of seconds, got {self.budget_s!r}")
         if self.budget_s is not None and self.effort == "none":
             raise ArgumentError("budget_s limits measuring, and effort 'none' measures nothing; use 'quick' or 'full'")
+        for name in ("cuda_graphs", "deterministic", "twins"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.deterministic and self.effort != "none":
             raise ArgumentError(f"deterministic=True measures nothing; effort {self.effort!r} does")
 
@@ -134,7 +140,7 @@ def stof_backend(
     refuse_training(gm)
     search = parsed.search(example_inputs)
     plain = copy_module(gm) if search is not None else None
-    report = fuse(gm, search)
+    report = fuse(gm, search, twins=parsed.twins)
 
     def compiled(module: fx.GraphModule, digest: str) -> Callable[..., Any]:
         return _inductor(module, example_inputs, parsed, digest)

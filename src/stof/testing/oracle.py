@@ -102,12 +102,15 @@ class ErrorBudget:
     allowed: float
 
 
-def error_budget(plain: Tensor, expected: Tensor, dtype: torch.dtype, *, factor: float = 2.0) -> ErrorBudget:
+def error_budget(
+    plain: Tensor, expected: Tensor, dtype: torch.dtype, *, factor: float = 2.0, largest: float = 1.0
+) -> ErrorBudget:
     """Budget of an implementation in `dtype`, from the plain result and the float64 one.
 
     Roundings of the largest value are granted on top, because few values can be exact by luck: one for 16-bit dtypes,
     which round once at the end, four for the others, which accumulate in the dtype itself. Float64 has no wider dtype
-    to be measured in: give it float32's plain result, whose error is scaled by the ratio of the roundings.
+    to be measured in: give it float32's plain result, whose error is scaled by the ratio of the roundings. Which values
+    are exact by luck differs then, so give `largest` as well: the largest value whose roundings reach the result.
     """
     finite = torch.isfinite(expected)
     if not bool(finite.any()):
@@ -117,7 +120,7 @@ def error_budget(plain: Tensor, expected: Tensor, dtype: torch.dtype, *, factor:
     errors = (plain.double() - expected)[finite & torch.isfinite(plain)].abs()
     error = float(errors.max()) * eps / torch.finfo(plain.dtype).eps if errors.numel() else 0.0
     roundings = 1 if eps > torch.finfo(torch.float32).eps else 4
-    rounding = roundings * eps * max(float(expected[finite].abs().max()), 1.0)
+    rounding = roundings * eps * max(float(expected[finite].abs().max()), largest)
     return ErrorBudget(error, factor * error + rounding)
 
 
@@ -151,14 +154,34 @@ def assert_attention(
     assert out.dtype == q.dtype, f"out is {out.dtype}, expected {q.dtype}"
     assert out.shape == expected.shape, f"out is {list(out.shape)}, expected {list(expected.shape)}"
     assert bool((out[empty] == 0).all()), "rows that keep nothing are not exactly 0"
-    _assert_close("out", out, expected, error_budget(plain, expected, q.dtype, factor=factor))
+    size = score_size(q, k, keep, scale, bias) if q.dtype == torch.float64 else 0.0
+    # Scores that are off by d move an average of values up to |v| by d |v| at most.
+    largest = max(size * float(v.abs().max()), 1.0) if size else 1.0
+    _assert_close("out", out, expected, error_budget(plain, expected, q.dtype, factor=factor, largest=largest))
     if lse is None:
         return
     wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
     assert lse.dtype == wanted, f"lse is {lse.dtype}, expected {wanted}"
     assert lse.shape == expected_lse.shape, f"lse is {list(lse.shape)}, expected {list(expected_lse.shape)}"
     assert torch.equal(lse == -torch.inf, empty), "lse is -inf elsewhere than in the rows that keep nothing"
-    _assert_close("lse", lse, expected_lse, error_budget(plain_lse, expected_lse, q.dtype, factor=factor))
+    budget = error_budget(plain_lse, expected_lse, q.dtype, factor=factor, largest=max(size, 1.0))
+    _assert_close("lse", lse, expected_lse, budget)
+
+
+def score_size(q: Tensor, k: Tensor, keep: Tensor | None, scale: float | None, bias: Tensor | None) -> float:
+    """The largest value that can appear on the way to a score that is kept: `|scale| sum_d |q_d k_d| + |bias|`.
+
+    Sums whose terms cancel, and a softcap, leave small scores with roundings of large partial sums. No order of adding
+    has larger ones than this. Roundings of D terms add up like random ones, to about `sqrt(D) / 2` units in the last
+    place: up to D = 64 four of this value cover them even if every partial sum were as large.
+    """
+    heads, head_dim = q.shape[1], q.shape[3]
+    k = k.double().abs().repeat_interleave(heads // k.shape[1], 1)
+    sizes = q.double().abs() @ k.mT * abs(head_dim**-0.5 if scale is None else scale)
+    if bias is not None:
+        sizes = sizes + bias.double().abs()
+    seen = torch.isfinite(sizes) if keep is None else torch.isfinite(sizes) & keep
+    return float(torch.where(seen, sizes, 0.0).max())
 
 
 def _assert_close(name: str, actual: Tensor, expected: Tensor, budget: ErrorBudget) -> None:

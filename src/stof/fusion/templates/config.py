@@ -16,6 +16,9 @@ TEMPLATES = ("linear", "norm_linear", "gated_linear", "linear_norm")
 KINDS = ("tile", "persistent", "pingpong", "together", "cublas")
 GLUON = ("pingpong", "together")
 _HALVES = (torch.float16, torch.bfloat16)
+# cuBLAS has better products than ours: there to be measured, not by default.
+_IF_MEASURED = (torch.float32,)
+_LEAST_CAPABILITY = (8, 0)
 # Shared memory that one program may have, in bytes, by compute capability; what is not listed has the least of them.
 _SHARED = {(8, 0): 166_912, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
 _LEAST_SHARED = 101_376
@@ -181,14 +184,14 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append("only plain tiles are split along their depth")
     if config.split > max(1, shape.k // config.block_k):
         found.append("more splits than steps")
-    if dtype not in _HALVES and not (config.kind == "tile" and dtype == torch.float32):
+    if dtype not in _HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
         found.append(f"{config.kind} does not compute {dtype}")
     limit = _SHARED.get(capability, _LEAST_SHARED)
     needed = config.shared_memory(shape, dtype.itemsize) + _SHARED_REST
     if needed > limit:
         found.append(f"needs {needed} bytes of shared memory, there are {limit}")
-    if capability < (8, 0):
-        found.append("written for compute capability 8.0 and up")
+    if capability < _LEAST_CAPABILITY:
+        found.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
     if config.block_m * config.block_n > 128 * 256:
         found.append("the accumulator is larger than the registers")
     if config.kind != "tile":
@@ -231,14 +234,28 @@ def _unfit_for_cublas(shape: GemmShape) -> list[str]:
     return found
 
 
+def unserved(dtype: torch.dtype, capability: tuple[int, int], *, measured: bool) -> str:
+    """What no kernel of ours computes, whatever the shape: "compute capability 7.5", "float64"; "" for nothing.
+
+    Args:
+        measured: count kernels that are not the default for any shape, but may be measured.
+    """
+    if capability < _LEAST_CAPABILITY:
+        return "compute capability {}.{}".format(*capability)
+    name = str(dtype).removeprefix("torch.")
+    if dtype in _IF_MEASURED:
+        return "" if measured else f"{name} without measuring"
+    return "" if dtype in _HALVES else name
+
+
 def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], processors: int) -> GemmConfig | None:
     """A configuration for a shape that nobody has tuned; None when no kernel serves it.
 
     Args:
         processors: multiprocessors of the device.
     """
-    if dtype == torch.float32:
-        return None  # cuBLAS has better float32 products than ours; they are there to be measured, not by default
+    if dtype in _IF_MEASURED:
+        return None
     for config in _preferred(shape, processors):
         if not unfit(config, shape, dtype, capability):
             return config

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
 
 from stof.fusion.operators import NORMS, Kind
 from stof.fusion.templates import ops, twins
-from stof.fusion.templates.config import GemmShape, configs, default
+from stof.fusion.templates.config import GemmShape, configs, default, unserved
 
 # What the break-even table of docs/fusion.md asks for at K = 1024.
 _ASSUMED_SHARE = 0.76
@@ -19,6 +20,23 @@ _LINEAR = frozenset({Kind.LINEAR})
 _ACTIVATION = frozenset({Kind.ACTIVATION})
 _RESIDUAL = frozenset({Kind.RESIDUAL})
 _GATE = frozenset({Kind.GATE})
+
+
+class Serving(StrEnum):
+    """What may compute claimed segments; each has all that those before it have."""
+
+    DEFAULTS = "kernels that are the default for some shapes"
+    KERNELS = "kernels that are there to be measured"
+    TWINS = "PyTorch twins where no kernel serves"
+
+
+def no_kernel(device: torch.device, dtype: torch.dtype, serving: Serving) -> str:
+    """What has nothing to compute a product, such as "cpu" or "float64"; "" if there is something."""
+    if serving is Serving.TWINS:
+        return ""
+    if device.type != "cuda":
+        return device.type
+    return unserved(dtype, torch.cuda.get_device_capability(device), measured=serving is Serving.KERNELS)
 
 
 @dataclass(frozen=True)
@@ -72,14 +90,16 @@ class Template:
                 return False
         return at == len(kinds)
 
-    def configs(self, problem: Problem) -> list[str]:
-        """Configurations worth measuring, the default ("") first; where the twin serves there is no other."""
+    def configs(self, problem: Problem, serving: Serving) -> list[str]:
+        """Configurations worth measuring, the default ("") first; where that is the twin, only if twins may serve."""
+        twin = [""] if serving is Serving.TWINS else []
         if problem.device.type != "cuda":
-            return [""]
+            return twin
         device = torch.cuda.get_device_properties(problem.device)
         capability = (device.major, device.minor)
         usual = default(problem.shape, problem.dtype, capability, device.multi_processor_count)
-        return ["", *(str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual)]
+        others = [str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual]
+        return [*(twin if usual is None else [""]), *others]
 
 
 _OPERATORS = {
