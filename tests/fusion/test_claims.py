@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stof.fusion.claims import claims
 from stof.fusion.lower import GraphOrder, copy_graph
-from stof.fusion.nodes import changes_inputs
+from stof.fusion.nodes import changes_inputs, name_of
 from stof.fusion.normalise import normalise
 from stof.fusion.pipeline import fuse
 from tests.fusion.graphs import RMSNorm, calls, capture
@@ -218,6 +218,37 @@ def test_what_may_write_keeps_a_segment_from_being_claimed() -> None:
     report = fuse(gm)
     assert calls(gm) == []
     assert report.fused == 0
+
+
+@torch.library.custom_op("stof_tests::tripled", mutates_args=("x",))
+def tripled(places: Tensor, x: Tensor) -> None:
+    x.mul_(3)
+
+
+WRITERS: dict[str, Callable[[Tensor], object]] = {
+    "by keyword": lambda x: F.hardswish(x, inplace=True),
+    "by place": lambda x: F.leaky_relu(x, 0.1, True),
+    "operator": lambda x: tripled(torch.zeros(1, dtype=torch.long), x),
+    "operator without overload": lambda x: torch.ops.stof_tests.tripled(torch.zeros(1, dtype=torch.long), x),
+    "out": lambda x: torch.where(x > 0, x, x.exp(), out=x),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_spelling_of_a_write_keeps_its_place(name: str) -> None:
+    """Products with rows of one weight stay on their sides of a write to what they read."""
+
+    def body(m: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = F.linear(x, m.square.weight[:4])
+        WRITERS[name](x)
+        return rows, F.linear(x, m.square.weight[4:])
+
+    model, x = Block(body).eval(), torch.randn(2, K)
+    gm = capture(model, x.clone())
+    assert changes_inputs(gm.graph)
+    fuse(gm)
+    names = [name_of(node) for node in gm.graph.nodes]
+    assert names.count("linear") == 2
 
 
 def test_integer_writes_do_not_matter() -> None:
