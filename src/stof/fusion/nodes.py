@@ -55,6 +55,11 @@ def argument(node: fx.Node, position: int, keyword: str, default: Any = None) ->
     return node.args[position] if position < len(node.args) else node.kwargs.get(keyword, default)
 
 
+def source_of(node: fx.Node) -> Any:
+    """What a function of one tensor (a view, a cast, a norm) reads, by place or by name."""
+    return node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("tensor"))
+
+
 def value_of(node: object) -> Tensor | None:
     """The fake tensor Dynamo computed for a node; None for what is no plain tensor."""
     if not isinstance(node, fx.Node):
@@ -147,9 +152,9 @@ def is_cast(node: object) -> bool:
     if name_of(node) not in ("to", "float", "half", "bfloat16", "double", "type_as", "type"):
         return False
     assert isinstance(node, fx.Node)
-    if not (is_floating(node) and is_floating(node.args[0])):
+    if not (is_floating(node) and is_floating(source_of(node))):
         return False
-    before, after = value_of(node.args[0]), value_of(node)
+    before, after = value_of(source_of(node)), value_of(node)
     return before is not None and after is not None and before.device == after.device
 
 
@@ -163,7 +168,7 @@ def is_identity(node: object) -> bool:
         return True
     if is_cast(node):
         assert isinstance(node, fx.Node)
-        before, after = value_of(node.args[0]), value_of(node)
+        before, after = value_of(source_of(node)), value_of(node)
         return before is not None and after is not None and before.dtype == after.dtype
     return False
 
@@ -173,7 +178,7 @@ def is_row_view(node: object) -> bool:
     if name_of(node) not in ("view", "reshape"):
         return False
     assert isinstance(node, fx.Node)
-    before, after = value_of(node.args[0]), value_of(node)
+    before, after = value_of(source_of(node)), value_of(node)
     return (
         before is not None and after is not None and before.dim() > 0 and same_size(before.shape[-1:], after.shape[-1:])
     )
@@ -195,7 +200,7 @@ def through_identities(node: Any, kept: set[fx.Node] | None = None) -> Any:
     while is_identity(node):
         if kept is not None:
             kept.add(node)
-        node = node.args[0]
+        node = source_of(node)
     return node
 
 
@@ -209,7 +214,7 @@ def column_slice(node: object) -> tuple[fx.Node, int, int] | None:
     if name not in ("getitem", "narrow"):
         return None
     assert isinstance(node, fx.Node)
-    source, value = node.args[0], value_of(node)
+    source, value = source_of(node), value_of(node)
     if not isinstance(source, fx.Node) or value is None:
         return None
     width = value.shape[-1] if value.dim() else None
@@ -235,7 +240,7 @@ def column_slice(node: object) -> tuple[fx.Node, int, int] | None:
 
 
 def _part_of_split(node: fx.Node, split: fx.Node) -> tuple[fx.Node, int, int] | None:
-    source, dim = split.args[0], argument(split, 2, "dim", 0)
+    source, dim = source_of(split), argument(split, 2, "dim", 0)
     whole, parts, index = value_of(source), split.meta.get("example_value"), node.args[1]
     if whole is None or dim not in (-1, whole.dim() - 1) or not isinstance(parts, tuple | list):
         return None
