@@ -23,12 +23,14 @@ def lasting(device: torch.device, make: Callable[[], T]) -> T:
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return make()
+    default = torch.get_default_device()  # like the grad mode, each thread has its own; mask functions make tensors
+    grad = torch.is_grad_enabled()
     made: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            with torch.cuda.device(device):
+            with torch.cuda.device(device), torch.device(default), torch.set_grad_enabled(grad):
                 made.append(make())
                 torch.cuda.current_stream().synchronize()
         except BaseException as error:  # raised again by the thread that asked

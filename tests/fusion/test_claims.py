@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stof.fusion import pipeline
 from stof.fusion.claims import claims
 from stof.fusion.lower import GraphOrder, copy_graph
-from stof.fusion.nodes import changes_inputs
+from stof.fusion.nodes import changes_inputs, name_of
 from stof.fusion.normalise import normalise
 from stof.fusion.templates.registry import Serving, no_kernel
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse
@@ -263,6 +263,37 @@ def test_what_may_write_keeps_a_segment_from_being_claimed() -> None:
     assert report.fused == 0
 
 
+@torch.library.custom_op("stof_tests::tripled", mutates_args=("x",))
+def tripled(places: Tensor, x: Tensor) -> None:
+    x.mul_(3)
+
+
+WRITERS: dict[str, Callable[[Tensor], object]] = {
+    "by keyword": lambda x: F.hardswish(x, inplace=True),
+    "by place": lambda x: F.leaky_relu(x, 0.1, True),
+    "operator": lambda x: tripled(torch.zeros(1, dtype=torch.long), x),
+    "operator without overload": lambda x: torch.ops.stof_tests.tripled(torch.zeros(1, dtype=torch.long), x),
+    "out": lambda x: torch.where(x > 0, x, x.exp(), out=x),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_spelling_of_a_write_keeps_its_place(name: str) -> None:
+    """Products with rows of one weight stay on their sides of a write to what they read."""
+
+    def body(m: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = F.linear(x, m.square.weight[:4])
+        WRITERS[name](x)
+        return rows, F.linear(x, m.square.weight[4:])
+
+    model, x = Block(body).eval(), torch.randn(2, K)
+    gm = capture(model, x.clone())
+    assert changes_inputs(gm.graph)
+    fuse(gm)
+    names = [name_of(node) for node in gm.graph.nodes]
+    assert names.count("linear") == 2
+
+
 def test_integer_writes_do_not_matter() -> None:
     def counted(m: Block, x: Tensor) -> tuple[Tensor, Tensor]:
         count = torch.zeros(2, dtype=torch.long)
@@ -273,6 +304,40 @@ def test_integer_writes_do_not_matter() -> None:
     gm = capture(Block(counted).eval(), torch.randn(2, K))
     fuse(gm)
     assert calls(gm) == ["linear"]
+
+
+NAMED: dict[str, tuple[Callable[[Block, Tensor], Tensor], list[str]]] = {
+    "chunk": (lambda m, x: _gated(torch.chunk(input=m.pair(x), chunks=2, dim=-1)), ["gated_linear"]),
+    "split": (lambda m, x: _gated(torch.split(tensor=m.pair(x), split_size_or_sections=N, dim=-1)), ["gated_linear"]),
+    "dropout": (lambda m, x: m.layer(F.dropout(input=m.square(x), p=0.1, training=False)), ["linear_norm"]),
+    "reshape": (lambda m, x: F.gelu(torch.reshape(input=m.up(x), shape=(-1, N))), ["linear"]),
+    "mean": (lambda m, x: m.up(x * torch.rsqrt(torch.mean(input=x * x, dim=-1, keepdim=True) + 1e-6)), ["norm_linear"]),
+    "linear": (lambda m, x: _gated([F.linear(x, weight=half) for half in m.pair.weight.chunk(2)]), []),
+    "rows": (
+        lambda m, x: _gated([F.linear(x, weight=m.pair.weight[i : i + N]) for i in (0, N)]),
+        ["gated_linear"],
+    ),
+}
+
+
+def _gated(halves: Sequence[Tensor]) -> Tensor:
+    return F.silu(halves[0]) * halves[1]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_arguments_may_be_given_by_name(name: str) -> None:
+    function, expected = NAMED[name]
+    gm = capture(Block(function).eval(), torch.randn(2, K))
+    fuse(gm)
+    assert calls(gm) == expected
+
+
+def test_norms_over_symbolic_sizes_and_function_transforms_are_left() -> None:
+    gm = capture(Block(lambda m, x: F.layer_norm(m.square(x), x.shape)).eval(), torch.randn(3, K), dynamic=True)
+    fuse(gm)
+    assert calls(gm) == []
+    gm = capture(Block(lambda m, x: torch.vmap(lambda row: F.gelu(m.up(row)))(x)).eval(), torch.randn(3, 5, K))
+    assert "torch.func" in fuse(gm).notes[0]
 
 
 def test_symbolic_sizes_stay_symbolic() -> None:

@@ -139,3 +139,14 @@ def test_a_write_between_the_products_keeps_them_apart() -> None:
         return k, model.v_proj(x)
 
     assert merge_products(capture(forward, x).graph) == 0
+
+
+def test_layers_that_several_modules_hold_are_left_alone() -> None:
+    """Packed apart they would be two copies, and a change of one no change of the other."""
+    model = nn.ModuleList([Attention(), Attention()])
+    model[1].q_proj = model[0].q_proj
+    done = pack_weights(model)
+    assert done.packed == []
+    assert all("tied" in reason for reason in done.skipped)
+    assert len(done.skipped) == 2
+    assert model[0].q_proj is model[1].q_proj

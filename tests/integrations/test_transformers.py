@@ -17,7 +17,7 @@ from stof.errors import MissingDependencyError, ShapeError, UnsupportedError
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
-from transformers import masking_utils  # noqa: E402
+from transformers import OPTConfig, OPTModel, masking_utils  # noqa: E402
 
 SIDES = ("right", "left")
 DECODERS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -408,3 +408,16 @@ def test_compiled_models_see_whole_sequences_as_such() -> None:
     model.set_attn_implementation("sdpa")  # the hook must not stand in another implementation's way
     with torch.no_grad():
         close(model(ids)[0], eager)
+
+
+def test_models_that_compute_with_their_mask_are_given_none() -> None:
+    """OPT counts positions by it; a mask in its place would end in an error."""
+    small = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = OPTModel(OPTConfig(**small, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64)).eval()
+    ids = torch.randint(4, 60, (2, 9))
+    with torch.no_grad():
+        expected = model(ids)[0]
+        hf.enable(model)
+        close(model(ids)[0], expected)
+        torch._dynamo.reset()
+        close(torch.compile(model, backend="eager")(ids)[0], expected)

@@ -97,7 +97,7 @@ def _merge(graph: fx.Graph, run: list[_Part], spot: fx.Node) -> None:
             piece = call(graph, spot, "call_function", getitem, (product, columns))
             part.node.replace_all_uses_with(piece)
     for part in run:
-        rows = [part.node.args[1], part.node.args[2]] if len(part.node.args) > 2 else [part.node.args[1]]
+        rows = (argument(part.node, 1, "weight"), argument(part.node, 2, "bias"))
         graph.erase_node(part.node)
         for node in rows:
             if isinstance(node, fx.Node) and not node.users:

@@ -5,6 +5,8 @@ Dynamo keeps `F.linear`, `x + y`, `torch.add(x, y)` and `x.add(y)` apart; here t
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor, fx
 
 # Modules whose functions are known by their name; a user's function called `linear` is another thing.
 _KNOWN_MODULES = {"_operator", "torch", "torch._C._nn", "torch._C", "torch.functional", "torch.nn.functional"}
-_INPLACE_POSITION = {"relu": 1, "silu": 1, "dropout": 3}
+# Operators of a library: only their schemas say which argument they write to.
+_LIBRARY = torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
 
 
 def name_of(node: object) -> str:
@@ -34,13 +37,27 @@ def name_of(node: object) -> str:
     name: str = getattr(target, "__name__", "")
     if getattr(target, "__module__", None) not in _KNOWN_MODULES and target is not getattr(torch, name, None):
         return ""
-    place = _INPLACE_POSITION.get(name)
+    place = _inplace_position(target)
     return f"{name}_" if place is not None and argument(node, place, "inplace", False) else name
+
+
+@functools.cache
+def _inplace_position(function: Any) -> int | None:
+    """The place of an argument `inplace`, which functions of `torch.nn.functional` have."""
+    if getattr(function, "__module__", None) != "torch.nn.functional":
+        return None
+    names = list(inspect.signature(function).parameters)
+    return names.index("inplace") if "inplace" in names else None
 
 
 def argument(node: fx.Node, position: int, keyword: str, default: Any = None) -> Any:
     """An argument by place or by name."""
     return node.args[position] if position < len(node.args) else node.kwargs.get(keyword, default)
+
+
+def source_of(node: fx.Node) -> Any:
+    """What a function of one tensor (a view, a cast, a norm) reads, by place or by name."""
+    return node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("tensor"))
 
 
 def value_of(node: object) -> Tensor | None:
@@ -77,6 +94,9 @@ def writes(node: fx.Node) -> bool:
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads() if "out" not in name]
+        return node.kwargs.get("out") is not None or any(one._schema.is_mutable for one in overloads)
     name = name_of(node)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return name not in _PURE_HIGHER_ORDER
@@ -96,10 +116,15 @@ def written_floats(node: fx.Node) -> bool:
     """Whether a node writes, or may, to a floating-point tensor, the only kind that segments hold."""
     if not writes(node):
         return False
-    if not name_of(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    first = value_of(node.all_input_nodes[0]) if node.all_input_nodes else None
-    return first is None or first.is_floating_point()
+    changed = value_of(_changed(node))
+    return changed is None or changed.is_floating_point()
+
+
+def _changed(node: fx.Node) -> fx.Node | None:
+    """What a node that writes changes: the first tensor it is given; None when that is not sure."""
+    if not name_of(node) or isinstance(node.target, _LIBRARY) or node.kwargs.get("out") is not None:
+        return None
+    return node.all_input_nodes[0] if node.all_input_nodes else None
 
 
 def changes_inputs(graph: fx.Graph) -> bool:
@@ -107,7 +132,7 @@ def changes_inputs(graph: fx.Graph) -> bool:
     for node in graph.nodes:
         if not writes(node):
             continue
-        target = node.all_input_nodes[0] if name_of(node) and node.all_input_nodes else None
+        target = _changed(node)
         while target is not None and (is_view(target) or writes(target)) and target.all_input_nodes:
             target = target.all_input_nodes[0]
         if target is None or name_of(target) not in _ALLOCATING:
@@ -127,9 +152,9 @@ def is_cast(node: object) -> bool:
     if name_of(node) not in ("to", "float", "half", "bfloat16", "double", "type_as", "type"):
         return False
     assert isinstance(node, fx.Node)
-    if not (is_floating(node) and is_floating(node.args[0])):
+    if not (is_floating(node) and is_floating(source_of(node))):
         return False
-    before, after = value_of(node.args[0]), value_of(node)
+    before, after = value_of(source_of(node)), value_of(node)
     return before is not None and after is not None and before.device == after.device
 
 
@@ -143,7 +168,7 @@ def is_identity(node: object) -> bool:
         return True
     if is_cast(node):
         assert isinstance(node, fx.Node)
-        before, after = value_of(node.args[0]), value_of(node)
+        before, after = value_of(source_of(node)), value_of(node)
         return before is not None and after is not None and before.dtype == after.dtype
     return False
 
@@ -153,7 +178,7 @@ def is_row_view(node: object) -> bool:
     if name_of(node) not in ("view", "reshape"):
         return False
     assert isinstance(node, fx.Node)
-    before, after = value_of(node.args[0]), value_of(node)
+    before, after = value_of(source_of(node)), value_of(node)
     return (
         before is not None and after is not None and before.dim() > 0 and same_size(before.shape[-1:], after.shape[-1:])
     )
@@ -175,7 +200,7 @@ def through_identities(node: Any, kept: set[fx.Node] | None = None) -> Any:
     while is_identity(node):
         if kept is not None:
             kept.add(node)
-        node = node.args[0]
+        node = source_of(node)
     return node
 
 
@@ -189,7 +214,7 @@ def column_slice(node: object) -> tuple[fx.Node, int, int] | None:
     if name not in ("getitem", "narrow"):
         return None
     assert isinstance(node, fx.Node)
-    source, value = node.args[0], value_of(node)
+    source, value = source_of(node), value_of(node)
     if not isinstance(source, fx.Node) or value is None:
         return None
     width = value.shape[-1] if value.dim() else None
@@ -215,7 +240,7 @@ def column_slice(node: object) -> tuple[fx.Node, int, int] | None:
 
 
 def _part_of_split(node: fx.Node, split: fx.Node) -> tuple[fx.Node, int, int] | None:
-    source, dim = split.args[0], argument(split, 2, "dim", 0)
+    source, dim = source_of(split), argument(split, 2, "dim", 0)
     whole, parts, index = value_of(source), split.meta.get("example_value"), node.args[1]
     if whole is None or dim not in (-1, whole.dim() - 1) or not isinstance(parts, tuple | list):
         return None

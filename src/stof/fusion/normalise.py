@@ -23,6 +23,7 @@ from stof.fusion.nodes import (
     name_of,
     number_of,
     same_size,
+    source_of,
     value_of,
 )
 from stof.fusion.operators import Kind, Operator
@@ -79,7 +80,7 @@ def _linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     inside = {node}
     product = node
     if is_row_view(node):
-        product = node.args[0]  # type: ignore[assignment]
+        product = source_of(node)
         if len(product.users) != 1:
             return None
         inside.add(product)
@@ -97,7 +98,7 @@ def _linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
         return None
     viewed = x
     if is_row_view(x) and all(user in inside for user in x.users):
-        viewed = x.args[0]  # type: ignore[assignment]
+        viewed = source_of(x)
     for source in (viewed, x):
         value = value_of(source)
         if value is not None and same_size((*value.shape[:-1], width), out.shape):
@@ -136,7 +137,7 @@ def _norm(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
         x, weight = argument(node, 0, "input"), argument(node, 2, "weight")
         shape = argument(node, 1, "normalized_shape")
         eps = number_of(argument(node, 4 if name == "layer_norm" else 3, "eps", 1e-5 if name == "layer_norm" else None))
-        if len(shape) != 1 or not isinstance(x, fx.Node) or eps is None:
+        if not isinstance(shape, tuple | list) or len(shape) != 1 or not isinstance(x, fx.Node) or eps is None:
             return None
         kind = Kind.LAYER_NORM if name == "layer_norm" else Kind.RMS_NORM
         bias = argument(node, 3, "bias") if name == "layer_norm" else None
@@ -244,7 +245,7 @@ def _rotation(node: fx.Node, x: fx.Node) -> set[fx.Node] | None:
     negative, first = pieces
     if name_of(negative) != "neg":
         return None
-    second = negative.args[0]
+    second = source_of(negative)
     low, high, half = column_slice(first), column_slice(second), value.shape[-1] // 2
     if low is None or high is None or low != (x, 0, half) or high != (x, half, 2 * half):
         return None
@@ -264,7 +265,7 @@ def _residual(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
         # What others read as well stays outside: the sum then reads it, not what it was made from.
         while is_identity(operand) and isinstance(operand, fx.Node) and len(operand.users) == 1:
             inside.add(operand)
-            operand = operand.args[0]
+            operand = source_of(operand)
         assert isinstance(operand, fx.Node)
         inputs.append(operand)
     return Operator(Kind.RESIDUAL, node, _ordered(inside, order), tuple(inputs))

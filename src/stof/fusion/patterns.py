@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from stof.fusion.nodes import argument, is_cast, name_of, number_of, value_of
+from stof.fusion.nodes import argument, is_cast, name_of, number_of, source_of, value_of
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ def _matches(pattern: Pattern, at: Any, match: Match) -> Iterator[Match]:
         case Cast(inner):
             leaf = isinstance(inner, Var)
             while is_cast(at):
-                match, at = match.add(at, leaf), at.args[0]
+                match, at = match.add(at, leaf), source_of(at)
             yield from _matches(inner, at, match)
         case Either(first, second):
             yield from _matches(first, at, match)
             yield from _matches(second, at, match)
         case Mean(inner):
             if name_of(at) == "mean" and _over_last(at):
-                yield from _matches(inner, at.args[0], match.add(at))
+                yield from _matches(inner, source_of(at), match.add(at))
         case Call(name, patterns):
             if name_of(at) == name and len(at.args) >= len(patterns) and not at.kwargs:
                 orders = (at.args, at.args[::-1]) if name in _COMMUTATIVE and len(at.args) == 2 else (at.args,)
@@ -128,7 +128,7 @@ def _sequence(patterns: tuple[Pattern, ...], args: tuple[Any, ...], match: Match
 
 
 def _over_last(node: fx.Node) -> bool:
-    value, dim = value_of(node.args[0]), argument(node, 1, "dim")
+    value, dim = value_of(source_of(node)), argument(node, 1, "dim")
     dims = tuple(dim) if isinstance(dim, tuple | list) else (dim,)
     return value is not None and dims in ((-1,), (value.dim() - 1,)) and bool(argument(node, 2, "keepdim", False))
 

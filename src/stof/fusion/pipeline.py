@@ -82,6 +82,8 @@ def untouchable(graph: fx.Graph) -> str:
     for node in graph.nodes:
         if "autocast" in str(node.target):
             return "it turns autocast on or off inside"
+        if getattr(node.target, "__module__", None) == "torch._functorch.predispatch":
+            return "it transforms functions (torch.func), whose tensors exist only while it runs"
         value = node.meta.get("example_value")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and free_unbacked_symbols(value):
             return f"sizes depend on data ({node.name})"

@@ -107,7 +107,9 @@ def pack_weights(model: nn.Module) -> Packing:
     Parameters are replaced: hand optimizers and the like the new ones, or unpack first. Shared (tied) weights, weights
     that are no plain tensors (quantised ones), and layers with hooks or parametrizations are left as they are.
     """
-    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    # A layer that several modules hold counts for each of them.
+    holders = [model, *(child for _, _, child in _children(model))]
+    uses = Counter(id(p) for module in holders for p in module._parameters.values() if p is not None)
     done = Packing()
     for path, parent in list(model.named_modules()):
         for group in GROUPS:

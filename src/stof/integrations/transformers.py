@@ -31,6 +31,7 @@ except ImportError as error:
         'install it with pip install "stof[hf]"'
     ) from error
 
+from stof.integrations.forwards import hands_mask_on
 from stof.integrations.recognise import recognise, recognise_plain
 from stof.integrations.sparsify import NAME, Sparsified, sparse_mask_of, sparsify
 
@@ -71,8 +72,7 @@ def enable(model: nn.Module) -> nn.Module:
             {},
         )
     for part in parts:
-        takes = inspect.signature(part.forward).parameters
-        if {"input_ids", "attention_mask", "position_ids"} <= set(takes) and not hasattr(part, "_stof_in_order"):
+        if not hasattr(part, "_stof_in_order") and hands_mask_on(type(part)):
             part._stof_in_order = part.register_forward_pre_hook(_in_order, with_kwargs=True)
     return model
 

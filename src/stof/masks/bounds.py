@@ -161,6 +161,15 @@ class Kept:
     def __invert__(self) -> Kept:
         return Kept(self.everything, self.nothing)
 
+    def __eq__(self, other: object) -> Kept:  # type: ignore[override]
+        other = Kept.of(other)
+        return (self & other) | (~self & ~other)
+
+    def __ne__(self, other: object) -> Kept:  # type: ignore[override]
+        return ~(self == other)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __bool__(self) -> bool:
         raise TypeError("what a rectangle keeps has no truth value")
 

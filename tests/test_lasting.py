@@ -1,0 +1,33 @@
+"""What outlives a call is made in a thread of its own, as if in the thread that asked."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stof.lasting import lasting
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A CUDA device whose streams have nothing to wait for."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return torch.device("cuda", 0)
+
+
+def test_the_thread_takes_default_device_and_grad_mode_over(pretended_gpu: torch.device) -> None:
+    """A mask function may say `torch.tensor(...)` and mean the default device."""
+    with torch.device("meta"), torch.no_grad():
+        made, grad = lasting(pretended_gpu, lambda: (torch.zeros(1), torch.is_grad_enabled()))
+    assert made.device.type == "meta"
+    assert not grad
+
+
+def test_errors_are_those_of_the_thread_that_asked(pretended_gpu: torch.device) -> None:
+    with pytest.raises(ZeroDivisionError):
+        lasting(pretended_gpu, lambda: 1 // 0)
