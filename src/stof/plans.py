@@ -229,18 +229,8 @@ class Plan:
         return found
 
     def _build(self, config: LayoutConfig, row_order: str | None) -> Layout:
-        source = self._geometry
-        assert source is not None
-        return build_layout(
-            source.mask,
-            self.q_len,
-            self.kv_len,
-            config,
-            batch=source.batch,
-            heads=source.heads,
-            device=self.device,
-            row_order=source.orders.rows(row_order),
-        )
+        assert self._geometry is not None
+        return self._geometry.build(config, row_order)
 
     def extended(self, rows: int, mask: Mask | None = None) -> Plan:
         """A plan for `rows` more queries and as many more keys, from the tiles there are (a growing KV cache).

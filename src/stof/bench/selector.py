@@ -77,13 +77,7 @@ CELLS: tuple[tuple[str, str], ...] = (
     *((mask, "1,16,256,4096") for mask in ("causal", "longformer", "strided")),
     *(
         (mask, shape)
-        for shape in (
-            "16,32,8,128,1,16384",
-            "16,32,8,128,1,65536",
-            "1,32,8,128,1,16384",
-            "16,12,12,64,1,4096",
-            "4,8,8,128,1,8192",
-        )
+        for shape in _DECODE_SHAPES
         for mask in ("decode-dense", "decode-window4096")
         if "4096" not in mask or shape != "16,12,12,64,1,4096"  # the window is the whole cache there
     ),

@@ -17,8 +17,25 @@ from torch import Tensor
 Number = int | Tensor
 
 
+class _Answers:
+    """The functions of torch that masks use on positions, and on what comes of them."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        options = kwargs or {}
+        if function is torch.div and options.pop("rounding_mode", None) != "floor":
+            return NotImplemented
+        return NotImplemented if options or function not in _FUNCTIONS else _FUNCTIONS[function](*args)
+
+
 @dataclass(frozen=True, eq=False)
-class Range:
+class Range(_Answers):
     """Integers from `low` to `high`, both included; int64 tensors that broadcast."""
 
     low: Tensor
@@ -108,23 +125,9 @@ class Range:
     def __bool__(self) -> bool:
         raise TypeError("a range has no truth value")
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """The functions of torch that masks use on positions."""
-        options = kwargs or {}
-        if function is torch.div and options.pop("rounding_mode", None) != "floor":
-            return NotImplemented
-        return NotImplemented if options or function not in _FUNCTIONS else _FUNCTIONS[function](*args)
-
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class Kept(_Answers):
     """Of each rectangle: whether certainly no score is kept, and whether certainly all are; bool, broadcastable."""
 
     nothing: Tensor
@@ -172,16 +175,6 @@ class Kept:
 
     def __bool__(self) -> bool:
         raise TypeError("what a rectangle keeps has no truth value")
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return NotImplemented if kwargs or function not in _FUNCTIONS else _FUNCTIONS[function](*args)
 
 
 def _positive(divisor: object) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 from collections.abc import Callable
 
 from stof.errors import MaskError, MaskSyntaxError, StofError, UnknownMaskError
@@ -45,12 +46,18 @@ def mask_by_key(key: str) -> Mask:
     if found is not None:
         return found
     try:
-        return parse(key)
+        return _parsed(key)
     except MaskSyntaxError:
         raise MaskError(
             f"the mask {key} no longer exists; keep a reference to masks made from functions or tensors for as long "
             "as compiled code uses them"
         ) from None
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(key: str) -> Mask:
+    """`parse`, once: compiled code asks by key in every call, and reading takes longer than a call is launched."""
+    return parse(key)
 
 
 def parse(text: str) -> Mask:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
-from stof.layout import LayoutConfig
+from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.search import RowOrders
 from stof.layout.survey import Survey, survey
 from stof.masks import Mask
 from stof.selection.choice import Choice
+
+T = TypeVar("T")
 
 
 class MaskGeometry:
@@ -50,19 +55,19 @@ class MaskGeometry:
         del choice
         return None
 
+    def build(self, config: LayoutConfig, row_order: str | None) -> Layout:
+        """The layout under some block sizes and a row order by its name."""
+        return self._by(build_layout, config, row_order)
+
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         """Tile counts under each geometry, for the cost model; counted once."""
         key = (geometries, row_order)
         found = self._surveys.get(key)
         if found is None:
-            found = self._surveys[key] = survey(
-                self.mask,
-                self.q_len,
-                self.kv_len,
-                geometries,
-                batch=self.batch,
-                heads=self.heads,
-                device=self.device,
-                row_order=self.orders.rows(row_order),
-            )
+            found = self._surveys[key] = self._by(survey, geometries, row_order)
         return found
+
+    def _by(self, function: Callable[..., T], what: object, row_order: str | None) -> T:
+        """`build_layout` or `survey` of the mask."""
+        sizes: dict[str, Any] = {"batch": self.batch, "heads": self.heads, "device": self.device}
+        return function(self.mask, self.q_len, self.kv_len, what, **sizes, row_order=self.orders.rows(row_order))

@@ -1,4 +1,4 @@
-"""What the Gluon kernels do with a finished tile: scale, bias, activation, residual, and out by TMA."""
+"""What the Gluon kernels share: rings of stages, and what becomes of a finished tile (scale, bias, activation, residual)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,33 @@ def shared_layout(dtype, width):  # type: ignore[no-untyped-def]
     """Shared memory of a tile whose rows are `width` elements long, as TMA and the tensor cores want it."""
     bits = dtype.primitive_bitwidth
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, width * bits // 8), element_bitwidth=bits, rank=2)
+
+
+@gluon.jit
+@no_type_check
+def stage_after(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and the phase of its barriers there."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase = phase ^ 1
+    return stage, phase
+
+
+@gluon.jit
+@no_type_check
+def fetch_columns(
+    b_desc, b_smem, bar, stage, n, k, columns, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, PARTS: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Start copying a step of a tile's columns: all at once, or gate and up."""
+    for part in gl.static_range(PARTS):
+        b = b_smem.index(stage * PARTS + part)
+        column = n * WIDTH + part * columns
+        if TRANSPOSED:
+            tma.async_copy_global_to_shared(b_desc, [k * BLOCK_K, column], bar, b)
+        else:
+            tma.async_copy_global_to_shared(b_desc, [column, k * BLOCK_K], bar, b)
 
 
 @gluon.jit

@@ -22,7 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from stof.fusion.templates.device import take_turn, tile_place
-from stof.fusion.templates.hopper_epilogue import fetch_residual, shared_layout, stage_before, write_tile
+from stof.fusion.templates.hopper_epilogue import (
+    fetch_columns,
+    fetch_residual,
+    shared_layout,
+    stage_after,
+    stage_before,
+    write_tile,
+)
 
 
 @gluon.jit
@@ -60,17 +67,8 @@ def _producer(
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, (ROWS + BLOCK_N) * BLOCK_K * (dtype.primitive_bitwidth // 8))
             tma.async_copy_global_to_shared(a_desc, [m * ROWS, k * BLOCK_K], bar, a_smem.index(stage))
-            for part in gl.static_range(PARTS):
-                b = b_smem.index(stage * PARTS + part)
-                column = n * WIDTH + part * columns
-                if TRANSPOSED:
-                    tma.async_copy_global_to_shared(b_desc, [k * BLOCK_K, column], bar, b)
-                else:
-                    tma.async_copy_global_to_shared(b_desc, [column, k * BLOCK_K], bar, b)
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase = phase ^ 1
+            fetch_columns(b_desc, b_smem, bar, stage, n, k, columns, WIDTH, BLOCK_K, PARTS, TRANSPOSED)
+            stage, phase = stage_after(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -114,10 +112,7 @@ def _consumer(
             # The step before is done: its stage may be filled again.
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=k > 0)
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase = phase ^ 1
+            stage, phase = stage_after(stage, phase, STAGES)
         mbarrier.arrive(turn.index(1 - NUMBER), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)

@@ -22,7 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from stof.fusion.templates.device import take_turn, tile_place
-from stof.fusion.templates.hopper_epilogue import fetch_residual, shared_layout, stage_before, write_tile
+from stof.fusion.templates.hopper_epilogue import (
+    fetch_columns,
+    fetch_residual,
+    shared_layout,
+    stage_after,
+    stage_before,
+    write_tile,
+)
 
 
 @gluon.jit
@@ -65,22 +72,10 @@ def _producer(
             bar = b_full.index(b_stage)
             mbarrier.wait(b_empty.index(b_stage), b_phase)
             mbarrier.expect(bar, BLOCK_N * BLOCK_K * (dtype.primitive_bitwidth // 8))
-            for part in gl.static_range(PARTS):
-                b = b_smem.index(b_stage * PARTS + part)
-                column = n * WIDTH + part * columns
-                if TRANSPOSED:
-                    tma.async_copy_global_to_shared(b_desc, [k * BLOCK_K, column], bar, b)
-                else:
-                    tma.async_copy_global_to_shared(b_desc, [column, k * BLOCK_K], bar, b)
+            fetch_columns(b_desc, b_smem, bar, b_stage, n, k, columns, WIDTH, BLOCK_K, PARTS, TRANSPOSED)
             _fetch_rows(a_desc, a_smem, a_full, a_empty, a_stage, a_phase, 2 * m * ROWS, k)
-            b_stage += 1
-            if b_stage == B_STAGES:
-                b_stage = 0
-                b_phase = b_phase ^ 1
-            a_stage += 1
-            if a_stage == A_STAGES:
-                a_stage = 0
-                a_phase = a_phase ^ 1
+            b_stage, b_phase = stage_after(b_stage, b_phase, B_STAGES)
+            a_stage, a_phase = stage_after(a_stage, a_phase, A_STAGES)
             k += 1
             if k == k_tiles:
                 k = 0
@@ -89,10 +84,7 @@ def _producer(
         if step >= LAG:
             _fetch_rows(a_desc, a_smem, a_full, a_empty, A_STAGES + late_stage, late_phase, (2 * late_m + 1) * ROWS,
                         late_k)  # fmt: skip
-            late_stage += 1
-            if late_stage == A_STAGES:
-                late_stage = 0
-                late_phase = late_phase ^ 1
+            late_stage, late_phase = stage_after(late_stage, late_phase, A_STAGES)
             late_k += 1
             if late_k == k_tiles:
                 late_k = 0
@@ -145,14 +137,8 @@ def _consumer(
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(a_empty.index(FIRST + stage_before(a_stage, A_STAGES)), count=1, pred=k > 0)
             mbarrier.arrive(b_empty.index(stage_before(b_stage, B_STAGES)), count=1, pred=k > 0)
-            a_stage += 1
-            if a_stage == A_STAGES:
-                a_stage = 0
-                a_phase = a_phase ^ 1
-            b_stage += 1
-            if b_stage == B_STAGES:
-                b_stage = 0
-                b_phase = b_phase ^ 1
+            a_stage, a_phase = stage_after(a_stage, a_phase, A_STAGES)
+            b_stage, b_phase = stage_after(b_stage, b_phase, B_STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(a_empty.index(FIRST + stage_before(a_stage, A_STAGES)), count=1)
         mbarrier.arrive(b_empty.index(stage_before(b_stage, B_STAGES)), count=1)

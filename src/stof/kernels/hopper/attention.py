@@ -103,7 +103,7 @@ def bind_warp_specialized(
     groups = lists.block_m // _ROWS
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     side = min(config.side or batch * heads, batch * heads)
-    resident = RESIDENT.get(lists.block_m, 1)
+    resident = RESIDENT[lists.block_m]
     on_cpu, starts = job_lists(lists, batch, heads, resident * processors, side)
     jobs = on_cpu.to(device)
     modified = softcap > 0 or scale <= 0
