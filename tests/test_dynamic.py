@@ -27,6 +27,7 @@ from stof.kernels.reference import reference_attention
 from stof.kernels.triton import runtime
 from stof.kernels.triton.block_wise import block_wise_attention
 from stof.kernels.triton.runtime import OVERFLOW, Problem, WorkRoom
+from stof.kernels.triton.runtime_slash import vertical_slash_room
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import bits
 from stof.masks import Mask
@@ -68,7 +69,7 @@ def room_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, b
     problem = Problem(q_len, kv_len, block, block, *mask.dims(1, 1) if mask.heads == 1 else (mask.batch, mask.heads))
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
-        return runtime.vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, density, DEVICE)
+        return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, DEVICE)
     if isinstance(core, BlockTopK):
         return runtime.block_room(problem, core.k, core.block_size, DEVICE)
     return runtime.dense_room(problem, density, DEVICE)
@@ -197,7 +198,7 @@ def run(room: WorkRoom, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return block_wise_attention(q, k, v, room.work, BlockWiseConfig(), scale=scale, softcap=0.0, bias=None, sinks=None)
 
 
-@pytest.mark.parametrize("kind", ["vertical_slash", "dense"])
+@pytest.mark.parametrize("kind", ["bits", "dense"])
 def test_rows_without_room_are_nan_and_flagged(kind: str) -> None:
     mask = example(kind)
     room = room_of(mask, 90, 90, density=0.3)

@@ -10,19 +10,19 @@ from torch import Tensor
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
 from stof.kernels.triton.runtime import (
     OVERFLOW,
+    DenseRoom,
     Problem,
     WorkRoom,
     block_room,
     dense_room,
     fill_blocks,
     fill_dense,
-    fill_vertical_slash,
-    vertical_slash_room,
 )
+from stof.kernels.triton.runtime_slash import SlashRoom, fill_vertical_slash, vertical_slash_room
 from stof.layout import Layout, LayoutConfig
 from stof.masks import Mask
 from stof.masks.base import QueryOffset, check_lengths, check_sizes
-from stof.masks.runtime import NOT_A_NUMBER, BitMask, BlockTopK, VerticalSlash, described
+from stof.masks.runtime import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMask, BlockTopK, VerticalSlash, described
 from stof.masks.tensors import DenseMask, as_mask
 from stof.plans import Plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, Choice, PreparedLayout
@@ -255,7 +255,7 @@ def make_room(
     problem = Problem(*lengths, _BLOCK, _BLOCK, *sizes)
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
-        return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, density, device)
+        return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, device)
     if isinstance(core, BitMask):
         core.check_sizes(*lengths)
     else:
@@ -265,14 +265,12 @@ def make_room(
 
 def fill_room(room: WorkRoom, mask: Mask) -> None:
     """Write a mask's work; the host is not asked for anything."""
-    core, offset = _core(mask)
-    problem = room.problem
-    if isinstance(core, VerticalSlash):
-        problems = core.problems(problem.q_len + offset, problem.kv_len)
-        problems = problems.expand(problem.mask_batch, problem.mask_heads).reshape(-1)
-        vertical, slash = core.tensors()
-        fill_vertical_slash(room, vertical, slash, problems, offset)
+    core, _ = _core(mask)
+    if isinstance(room, SlashRoom):
+        assert isinstance(core, VerticalSlash)
+        fill_vertical_slash(room, *core.tensors(), OUT_OF_RANGE, NOT_ASCENDING)
     elif isinstance(core, BlockTopK):
         fill_blocks(room, core.tensors()[0], core.k, core.block_size, core.causal, NOT_A_NUMBER)
     else:
+        assert isinstance(room, DenseRoom)
         fill_dense(room, _tensors(mask)[0])

@@ -194,6 +194,20 @@ def _rows(
 
 @triton.jit
 @no_type_check
+def _columns(columns_ptr, tile, own, to_shared, q0, SHARED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Key columns of a tile; tiles before an item's own are shared ones, whose columns are relative to its rows."""
+    n = tl.arange(0, BLOCK_N)
+    if SHARED:
+        is_shared = tile < own
+        row = tile + tl.where(is_shared, to_shared, 0)
+        columns = tl.load(columns_ptr + row * BLOCK_N + n) + tl.where(is_shared, q0, 0)
+    else:
+        columns = tl.load(columns_ptr + tile * BLOCK_N + n)
+    return columns
+
+
+@triton.jit
+@no_type_check
 def block_wise_kernel(
     q_ptr,  # [B, H, Sq, D]
     k_ptr,  # [B, Hkv, Skv, D]
@@ -259,6 +273,7 @@ def block_wise_kernel(
     PERMUTED: tl.constexpr,
     SPLIT: tl.constexpr,
     POISON: tl.constexpr,  # items may ask for NaN: row block -2 - r
+    SHARED: tl.constexpr,  # items begin with tiles that others use too, relative to their rows
     MODIFIED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -305,6 +320,13 @@ def block_wise_kernel(
     full_end = tl.load(item_ptr + 4)
     bitmap = tl.load(item_ptr + 9)
     first_full = tl.load(item_ptr + 10)
+    own_partial, own_full, to_partial, to_full, q0 = 0, 0, 0, 0, 0
+    if SHARED:
+        own_partial = tl.load(item_ptr + 11)
+        to_partial = tl.load(item_ptr + 12)
+        own_full = tl.load(item_ptr + 13)
+        to_full = tl.load(item_ptr + 14)
+        q0 = tl.load(item_ptr + 15)
 
     r = tl.arange(0, BLOCK_M)
     row, head, row_ok = _rows(
@@ -336,17 +358,21 @@ def block_wise_kernel(
 
     if HAS_FULL and HAS_PARTIAL and FULL_GATHERED:
         # Loaded before the partial tiles, used after them.
-        full_columns = tl.load(full_columns_ptr + full_begin * BLOCK_N + n)
+        full_columns = _columns(full_columns_ptr, full_begin, own_full, to_full, q0, SHARED, BLOCK_N)
     if HAS_PARTIAL:
         # Columns and bitmap words are loaded one tile ahead into registers: left to the pipeliner they would make
         # every load of K and V an indirect one, at the price of a stage.
         next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
-        bitmap = tl.load(partial_bitmap_ptr + partial_begin + 1)
+        if not SHARED:
+            bitmap = tl.load(partial_bitmap_ptr + partial_begin + 1)
         for tile in tl.range(partial_begin, partial_end, num_stages=STAGES):
             columns, words = next_columns, next_words
-            next_columns = tl.load(partial_columns_ptr + (tile + 1) * BLOCK_N + n)
+            next_columns = _columns(partial_columns_ptr, tile + 1, own_partial, to_partial, q0, SHARED, BLOCK_N)
+            if SHARED:
+                bitmap = tile + 1 + tl.where(tile + 1 < own_partial, to_partial, 0)
             next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
-            bitmap = tl.load(partial_bitmap_ptr + tile + 2)
+            if not SHARED:
+                bitmap = tl.load(partial_bitmap_ptr + tile + 2)
             acc, m_i, l_i = _step(
                 q, acc, m_i, l_i, columns, words, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
                 stride_bk, scale, softcap, head_dim, value_dim, True, MODIFIED, HAS_SOFTCAP, HAS_BIAS, PAD_D, PAD_V,
@@ -358,7 +384,7 @@ def block_wise_kernel(
         for tile in tl.range(full_begin, full_end, num_stages=STAGES):
             if FULL_GATHERED:
                 columns = next_columns
-                next_columns = tl.load(full_columns_ptr + (tile + 1) * BLOCK_N + n)
+                next_columns = _columns(full_columns_ptr, tile + 1, own_full, to_full, q0, SHARED, BLOCK_N)
             else:
                 columns = first_full + (tile - full_begin) * BLOCK_N + n
             acc, m_i, l_i = _step(
@@ -493,7 +519,7 @@ def bind_block_wise(
         (
             work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
             work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
-            work.splits > 0, work.may_poison, modified, softcap > 0, bias is not None, sinks is not None,
+            work.splits > 0, work.may_poison, work.shared, modified, softcap > 0, bias is not None, sinks is not None,
             _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
             "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages,
         ),

@@ -30,6 +30,35 @@ def store_words(words_ptr, keep, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def store_columns(words_ptr, low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The same from the rows that see each column, `[BLOCK_N]`: bit r of `low` and `high` (from row 32 on).
+
+    A word of a tile of at most 64 columns has 16 bits, so one of 32 takes those of two rows at once. Which bits a thread
+    needs lies with other threads: they pass through the place of the words themselves.
+    """
+    tl.static_assert(BLOCK_N <= 64)
+    PER: tl.constexpr = BLOCK_N // 4
+    HALVES: tl.constexpr = (BLOCK_M + 31) // 32
+    c = tl.arange(0, BLOCK_N)
+    at = c % 8 // 2 * PER + c // 8 * 2 + c % 2
+    tl.store(words_ptr + at, low.to(tl.int32, bitcast=True))
+    if HALVES > 1:
+        tl.store(words_ptr + BLOCK_N + at, high.to(tl.int32, bitcast=True))
+    tl.debug_barrier()
+    x = tl.arange(0, HALVES * 64)  # which half, row of 16, word of 4
+    i = tl.arange(0, PER)
+    columns = tl.load(words_ptr + (x // 64 * BLOCK_N + x % 4 * PER)[:, None] + i[None, :])
+    pairs = ((columns >> (x % 64 // 4)[:, None]) & 0x10001) << i[None, :]
+    words = tl.sum(pairs, 1)  # distinct bits: the sum is their union
+    tl.debug_barrier()
+    at = x // 64 * 128 + x % 64
+    tl.store(words_ptr + at, words & 0xFFFF)
+    if BLOCK_M > 16:
+        tl.store(words_ptr + at + 64, (words >> 16) & 0xFFFF)
+
+
+@triton.jit
+@no_type_check
 def store_item(
     items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block,
     partial_begin, partial_end, full_begin, full_end, BLOCK_N: tl.constexpr,
@@ -54,7 +83,6 @@ def store_item(
 @no_type_check
 def store_poison(items_ptr, place, row_block):
     """An item whose rows become NaN: a wrong mask must not look like an answer."""
-    field = tl.arange(0, 4)
-    tl.store(items_ptr + place * ITEM_STRIDE, -2 - row_block)
-    tl.store(items_ptr + place * ITEM_STRIDE + 1 + field, tl.zeros([4], tl.int32))
-    tl.store(items_ptr + place * ITEM_STRIDE + 9, 0)
+    field = tl.arange(0, ITEM_STRIDE)
+    # No tiles, and nothing of an earlier mask.
+    tl.store(items_ptr + place * ITEM_STRIDE + field, tl.where(field == 0, -2 - row_block, 0))
