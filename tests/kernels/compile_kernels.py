@@ -113,14 +113,10 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     from stof.kernels.triton import fill_blocks, fill_slash
 
     ints, i = "*i32", "i32"
-    yield fill_slash.slash_lists, ["*i8", *[ints] * 6, i, i, 64, 1024], {}
-    yield fill_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {}
-    yield fill_slash.vertical_slash_count, [*[ints] * 6, *[i] * 5, 64, 64, 1024], {}
-    yield (
-        fill_slash.vertical_slash_fill,
-        [*[ints] * 17, *[i] * 10, 1 << 16, 64, 64, 1024],
-        {"num_warps": 8, "maxnreg": 64},
-    )
+    for kind in (ints, "*i64"):
+        yield fill_slash.slash_tables, [kind, kind, *[ints] * 3, *[i] * 10, 1, 2, 64, 2048], {"num_warps": 8}
+        yield fill_slash.vertical_slash_fill, [kind, *[ints] * 7, *[i] * 13, 64, 64, 128, 1024], {}
+    yield fill_slash.slash_tiles, [*[ints] * 3, *[i] * 5, 128, 64, 64], {"num_warps": 2}
     yield fill_blocks.select_blocks, ["*fp32", ints, ints, ints, i, i, 1, i, i, i, i, True, 512], {}
     yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 16], {}
     yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
@@ -167,7 +163,8 @@ def cases() -> Iterator[Case]:
     for group, head_dim in (("D 64", 64), ("D 128", 128)):
         call = call_of(half, head_dim)
         choice = runtime_choice(call, LayoutConfig(64, 64, 1), LIMIT)
-        yield Case(group, f"block_wise D{head_dim} {AT_RUN_TIME}", call, choice, (80, 90))
+        for tiles in ("tiles", "shared tiles"):
+            yield Case(group, f"block_wise D{head_dim} {tiles} {AT_RUN_TIME}", call, choice, (80, 90))
     options = {"has_bias": True, "has_softcap": True, "has_sinks": True}
     yield from _kinds("options D 64", call_of(half, 64, **options), ("gathered split",), (80, 90))
     yield from _kinds("options D 128", call_of(half, 128, **options), ("gathered split", "contiguous"), (90,))
@@ -333,7 +330,7 @@ def recorded(case: Case) -> Recorded:
         else:
             work = make_work(layout, choice.kernel.split_tiles)
             if case.name.endswith(AT_RUN_TIME):
-                work = replace(work, has_full=1, full_runs=0, may_poison=1)
+                work = replace(work, has_full=1, full_runs=0, may_poison=1, shared=int("shared" in case.name))
             block_wise.block_wise_attention(q, k, v, work, choice.kernel, **options)
     (one,) = record.made
     return one

@@ -65,6 +65,7 @@ def item_tiles(work: Work, pattern: int, number: int) -> list[Tile]:
     _, partial, partial_end, full, full_end, *_ = item
     bitmap, first_full, own_partial, to_partial, own_full, to_full, position = item[9:]
     tiles: list[Tile] = []
+    listed: list[Tensor] = []
     for tile in range(partial, partial_end):
         row, shift = (tile + to_partial, position) if work.shared and tile < own_partial else (tile, 0)
         # The kernel takes the bitmap of the first tile from the item, the others from the list.
@@ -72,13 +73,15 @@ def item_tiles(work: Work, pattern: int, number: int) -> list[Tile]:
         words = work.bitmaps[bitmap if tile == partial else others]
         keep = torch.stack([bit(words, column) for column in range(work.block_n)], 1)
         tiles.append(Tile(work.partial_columns[row] + shift, keep))
+        listed.append(work.partial_columns[row])
     for tile in range(full, full_end):
         start = first_full + (tile - full) * work.block_n
         run = torch.arange(start, start + work.block_n, device=DEVICE, dtype=torch.int32)
         row, shift = (tile + to_full, position) if work.shared and tile < own_full else (tile, 0)
         tiles.append(Tile(run if work.full_runs else work.full_columns[row] + shift, None))
+        listed.append(tiles[-1].columns - shift)
     if tiles:
-        assert torch.equal(work.first_columns[pattern, number], tiles[0].columns)
+        assert torch.equal(work.first_columns[pattern, number], listed[0])
     return tiles
 
 

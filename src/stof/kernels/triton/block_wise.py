@@ -194,16 +194,11 @@ def _rows(
 
 @triton.jit
 @no_type_check
-def _columns(columns_ptr, tile, own, to_shared, q0, SHARED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Key columns of a tile; tiles before an item's own are shared ones, whose columns are relative to its rows."""
-    n = tl.arange(0, BLOCK_N)
+def _place(tile, own, to_shared, SHARED: tl.constexpr):
+    """Where a tile lies in its list: those before an item's own are shared ones."""
     if SHARED:
-        is_shared = tile < own
-        row = tile + tl.where(is_shared, to_shared, 0)
-        columns = tl.load(columns_ptr + row * BLOCK_N + n) + tl.where(is_shared, q0, 0)
-    else:
-        columns = tl.load(columns_ptr + tile * BLOCK_N + n)
-    return columns
+        tile += tl.where(tile < own, to_shared, 0)
+    return tile
 
 
 @triton.jit
@@ -358,7 +353,7 @@ def block_wise_kernel(
 
     if HAS_FULL and HAS_PARTIAL and FULL_GATHERED:
         # Loaded before the partial tiles, used after them.
-        full_columns = _columns(full_columns_ptr, full_begin, own_full, to_full, q0, SHARED, BLOCK_N)
+        full_columns = tl.load(full_columns_ptr + _place(full_begin, own_full, to_full, SHARED) * BLOCK_N + n)
     if HAS_PARTIAL:
         # Columns and bitmap words are loaded one tile ahead into registers: left to the pipeliner they would make
         # every load of K and V an indirect one, at the price of a stage.
@@ -367,9 +362,13 @@ def block_wise_kernel(
             bitmap = tl.load(partial_bitmap_ptr + partial_begin + 1)
         for tile in tl.range(partial_begin, partial_end, num_stages=STAGES):
             columns, words = next_columns, next_words
-            next_columns = _columns(partial_columns_ptr, tile + 1, own_partial, to_partial, q0, SHARED, BLOCK_N)
+            next_place = _place(tile + 1, own_partial, to_partial, SHARED)
+            next_columns = tl.load(partial_columns_ptr + next_place * BLOCK_N + n)
             if SHARED:
-                bitmap = tile + 1 + tl.where(tile + 1 < own_partial, to_partial, 0)
+                # Added a step late: the pipeliner carries a plain load from step to step, but would copy one that is
+                # computed with to shared memory, at the price of all its stages for K and V.
+                columns += tl.where(tile < own_partial, q0, 0)
+                bitmap = next_place
             next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
             if not SHARED:
                 bitmap = tl.load(partial_bitmap_ptr + tile + 2)
@@ -384,7 +383,10 @@ def block_wise_kernel(
         for tile in tl.range(full_begin, full_end, num_stages=STAGES):
             if FULL_GATHERED:
                 columns = next_columns
-                next_columns = _columns(full_columns_ptr, tile + 1, own_full, to_full, q0, SHARED, BLOCK_N)
+                next_place = _place(tile + 1, own_full, to_full, SHARED)
+                next_columns = tl.load(full_columns_ptr + next_place * BLOCK_N + n)
+                if SHARED:
+                    columns += tl.where(tile < own_full, q0, 0)
             else:
                 columns = first_full + (tile - full_begin) * BLOCK_N + n
             acc, m_i, l_i = _step(

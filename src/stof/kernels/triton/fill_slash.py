@@ -384,9 +384,8 @@ def vertical_slash_fill(
     first_full = tl.where(n_full > 0, shared_full - n_full, own_begin)
     has_partial = n_some + rest_tiles > 0
     first = tl.where(has_partial, first_partial, first_full)
-    shift = tl.where(tl.where(has_partial, n_some, n_full) > 0, q0, 0)
     # An item without tiles reads these columns, and uses none.
-    tl.store(first_columns_ptr + place * BLOCK_N + n, tl.load(columns_ptr + first * BLOCK_N + n) + shift)
+    tl.store(first_columns_ptr + place * BLOCK_N + n, tl.load(columns_ptr + first * BLOCK_N + n))
     item_ptr = items_ptr + place * ITEM_STRIDE
     tl.store(item_ptr, row_block)
     tl.store(item_ptr + 1, own_partial - n_some)
