@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -318,6 +319,77 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MaskError, match=r"larger `density`(.|\n)*head 1: indices out of range and more tiles than"):
         plan.check()
     plan.check()
+
+
+@dataclass
+class FakeStream:
+    """A stream, or an event recorded on it, that writes down what it is asked."""
+
+    name: str
+    log: list[str]
+    cuda_stream: int
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.log.append(f"{self.name} is recorded")
+        return f"what {self.name} did"
+
+
+def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for whom, of streams that there are none of here."""
+    log: list[str] = []
+    main, side, third = (FakeStream(name, log, number) for number, name in enumerate(("main", "side", "third")))
+    current = [main]
+
+    @contextlib.contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(f"held for {stream.name}"))
+    monkeypatch.setattr("stof.dynamic.fill_room", lambda room, mask: log.append(f"built on {current[-1].name}"))
+    mask = example("block_topk")
+    plan = stof.dynamic_plan(mask, 90, heads=2)
+    plan._room = room_of(mask, 90, 90)
+    call = (*make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv, None, None, None, None, None)
+
+    def logged() -> list[str]:
+        found = log.copy()
+        log.clear()
+        return found
+
+    plan.update(mask)
+    plan.bound(*call)
+    assert logged() == ["built on main"]
+    plan.update(mask, stream=side)
+    assert logged() == ["side waits for main", "built on side", "held for side", "side is recorded"]
+    for stream in (main, main, third):
+        with on(stream):
+            plan.bound(*call)
+    assert logged() == ["main waits for what side did", "third waits for what side did"]
+    plan.update(mask, stream=side)
+    logged()
+    capturing[0] = True
+    plan.bound(*call)  # in a capture, which begins when all is done
+    assert logged() == []
+    plan.update(mask, stream=side)
+    logged()
+    plan.check()
+    assert logged() == ["main waits for what side did"]
+    capturing[0] = False
+    plan.bound(*call)
+    assert logged() == []
 
 
 def test_messages_of_masks() -> None:

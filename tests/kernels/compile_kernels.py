@@ -117,8 +117,10 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         yield fill_slash.slash_tables, [kind, kind, *[ints] * 3, *[i] * 10, 1, 2, 64, 2048], {"num_warps": 8}
         yield fill_slash.vertical_slash_fill, [kind, *[ints] * 7, *[i] * 13, 64, 64, 128, 1024], {}
     yield fill_slash.slash_tiles, [*[ints] * 3, *[i] * 5, 128, 64, 64], {"num_warps": 2}
-    yield fill_blocks.select_blocks, ["*fp32", ints, ints, ints, i, i, 1, i, i, i, i, True, 512], {}
-    yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 16], {}
+    for width, num_warps in ((512, 1), (16384, 8)):
+        given = ["*fp32", *[ints] * 4, i, i, i, 1, i, i, i, i, 4, True, width]
+        yield fill_blocks.select_blocks, given, {"num_warps": num_warps}
+    yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}
     yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
     for kind, packed in (("*u8", False), (ints, True)):
         yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class StepRow:
         static_build_ms: wall time of making that plan.
         error: largest error of the outputs against float64, relative to the largest value.
         plan_mb: memory of the dynamic plan.
+        kernels: GPU time of each kernel of an eager update by itself, from PyTorch's profiler; empty on a CPU.
     """
 
     mask: str
@@ -83,6 +84,7 @@ class StepRow:
     error: float
     plan_mb: float
     note: str = ""
+    kernels: dict[str, float] = field(default_factory=dict)
 
     @property
     def overhead(self) -> float | None:
@@ -313,7 +315,26 @@ def _stepped(
         error=error,
         plan_mb=plan.bytes() / 2**20,
         note=note,
+        kernels=kernel_us(lambda: plan.update(mask), device),
     )
+
+
+def kernel_us(call: Callable[[], object], device: torch.device, *, calls: int = 5) -> dict[str, float]:
+    """Median GPU time of each kernel and memory operation of a call, summed over those of one name."""
+    if device.type != "cuda":
+        return {}
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize(device)
+    taken: dict[str, list[float]] = {}
+    for event in profiled.events() or ():
+        if event.device_type.name == "CUDA":
+            taken.setdefault(event.name, []).append(event.device_time)
+    return {name: statistics.median(times) * len(times) / calls for name, times in taken.items()}
 
 
 def as_json(rows: list[BuildRow], steps: list[StepRow], meta: dict[str, Any]) -> dict[str, Any]:

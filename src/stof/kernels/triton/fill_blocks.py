@@ -13,17 +13,20 @@ from stof.kernels.triton.fill import store_item, store_poison, store_words
 @triton.jit
 @no_type_check
 def select_blocks(
-    scores_ptr,  # [P, query blocks, key blocks], any strides over P
+    scores_ptr,  # [B | 1, H | 1, query blocks, key blocks]
     chosen_ptr,  # [P, query blocks, k] int32, ascending
     count_ptr,  # [P, query blocks] int32
-    bad_ptr,  # [P] int32
-    stride_p,
+    bad_ptr,  # [P] int32, zero before
+    flags_ptr,  # [P] int32, what was wrong gathered over updates
+    stride_b,
+    stride_h,
     stride_q,
     stride_k,
+    mask_heads,
     query_blocks,
     key_blocks,
     k,
-    nan_bit,
+    NAN_BIT: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK: tl.constexpr,  # key blocks rounded up to a power of two
 ):
@@ -32,12 +35,14 @@ def select_blocks(
     pattern = program // query_blocks
     query_block = program % query_blocks
     x = tl.arange(0, BLOCK)
-    at = pattern.to(tl.int64) * stride_p + query_block.to(tl.int64) * stride_q + x * stride_k
+    at = (pattern // mask_heads).to(tl.int64) * stride_b + (pattern % mask_heads).to(tl.int64) * stride_h
+    at += query_block.to(tl.int64) * stride_q + x * stride_k
     ok = x < key_blocks
     score = tl.load(scores_ptr + at, mask=ok, other=float("-inf")).to(tl.float32)
     is_nan = (score != score).to(tl.int32)
     if tl.max(is_nan, 0) > 0:
-        tl.atomic_or(bad_ptr + pattern, nan_bit)
+        tl.atomic_or(bad_ptr + pattern, NAN_BIT)
+        tl.atomic_or(flags_ptr + pattern, NAN_BIT)
     if CAUSAL:
         ok = ok & (x <= query_block)
     ok = ok & (score > float("-inf"))

@@ -373,9 +373,7 @@ def vertical_slash_fill(
         low, high = _seen(tables_ptr, column, marked >= 0, q0, rows)
         # Places past the last column repeat one of the tile, and keep nothing.
         tl.store(column_ptr, tl.where(ok, column, tl.max(tl.where(ok, column, 0), 0)))
-        store_columns(
-            bitmaps_ptr + tile * (BLOCK_M * 4), tl.where(ok, low, 0), tl.where(ok, high, 0), BLOCK_M, BLOCK_N
-        )
+        store_columns(bitmaps_ptr + tile * (BLOCK_M * 4), tl.where(ok, low, 0), tl.where(ok, high, 0), BLOCK_M, BLOCK_N)
     tl.debug_barrier()
 
     own_partial = own_end - rest_tiles

@@ -6,7 +6,9 @@ a CUDA graph. `fill_*` write them anew. What does not fit sets a flag and turns 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +16,13 @@ from torch import Tensor
 from stof.errors import ArgumentError
 from stof.kernels.triton.work import ITEM_FIELDS, Work
 
+if TYPE_CHECKING:
+    from stof.kernels.triton.launch import Launch
+
 # Set beside the mask's own problems: more tiles than there is room for.
 OVERFLOW = 1 << 16
 # Columns or tiles handled at once, and columns of a dense mask.
-_COPY, _TILES_AT_ONCE, _COLUMNS = 1024, 16, 128
+_COPY, _TILES_AT_ONCE, _COLUMNS = 1024, 64, 128
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,13 @@ class WorkRoom:
         problem: its sizes.
         work: what the kernel reads; partial and full tiles share one list of columns.
         flags: int32 `[P]`, bits of what was wrong since they were last cleared.
+        launches: what fills the lists, bound to them, for each kind of input.
     """
 
     problem: Problem
     work: Work
     flags: Tensor
+    launches: dict[Hashable, tuple[Launch, ...]] = field(default_factory=dict)
 
     @property
     def tiles(self) -> int:
@@ -62,6 +69,13 @@ class WorkRoom:
     def tensors(self) -> tuple[Tensor, ...]:
         """All lists."""
         return (*self.work.flatten()[0], self.flags)
+
+    def launched(self, key: Hashable, make: Callable[[], tuple[Launch, ...]]) -> tuple[Launch, ...]:
+        """Launches for tensors of some shapes and strides, made once."""
+        found = self.launches.get(key)
+        if found is None:
+            found = self.launches[key] = make()
+        return found
 
     def bytes(self) -> int:
         """Memory of all lists."""
@@ -149,48 +163,105 @@ def _up(count: Tensor, step: int) -> Tensor:
 # ---- the best key blocks of each query block
 
 
-def block_room(problem: Problem, k: int, block_size: int, device: torch.device) -> WorkRoom:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockRoom(WorkRoom):
+    """Lists for `k` key blocks of `block_size` keys to a query block.
+
+    Attributes:
+        chosen: int32 `[P, query blocks, k]`, key blocks taken, ascending.
+        count: int32 `[P, query blocks]`, how many.
+        bad: int32 `[P]`, what is wrong with the present scores.
+    """
+
+    k: int
+    block_size: int
+    chosen: Tensor
+    count: Tensor
+    bad: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), self.chosen, self.count, self.bad)
+
+
+def block_room(problem: Problem, k: int, block_size: int, device: torch.device) -> BlockRoom:
     """Lists for `k` key blocks to a query block: they always fit."""
     count = problem.patterns * problem.row_blocks
-    slots = k * (block_size // problem.block_n) + 2
-    return WorkRoom(
+    query_blocks = -(-problem.q_len // block_size)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    return BlockRoom(
         problem=problem,
-        work=empty_work(problem, device, tiles=count * slots, bitmaps=2 * count),
-        flags=torch.zeros(problem.patterns, dtype=torch.int32, device=device),
+        work=empty_work(problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=2 * count),
+        flags=zeros(problem.patterns),
+        k=k,
+        block_size=block_size,
+        chosen=zeros(problem.patterns, query_blocks, k),
+        count=zeros(problem.patterns, query_blocks),
+        bad=zeros(problem.patterns),
     )
 
 
-def fill_blocks(room: WorkRoom, scores: Tensor, k: int, block_size: int, causal: bool, nan_bit: int) -> None:
+def _slots(problem: Problem, k: int, block_size: int) -> int:
+    """Tiles of a row block: two partial ones, then full ones."""
+    return k * (block_size // problem.block_n) + 2
+
+
+def fill_blocks(room: BlockRoom, scores: Tensor, causal: bool, nan_bit: int) -> None:
     """Write the work of `block_topk`.
 
     Args:
         room: from `block_room`.
         scores: float `[B | 1, H | 1, query blocks, key blocks]`.
-        k, block_size, causal: of the mask.
+        causal: whether queries see no later keys.
         nan_bit: the flag for NaN scores.
     """
+    key = (scores.shape, scores.stride(), scores.dtype, causal)
+    select, fill = room.launched(key, lambda: _block_launches(room, scores, causal, nan_bit))
+    room.bad.zero_()
+    select(scores)
+    fill()
+
+
+def _block_launches(room: BlockRoom, scores: Tensor, causal: bool, nan_bit: int) -> tuple[Launch, ...]:
     import triton
 
     from stof.kernels.triton import fill_blocks as kernels
+    from stof.kernels.triton.launch import Launch
 
-    problem, work, device = room.problem, room.work, room.flags.device
-    shape = (problem.mask_batch, problem.mask_heads, *scores.shape[-2:])
-    scores = scores.expand(shape).reshape(problem.patterns, *scores.shape[-2:])
-    query_blocks, key_blocks = scores.shape[1:]
-    chosen = torch.zeros(problem.patterns, query_blocks, k, dtype=torch.int32, device=device)
-    count = torch.zeros(problem.patterns, query_blocks, dtype=torch.int32, device=device)
-    bad = torch.zeros(problem.patterns, dtype=torch.int32, device=device)
-    kernels.select_blocks[(problem.patterns * query_blocks,)](
-        scores, chosen, count, bad, *scores.stride(), query_blocks, key_blocks, k, nan_bit, causal,
-        triton.next_power_of_2(key_blocks),
+    problem, work, device, k = room.problem, room.work, room.flags.device, room.k
+    query_blocks, key_blocks = scores.shape[2:]
+    width = triton.next_power_of_2(key_blocks)
+    strides = [0 if size == 1 else stride for size, stride in zip(scores.shape, scores.stride(), strict=True)]
+    select = Launch(
+        kernels.select_blocks,
+        problem.patterns * query_blocks,
+        (room.chosen, room.count, room.bad, room.flags),
+        (*strides, problem.mask_heads, query_blocks, key_blocks, k),
+        (nan_bit, causal, width),
+        # A warp by itself sums without waiting for others, some 34 times in a row.
+        num_warps=max(1, min(8, width // 1024)),
+        num_stages=1,
+        device=device,
+    )
+    tiles_at_once = min(_TILES_AT_ONCE, triton.next_power_of_2(_slots(problem, k, room.block_size)))
+    fill = Launch(
+        kernels.block_fill,
+        problem.patterns * problem.row_blocks,
+        (
+            room.chosen, room.count, room.bad, work.items, work.first_columns, work.partial_columns,
+            work.partial_bitmap, work.bitmaps,
+        ),
+        (
+            problem.row_blocks, query_blocks, k, _slots(problem, k, room.block_size), problem.q_len, problem.kv_len,
+        ),
+        (room.block_size, causal, problem.block_m, problem.block_n, tiles_at_once),
+        num_warps=4,
+        num_stages=1,
+        device=device,
     )  # fmt: skip
-    room.flags.bitwise_or_(bad)
-    slots = k * (block_size // problem.block_n) + 2
-    kernels.block_fill[(problem.patterns * problem.row_blocks,)](
-        chosen, count, bad, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.bitmaps,
-        problem.row_blocks, query_blocks, k, slots, problem.q_len, problem.kv_len, block_size, causal,
-        problem.block_m, problem.block_n, _TILES_AT_ONCE,
-    )  # fmt: skip
+    return select, fill
 
 
 # ---- dense masks

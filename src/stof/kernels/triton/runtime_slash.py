@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +43,6 @@ class SlashRoom(WorkRoom):
     tables: Tensor
     bad: Tensor
     offset: int
-    launches: dict[tuple[object, ...], tuple[Launch, ...]] = field(default_factory=dict)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self.slots, self.tables, self.bad)
@@ -66,7 +65,11 @@ def vertical_slash_room(
     own = int(slots[-1])
     # A row ahead is read past the bitmaps of a row block's own tiles.
     work = empty_work(
-        problem, device, tiles=patterns * (chunks + own + full_chunks), bitmaps=patterns * (chunks + own) + 1, shared=True
+        problem,
+        device,
+        tiles=patterns * (chunks + own + full_chunks),
+        bitmaps=patterns * (chunks + own) + 1,
+        shared=True,
     )
     words = -(-(reach + _BASE + problem.block_m + 64) // 32)
     return SlashRoom(
@@ -96,7 +99,9 @@ def _own_tiles(problem: Problem, verticals: int, distances: int, offset: int) ->
     return [-(-count // block_n) for count in columns]
 
 
-def fill_vertical_slash(room: SlashRoom, vertical: Tensor, slash: Tensor, out_of_range: int, not_ascending: int) -> None:
+def fill_vertical_slash(
+    room: SlashRoom, vertical: Tensor, slash: Tensor, out_of_range: int, not_ascending: int
+) -> None:
     """Write the work of `vertical_slash`.
 
     Args:
@@ -107,10 +112,7 @@ def fill_vertical_slash(room: SlashRoom, vertical: Tensor, slash: Tensor, out_of
     """
     vertical, slash = vertical.contiguous(), slash.contiguous()
     key = (vertical.shape, vertical.dtype, slash.shape, slash.dtype)
-    found = room.launches.get(key)
-    if found is None:
-        found = room.launches[key] = _launches(room, vertical, slash, out_of_range, not_ascending)
-    tables, tiles, fill = found
+    tables, tiles, fill = room.launched(key, lambda: _launches(room, vertical, slash, out_of_range, not_ascending))
     tables(vertical, slash)
     tiles()
     fill(vertical)
