@@ -165,7 +165,7 @@ def cases() -> Iterator[Case]:
     for group, head_dim in (("D 64", 64), ("D 128", 128)):
         call = call_of(half, head_dim)
         choice = runtime_choice(call, LayoutConfig(64, 64, 1), LIMIT)
-        for tiles in ("tiles", "shared tiles"):
+        for tiles in ("tiles", "shared tiles", "contiguous tiles"):
             yield Case(group, f"block_wise D{head_dim} {tiles} {AT_RUN_TIME}", call, choice, (80, 90))
     options = {"has_bias": True, "has_softcap": True, "has_sinks": True}
     yield from _kinds("options D 64", call_of(half, 64, **options), ("gathered split",), (80, 90))
@@ -332,7 +332,8 @@ def recorded(case: Case) -> Recorded:
         else:
             work = make_work(layout, choice.kernel.split_tiles)
             if case.name.endswith(AT_RUN_TIME):
-                work = replace(work, has_full=1, full_runs=0, may_poison=1, shared=int("shared" in case.name))
+                kind = {"shared": int("shared" in case.name), "bases": int("contiguous" in case.name)}
+                work = replace(work, has_full=1, full_runs=0, may_poison=1, **kind)
             block_wise.block_wise_attention(q, k, v, work, choice.kernel, **options)
     (one,) = record.made
     return one

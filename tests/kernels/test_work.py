@@ -66,20 +66,24 @@ def item_tiles(work: Work, pattern: int, number: int) -> list[Tile]:
     bitmap, first_full, own_partial, to_partial, own_full, to_full, position = item[9:]
     tiles: list[Tile] = []
     listed: list[Tensor] = []
+    steps = torch.arange(work.block_n, device=DEVICE, dtype=torch.int32)
     for tile in range(partial, partial_end):
         row, shift = (tile + to_partial, position) if work.shared and tile < own_partial else (tile, 0)
         # The kernel takes the bitmap of the first tile from the item, the others from the list.
         others = row if work.shared else int(work.partial_bitmap[tile])
         words = work.bitmaps[bitmap if tile == partial else others]
         keep = torch.stack([bit(words, column) for column in range(work.block_n)], 1)
-        tiles.append(Tile(work.partial_columns[row] + shift, keep))
+        columns = work.partial_columns[row]
+        if work.bases:
+            columns = (columns + steps).clamp(max=first_full)
+        tiles.append(Tile(columns + shift, keep))
         listed.append(work.partial_columns[row])
     for tile in range(full, full_end):
         start = first_full + (tile - full) * work.block_n
         run = torch.arange(start, start + work.block_n, device=DEVICE, dtype=torch.int32)
         row, shift = (tile + to_full, position) if work.shared and tile < own_full else (tile, 0)
-        tiles.append(Tile(run if work.full_runs else work.full_columns[row] + shift, None))
-        listed.append(tiles[-1].columns - shift)
+        listed.append(run if work.full_runs else work.full_columns[row])
+        tiles.append(Tile(listed[-1] + shift + (steps if work.bases else 0), None))
     if tiles:
         assert torch.equal(work.first_columns[pattern, number], listed[0])
     return tiles

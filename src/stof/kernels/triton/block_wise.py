@@ -216,8 +216,8 @@ def block_wise_kernel(
     counters_ptr,  # [groups, split row blocks] int32, zero before and after
     pattern_ptr,  # [mask_batch, mask_heads] int32
     items_ptr,  # [P, items, ITEM_FIELDS] int32
-    first_columns_ptr,  # [P, items, BLOCK_N] int32, columns of each item's first tile
-    partial_columns_ptr,  # [partial tiles, BLOCK_N] int32
+    first_columns_ptr,  # [P, items, BLOCK_N] int32, columns of each item's first tile; [P, items, 1] when BASES
+    partial_columns_ptr,  # [partial tiles, BLOCK_N] int32, or [partial tiles, 1]
     partial_bitmap_ptr,  # [partial tiles] int32, row of bitmaps
     bitmaps_ptr,  # [U, BLOCK_Q, 4] int32
     full_columns_ptr,  # [full tiles, BLOCK_N] int32 when FULL_GATHERED; else full tiles of an item follow each other
@@ -269,6 +269,7 @@ def block_wise_kernel(
     SPLIT: tl.constexpr,
     POISON: tl.constexpr,  # items may ask for NaN: row block -2 - r
     SHARED: tl.constexpr,  # items begin with tiles that others use too, relative to their rows
+    BASES: tl.constexpr,  # lists of columns hold the first one of each tile, the others follow it
     MODIFIED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -300,7 +301,9 @@ def block_wise_kernel(
     # Everything the first products need is one load away from the program's number: each further link in a chain
     # of loads would delay every program by a trip to memory.
     n = tl.arange(0, BLOCK_N)
-    next_columns = tl.load(first_columns_ptr + item * BLOCK_N + n)
+    WIDTH: tl.constexpr = 1 if BASES else BLOCK_N
+    lane = 0 if BASES else n
+    next_columns = tl.load(first_columns_ptr + item * WIDTH + lane)
     item_ptr = items_ptr + item * ITEM_STRIDE
     row_block = tl.load(item_ptr)
     poison = 0.0
@@ -315,6 +318,7 @@ def block_wise_kernel(
     full_end = tl.load(item_ptr + 4)
     bitmap = tl.load(item_ptr + 9)
     first_full = tl.load(item_ptr + 10)
+    last_column = first_full
     own_partial, own_full, to_partial, to_full, q0 = 0, 0, 0, 0, 0
     if SHARED:
         own_partial = tl.load(item_ptr + 11)
@@ -353,7 +357,7 @@ def block_wise_kernel(
 
     if HAS_FULL and HAS_PARTIAL and FULL_GATHERED:
         # Loaded before the partial tiles, used after them.
-        full_columns = tl.load(full_columns_ptr + _place(full_begin, own_full, to_full, SHARED) * BLOCK_N + n)
+        full_columns = tl.load(full_columns_ptr + _place(full_begin, own_full, to_full, SHARED) * WIDTH + lane)
     if HAS_PARTIAL:
         # Columns and bitmap words are loaded one tile ahead into registers: left to the pipeliner they would make
         # every load of K and V an indirect one, at the price of a stage.
@@ -363,12 +367,15 @@ def block_wise_kernel(
         for tile in tl.range(partial_begin, partial_end, num_stages=STAGES):
             columns, words = next_columns, next_words
             next_place = _place(tile + 1, own_partial, to_partial, SHARED)
-            next_columns = tl.load(partial_columns_ptr + next_place * BLOCK_N + n)
+            next_columns = tl.load(partial_columns_ptr + next_place * WIDTH + lane)
             if SHARED:
                 # Added a step late: the pipeliner carries a plain load from step to step, but would copy one that is
                 # computed with to shared memory, at the price of all its stages for K and V.
                 columns += tl.where(tile < own_partial, q0, 0)
                 bitmap = next_place
+            if BASES:
+                # Columns that no row sees are not read.
+                columns = tl.minimum(columns + n, last_column)
             next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
             if not SHARED:
                 bitmap = tl.load(partial_bitmap_ptr + tile + 2)
@@ -384,9 +391,11 @@ def block_wise_kernel(
             if FULL_GATHERED:
                 columns = next_columns
                 next_place = _place(tile + 1, own_full, to_full, SHARED)
-                next_columns = tl.load(full_columns_ptr + next_place * BLOCK_N + n)
+                next_columns = tl.load(full_columns_ptr + next_place * WIDTH + lane)
                 if SHARED:
                     columns += tl.where(tile < own_full, q0, 0)
+                if BASES:
+                    columns += n
             else:
                 columns = first_full + (tile - full_begin) * BLOCK_N + n
             acc, m_i, l_i = _step(
@@ -521,8 +530,8 @@ def bind_block_wise(
         (
             work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
             work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
-            work.splits > 0, work.may_poison, work.shared, modified, softcap > 0, bias is not None, sinks is not None,
-            _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
+            work.splits > 0, work.may_poison, work.shared, work.bases, modified, softcap > 0, bias is not None,
+            sinks is not None, _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
             "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages,
         ),
         num_warps=config.num_warps,

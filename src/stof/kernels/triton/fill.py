@@ -14,6 +14,17 @@ import triton.language as tl
 from stof.kernels.triton.work import ITEM_FIELDS
 
 ITEM_STRIDE = tl.constexpr(ITEM_FIELDS)
+# Flips a word: Triton's interpreter knows no complement of unsigned numbers.
+ALL_BITS = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+@no_type_check
+def bits_from(first):
+    """64 bits as two words, those from number `first` on set; 0 <= first <= 64."""
+    ones = tl.full(first.shape, ALL_BITS, tl.uint32)
+    shifted = ones << (first & 31).to(tl.uint32)
+    return tl.where(first < 32, shifted, 0), tl.where(first < 32, ones, tl.where(first < 64, shifted, 0))
 
 
 @triton.jit
@@ -33,8 +44,8 @@ def store_words(words_ptr, keep, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def store_columns(words_ptr, low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The same from the rows that see each column, `[BLOCK_N]`: bit r of `low` and `high` (from row 32 on).
 
-    A word of a tile of at most 64 columns has 16 bits, so one of 32 takes those of two rows at once. Which bits a thread
-    needs lies with other threads: they pass through the place of the words themselves.
+    A word of a tile of at most 64 columns has 16 bits, so one of 32 takes those of two rows at once. The bits that a
+    thread needs lie with other threads: they pass through the place of the words themselves.
     """
     tl.static_assert(BLOCK_N <= 64)
     PER: tl.constexpr = BLOCK_N // 4
@@ -61,15 +72,15 @@ def store_columns(words_ptr, low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
 @no_type_check
 def store_item(
     items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block,
-    partial_begin, partial_end, full_begin, full_end, BLOCK_N: tl.constexpr,
+    partial_begin, partial_end, full_begin, full_end, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A work item, and the columns of its first tile; what it refers to must have been written before."""
-    n = tl.arange(0, BLOCK_N)
+    """A work item, and the WIDTH columns listed of its first tile; what it refers to must have been written before."""
+    n = tl.arange(0, WIDTH)
     some = partial_begin < partial_end
     first = tl.where(some, partial_begin, full_begin)
-    columns = tl.load(columns_ptr + first.to(tl.int64) * BLOCK_N + n)
+    columns = tl.load(columns_ptr + first.to(tl.int64) * WIDTH + n)
     # An item without tiles reads its columns and bitmap, and uses neither.
-    tl.store(first_columns_ptr + place.to(tl.int64) * BLOCK_N + n, columns)
+    tl.store(first_columns_ptr + place.to(tl.int64) * WIDTH + n, columns)
     item_ptr = items_ptr + place * ITEM_STRIDE
     tl.store(item_ptr, row_block)
     tl.store(item_ptr + 1, partial_begin)

@@ -7,7 +7,15 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.fill import store_item, store_poison, store_words
+from stof.kernels.triton.fill import (
+    ALL_BITS,
+    ITEM_STRIDE,
+    bits_from,
+    store_columns,
+    store_item,
+    store_poison,
+    store_words,
+)
 
 
 @triton.jit
@@ -108,7 +116,6 @@ def block_fill(
     partial_begin = program * slots
     full_begin = partial_begin + 2
     partial_end, full_end = partial_begin, full_begin
-    n = tl.arange(0, BLOCK_N)
     for start in range(0, count, COPY):
         x = start + tl.arange(0, COPY)
         ok = x < count
@@ -125,28 +132,27 @@ def block_fill(
             full_end + tl.cumsum(full.to(tl.int32), 0) - 1,
             partial_end + tl.cumsum(partial.to(tl.int32), 0) - 1,
         )
-        column = begin[:, None] + n[None, :]
-        # Columns that no row sees are not read: the first of the tile stands in.
-        seen = column < kv_len
-        if CAUSAL:
-            seen = seen & (column <= last_row)
-        column = tl.where(seen, column, begin[:, None])
-        tl.store(columns_ptr + tile.to(tl.int64)[:, None] * BLOCK_N + n[None, :], column, mask=ok[:, None])
+        tl.store(columns_ptr + tile, begin, mask=ok)
         full_end += tl.sum(full.to(tl.int32), 0)
         partial_end += tl.sum(partial.to(tl.int32), 0)
     tl.debug_barrier()
-    row = q0 + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
     for tile in range(partial_begin, partial_end):
-        column = tl.load(columns_ptr + tile * BLOCK_N) + n
-        keep = (row < q_len)[:, None] & (column < kv_len)[None, :]
-        if CAUSAL:
-            keep = keep & (row[:, None] >= column[None, :])
+        column = tl.load(columns_ptr + tile) + n
+        from_row = tl.maximum(column - q0, 0) if CAUSAL else tl.zeros_like(column)
+        low, high = bits_from(tl.where(column < kv_len, tl.minimum(from_row, BLOCK_M), BLOCK_M))
+        past_low, past_high = bits_from(tl.zeros_like(column) + (last_row + 1 - q0))
         own = program * 2 + tile - partial_begin
         tl.store(bitmap_ptr + tile, own)
-        store_words(bitmaps_ptr + own.to(tl.int64) * (BLOCK_M * 4), keep.to(tl.int32), BLOCK_M, BLOCK_N)
+        store_columns(
+            bitmaps_ptr + own.to(tl.int64) * (BLOCK_M * 4), low & (past_low ^ ALL_BITS), high & (past_high ^ ALL_BITS),
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     tl.debug_barrier()
     store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block,
-                partial_begin, partial_end, full_begin, full_end, BLOCK_N)  # fmt: skip
+                partial_begin, partial_end, full_begin, full_end, 1)  # fmt: skip
+    last_column = tl.minimum(last_row, kv_len - 1) if CAUSAL else kv_len - 1
+    tl.store(items_ptr + place * ITEM_STRIDE + 10, last_column)
 
 
 @triton.jit

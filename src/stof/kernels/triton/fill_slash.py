@@ -1,9 +1,9 @@
 """Triton kernels that write the block-wise kernel's work from vertical columns and slash distances.
 
 Which columns a row block sees by its slash distances depends on their distance from its first row alone. So their tiles
-are made once for all row blocks of a pattern: columns as minus their distance, and one bitmap. A row block names the run
-of these tiles that exists for it, and has tiles of its own for the rest: what whole shared tiles leave over at either
-end, and the vertical columns.
+are made once for all row blocks of a pattern: columns as minus their distance, and one bitmap. A row block names the
+run of these tiles that exists for it, and has tiles of its own for the rest: what whole shared tiles leave over at
+either end, and the vertical columns.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.fill import ITEM_STRIDE, store_columns, store_poison
+from stof.kernels.triton.fill import ALL_BITS, ITEM_STRIDE, bits_from, store_columns, store_poison
 
 # Slash distances stand at this bit of their table, so that windows may begin before distance 0.
 SLASH_BASE = tl.constexpr(64)
-# Rows of a pattern's tables, `[5, words + 1]` int32: slash distances as bits; the places from which on all, and some but
-# not all, of a row block's rows are at a slash distance; how many of either there are before each word.
+# Rows of a pattern's tables, `[5, words + 1]` int32: slash distances as bits; the places from which on all, and some
+# but not all, of a row block's rows are at a slash distance; how many of either there are before each word.
 DISTANCES, FULL, SOME, FULL_BEFORE, SOME_BEFORE = (tl.constexpr(row) for row in range(5))
-
-# Flips a word: Triton's interpreter knows no complement of unsigned numbers.
-ALL_BITS = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
@@ -239,21 +236,11 @@ def _run(tables_ptr, q0, kv_len, words, KIND: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 @no_type_check
-def _bits_from(first):
-    """64 bits as two words, those from number `first` on set; 0 <= first <= 64."""
-    ones = tl.full(first.shape, ALL_BITS, tl.uint32)
-    low = tl.where(first < 32, ones << (first & 31).to(tl.uint32), 0)
-    high = tl.where(first < 32, ones, tl.where(first < 64, ones << (first & 31).to(tl.uint32), 0))
-    return low, high
-
-
-@triton.jit
-@no_type_check
 def _seen(table_ptr, column, vertical, q0, rows):
     """Rows of a row block that see a column: those at slash distances, or of a vertical column all others after it."""
     low, high = _window(table_ptr, q0 - column)
-    after_low, after_high = _bits_from(tl.maximum(column - q0, 0))
-    past_low, past_high = _bits_from(tl.zeros_like(column) + rows)
+    after_low, after_high = bits_from(tl.maximum(column - q0, 0))
+    past_low, past_high = bits_from(tl.zeros_like(column) + rows)
     low = tl.where(vertical, (low ^ ALL_BITS) & after_low, low) & (past_low ^ ALL_BITS)
     high = tl.where(vertical, (high ^ ALL_BITS) & after_high, high) & (past_high ^ ALL_BITS)
     return low, high
@@ -343,7 +330,7 @@ def vertical_slash_fill(
         exists = (column >= 0) & (column < q0 + rows)
         column = tl.where(exists, column, 0)
         low, high = _seen(tables_ptr, column, True, q0, rows)
-        past_low, past_high = _bits_from(tl.zeros_like(column) + rows)
+        past_low, past_high = bits_from(tl.zeros_like(column) + rows)
         clean = exists & (low ^ past_low == ALL_BITS) & (high ^ past_high == ALL_BITS)
         other = exists & ~clean & ((low | high) != 0)
         # Two sums at once: there are fewer than 2^16 columns of either kind.

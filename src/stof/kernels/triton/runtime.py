@@ -83,14 +83,17 @@ class WorkRoom:
         return sum(t.numel() * t.element_size() for t in held.values())
 
 
-def empty_work(problem: Problem, device: torch.device, *, tiles: int, bitmaps: int, shared: bool = False) -> Work:
-    """Lists for so many tiles and bitmaps.
+def empty_work(
+    problem: Problem, device: torch.device, *, tiles: int, bitmaps: int, shared: bool = False, bases: bool = False
+) -> Work:
+    """Lists for so many tiles and bitmaps; `shared` and `bases` as in `Work`.
 
     Raises:
         ArgumentError: more than 32-bit offsets reach.
     """
     block_m, block_n, patterns = problem.block_m, problem.block_n, problem.patterns
-    if max((tiles + 2) * block_n, bitmaps * block_m * 4) >= 2**31:
+    width = 1 if bases else block_n
+    if max((tiles + 2) * width, bitmaps * block_m * 4) >= 2**31:
         raise ArgumentError(
             f"{tiles} tiles of {block_m}x{block_n} are more than a plan can hold; give a smaller `density`, or fewer "
             "indices, batch entries or heads"
@@ -99,7 +102,7 @@ def empty_work(problem: Problem, device: torch.device, *, tiles: int, bitmaps: i
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    columns = zeros(tiles + 2, block_n)
+    columns = zeros(tiles + 2, width)
     items = zeros(patterns, problem.row_blocks, ITEM_FIELDS)
     items[..., 5] = 1
     items[..., 0] = -1
@@ -108,7 +111,7 @@ def empty_work(problem: Problem, device: torch.device, *, tiles: int, bitmaps: i
             problem.mask_batch, problem.mask_heads
         ),
         items=items,
-        first_columns=zeros(patterns, problem.row_blocks, block_n),
+        first_columns=zeros(patterns, problem.row_blocks, width),
         partial_columns=columns,
         partial_bitmap=zeros(0 if shared else tiles + 2),
         bitmaps=zeros(bitmaps, block_m, 4),
@@ -125,6 +128,7 @@ def empty_work(problem: Problem, device: torch.device, *, tiles: int, bitmaps: i
         full_runs=0,
         may_poison=1,
         shared=int(shared),
+        bases=int(bases),
     )
 
 
@@ -193,7 +197,7 @@ def block_room(problem: Problem, k: int, block_size: int, device: torch.device) 
 
     return BlockRoom(
         problem=problem,
-        work=empty_work(problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=2 * count),
+        work=empty_work(problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=2 * count, bases=True),
         flags=zeros(problem.patterns),
         k=k,
         block_size=block_size,

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 # Distances before 0 that a window may begin at, see `fill_slash.SLASH_BASE`.
 _BASE = 64
-# Table words and indices handled at once by the one program of a pattern, vertical columns and left-over ones by that of
-# a row block, and programs that make the shared tiles of a pattern.
+# Table words and indices that the program of a pattern handles at once, vertical columns and left-over ones that the
+# program of a row block does, and programs that make the shared tiles of a pattern.
 _WORDS, _COPY, _EDGES, _SIDE = 2048, 1024, 128, 128
 
 
@@ -24,8 +24,8 @@ _WORDS, _COPY, _EDGES, _SIDE = 2048, 1024, 128, 128
 class SlashRoom(WorkRoom):
     """Lists for any `verticals` columns and `distances` slash distances.
 
-    The list of tiles begins with shared tiles whose columns only some rows of a row block see, `chunks` for each pattern;
-    then come the row blocks' own tiles, `own` for each pattern; last shared tiles whose columns all rows see,
+    The list of tiles begins with shared tiles whose columns only some rows of a row block see, `chunks` a pattern; then
+    come the row blocks' own tiles, `own` for each pattern; last shared tiles whose columns all rows see,
     `full_chunks` for each pattern.
 
     Attributes:
@@ -87,7 +87,7 @@ def vertical_slash_room(
 
 
 def _own_tiles(problem: Problem, verticals: int, distances: int, offset: int) -> list[int]:
-    """Tiles that each row block may need for itself: its vertical columns, and less than a tile at each end of a run."""
+    """Tiles that each row block may need for itself: vertical columns, and less than a tile at each end of a run."""
     block_m, block_n, kv_len = problem.block_m, problem.block_n, problem.kv_len
     ends = [min((row_block + 1) * block_m + offset, kv_len) for row_block in range(problem.row_blocks)]
     # Runs of either kind begin inside a tile where the last rows' columns do not all exist.
@@ -106,8 +106,8 @@ def fill_vertical_slash(
 
     Args:
         room: from `vertical_slash_room`.
-        vertical, slash: int32 or int64 `[B | 1, H | 1, n]`, ascending, -1 in unused places at the end. Others make their
-            pattern's results NaN.
+        vertical, slash: int32 or int64 `[B | 1, H | 1, n]`, ascending, -1 in unused places at the end. Lists that
+            are not make their pattern's results NaN.
         out_of_range, not_ascending: flags for lists that are not.
     """
     vertical, slash = vertical.contiguous(), slash.contiguous()
