@@ -59,13 +59,15 @@ def select_blocks(
     pattern_bits = (score + 0.0).to(tl.int32, bitcast=True)
     turned = tl.where(pattern_bits < 0, ~pattern_bits, pattern_bits ^ -2147483648)
     key = tl.where(ok, turned.to(tl.uint32, bitcast=True), 0)
-    # The k-th largest key, bit by bit.
-    limit = tl.full([1], 0, tl.uint32)
-    bit = tl.full([1], 2**31, tl.uint32)
-    for _ in range(32):
+    # The k-th largest key, bit by bit, until that many are no smaller than what is known of it.
+    limit = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 2**31, tl.uint32)
+    found = tl.sum(ok.to(tl.int32), 0)
+    while (found > k) & (bit != 0):
         trial = limit | bit
-        enough = tl.sum((key >= trial).to(tl.int32), 0) >= k
-        limit = tl.where(enough, trial, limit)
+        count = tl.sum((key >= trial).to(tl.int32), 0)
+        limit = tl.where(count >= k, trial, limit)
+        found = tl.where(count >= k, count, found)
         bit = bit >> 1
     above = ok & (key > limit)
     level = ok & (key == limit)

@@ -17,9 +17,11 @@ from stof.kernels.triton.fill import ALL_BITS, ITEM_STRIDE, bits_from, store_col
 
 # Slash distances stand at this bit of their table, so that windows may begin before distance 0.
 SLASH_BASE = tl.constexpr(64)
-# Rows of a pattern's tables, `[5, words + 1]` int32: slash distances as bits; the places from which on all, and some
-# but not all, of a row block's rows are at a slash distance; how many of either there are before each word.
-DISTANCES, FULL, SOME, FULL_BEFORE, SOME_BEFORE = (tl.constexpr(row) for row in range(5))
+# Rows of a pattern's tables, `[7, words + 1]` int32: slash distances as bits; the places from which on all, and some
+# but not all, of a row block's rows are at a slash distance; how many of either there are before each word; those from
+# which on any row is, and all that are no earlier than the column.
+DISTANCES, FULL, SOME, FULL_BEFORE, SOME_BEFORE, TOUCHED, COVERED = (tl.constexpr(row) for row in range(7))
+TABLES = tl.constexpr(7)
 
 
 @triton.jit
@@ -41,14 +43,22 @@ def _load_word(ptr, mask):
 
 @triton.jit
 @no_type_check
-def _runs(word, following, LENGTH: tl.constexpr):
-    """Whether all, and whether any, of the LENGTH <= 32 bits from each of a word's on are set, as words of bits."""
-    every = word.to(tl.uint64) | (following.to(tl.uint64) << 32)
-    some = every
+def _runs(first, second, third, LENGTH: tl.constexpr):
+    """Whether all, and whether any, of the LENGTH <= 64 bits from each of a word's on are set, as words of bits."""
+    # Lengths are powers of two: the second half of 64 is the same of the next word.
+    every, every_next = (
+        first.to(tl.uint64) | (second.to(tl.uint64) << 32),
+        second.to(tl.uint64) | (third.to(tl.uint64) << 32),
+    )
+    some, some_next = every, every_next
     for exponent in tl.static_range(5):
         if 2**exponent < LENGTH:
             every = every & (every >> 2**exponent)
             some = some | (some >> 2**exponent)
+            every_next = every_next & (every_next >> 2**exponent)
+            some_next = some_next | (some_next >> 2**exponent)
+    if LENGTH > 32:
+        every, some = every & every_next, some | some_next
     return every.to(tl.uint32), some.to(tl.uint32)
 
 
@@ -73,7 +83,7 @@ def slash_tables(
     slash_ptr,  # [B | 1, H | 1, distances]
     bad_ptr,  # [P] int32, what is wrong with the lists of each pattern
     flags_ptr,  # [P] int32, the same gathered over updates
-    tables_ptr,  # [P, 5, words + 1] int32
+    tables_ptr,  # [P, 7, words + 1] int32
     vertical_stride_b,
     vertical_stride_h,
     slash_stride_b,
@@ -94,7 +104,7 @@ def slash_tables(
     b, h = pattern // mask_heads, pattern % mask_heads
     vertical_ptr += b * vertical_stride_b + h * vertical_stride_h
     slash_ptr += b * slash_stride_b + h * slash_stride_h
-    tables_ptr += pattern * 5 * (words + 1)
+    tables_ptr += pattern * TABLES * (words + 1)
     for start in range(0, words, COPY):
         x = start + tl.arange(0, COPY)
         tl.store(tables_ptr + x, tl.zeros([COPY], tl.int32), mask=x < words)
@@ -116,13 +126,14 @@ def slash_tables(
         ok = w < words
         first = _load_word(tables_ptr + w, ok)
         second = _load_word(tables_ptr + w + 1, w + 1 < words)
-        if BLOCK_M > 32:
-            third = _load_word(tables_ptr + w + 2, w + 2 < words)
-            every, some = _runs(first, second, 32)
-            every_next, some_next = _runs(second, third, 32)
-            every, some = every & every_next, some | some_next
-        else:
-            every, some = _runs(first, second, BLOCK_M)
+        third = _load_word(tables_ptr + w + 2, w + 2 < words)
+        every, some = _runs(first, second, third, BLOCK_M)
+        tl.store(tables_ptr + TOUCHED * (words + 1) + w, some.to(tl.int32, bitcast=True), mask=ok)
+        # Before distance 0 there is nothing to be covered.
+        first = tl.where(w < SLASH_BASE // 32, ALL_BITS, first)
+        second = tl.where(w + 1 < SLASH_BASE // 32, ALL_BITS, second)
+        covered, _ = _runs(first, second, third, BLOCK_M)
+        tl.store(tables_ptr + COVERED * (words + 1) + w, covered.to(tl.int32, bitcast=True), mask=ok)
         some = some & (every ^ ALL_BITS)
         full_count, some_count = _ones(every), _ones(some)
         tl.store(tables_ptr + FULL * (words + 1) + w, every.to(tl.int32, bitcast=True), mask=ok)
@@ -176,7 +187,7 @@ def _window(table_ptr, d):
 @triton.jit
 @no_type_check
 def slash_tiles(
-    tables_ptr,  # [P, 5, words + 1] int32
+    tables_ptr,  # [P, 7, words + 1] int32
     columns_ptr,  # [T, BLOCK_N] int32, tiles that some rows see first, tiles that all rows see from full_base on
     bitmaps_ptr,  # [U, BLOCK_M, 4] int32
     words,
@@ -190,7 +201,7 @@ def slash_tiles(
 ):
     """Tiles of slash columns, the same for all row blocks of a pattern; the last of each kind may be less than full."""
     pattern = tl.program_id(0) // SIDE
-    tables_ptr += pattern * 5 * (words + 1)
+    tables_ptr += pattern * TABLES * (words + 1)
     n_full = tl.load(tables_ptr + FULL_BEFORE * (words + 1) + words)
     n_some = tl.load(tables_ptr + SOME_BEFORE * (words + 1) + words)
     some_tiles = (n_some + BLOCK_N - 1) // BLOCK_N
@@ -248,10 +259,29 @@ def _seen(table_ptr, column, vertical, q0, rows):
 
 @triton.jit
 @no_type_check
+def _clean(tables_ptr, column, q0, rows, words, BLOCK_M: tl.constexpr):
+    """Whether all rows see a vertical column, and no row is at a slash distance of it; else whether some row sees it."""
+    if rows < BLOCK_M:
+        low, high = _seen(tables_ptr, column, True, q0, rows)
+        past_low, past_high = bits_from(tl.zeros_like(column) + rows)
+        clean = (low ^ past_low == ALL_BITS) & (high ^ past_high == ALL_BITS)
+        other = (clean == 0) & ((low | high) != 0)
+    else:
+        # The same of whole row blocks, from one word each.
+        place = q0 - column + SLASH_BASE
+        touched = tl.load(tables_ptr + TOUCHED * (words + 1) + (place >> 5)) >> (place & 31)
+        covered = tl.load(tables_ptr + COVERED * (words + 1) + (place >> 5)) >> (place & 31)
+        clean = ((touched & 1) == 0) & (column <= q0)
+        other = (clean == 0) & ((covered & 1) == 0)
+    return clean, other
+
+
+@triton.jit
+@no_type_check
 def vertical_slash_fill(
     vertical_ptr,  # [B | 1, H | 1, verticals] int32 or int64
     bad_ptr,  # [P] int32
-    tables_ptr,  # [P, 5, words + 1] int32
+    tables_ptr,  # [P, 7, words + 1] int32
     slots_ptr,  # [R + 1] int32, where the tiles of each row block begin, among those of its pattern
     items_ptr,
     first_columns_ptr,
@@ -293,7 +323,7 @@ def vertical_slash_fill(
     pattern_base = own_base + pattern * tl.load(slots_ptr + row_blocks)
     own_begin = pattern_base + tl.load(slots_ptr + row_block)
     own_end = pattern_base + tl.load(slots_ptr + row_block + 1)
-    tables_ptr += pattern * 5 * (words + 1)
+    tables_ptr += pattern * TABLES * (words + 1)
     vertical_ptr += (pattern // mask_heads) * stride_b + (pattern % mask_heads) * stride_h
     some_tiles, full_tiles = pattern * chunks, full_base + pattern * full_chunks
     full_low, full_high, full_first, full_last = _run(tables_ptr, q0, kv_len, words, FULL, BLOCK_N)
@@ -325,20 +355,21 @@ def vertical_slash_fill(
     clean_ptr = columns_ptr + own_begin * BLOCK_N
     n_clean = 0
     for start in range(0, verticals, COPY):
-        x = start + tl.arange(0, COPY)
-        column = tl.load(vertical_ptr + x, mask=x < verticals, other=-1).to(tl.int32)
-        exists = (column >= 0) & (column < q0 + rows)
-        column = tl.where(exists, column, 0)
-        low, high = _seen(tables_ptr, column, True, q0, rows)
-        past_low, past_high = bits_from(tl.zeros_like(column) + rows)
-        clean = exists & (low ^ past_low == ALL_BITS) & (high ^ past_high == ALL_BITS)
-        other = exists & ~clean & ((low | high) != 0)
-        # Two sums at once: there are fewer than 2^16 columns of either kind.
-        ranks = tl.cumsum(clean.to(tl.int32) + (other.to(tl.int32) << 16), 0)
-        tl.store(clean_ptr + n_clean + (ranks & 0xFFFF) - 1, column, mask=clean)
-        tl.store(rest_ptr - (count + (ranks >> 16) - 1), column, mask=other)
-        n_clean += tl.sum(clean.to(tl.int32), 0)
-        count += tl.sum(other.to(tl.int32), 0)
+        first = tl.load(vertical_ptr + start)
+        if (first >= 0) & (first < q0 + rows):  # else there are no more
+            x = start + tl.arange(0, COPY)
+            column = tl.load(vertical_ptr + x, mask=x < verticals, other=-1).to(tl.int32)
+            exists = (column >= 0) & (column < q0 + rows)
+            column = tl.where(exists, column, 0)
+            clean, other = _clean(tables_ptr, column, q0, rows, words, BLOCK_M)
+            clean, other = clean & exists, other & exists
+            # Two sums at once: there are fewer than 2^16 columns of either kind.
+            ranks = tl.cumsum(clean.to(tl.int32) + (other.to(tl.int32) << 16), 0)
+            tl.store(clean_ptr + n_clean + (ranks & 0xFFFF) - 1, column, mask=clean)
+            tl.store(rest_ptr - (count + (ranks >> 16) - 1), column, mask=other)
+            both = tl.max(ranks, 0)  # the last one
+            n_clean += both & 0xFFFF
+            count += both >> 16
     tl.debug_barrier()
     # Clean columns that fill no tile join the others.
     n = tl.arange(0, BLOCK_N)

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 # Distances before 0 that a window may begin at, see `fill_slash.SLASH_BASE`.
 _BASE = 64
+# Rows of its tables.
+_TABLES = 7
 # Table words and indices that the program of a pattern handles at once, vertical columns and left-over ones that the
 # program of a row block does, and programs that make the shared tiles of a pattern.
-_WORDS, _COPY, _EDGES, _SIDE = 2048, 1024, 128, 128
+_WORDS, _COPY, _EDGES, _SIDE = 2048, 256, 128, 128
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -31,7 +33,7 @@ class SlashRoom(WorkRoom):
     Attributes:
         chunks, own, full_chunks: tiles of each part of that list, for each pattern.
         slots: int32 `[R + 1]`, where the tiles of each row block begin.
-        tables: int32 `[P, 5, words + 1]`, see `fill_slash`.
+        tables: int32 `[P, 7, words + 1]`, see `fill_slash`.
         bad: int32 `[P]`, what is wrong with the present mask.
         offset: position of the first query.
     """
@@ -80,7 +82,7 @@ def vertical_slash_room(
         own=own,
         full_chunks=full_chunks,
         slots=slots.to(device=device, dtype=torch.int32),
-        tables=torch.zeros(patterns, 5, words + 1, dtype=torch.int32, device=device),
+        tables=torch.zeros(patterns, _TABLES, words + 1, dtype=torch.int32, device=device),
         bad=torch.zeros(patterns, dtype=torch.int32, device=device),
         offset=offset,
     )
@@ -171,7 +173,7 @@ def _launches(
             own_base, problem.row_blocks, problem.q_len, problem.kv_len, room.offset,
         ),
         (block_m, block_n, _EDGES, min(_COPY, max(32, triton.next_power_of_2(verticals)))),
-        num_warps=4,
+        num_warps=1,
         num_stages=1,
         device=device,
     )  # fmt: skip
