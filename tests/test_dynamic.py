@@ -160,6 +160,9 @@ def example(kind: str, seed: int = 0, heads: int = 2) -> Mask:
             return masks.vertical_slash(chosen(9, 90), chosen(5, 90))
         case "offset":
             return masks.vertical_slash(chosen(9, 90), chosen(5, 100)).with_query_offset(10)
+        case "band":  # shared tiles of both kinds
+            band = torch.arange(40, device=DEVICE).expand(heads, -1)
+            return masks.vertical_slash(chosen(9, 90), torch.cat([band, 40 + chosen(3, 50)], 1))
         case "block_topk":
             scores = torch.randn(heads, 6, 6, generator=generator)
             return masks.block_topk(scores.to(DEVICE), 2, block_size=16, causal=True)
@@ -167,7 +170,7 @@ def example(kind: str, seed: int = 0, heads: int = 2) -> Mask:
     return masks.from_bits(bits.pack(keep), 90) if kind == "bits" else masks.from_dense(keep)
 
 
-KINDS = ("vertical_slash", "offset", "block_topk", "dense", "bits")
+KINDS = ("vertical_slash", "band", "offset", "block_topk", "dense", "bits")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -211,8 +211,8 @@ def growth_rows(device: torch.device, length: int) -> Iterator[BuildRow]:
 # ---- masks made at run time
 
 
-def step_masks(length: int, heads: int, device: torch.device) -> Iterator[tuple[str, Mask, float | None]]:
-    """Name, mask and density bound of each mask made at run time."""
+def step_masks(length: int, heads: int, device: torch.device) -> Iterator[tuple[str, Mask]]:
+    """Name and mask of each mask made at run time."""
     generator = torch.Generator().manual_seed(0)
 
     def chosen(count: int, limit: int) -> Tensor:
@@ -223,10 +223,10 @@ def step_masks(length: int, heads: int, device: torch.device) -> Iterator[tuple[
     near = length // 32
     band = torch.arange(near, dtype=torch.int32, device=device).expand(heads, -1)
     slash = torch.cat([band, chosen(min(64, near), length - near) + near], 1)
-    yield "vertical-slash", masks.vertical_slash(chosen(near, length), slash), 0.2 if length >= 8192 else None
+    yield "vertical-slash", masks.vertical_slash(chosen(near, length), slash)
     blocks = length // 64
     scores = torch.randn(heads, blocks, blocks, generator=generator).to(device)
-    yield "block top-k", masks.block_topk(scores, max(1, blocks // 8), block_size=64, causal=True), None
+    yield "block top-k", masks.block_topk(scores, max(1, blocks // 8), block_size=64, causal=True)
 
 
 def step_rows(device: torch.device, length: int, heads: int, head_dim: int) -> Iterator[StepRow]:
@@ -236,8 +236,8 @@ def step_rows(device: torch.device, length: int, heads: int, head_dim: int) -> I
     q, k, v = (
         torch.randn(1, heads, length, head_dim, generator=generator, device=device, dtype=dtype) for _ in range(3)
     )
-    for name, mask, density in step_masks(length, heads, device):
-        plan = stof.dynamic_plan(mask, length, heads=heads, density=density)
+    for name, mask in step_masks(length, heads, device):
+        plan = stof.dynamic_plan(mask, length, heads=heads)
         out = stof.attention(q, k, v, plan)
         plan.check()
         error, kept = sampled_error(mask, q, k, v, out)

@@ -260,7 +260,7 @@ def _seen(table_ptr, column, vertical, q0, rows):
 @triton.jit
 @no_type_check
 def _clean(tables_ptr, column, q0, rows, words, BLOCK_M: tl.constexpr):
-    """Whether all rows see a vertical column, and no row is at a slash distance of it; else whether some row sees it."""
+    """Whether all rows see a vertical column, and none is at a slash distance of it; else whether some row sees it."""
     if rows < BLOCK_M:
         low, high = _seen(tables_ptr, column, True, q0, rows)
         past_low, past_high = bits_from(tl.zeros_like(column) + rows)
