@@ -77,8 +77,8 @@ class Compiled:
     """What a compiled kernel takes: registers and spilled bytes of a thread, shared memory of a program.
 
     `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile;
-    `warnings` are what the assembler says of its own losses of speed, and barriers of the hardware that are taken twice
-    (asked only for kernels that place wgmma and barriers by hand).
+    `warnings` are loops that lost their pipeline, and for kernels that place wgmma and barriers by hand what the
+    assembler says of its own losses of speed, and barriers of the hardware that are taken twice.
     """
 
     group: str
@@ -390,7 +390,7 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
         wgmma="wgmma.mma_async" in kernel.asm["ptx"],
         block_m=choice.layout.block_m if choice.kernel is not None and choice.layout is not None else 0,
         itemsize=case.call.dtype.itemsize,
-        warnings=_warnings(kernel.asm["ptx"]) if choice.implementation == "hopper" else [],
+        warnings=_warnings(kernel.asm["ptx"]) if choice.implementation == "hopper" else _stalls(kernel.asm, options),
         seconds=round(seconds, 2),
     )
 
@@ -420,6 +420,12 @@ def _warnings(ptx: str) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Used" in done.stderr, "ptxas says nothing"
     return [line for line in done.stderr.splitlines() if "(C75" in line] + _clashes(ptx)
+
+
+def _stalls(asm: dict[str, Any], options: dict[str, int]) -> list[str]:
+    """Loops of three stages that wait for copies as soon as they have started them: Triton could not pipeline them."""
+    stalls = options["num_stages"] > 2 and re.search(r"async_wait %.*num = 0", asm["ttgir"])
+    return ["a loop is not pipelined"] * bool(stalls)
 
 
 def _clashes(ptx: str) -> list[str]:
