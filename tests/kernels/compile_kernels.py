@@ -110,11 +110,11 @@ class Open:
 
 def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
-    from stof.kernels.triton import fill_blocks, fill_slash
+    from stof.kernels.triton import fill_blocks, fill_slash, fill_slash_tables
 
     ints, i = "*i32", "i32"
     for kind in (ints, "*i64"):
-        yield fill_slash.slash_tables, [kind, kind, *[ints] * 3, *[i] * 10, 1, 2, 64, 2048], {"num_warps": 8}
+        yield fill_slash_tables.slash_tables, [kind, kind, *[ints] * 3, *[i] * 10, 1, 2, 64, 2048], {"num_warps": 8}
         yield fill_slash.vertical_slash_fill, [kind, *[ints] * 7, *[i] * 13, 64, 64, 128, 256], {"num_warps": 1}
     yield fill_slash.slash_tiles, [*[ints] * 3, *[i] * 5, 128, 64, 64], {"num_warps": 2}
     for width, num_warps in ((512, 1), (16384, 8)):

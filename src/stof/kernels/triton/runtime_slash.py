@@ -13,7 +13,7 @@ from stof.kernels.triton.runtime import Problem, WorkRoom, empty_work
 if TYPE_CHECKING:
     from stof.kernels.triton.launch import Launch
 
-# Distances before 0 that a window may begin at, see `fill_slash.SLASH_BASE`.
+# Distances before 0 that a window may begin at, see `fill_slash_tables.SLASH_BASE`.
 _BASE = 64
 # Rows of its tables.
 _TABLES = 7
@@ -33,7 +33,7 @@ class SlashRoom(WorkRoom):
     Attributes:
         chunks, own, full_chunks: tiles of each part of that list, for each pattern.
         slots: int32 `[R + 1]`, where the tiles of each row block begin.
-        tables: int32 `[P, 7, words + 1]`, see `fill_slash`.
+        tables: int32 `[P, 7, words + 1]`, see `fill_slash_tables`.
         bad: int32 `[P]`, what is wrong with the present mask.
         offset: position of the first query.
     """
@@ -125,7 +125,7 @@ def _launches(
 ) -> tuple[Launch, ...]:
     import triton
 
-    from stof.kernels.triton import fill_slash
+    from stof.kernels.triton import fill_slash, fill_slash_tables
     from stof.kernels.triton.launch import Launch
 
     problem, work, device = room.problem, room.work, room.flags.device
@@ -142,7 +142,7 @@ def _launches(
         return b, h
 
     tables = Launch(
-        fill_slash.slash_tables,
+        fill_slash_tables.slash_tables,
         patterns,
         (room.bad, room.flags, room.tables),
         (
