@@ -77,8 +77,8 @@ class Compiled:
     """What a compiled kernel takes: registers and spilled bytes of a thread, shared memory of a program.
 
     `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile;
-    `warnings` are what the assembler says of its own losses of speed, and barriers of the hardware that are taken twice
-    (asked only for kernels that place wgmma and barriers by hand).
+    `warnings` are loops that lost their pipeline, and for kernels that place wgmma and barriers by hand what the
+    assembler says of its own losses of speed, and barriers of the hardware that are taken twice.
     """
 
     group: str
@@ -110,19 +110,17 @@ class Open:
 
 def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
-    from stof.kernels.triton import fill_blocks, fill_slash
+    from stof.kernels.triton import fill_blocks, fill_slash, fill_slash_tables
 
     ints, i = "*i32", "i32"
-    yield fill_slash.slash_lists, ["*i8", *[ints] * 6, i, i, 64, 1024], {}
-    yield fill_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {}
-    yield fill_slash.vertical_slash_count, [*[ints] * 6, *[i] * 5, 64, 64, 1024], {}
-    yield (
-        fill_slash.vertical_slash_fill,
-        [*[ints] * 17, *[i] * 10, 1 << 16, 64, 64, 1024],
-        {"num_warps": 8, "maxnreg": 64},
-    )
-    yield fill_blocks.select_blocks, ["*fp32", ints, ints, ints, i, i, 1, i, i, i, i, True, 512], {}
-    yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 16], {}
+    for kind in (ints, "*i64"):
+        yield fill_slash_tables.slash_tables, [kind, kind, *[ints] * 3, *[i] * 10, 1, 2, 64, 2048], {"num_warps": 8}
+        yield fill_slash.vertical_slash_fill, [kind, *[ints] * 7, *[i] * 13, 64, 64, 128, 256], {"num_warps": 1}
+    yield fill_slash.slash_tiles, [*[ints] * 3, *[i] * 5, 128, 64, 64], {"num_warps": 2}
+    for width, num_warps in ((512, 1), (16384, 8)):
+        given = ["*fp32", *[ints] * 4, i, i, i, 1, i, i, i, i, 4, True, width]
+        yield fill_blocks.select_blocks, given, {"num_warps": num_warps}
+    yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}
     yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
     for kind, packed in (("*u8", False), (ints, True)):
         yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}
@@ -167,7 +165,8 @@ def cases() -> Iterator[Case]:
     for group, head_dim in (("D 64", 64), ("D 128", 128)):
         call = call_of(half, head_dim)
         choice = runtime_choice(call, LayoutConfig(64, 64, 1), LIMIT)
-        yield Case(group, f"block_wise D{head_dim} {AT_RUN_TIME}", call, choice, (80, 90))
+        for tiles in ("tiles", "shared tiles", "contiguous tiles"):
+            yield Case(group, f"block_wise D{head_dim} {tiles} {AT_RUN_TIME}", call, choice, (80, 90))
     options = {"has_bias": True, "has_softcap": True, "has_sinks": True}
     yield from _kinds("options D 64", call_of(half, 64, **options), ("gathered split",), (80, 90))
     yield from _kinds("options D 128", call_of(half, 128, **options), ("gathered split", "contiguous"), (90,))
@@ -333,7 +332,8 @@ def recorded(case: Case) -> Recorded:
         else:
             work = make_work(layout, choice.kernel.split_tiles)
             if case.name.endswith(AT_RUN_TIME):
-                work = replace(work, has_full=1, full_runs=0, may_poison=1)
+                kind = {"shared": int("shared" in case.name), "bases": int("contiguous" in case.name)}
+                work = replace(work, has_full=1, full_runs=0, may_poison=1, **kind)
             block_wise.block_wise_attention(q, k, v, work, choice.kernel, **options)
     (one,) = record.made
     return one
@@ -390,7 +390,7 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
         wgmma="wgmma.mma_async" in kernel.asm["ptx"],
         block_m=choice.layout.block_m if choice.kernel is not None and choice.layout is not None else 0,
         itemsize=case.call.dtype.itemsize,
-        warnings=_warnings(kernel.asm["ptx"]) if choice.implementation == "hopper" else [],
+        warnings=_warnings(kernel.asm["ptx"]) if choice.implementation == "hopper" else _stalls(kernel.asm, options),
         seconds=round(seconds, 2),
     )
 
@@ -420,6 +420,12 @@ def _warnings(ptx: str) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Used" in done.stderr, "ptxas says nothing"
     return [line for line in done.stderr.splitlines() if "(C75" in line] + _clashes(ptx)
+
+
+def _stalls(asm: dict[str, Any], options: dict[str, int]) -> list[str]:
+    """Loops of three stages that wait for copies as soon as they have started them: Triton could not pipeline them."""
+    stalls = options["num_stages"] > 2 and re.search(r"async_wait %.*num = 0", asm["ttgir"])
+    return ["a loop is not pipelined"] * bool(stalls)
 
 
 def _clashes(ptx: str) -> list[str]:
