@@ -129,6 +129,20 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         yield fill_blocks.dense_bitmaps, [kind, ints, ints, ints, i, i, i, 1, i, i, i, packed, 64, 64], {}
 
 
+def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
+    """The same for kernels that build layouts: of programs and of dense masks."""
+    from stof.layout.device import kernels
+
+    ints, i = "*i32", "i32"
+    for kind, source in ((ints, kernels.PROGRAM), ("*u8", kernels.BYTES), (ints, kernels.QUADS)):
+        for block_m, block_n, rows in ((128, 128, 32), (64, 256, 16), (192, 64, 64)):
+            constants = [int(source), block_m, block_n, rows]
+            yield kernels.classify_tiles, [kind, ints, ints, *[i] * 8, *constants], {}
+            pointers = [kind, *[ints] * 6, ints, "*fp32", ints]
+            yield kernels.write_layout, [*pointers, *[i] * 9, *constants], {}
+    yield kernels.number_bitmaps, [ints, ints, ints, i, i, i, 4096], {"num_warps": 8}
+
+
 def compiled_fill(kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
     """The same for a kernel that makes work."""
     signature, fixed, attributes = {}, {}, {}
@@ -444,7 +458,7 @@ def main() -> None:
             record = recorded(case)
             for arch in case.archs:
                 _report(compiled(case, record, arch), given.json)
-    for kernel, values, options in fill_kernels():
+    for kernel, values, options in (*fill_kernels(), *layout_kernels()):
         if given.only in kernel.__name__:
             for arch in (80, 90, 120):
                 _report(compiled_fill(kernel, values, options, arch), given.json)

@@ -1,0 +1,292 @@
+"""Triton kernels that build a layout: classify tiles, number their bitmaps, then write both.
+
+Tiles are numbered `row block * tile columns + tile column`. Bitmaps are told apart by 128 bits of hash: 64 find a slot in a
+table, the other 64 are compared with those of the slot's first tile. `build.py` launches the kernels and says what lies
+where in `known`, which is zero at first, and `scratch`, which may hold anything.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from stof.layout.device.programs import kept, kept_within
+
+# What tiles are read from: a program, int32; bytes of a dense mask; or four of its bytes, on four columns, as one int32.
+PROGRAM = tl.constexpr(0)
+BYTES = tl.constexpr(1)
+QUADS = tl.constexpr(2)
+# Codes of tiles: empty ones, full ones, and from 1 on the slots of partial ones.
+_EMPTY = tl.constexpr(0)
+_FULL = tl.constexpr(-1)
+# Columns of a row block, and row blocks, looked at together.
+_CHUNK = tl.constexpr(512)
+
+
+@triton.jit
+@no_type_check
+def _bits(
+    source_ptr, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
+    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Packed bits `[ROWS, words]` of a tile's rows from `first` on; 0 where there is no row or column."""
+    WORD: tl.constexpr = 32 if BLOCK_N > 32 else BLOCK_N
+    STEP: tl.constexpr = 4 if SOURCE == QUADS else 1
+    row = first + tl.arange(0, ROWS)
+    q = (q0 + row)[:, None]
+    kv = (kv0 + tl.arange(0, BLOCK_N // STEP) * STEP)[None, :]
+    exists = ((q < q_len) & (row < BLOCK_M)[:, None]) & (kv < kv_len)
+    if SOURCE == PROGRAM:
+        # Programs look up tables by position.
+        bits = kept(source_ptr, tl.minimum(q, q_len - 1), tl.minimum(kv, kv_len - 1))
+        bits = tl.where(exists, bits, 0)
+    elif SOURCE == BYTES:
+        at = q.to(tl.int64) * stride_q + kv.to(tl.int64) * stride_k
+        bits = (tl.load(source_ptr + at, mask=exists, other=0) != 0).to(tl.int32)
+    else:
+        # Rows begin at multiples of four quads.
+        at = q.to(tl.int64) * tl.multiple_of(stride_q, 4) + (kv >> 2)
+        quad = tl.load(source_ptr + at, mask=exists, other=0)
+        # The lowest bit of each byte: whether any of its bits is set. Then these four bits side by side, at the top.
+        quad |= quad >> 4
+        quad |= quad >> 2
+        quad |= quad >> 1
+        bits = (((quad & 0x01010101) * 0x10204080) >> 28) & 15
+    shifted = tl.reshape(bits, (ROWS, BLOCK_N // WORD, WORD // STEP)) << (tl.arange(0, WORD // STEP) * STEP)[None, None, :]
+    return tl.sum(shifted, 2)  # distinct bits: the sum is their union
+
+
+@triton.jit
+@no_type_check
+def _mixed(x):
+    """Every bit of a number depends on all of it: xor-shifts and odd factors, one to one."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+@no_type_check
+def _hashed(words, at):
+    """Two 64-bit numbers of each word and its place, to be summed; 0 of words that are 0, as rows past the end are."""
+    x = words.to(tl.uint32, bitcast=True)
+    place = _mixed(at.to(tl.uint32) + 1)
+    a = _mixed(x ^ place)
+    b = _mixed(x + place * 5)
+    c = _mixed(a + 0x5BD1E995)
+    d = _mixed(b ^ 0x3C6EF372)
+    key = a.to(tl.int64) + (b.to(tl.int64) << 32)
+    other = c.to(tl.int64) + (d.to(tl.int64) << 32)
+    return tl.where(words != 0, key, 0), tl.where(words != 0, other, 0)
+
+
+@triton.jit(do_not_specialize=["stride_q", "stride_k", "q_len", "kv_len", "columns", "tiles", "row_blocks", "slots"])
+@no_type_check
+def classify_tiles(
+    source_ptr,  # see SOURCE
+    known_ptr,  # int32, zeros: keys, first tiles, counts and codes
+    scratch_ptr,  # int32: second halves of hashes
+    stride_q,
+    stride_k,
+    q_len,
+    kv_len,
+    columns,
+    tiles,
+    row_blocks,
+    slots,
+    SOURCE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Whether one tile is empty, full or partial, and for a partial one the slot of its bitmap."""
+    tile = tl.program_id(0)
+    row_block = tile // columns
+    q0 = row_block * BLOCK_M
+    kv0 = (tile % columns) * BLOCK_N
+    keys_ptr = known_ptr.to(tl.pointer_type(tl.int64))
+    first_ptr = known_ptr + 2 * slots
+    partial_ptr = first_ptr + slots
+    full_ptr = partial_ptr + row_blocks
+    code_ptr = full_ptr + row_blocks
+    rows = tl.minimum(q_len - q0, BLOCK_M)
+    inside = kv0 + BLOCK_N <= kv_len
+    if SOURCE == PROGRAM:
+        last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
+        nothing, everything = kept_within(source_ptr, q0, q0 + rows - 1, kv0, last_column)
+        if nothing != 0:
+            return
+        if (everything != 0) & inside:
+            tl.store(code_ptr + tile, _FULL)
+            tl.atomic_add(full_ptr + row_block, 1)
+            return
+    WORDS: tl.constexpr = (BLOCK_N + 31) // 32
+    ALL: tl.constexpr = -1 if BLOCK_N >= 32 else (1 << BLOCK_N) - 1
+    any_bits = tl.zeros([ROWS, WORDS], tl.int32)
+    missing = tl.zeros([ROWS, WORDS], tl.int32)
+    hash_a = tl.zeros([ROWS, WORDS], tl.int64)
+    hash_b = tl.zeros([ROWS, WORDS], tl.int64)
+    w = tl.arange(0, WORDS)
+    for first in range(0, rows, ROWS):
+        words = _bits(source_ptr, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
+                      SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
+        row = first + tl.arange(0, ROWS)
+        any_bits = any_bits | words
+        missing = missing | tl.where((row < rows)[:, None], words ^ ALL, 0)
+        a, b = _hashed(words, row[:, None] * WORDS + w[None, :])
+        hash_a += a
+        hash_b += b
+    if tl.max(tl.max((any_bits != 0).to(tl.int32), 1), 0) == 0:
+        return
+    if (tl.max(tl.max((missing != 0).to(tl.int32), 1), 0) == 0) & inside:
+        tl.store(code_ptr + tile, _FULL)
+        tl.atomic_add(full_ptr + row_block, 1)
+        return
+    key = tl.sum(tl.sum(hash_a, 1), 0)
+    key = tl.where(key == 0, 1, key)  # 0 is a free slot
+    tl.store(scratch_ptr.to(tl.pointer_type(tl.int64)) + tile, tl.sum(tl.sum(hash_b, 1), 0))
+    slot = (key & (slots - 1)).to(tl.int32)
+    found = tl.atomic_cas(keys_ptr + slot, key * 0, key)
+    while (found != 0) & (found != key):
+        slot = (slot + 1) & (slots - 1)
+        found = tl.atomic_cas(keys_ptr + slot, key * 0, key)
+    tl.store(code_ptr + tile, slot + 1)
+    tl.atomic_max(first_ptr + slot, tiles - tile)
+    tl.atomic_add(partial_ptr + row_block, 1)
+
+
+@triton.jit(do_not_specialize=["tiles", "row_blocks", "slots"])
+@no_type_check
+def number_bitmaps(
+    known_ptr, scratch_ptr, totals_ptr, tiles, row_blocks, slots, CHUNK: tl.constexpr
+):
+    """Number bitmaps in the order of their first tiles, in one program.
+
+    Writes how many tiles and bitmaps there are, and whether two bitmaps share the first half of their hash.
+    """
+    first_ptr = known_ptr + 2 * slots
+    partial_ptr = first_ptr + slots
+    code_ptr = partial_ptr + 2 * row_blocks
+    hash_ptr = scratch_ptr.to(tl.pointer_type(tl.int64))
+    number_ptr = scratch_ptr + 2 * tiles
+    owner_ptr = number_ptr + slots
+    n = tl.arange(0, CHUNK)
+    count = 0
+    clash = 0
+    for start in range(0, tiles, CHUNK):
+        tile = start + n
+        code = tl.load(code_ptr + tile, mask=tile < tiles, other=_EMPTY)
+        partial = code > 0
+        slot = tl.maximum(code - 1, 0)
+        leader = tiles - tl.load(first_ptr + slot, mask=partial, other=0)
+        leads = partial & (leader == tile)
+        own = tl.load(hash_ptr + tile, mask=partial, other=0)
+        clash += tl.sum((own != tl.load(hash_ptr + leader, mask=partial, other=0)).to(tl.int32), 0)
+        number = count + tl.cumsum(leads.to(tl.int32), 0) - 1
+        tl.store(number_ptr + slot, number, mask=leads)
+        tl.store(owner_ptr + number, tile, mask=leads)
+        count += tl.sum(leads.to(tl.int32), 0)
+    total = 0
+    for start in range(0, 2 * row_blocks, CHUNK):  # partial tiles of every row block, then full ones
+        at = start + n
+        total += tl.sum(tl.load(partial_ptr + at, mask=at < 2 * row_blocks, other=0), 0)
+    tl.store(totals_ptr, total)
+    tl.store(totals_ptr + 1, count)
+    tl.store(totals_ptr + 2, clash)
+
+
+@triton.jit
+@no_type_check
+def _write_row_block(
+    partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr, cost_ptr, order_ptr,
+    row_block, columns, row_blocks, partial_cost, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One row block's tiles, partial ones first, and its place among all."""
+    full_ptr = partial_ptr + row_blocks
+    own_partial = tl.load(partial_ptr + row_block)
+    own_full = tl.load(full_ptr + row_block)
+    own_cost = own_partial * partial_cost + own_full * 100
+    begin = 0
+    place = 0
+    for start in range(0, row_blocks, _CHUNK):
+        other = start + tl.arange(0, _CHUNK)
+        partial = tl.load(partial_ptr + other, mask=other < row_blocks, other=0)
+        full = tl.load(full_ptr + other, mask=other < row_blocks, other=0)
+        cost = partial * partial_cost + full * 100
+        before = other < row_block
+        begin += tl.sum(tl.where(before, partial + full, 0), 0)
+        # Longest first, and of equal ones the first.
+        place += tl.sum(((cost > own_cost) | ((cost == own_cost) & before)).to(tl.int32), 0)
+    tl.store(pointers_ptr + row_block, begin)
+    if row_block == row_blocks - 1:
+        tl.store(pointers_ptr + row_blocks, begin + own_partial + own_full)
+    tl.store(partial_count_ptr + row_block, own_partial)
+    tl.store(cost_ptr + row_block, (own_cost.to(tl.float64) / 100.0).to(tl.float32))
+    tl.store(order_ptr + place, row_block)
+    partial_at = begin
+    full_at = begin + own_partial
+    for start in range(0, columns, _CHUNK):
+        column = start + tl.arange(0, _CHUNK)
+        code = tl.load(code_ptr + row_block * columns + column, mask=column < columns, other=_EMPTY)
+        partial = (code > 0).to(tl.int32)
+        full = (code == _FULL).to(tl.int32)
+        at = tl.where(partial != 0, partial_at + tl.cumsum(partial, 0), full_at + tl.cumsum(full, 0)) - 1
+        number = tl.load(number_ptr + tl.maximum(code - 1, 0), mask=partial != 0, other=-1)
+        tl.store(base_ptr + at, column * BLOCK_N, mask=code != _EMPTY)
+        tl.store(tile_bitmap_ptr + at, number, mask=code != _EMPTY)
+        partial_at += tl.sum(partial, 0)
+        full_at += tl.sum(full, 0)
+
+
+@triton.jit(
+    do_not_specialize=["stride_q", "stride_k", "q_len", "kv_len", "columns", "tiles", "row_blocks", "slots", "partial_cost"]
+)
+@no_type_check
+def write_layout(
+    source_ptr,  # as for `classify_tiles`
+    known_ptr,
+    scratch_ptr,
+    pointers_ptr,  # [R + 1] int32
+    partial_count_ptr,  # [R] int32
+    base_ptr,  # [T] int32
+    tile_bitmap_ptr,  # [T] int32
+    bitmaps_ptr,  # [U, BLOCK_M, words] int32
+    cost_ptr,  # [R] float32
+    order_ptr,  # [R] int32
+    stride_q,
+    stride_k,
+    q_len,
+    kv_len,
+    columns,
+    tiles,
+    row_blocks,
+    slots,
+    partial_cost,  # of one tile, in hundredths of a full one's
+    SOURCE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One row block's tiles, or some rows of one bitmap: first come programs of the former kind."""
+    program = tl.program_id(0)
+    partial_ptr = known_ptr + 3 * slots
+    number_ptr = scratch_ptr + 2 * tiles
+    if program < row_blocks:
+        code_ptr = partial_ptr + 2 * row_blocks
+        _write_row_block(
+            partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr, cost_ptr,
+            order_ptr, program, columns, row_blocks, partial_cost, BLOCK_N,
+        )  # fmt: skip
+        return
+    PIECES: tl.constexpr = (BLOCK_M + ROWS - 1) // ROWS
+    WORDS: tl.constexpr = (BLOCK_N + 31) // 32
+    number = (program - row_blocks) // PIECES
+    first = (program - row_blocks) % PIECES * ROWS
+    tile = tl.load(number_ptr + slots + number)
+    words = _bits(source_ptr, stride_q, stride_k, tile // columns * BLOCK_M, first, tile % columns * BLOCK_N,
+                  q_len, kv_len, SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
+    row = first + tl.arange(0, ROWS)
+    at = number.to(tl.int64) * (BLOCK_M * WORDS) + row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    tl.store(bitmaps_ptr + at, words, mask=(row < BLOCK_M)[:, None])

@@ -1,0 +1,157 @@
+"""Layouts built by Triton kernels are those built by torch, bit for bit."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stof import LayoutConfig, masks
+from stof.layout import Layout, build_layout
+from stof.layout.build import PARTIAL_TILE_COST
+from stof.layout.device import build as device_build
+from stof.layout.device.build import device_layout
+from stof.masks import Mask
+from stof.masks.program import program_of
+from tests.strategies import dense_masks, mask_trees
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Triton's interpreter runs on the CPU
+configs = st.builds(LayoutConfig, st.sampled_from([16, 64, 192]), st.sampled_from([16, 32, 128]))
+
+
+def on_device(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig) -> Layout | None:
+    return device_layout(mask, q_len, kv_len, config, [[0]], round(100 * PARTIAL_TILE_COST), DEVICE)
+
+
+def by_torch(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig) -> Layout:
+    with mock.patch("stof.layout.build.device_layout", return_value=None):
+        return build_layout(mask, q_len, kv_len, config, device=DEVICE)
+
+
+def assert_same(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig) -> None:
+    layout, expected = on_device(mask, q_len, kv_len, config), by_torch(mask, q_len, kv_len, config)
+    assert layout is not None
+    assert (layout.q_len, layout.kv_len, layout.config) == (q_len, kv_len, config)
+    for name, tensor in expected.tensors().items():
+        own = layout.tensors()[name]
+        assert (own.dtype, own.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(own, tensor), name
+
+
+@given(data=st.data(), config=configs)
+@settings(max_examples=25)
+def test_expressions(data: st.DataObject, config: LayoutConfig) -> None:
+    length, offset = data.draw(st.sampled_from([48, 75])), data.draw(st.sampled_from([0, 0, 29]))
+    mask = data.draw(mask_trees(length, leaves=3)).with_query_offset(offset)
+    assert_same(mask, length - offset, length, config)
+
+
+PATTERNS = {
+    "everything": masks.full(),
+    "nothing": ~masks.full(),
+    "window and sinks": masks.sliding_window(20) | masks.sink_tokens(3),
+    "longformer": masks.longformer(5, 9),
+    "listed tokens": masks.longformer(3, [0, 17, 18, 40]),
+    "dilated": masks.dilated_window(30, 7, dilation=5),
+    "strided": masks.strided(8, 11, 3),
+    "strided both ways": masks.strided(3, 9, 2, causal=False),
+    "documents": masks.causal() & masks.documents(cu_seqlens=[0, 20, 33, 90]),
+    "documents in parts": masks.documents([3] * 20 + [-1] * 17 + [3] * 30 + [5] * 23),
+    "random blocks": masks.random_blocks(2, block_size=7) & ~masks.sliding_window(3, 3),
+    "prefix": masks.prefix_lm(25) & masks.padding(80),
+    "neighbourhood": masks.neighborhood_2d(9, 10, (3, 5)),
+    "per head": masks.per_head([masks.causal() | masks.padding(9)]),
+    "negated composition": ~(masks.causal() & ~(masks.sliding_window(9) | masks.padding(40))),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("config", [LayoutConfig(16, 16), LayoutConfig(64, 32)], ids=str)
+def test_patterns(name: str, config: LayoutConfig) -> None:
+    """Queries at the end of a cache, in a shape that no tile divides."""
+    assert_same(PATTERNS[name].with_query_offset(13), 77, 90, config)
+
+
+@given(data=st.data(), config=configs)
+@settings(max_examples=15)
+def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
+    """Rows of 96 columns are read four columns at a time, the others one by one."""
+    q_len, kv_len = data.draw(st.sampled_from([1, 33, 70])), data.draw(st.sampled_from([96, 96, 50]))
+    keep = data.draw(dense_masks(q_len, kv_len))
+    layout = data.draw(st.sampled_from(["contiguous", "transposed", "wider", "other bytes"]))
+    if layout == "transposed":
+        keep = keep.transpose(2, 3).contiguous().transpose(2, 3)
+    elif layout == "wider":
+        keep = torch.nn.functional.pad(keep, (0, 16), value=True)[..., :kv_len]
+    elif layout == "other bytes":  # true in memory is any byte but 0
+        keep = (keep.to(torch.uint8) * 0x90).view(torch.bool)
+    assert_same(masks.from_dense(keep.to(DEVICE)), q_len, kv_len, config)
+
+
+def test_many_bitmaps_are_numbered_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_build, "_NUMBERED", 16)
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(6, 8, 1, 1, generator=generator) < 0.6
+    kinds = torch.rand(5, 16, 16, generator=generator) < 0.5
+    which = torch.randint(5, (6, 8), generator=generator)
+    keep = (kinds[which] & coarse).transpose(1, 2).reshape(96, 128)
+    assert_same(masks.from_dense(keep.to(DEVICE)), 96, 128, LayoutConfig(16, 16))
+
+
+def test_batch_entries_that_are_alike() -> None:
+    mask = masks.padding([50, 50]) & masks.causal()
+    layout = device_layout(mask, 64, 64, LayoutConfig(16, 16), mask.numbers(2, 1).tolist(), 109, DEVICE)
+    assert layout is not None
+    expected = build_layout(mask, 64, 64, LayoutConfig(16, 16), batch=2)
+    assert torch.equal(layout.to_dense().cpu(), expected.to_dense())
+    assert torch.equal(layout.pattern_of.cpu(), expected.pattern_of)
+
+
+def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch() -> None:
+    keep = torch.zeros(32, 32, dtype=torch.bool)
+    keep[0, 0] = keep[17, 20] = True
+    mask = masks.from_dense(keep.to(DEVICE))
+    assert on_device(mask, 32, 32, LayoutConfig(16, 16)) is not None
+    launch = "stof.layout.device.launch.launch"
+
+    def clashing(kernel: object, grid: int, tensors: tuple[torch.Tensor, ...], *rest: object, **options: object) -> None:
+        if len(tensors) == 3 and grid == 1:
+            tensors[2].copy_(torch.tensor([2, 1, 1]))
+
+    with mock.patch(launch, clashing):
+        assert on_device(mask, 32, 32, LayoutConfig(16, 16)) is None
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.from_function(lambda b, h, q, k: q >= k),
+        masks.causal() & masks.from_function(lambda b, h, q, k: q >= k),
+        masks.sliding_window(5).with_query_offset(2**31 - 20),
+        masks.dilated_window(5, dilation=2**31 - 5),
+    ],
+    ids=["function", "composed", "far positions", "far lift"],
+)
+def test_masks_without_a_program(mask: Mask) -> None:
+    assert program_of(mask, 64, 64, 0, 0) is None
+    assert on_device(mask, 64, 64, LayoutConfig(16, 16)) is None
+
+
+def test_programs_that_need_a_deep_stack() -> None:
+    mask: Mask = masks.causal()
+    for reach in range(40):
+        mask = masks.sliding_window(reach) & ~(masks.padding(30) & mask)
+    assert program_of(mask, 64, 64, 0, 0) is None
+
+
+def test_problems_left_to_torch() -> None:
+    mask, config = masks.causal(), LayoutConfig(16, 16)
+    assert device_layout(mask, 64, 64, LayoutConfig(16, 16, 8), [[0]], 109, DEVICE) is None
+    assert device_layout(mask, 64, 64, config, [[0], [1]], 109, DEVICE) is None
+    assert device_layout(mask, 2**15, 2**15, config, [[0]], 109, DEVICE) is None
