@@ -130,21 +130,21 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 
 
 def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
-    """The same for kernels that build layouts: of programs and of dense masks."""
-    from stof.layout.device import kernels
+    """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
+    from stof.layout.device import kernels, programs
 
     ints, i = "*i32", "i32"
-    for kind, source in ((ints, kernels.PROGRAM), ("*u8", kernels.BYTES), (ints, kernels.QUADS)):
-        for block_m, block_n, rows in ((128, 128, 32), (64, 256, 16), (192, 64, 64)):
-            constants = [int(source), block_m, block_n, rows]
-            yield kernels.classify_tiles, [kind, ints, ints, *[i] * 8, *constants], {}
-            pointers = [kind, *[ints] * 6, ints, "*fp32", ints]
-            yield kernels.write_layout, [*pointers, *[i] * 9, *constants], {}
-    yield kernels.number_bitmaps, [ints, ints, ints, i, i, i, 4096], {"num_warps": 8}
+    for read, kind, rows in ((ints, kernels.PROGRAM, 8), ("*u8", kernels.BYTES, 8), (ints, kernels.QUADS, 64)):
+        for block_m, block_n in ((128, 128), (64, 256), (192, 64)):
+            constants = [int(kind), block_m, block_n, rows * 128 // block_n]
+            yield kernels.classify_tiles, [read, *[ints] * 3, *[i] * 11, *constants], {}
+            yield kernels.write_layout, [read, *[ints] * 8, "*fp32", ints, *[i] * 12, *constants], {}
+    yield kernels.number_bitmaps, [ints, ints, "*i64", *[i] * 4, 4096], {"num_warps": 8}
+    yield programs.draw_blocks, [ints, *[i] * 6, 128], {}
 
 
-def compiled_fill(kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
-    """The same for a kernel that makes work."""
+def compiled_fill(group: str, kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
+    """The same for a kernel that makes work or layouts."""
     signature, fixed, attributes = {}, {}, {}
     for place, (name, value) in enumerate(zip(kernel.arg_names, given, strict=True)):
         signature[name] = value if isinstance(value, str) else "constexpr"
@@ -158,7 +158,7 @@ def compiled_fill(kernel: Any, given: list[Any], options: dict[str, int], arch: 
     seconds = round(time.perf_counter() - start, 2)
     registers, spilled = _resources(made.asm["cubin"])
     shared = made.metadata.shared
-    return Compiled("fill", kernel.__name__, arch, registers, spilled, shared, 0, False, 0, 4, [], seconds)
+    return Compiled(group, kernel.__name__, arch, registers, spilled, shared, 0, False, 0, 4, [], seconds)
 
 
 def call_of(dtype: torch.dtype, head_dim: int, **changes: Any) -> CallSpec:
@@ -458,10 +458,11 @@ def main() -> None:
             record = recorded(case)
             for arch in case.archs:
                 _report(compiled(case, record, arch), given.json)
-    for kernel, values, options in (*fill_kernels(), *layout_kernels()):
-        if given.only in kernel.__name__:
-            for arch in (80, 90, 120):
-                _report(compiled_fill(kernel, values, options, arch), given.json)
+    for group, kernels in (("fill", fill_kernels()), ("layout", layout_kernels())):
+        for kernel, values, options in kernels:
+            if given.only in kernel.__name__:
+                for arch in (80, 90, 120):
+                    _report(compiled_fill(group, kernel, values, options, arch), given.json)
 
 
 def _report(one: Compiled, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from stof.layout.build import PARTIAL_TILE_COST
 from stof.layout.device import build as device_build
 from stof.layout.device.build import device_layout
 from stof.masks import Mask
-from stof.masks.program import program_of
+from stof.masks.program import programs_of
 from tests.strategies import dense_masks, mask_trees
 
 pytest.importorskip("triton")
@@ -25,17 +25,20 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Triton'
 configs = st.builds(LayoutConfig, st.sampled_from([16, 64, 192]), st.sampled_from([16, 32, 128]))
 
 
-def on_device(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig) -> Layout | None:
-    return device_layout(mask, q_len, kv_len, config, [[0]], round(100 * PARTIAL_TILE_COST), DEVICE)
+def on_device(
+    mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, batch: int = 1, heads: int = 1
+) -> Layout | None:
+    dims = mask.dims(batch, heads)
+    return device_layout(mask, q_len, kv_len, config, dims, round(100 * PARTIAL_TILE_COST), DEVICE)
 
 
-def by_torch(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig) -> Layout:
+def by_torch(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> Layout:
     with mock.patch("stof.layout.build.device_layout", return_value=None):
-        return build_layout(mask, q_len, kv_len, config, device=DEVICE)
+        return build_layout(mask, q_len, kv_len, config, device=DEVICE, **sizes)
 
 
-def assert_same(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig) -> None:
-    layout, expected = on_device(mask, q_len, kv_len, config), by_torch(mask, q_len, kv_len, config)
+def assert_same(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> None:
+    layout, expected = on_device(mask, q_len, kv_len, config, **sizes), by_torch(mask, q_len, kv_len, config, **sizes)
     assert layout is not None
     assert (layout.q_len, layout.kv_len, layout.config) == (q_len, kv_len, config)
     for name, tensor in expected.tensors().items():
@@ -48,8 +51,9 @@ def assert_same(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig) -> No
 @settings(max_examples=25)
 def test_expressions(data: st.DataObject, config: LayoutConfig) -> None:
     length, offset = data.draw(st.sampled_from([48, 75])), data.draw(st.sampled_from([0, 0, 29]))
-    mask = data.draw(mask_trees(length, leaves=3)).with_query_offset(offset)
-    assert_same(mask, length - offset, length, config)
+    batch = data.draw(st.sampled_from([1, 1, 2]))
+    mask = data.draw(mask_trees(length, batch, leaves=3)).with_query_offset(offset)
+    assert_same(mask, length - offset, length, config, batch=batch)
 
 
 PATTERNS = {
@@ -83,7 +87,8 @@ def test_patterns(name: str, config: LayoutConfig) -> None:
 def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
     """Rows of 96 columns are read four columns at a time, the others one by one."""
     q_len, kv_len = data.draw(st.sampled_from([1, 33, 70])), data.draw(st.sampled_from([96, 96, 50]))
-    keep = data.draw(dense_masks(q_len, kv_len))
+    batch, heads = data.draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2)]))
+    keep = data.draw(dense_masks(q_len, kv_len, batch, heads))
     layout = data.draw(st.sampled_from(["contiguous", "transposed", "wider", "other bytes"]))
     if layout == "transposed":
         keep = keep.transpose(2, 3).contiguous().transpose(2, 3)
@@ -91,7 +96,7 @@ def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
         keep = torch.nn.functional.pad(keep, (0, 16), value=True)[..., :kv_len]
     elif layout == "other bytes":  # true in memory is any byte but 0
         keep = (keep.to(torch.uint8) * 0x90).view(torch.bool)
-    assert_same(masks.from_dense(keep.to(DEVICE)), q_len, kv_len, config)
+    assert_same(masks.from_dense(keep.to(DEVICE)), q_len, kv_len, config, batch=batch, heads=heads)
 
 
 def test_many_bitmaps_are_numbered_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +109,20 @@ def test_many_bitmaps_are_numbered_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
     assert_same(masks.from_dense(keep.to(DEVICE)), 96, 128, LayoutConfig(16, 16))
 
 
-def test_batch_entries_that_are_alike() -> None:
-    mask = masks.padding([50, 50]) & masks.causal()
-    layout = device_layout(mask, 64, 64, LayoutConfig(16, 16), mask.numbers(2, 1).tolist(), 109, DEVICE)
-    assert layout is not None
-    expected = build_layout(mask, 64, 64, LayoutConfig(16, 16), batch=2)
-    assert torch.equal(layout.to_dense().cpu(), expected.to_dense())
-    assert torch.equal(layout.pattern_of.cpu(), expected.pattern_of)
+SEVERAL = {
+    "some alike": masks.padding([50, 20, 50]) & masks.causal(),
+    "all alike": masks.padding([50, 50, 50]) & masks.causal(),
+    # Told apart by their key, but the sinks end before either length.
+    "alike in what they keep": masks.padding([50, 30, 40]) & masks.sink_tokens(4),
+    "heads": masks.per_head([masks.causal(), masks.strided(5, 8), masks.causal(), masks.prefix_lm(0)]),
+    "both": masks.per_head([masks.random_blocks(2, block_size=9), masks.padding([60, 64, 20])]),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_patterns(name: str) -> None:
+    mask = SEVERAL[name]
+    assert_same(mask, 40, 64, LayoutConfig(16, 16), batch=3, heads=mask.heads)
 
 
 def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch() -> None:
@@ -120,8 +132,10 @@ def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch() -> None:
     assert on_device(mask, 32, 32, LayoutConfig(16, 16)) is not None
     launch = "stof.layout.device.launch.launch"
 
-    def clashing(kernel: object, grid: int, tensors: tuple[torch.Tensor, ...], *rest: object, **options: object) -> None:
-        if len(tensors) == 3 and grid == 1:
+    def clashing(
+        kernel: object, grid: int, tensors: tuple[torch.Tensor, ...], *rest: object, **options: object
+    ) -> None:
+        if len(tensors) == 3:
             tensors[2].copy_(torch.tensor([2, 1, 1]))
 
     with mock.patch(launch, clashing):
@@ -139,7 +153,7 @@ def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch() -> None:
     ids=["function", "composed", "far positions", "far lift"],
 )
 def test_masks_without_a_program(mask: Mask) -> None:
-    assert program_of(mask, 64, 64, 0, 0) is None
+    assert programs_of(mask, 64, 64, [(0, 0)]) is None
     assert on_device(mask, 64, 64, LayoutConfig(16, 16)) is None
 
 
@@ -147,11 +161,10 @@ def test_programs_that_need_a_deep_stack() -> None:
     mask: Mask = masks.causal()
     for reach in range(40):
         mask = masks.sliding_window(reach) & ~(masks.padding(30) & mask)
-    assert program_of(mask, 64, 64, 0, 0) is None
+    assert programs_of(mask, 64, 64, [(0, 0)]) is None
 
 
 def test_problems_left_to_torch() -> None:
     mask, config = masks.causal(), LayoutConfig(16, 16)
-    assert device_layout(mask, 64, 64, LayoutConfig(16, 16, 8), [[0]], 109, DEVICE) is None
-    assert device_layout(mask, 64, 64, config, [[0], [1]], 109, DEVICE) is None
-    assert device_layout(mask, 2**15, 2**15, config, [[0]], 109, DEVICE) is None
+    assert on_device(mask, 64, 64, LayoutConfig(16, 16, 8)) is None
+    assert on_device(mask, 2**15, 2**15, config) is None

@@ -69,11 +69,12 @@ def build_layout(
     mask.check(q_len, kv_len)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
     order = checked_order(row_order, q_len, device)
-    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
     if order is None and torch.device(device).type == "cuda":
-        layout = device_layout(mask, q_len, kv_len, config, numbers, _PARTIAL_HUNDREDTHS, torch.device(device))
+        dims = (mask_batch, mask_heads)
+        layout = device_layout(mask, q_len, kv_len, config, dims, _PARTIAL_HUNDREDTHS, torch.device(device))
         if layout is not None:
             return layout
+    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
     distinct: list[Pattern] = []
     pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
     known: dict[int, int] = {}

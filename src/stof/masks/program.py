@@ -8,9 +8,9 @@ kernel serves all masks that can be written so; see `stof.layout.device`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-
-import torch
+from typing import NamedTuple
 
 from stof.masks import rules
 from stof.masks.base import And, Mask, Not, Or, PerHead, QueryOffset
@@ -19,8 +19,8 @@ from stof.masks.base import And, Mask, Not, Or, PerHead, QueryOffset
 WIDTH = 8
 # Truth values on the stack are bits of an int32.
 DEPTH = 31
-# Numbers of a program: beyond, looking them up costs more than evaluating the mask by its own code.
-LONGEST = 2**16
+# Numbers of all programs of a mask: beyond, making them costs more than they save.
+LONGEST = 2**18
 
 _MOST = 2**31 - 1
 
@@ -29,7 +29,7 @@ class Op(IntEnum):
     """What an instruction does. i is the query position, shifted, and j the key position.
 
     Fields after low and high are `size`, `shift` (added to the query position), `table` (where the instruction's table
-    begins in the program), `entries` and `extra`.
+    begins among all numbers), `entries` and `extra`.
     """
 
     AND = 0
@@ -49,36 +49,80 @@ class Op(IntEnum):
     CHOSEN_BLOCK = 13  # 1 when j div size is among the `entries` numbers of row i div size - extra of the table
 
 
-class _NotWritable(Exception):  # noqa: N818 (says what the mask is, and is caught here)
+class _NotWritableError(Exception):
     """The mask has a part without an instruction."""
 
 
-def program_of(mask: Mask, q_len: int, kv_len: int, b: int, h: int) -> list[int] | None:
-    """Instructions of one (batch, head) mask, then their tables; None when it cannot be written so.
+class Draw(NamedTuple):
+    """A table that the device fills: the key blocks that `rules.RandomBlocks` draws for rows of blocks.
 
-    The first number says how many instructions there are; tables are found by their place in the list.
+    It begins at number `at` and has `picks` entries for each of `rows` rows, the first of which is row `first`.
     """
-    writer = _Writer(q_len, kv_len, b, h)
+
+    at: int
+    first: int
+    rows: int
+    key_blocks: int
+    picks: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Programs of some (batch, head) masks.
+
+    Attributes:
+        numbers: where the program of each mask begins, the programs, and their tables. The first number of a program
+            says how many instructions it has.
+        draws: tables that follow, for the device to fill.
+        length: numbers there are with these tables.
+    """
+
+    numbers: list[int]
+    draws: list[Draw]
+    length: int
+
+
+def programs_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, int]]) -> Programs | None:
+    """Programs of these batch entries and heads; None when the mask cannot be written so."""
+    writer = _Writer(q_len, kv_len)
     try:
-        depth = writer.write(mask, 0)
-    except _NotWritable:
+        codes = [writer.program(mask, b, h) for b, h in entries]
+    except _NotWritableError:
         return None
-    length = 1 + len(writer.code) * WIDTH
-    if depth > DEPTH or length + len(writer.tables) > LONGEST:
+    starts, at = [], len(codes)
+    for code in codes:
+        starts.append(at)
+        at += 1 + len(code) * WIDTH
+    drawn = at + len(writer.tables)
+    length = drawn + writer.drawn
+    if length > LONGEST:
         return None
-    numbers = [len(writer.code)]
-    for op, low, high, size, shift, table, entries, extra in writer.code:
-        numbers += (op, low, high, size, shift, length + table, entries, extra)
-    return numbers + writer.tables
+    numbers = starts
+    for code in codes:
+        numbers.append(len(code))
+        for op, low, high, size, shift, table, count, extra in code:
+            numbers += (op, low, high, size, shift, table + (drawn if op == Op.CHOSEN_BLOCK else at), count, extra)
+    draws = [draw._replace(at=drawn + draw.at) for draw in writer.draws]
+    return Programs(numbers + writer.tables, draws, length)
 
 
 class _Writer:
-    """A program being written for queries and keys of one sequence and head."""
+    """Programs being written."""
 
-    def __init__(self, q_len: int, kv_len: int, b: int, h: int) -> None:
-        self.q_len, self.kv_len, self.b, self.h = q_len, kv_len, b, h
+    def __init__(self, q_len: int, kv_len: int) -> None:
+        self.q_len, self.kv_len = q_len, kv_len
         self.code: list[tuple[int, ...]] = []
         self.tables: list[int] = []
+        self.draws: list[Draw] = []
+        self.drawn = 0
+
+    def program(self, mask: Mask, b: int, h: int) -> list[tuple[int, ...]]:
+        """Instructions of one (batch, head) mask."""
+        self.b, self.h, self.code = b, h, []
+        if self.write(mask, 0) > DEPTH:
+            raise _NotWritableError
+        return self.code
 
     def write(self, mask: Mask, shift: int) -> int:
         """Add the instructions of `mask` for queries moved by `shift`; returns how deep the stack gets."""
@@ -100,9 +144,9 @@ class _Writer:
             case rules.Rule():
                 # Positions, distances and what is added to them stay below 2**31.
                 if self.q_len + shift + self.kv_len >= _MOST:
-                    raise _NotWritable
+                    raise _NotWritableError
                 return self.rule(mask, shift)
-        raise _NotWritable
+        raise _NotWritableError
 
     def add(self, op: Op, low: int = -_MOST, high: int = _MOST, **fields: int) -> int:
         self.code.append((op, low, high, *(fields.get(name, 0) for name in _FIELDS)))
@@ -150,7 +194,7 @@ class _Writer:
             case rules.DilatedWindow():
                 lift = -(-self.kv_len // mask.dilation) * mask.dilation
                 if self.q_len + shift + lift >= _MOST:
-                    raise _NotWritable
+                    raise _NotWritableError
                 add(Op.DISTANCE, -mask.right, mask.left, **at)
                 add(Op.DISTANCE_REMAINDER, 0, 0, size=mask.dilation, extra=lift, **at)
                 return self.both(Op.AND)
@@ -175,7 +219,7 @@ class _Writer:
                 return self.documents(mask, shift)
             case rules.RandomBlocks():
                 return self.random_blocks(mask, shift)
-        raise _NotWritable
+        raise _NotWritableError
 
     def own(self, values: tuple[int, ...]) -> int:
         """The value of this sequence."""
@@ -184,7 +228,7 @@ class _Writer:
     def documents(self, mask: rules.Documents, shift: int) -> int:
         runs = mask.runs[self.b if len(mask.runs) > 1 else 0]
         if 2 * len(runs) > LONGEST:
-            raise _NotWritable
+            raise _NotWritableError
         ends, end = [], 0
         for _, length in runs:
             end += length
@@ -200,12 +244,10 @@ class _Writer:
         size = mask.block_size
         first, stop = shift // size, (self.q_len + shift - 1) // size + 1
         key_blocks = -(-self.kv_len // size)
-        if (stop - first) * min(mask.blocks, key_blocks) > LONGEST:
-            raise _NotWritable
-        chosen = mask.choose(torch.arange(first, stop, device="cpu"), key_blocks)
-        table = self.table(chosen.flatten().tolist())
-        fields = {"size": size, "shift": shift, "table": table, "entries": chosen.shape[1], "extra": first}
-        return self.add(Op.CHOSEN_BLOCK, 1, 1, **fields)
+        picks = min(mask.blocks, key_blocks)
+        table, self.drawn = self.drawn, self.drawn + (stop - first) * picks
+        self.draws.append(Draw(table, first, stop - first, key_blocks, picks, mask.seed & 0xFFFF_FFFF))
+        return self.add(Op.CHOSEN_BLOCK, 1, 1, size=size, shift=shift, table=table, entries=picks, extra=first)
 
 
 _FIELDS = ("size", "shift", "table", "entries", "extra")

@@ -1,8 +1,8 @@
 """Triton kernels that build a layout: classify tiles, number their bitmaps, then write both.
 
-Tiles are numbered `row block * tile columns + tile column`. Bitmaps are told apart by 128 bits of hash: 64 find a slot in a
-table, the other 64 are compared with those of the slot's first tile. `build.py` launches the kernels and says what lies
-where in `known`, which is zero at first, and `scratch`, which may hold anything.
+Tiles are numbered `row block * tile columns + tile column`, row blocks through all patterns. Bitmaps are told apart by
+128 bits of hash: 64 find a slot in a table, the other 64 are compared with those of the slot's first tile. `build.py`
+launches the kernels and says what lies where in `known`, which is zero at first, and `scratch`, which may hold anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from stof.layout.device.programs import kept, kept_within
 
-# What tiles are read from: a program, int32; bytes of a dense mask; or four of its bytes, on four columns, as one int32.
+# What tiles are read from: programs, int32; bytes of dense masks; or four of their bytes, four columns, as one int32.
 PROGRAM = tl.constexpr(0)
 BYTES = tl.constexpr(1)
 QUADS = tl.constexpr(2)
@@ -27,8 +27,21 @@ _CHUNK = tl.constexpr(512)
 
 @triton.jit
 @no_type_check
+def _source_of(source_ptr, entries_ptr, pattern, stride_b, stride_h, mask_heads, patterns, SOURCE: tl.constexpr):
+    """Where a pattern's mask is: the dense one, or the start of a program."""
+    start = 0
+    if SOURCE == PROGRAM:
+        start = tl.load(source_ptr + pattern)
+    elif patterns > 1:
+        entry = tl.load(entries_ptr + pattern).to(tl.int64)
+        source_ptr += entry // mask_heads * stride_b + entry % mask_heads * stride_h
+    return source_ptr, start
+
+
+@triton.jit
+@no_type_check
 def _bits(
-    source_ptr, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
+    source_ptr, start, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
     SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Packed bits `[ROWS, words]` of a tile's rows from `first` on; 0 where there is no row or column."""
@@ -40,7 +53,7 @@ def _bits(
     exists = ((q < q_len) & (row < BLOCK_M)[:, None]) & (kv < kv_len)
     if SOURCE == PROGRAM:
         # Programs look up tables by position.
-        bits = kept(source_ptr, tl.minimum(q, q_len - 1), tl.minimum(kv, kv_len - 1))
+        bits = kept(source_ptr, start, tl.minimum(q, q_len - 1), tl.minimum(kv, kv_len - 1))
         bits = tl.where(exists, bits, 0)
     elif SOURCE == BYTES:
         at = q.to(tl.int64) * stride_q + kv.to(tl.int64) * stride_k
@@ -54,7 +67,9 @@ def _bits(
         quad |= quad >> 2
         quad |= quad >> 1
         bits = (((quad & 0x01010101) * 0x10204080) >> 28) & 15
-    shifted = tl.reshape(bits, (ROWS, BLOCK_N // WORD, WORD // STEP)) << (tl.arange(0, WORD // STEP) * STEP)[None, None, :]
+    shifted = (
+        tl.reshape(bits, (ROWS, BLOCK_N // WORD, WORD // STEP)) << (tl.arange(0, WORD // STEP) * STEP)[None, None, :]
+    )
     return tl.sum(shifted, 2)  # distinct bits: the sum is their union
 
 
@@ -65,6 +80,15 @@ def _mixed(x):
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
     return x ^ (x >> 15)
+
+
+@triton.jit
+@no_type_check
+def _mixed_64(x):
+    """The same for uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
 
 
 @triton.jit
@@ -82,19 +106,29 @@ def _hashed(words, at):
     return tl.where(words != 0, key, 0), tl.where(words != 0, other, 0)
 
 
-@triton.jit(do_not_specialize=["stride_q", "stride_k", "q_len", "kv_len", "columns", "tiles", "row_blocks", "slots"])
+_SIZES = [
+    "stride_b", "stride_h", "stride_q", "stride_k", "mask_heads", "q_len", "kv_len", "row_blocks", "columns",
+    "patterns", "slots",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SIZES)
 @no_type_check
 def classify_tiles(
     source_ptr,  # see SOURCE
+    entries_ptr,  # [P] int32, which entry of a dense mask `[B, H]` each pattern is; read where there are several
     known_ptr,  # int32, zeros: keys, first tiles, counts and codes
     scratch_ptr,  # int32: second halves of hashes
+    stride_b,
+    stride_h,
     stride_q,
     stride_k,
+    mask_heads,
     q_len,
     kv_len,
+    row_blocks,  # of one pattern
     columns,
-    tiles,
-    row_blocks,
+    patterns,
     slots,
     SOURCE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -103,24 +137,27 @@ def classify_tiles(
 ):
     """Whether one tile is empty, full or partial, and for a partial one the slot of its bitmap."""
     tile = tl.program_id(0)
-    row_block = tile // columns
-    q0 = row_block * BLOCK_M
+    block = tile // columns
+    q0 = block % row_blocks * BLOCK_M
     kv0 = (tile % columns) * BLOCK_N
     keys_ptr = known_ptr.to(tl.pointer_type(tl.int64))
     first_ptr = known_ptr + 2 * slots
     partial_ptr = first_ptr + slots
-    full_ptr = partial_ptr + row_blocks
-    code_ptr = full_ptr + row_blocks
+    full_ptr = partial_ptr + patterns * row_blocks
+    code_ptr = full_ptr + patterns * row_blocks
     rows = tl.minimum(q_len - q0, BLOCK_M)
     inside = kv0 + BLOCK_N <= kv_len
+    source_ptr, start = _source_of(
+        source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE
+    )
     if SOURCE == PROGRAM:
         last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
-        nothing, everything = kept_within(source_ptr, q0, q0 + rows - 1, kv0, last_column)
+        nothing, everything = kept_within(source_ptr, start, q0, q0 + rows - 1, kv0, last_column)
         if nothing != 0:
             return
         if (everything != 0) & inside:
             tl.store(code_ptr + tile, _FULL)
-            tl.atomic_add(full_ptr + row_block, 1)
+            tl.atomic_add(full_ptr + block, 1)
             return
     WORDS: tl.constexpr = (BLOCK_N + 31) // 32
     ALL: tl.constexpr = -1 if BLOCK_N >= 32 else (1 << BLOCK_N) - 1
@@ -130,7 +167,7 @@ def classify_tiles(
     hash_b = tl.zeros([ROWS, WORDS], tl.int64)
     w = tl.arange(0, WORDS)
     for first in range(0, rows, ROWS):
-        words = _bits(source_ptr, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
+        words = _bits(source_ptr, start, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
                       SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
         row = first + tl.arange(0, ROWS)
         any_bits = any_bits | words
@@ -142,7 +179,7 @@ def classify_tiles(
         return
     if (tl.max(tl.max((missing != 0).to(tl.int32), 1), 0) == 0) & inside:
         tl.store(code_ptr + tile, _FULL)
-        tl.atomic_add(full_ptr + row_block, 1)
+        tl.atomic_add(full_ptr + block, 1)
         return
     key = tl.sum(tl.sum(hash_a, 1), 0)
     key = tl.where(key == 0, 1, key)  # 0 is a free slot
@@ -153,22 +190,50 @@ def classify_tiles(
         slot = (slot + 1) & (slots - 1)
         found = tl.atomic_cas(keys_ptr + slot, key * 0, key)
     tl.store(code_ptr + tile, slot + 1)
-    tl.atomic_max(first_ptr + slot, tiles - tile)
-    tl.atomic_add(partial_ptr + row_block, 1)
+    tl.atomic_max(first_ptr + slot, tl.num_programs(0) - tile)
+    tl.atomic_add(partial_ptr + block, 1)
 
 
-@triton.jit(do_not_specialize=["tiles", "row_blocks", "slots"])
+@triton.jit
+@no_type_check
+def _identity(keys_ptr, code_ptr, hash_ptr, first, count, CHUNK: tl.constexpr):
+    """128 bits that tell the tiles of a pattern, `count` from `first` on, from those of another."""
+    a = tl.zeros([CHUNK], tl.uint64)
+    b = tl.zeros([CHUNK], tl.uint64)
+    for start in range(0, count, CHUNK):
+        n = start + tl.arange(0, CHUNK)
+        code = tl.load(code_ptr + first + n, mask=n < count, other=_EMPTY)
+        partial = code > 0
+        key = tl.load(keys_ptr + tl.maximum(code - 1, 0), mask=partial, other=-1).to(tl.uint64, bitcast=True)
+        own = tl.load(hash_ptr + first + n, mask=partial, other=-1).to(tl.uint64, bitcast=True)
+        place = (n + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+        a += tl.where(code == _EMPTY, 0, _mixed_64(key ^ place))
+        b += tl.where(code == _EMPTY, 0, _mixed_64(own + place))
+    return tl.sum(a.to(tl.int64, bitcast=True), 0), tl.sum(b.to(tl.int64, bitcast=True), 0)
+
+
+@triton.jit(do_not_specialize=["row_blocks", "columns", "patterns", "slots"])
 @no_type_check
 def number_bitmaps(
-    known_ptr, scratch_ptr, totals_ptr, tiles, row_blocks, slots, CHUNK: tl.constexpr
+    known_ptr,
+    scratch_ptr,
+    totals_ptr,  # [3 + 2 P] int64
+    row_blocks,
+    columns,
+    patterns,
+    slots,
+    CHUNK: tl.constexpr,
 ):
     """Number bitmaps in the order of their first tiles, in one program.
 
-    Writes how many tiles and bitmaps there are, and whether two bitmaps share the first half of their hash.
+    Writes how many tiles and bitmaps there are, and whether two bitmaps share the first half of their hash; where there
+    are several patterns, an identity of each as well.
     """
+    blocks = patterns * row_blocks
+    tiles = blocks * columns
     first_ptr = known_ptr + 2 * slots
     partial_ptr = first_ptr + slots
-    code_ptr = partial_ptr + 2 * row_blocks
+    code_ptr = partial_ptr + 2 * blocks
     hash_ptr = scratch_ptr.to(tl.pointer_type(tl.int64))
     number_ptr = scratch_ptr + 2 * tiles
     owner_ptr = number_ptr + slots
@@ -189,12 +254,19 @@ def number_bitmaps(
         tl.store(owner_ptr + number, tile, mask=leads)
         count += tl.sum(leads.to(tl.int32), 0)
     total = 0
-    for start in range(0, 2 * row_blocks, CHUNK):  # partial tiles of every row block, then full ones
+    for start in range(0, 2 * blocks, CHUNK):  # partial tiles of every row block, then full ones
         at = start + n
-        total += tl.sum(tl.load(partial_ptr + at, mask=at < 2 * row_blocks, other=0), 0)
+        total += tl.sum(tl.load(partial_ptr + at, mask=at < 2 * blocks, other=0), 0)
     tl.store(totals_ptr, total)
     tl.store(totals_ptr + 1, count)
     tl.store(totals_ptr + 2, clash)
+    if patterns > 1:
+        keys_ptr = known_ptr.to(tl.pointer_type(tl.int64))
+        for pattern in range(patterns):
+            each = row_blocks * columns
+            a, b = _identity(keys_ptr, code_ptr, hash_ptr, pattern * each, each, CHUNK)
+            tl.store(totals_ptr + 3 + 2 * pattern, a)
+            tl.store(totals_ptr + 4 + 2 * pattern, b)
 
 
 @triton.jit
@@ -240,28 +312,30 @@ def _write_row_block(
         full_at += tl.sum(full, 0)
 
 
-@triton.jit(
-    do_not_specialize=["stride_q", "stride_k", "q_len", "kv_len", "columns", "tiles", "row_blocks", "slots", "partial_cost"]
-)
+@triton.jit(do_not_specialize=[*_SIZES, "partial_cost"])
 @no_type_check
 def write_layout(
     source_ptr,  # as for `classify_tiles`
+    entries_ptr,
     known_ptr,
     scratch_ptr,
-    pointers_ptr,  # [R + 1] int32
-    partial_count_ptr,  # [R] int32
+    pointers_ptr,  # [P * R + 1] int32
+    partial_count_ptr,  # [P * R] int32
     base_ptr,  # [T] int32
     tile_bitmap_ptr,  # [T] int32
     bitmaps_ptr,  # [U, BLOCK_M, words] int32
-    cost_ptr,  # [R] float32
-    order_ptr,  # [R] int32
+    cost_ptr,  # [P * R] float32
+    order_ptr,  # [P * R] int32
+    stride_b,
+    stride_h,
     stride_q,
     stride_k,
+    mask_heads,
     q_len,
     kv_len,
-    columns,
-    tiles,
     row_blocks,
+    columns,
+    patterns,
     slots,
     partial_cost,  # of one tile, in hundredths of a full one's
     SOURCE: tl.constexpr,
@@ -271,21 +345,26 @@ def write_layout(
 ):
     """One row block's tiles, or some rows of one bitmap: first come programs of the former kind."""
     program = tl.program_id(0)
+    blocks = patterns * row_blocks
     partial_ptr = known_ptr + 3 * slots
-    number_ptr = scratch_ptr + 2 * tiles
-    if program < row_blocks:
-        code_ptr = partial_ptr + 2 * row_blocks
+    number_ptr = scratch_ptr + 2 * blocks * columns
+    if program < blocks:
+        code_ptr = partial_ptr + 2 * blocks
         _write_row_block(
             partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr, cost_ptr,
-            order_ptr, program, columns, row_blocks, partial_cost, BLOCK_N,
+            order_ptr, program, columns, blocks, partial_cost, BLOCK_N,
         )  # fmt: skip
         return
     PIECES: tl.constexpr = (BLOCK_M + ROWS - 1) // ROWS
     WORDS: tl.constexpr = (BLOCK_N + 31) // 32
-    number = (program - row_blocks) // PIECES
-    first = (program - row_blocks) % PIECES * ROWS
+    number = (program - blocks) // PIECES
+    first = (program - blocks) % PIECES * ROWS
     tile = tl.load(number_ptr + slots + number)
-    words = _bits(source_ptr, stride_q, stride_k, tile // columns * BLOCK_M, first, tile % columns * BLOCK_N,
+    block = tile // columns
+    source_ptr, start = _source_of(
+        source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE
+    )
+    words = _bits(source_ptr, start, stride_q, stride_k, block % row_blocks * BLOCK_M, first, tile % columns * BLOCK_N,
                   q_len, kv_len, SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
     row = first + tl.arange(0, ROWS)
     at = number.to(tl.int64) * (BLOCK_M * WORDS) + row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]

@@ -44,18 +44,18 @@ def _at_most(table_ptr, entries, steps, x):
 
 @triton.jit
 @no_type_check
-def kept(program_ptr, q, kv):
-    """Where a mask keeps the scores of queries `q` `[M, 1]` and keys `kv` `[1, N]`, all of them in range: int32, 0 or 1."""
+def kept(numbers_ptr, start, q, kv):
+    """Where the program at `start` keeps scores of queries `[M, 1]` and keys `[1, N]`, all in range: int32, 0 or 1."""
     stack = q * 0 + kv * 0
-    for n in range(tl.load(program_ptr)):
-        code_ptr = program_ptr + 1 + n * _WIDTH
+    for n in range(tl.load(numbers_ptr + start)):
+        code_ptr = numbers_ptr + start + 1 + n * _WIDTH
         op = tl.load(code_ptr)
         if op < _DISTANCE:
             rest = stack >> 1
             both = tl.where(op == _AND, stack & rest, stack | rest)
             stack = tl.where(op == _NOT, stack ^ 1, (rest & ~1) | (both & 1))
         else:
-            x = _value(program_ptr, code_ptr, op, q + tl.load(code_ptr + 4), kv)
+            x = _value(numbers_ptr, code_ptr, op, q + tl.load(code_ptr + 4), kv)
             test = (x >= tl.load(code_ptr + 1)) & (x <= tl.load(code_ptr + 2))
             stack = (stack << 1) | test.to(tl.int32)
     return stack & 1
@@ -63,7 +63,7 @@ def kept(program_ptr, q, kv):
 
 @triton.jit
 @no_type_check
-def _value(program_ptr, code_ptr, op, i, j):
+def _value(numbers_ptr, code_ptr, op, i, j):
     """What an instruction tests, for every pair of positions."""
     size = tl.load(code_ptr + 3)
     extra = tl.load(code_ptr + 7)
@@ -81,7 +81,7 @@ def _value(program_ptr, code_ptr, op, i, j):
     elif op == _GRID_COLUMN:
         x = i % size - j % size
     elif op >= _QUERY_LISTED:
-        table_ptr = program_ptr + tl.load(code_ptr + 5)
+        table_ptr = numbers_ptr + tl.load(code_ptr + 5)
         entries = tl.load(code_ptr + 6)
         if op == _QUERY_LISTED:
             x = _at_most(table_ptr, entries, size, i) - _at_most(table_ptr, entries, size, i - 1) + j * 0
@@ -101,19 +101,19 @@ def _value(program_ptr, code_ptr, op, i, j):
 
 @triton.jit
 @no_type_check
-def kept_within(program_ptr, q_low, q_high, kv_low, kv_high):
-    """Whether a mask certainly keeps nothing, and certainly everything, of a rectangle: numbers, 0 or 1."""
+def kept_within(numbers_ptr, start, q_low, q_high, kv_low, kv_high):
+    """Whether the program at `start` certainly keeps nothing, and everything, of a rectangle: numbers, 0 or 1."""
     nothing = q_low * 0
     everything = q_low * 0
-    for n in range(tl.load(program_ptr)):
-        code_ptr = program_ptr + 1 + n * _WIDTH
+    for n in range(tl.load(numbers_ptr + start)):
+        code_ptr = numbers_ptr + start + 1 + n * _WIDTH
         op = tl.load(code_ptr)
         if op == _NOT:
             top = nothing & 1
             nothing = (nothing & ~1) | (everything & 1)
             everything = (everything & ~1) | top
         elif op < _DISTANCE:
-            # With both, one that keeps nothing is enough for nothing, and everything takes two; with either, the reverse.
+            # `&` keeps nothing where one part does, and everything where both do; `|` the other way around.
             below = nothing >> 1
             joined = tl.where(op == _AND, nothing | below, nothing & below)
             nothing = (below & ~1) | (joined & 1)
@@ -122,7 +122,7 @@ def kept_within(program_ptr, q_low, q_high, kv_low, kv_high):
             everything = (below & ~1) | (joined & 1)
         else:
             shift = tl.load(code_ptr + 4)
-            least, most = _range(program_ptr, code_ptr, op, q_low + shift, q_high + shift, kv_low, kv_high)
+            least, most = _range(numbers_ptr, code_ptr, op, q_low + shift, q_high + shift, kv_low, kv_high)
             low = tl.load(code_ptr + 1)
             high = tl.load(code_ptr + 2)
             nothing = (nothing << 1) | ((most < low) | (least > high)).to(tl.int32)
@@ -167,7 +167,7 @@ def _one_document(table_ptr, entries, steps, distinct, i_low, i_high, j_low, j_h
 
 @triton.jit
 @no_type_check
-def _range(program_ptr, code_ptr, op, i_low, i_high, j_low, j_high):
+def _range(numbers_ptr, code_ptr, op, i_low, i_high, j_low, j_high):
     """Bounds of what an instruction tests within a rectangle."""
     size = tl.load(code_ptr + 3)
     extra = tl.load(code_ptr + 7)
@@ -189,7 +189,7 @@ def _range(program_ptr, code_ptr, op, i_low, i_high, j_low, j_high):
         j_least, j_most = _remainders(j_low, j_high, size)
         least, most = i_least - j_most, i_most - j_least
     elif op >= _QUERY_LISTED:
-        table_ptr = program_ptr + tl.load(code_ptr + 5)
+        table_ptr = numbers_ptr + tl.load(code_ptr + 5)
         entries = tl.load(code_ptr + 6)
         if op == _QUERY_LISTED:
             least, most = _listed(table_ptr, entries, size, i_low, i_high)
@@ -208,3 +208,31 @@ def _range(program_ptr, code_ptr, op, i_low, i_high, j_low, j_high):
                 hit = (block >= j_low // size) & (block <= j_high // size)
                 most = tl.maximum(most, tl.max(hit.to(tl.int32), 0))
     return least, most
+
+
+@triton.jit
+@no_type_check
+def _mixed_31(x):
+    """The hash of `stof.masks.rules`, of int64."""
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0x7FFFFFFF
+    x = ((x ^ (x >> 16)) * 0x2C1B3C6D) & 0x7FFFFFFF
+    return x ^ (x >> 15)
+
+
+@triton.jit(do_not_specialize=["at", "first", "rows", "key_blocks", "picks", "seed"])
+@no_type_check
+def draw_blocks(numbers_ptr, at, first, rows, key_blocks, picks, seed, ROWS: tl.constexpr):
+    """Draw the key blocks of some rows, as `rules.RandomBlocks.choose` does."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ok = row < rows
+    table_ptr = numbers_ptr + at + row * picks
+    own = (first + row).to(tl.int64) * 1000003 + seed.to(tl.int64) * 104729
+    for turn in range(picks):
+        top = key_blocks - picks + turn
+        draw = (_mixed_31(_mixed_31((own + turn * 7919) & 0x7FFFFFFF) + 0x9E3779B) % (top + 1)).to(tl.int32)
+        taken = draw < 0
+        for earlier in range(turn):
+            taken = taken | (tl.load(table_ptr + earlier, mask=ok, other=0) == draw)
+        tl.store(table_ptr + turn, tl.where(taken, top, draw), mask=ok)
+        # Later turns may read it by another thread.
+        tl.debug_barrier()
