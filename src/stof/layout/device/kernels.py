@@ -2,7 +2,7 @@
 
 Tiles are numbered `row block * tile columns + tile column`, row blocks through all patterns. Bitmaps are told apart by
 128 bits of hash: 64 find a slot in a table, the other 64 are compared with those of the slot's first tile. `build.py`
-launches the kernels and says what lies where in `known`, which is zero at first, and `scratch`, which may hold anything.
+launches the kernels and says what lies where in `known`, zero at first, and `scratch`, which may hold anything.
 """
 
 from __future__ import annotations
