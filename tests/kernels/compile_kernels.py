@@ -131,7 +131,7 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 
 def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
-    from stof.layout.device import kernels, programs
+    from stof.layout.device import counting, kernels, programs
 
     ints, i = "*i32", "i32"
     for read, kind, rows in ((ints, kernels.PROGRAM, 8), ("*u8", kernels.BYTES, 8), (ints, kernels.QUADS, 64)):
@@ -139,6 +139,8 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
             constants = [int(kind), block_m, block_n, rows * 128 // block_n]
             yield kernels.classify_tiles, [read, *[ints] * 3, *[i] * 11, *constants], {}
             yield kernels.write_layout, [read, *[ints] * 8, "*fp32", ints, *[i] * 12, *constants], {}
+        constants = [int(kind), 64, 256, rows // 2]
+        yield counting.count_slabs, [read, ints, ints, *[i] * 12, *constants], {}
     yield kernels.number_bitmaps, [ints, ints, "*i64", *[i] * 4, 4096], {"num_warps": 8}
     yield programs.draw_blocks, [ints, *[i] * 6, 128], {}
 

@@ -14,6 +14,8 @@ from stof.layout import Layout, build_layout
 from stof.layout.build import PARTIAL_TILE_COST
 from stof.layout.device import build as device_build
 from stof.layout.device.build import device_layout
+from stof.layout.device.survey import device_counts
+from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
 from stof.masks.program import programs_of
 from tests.strategies import dense_masks, mask_trees
@@ -109,6 +111,36 @@ def test_many_bitmaps_are_numbered_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
     assert_same(masks.from_dense(keep.to(DEVICE)), 96, 128, LayoutConfig(16, 16))
 
 
+@st.composite
+def surveyed(draw: st.DrawFn) -> tuple[Mask, int, int]:
+    """A mask of two sequences, or two sequences and heads, and its lengths."""
+    q_len, kv_len = draw(st.sampled_from([(40, 75), (33, 260), (70, 264)]))
+    if draw(st.booleans()):
+        return masks.from_dense(draw(dense_masks(q_len, kv_len, 2, 2)).to(DEVICE)), q_len, kv_len
+    mask = draw(mask_trees(kv_len, 2, leaves=2)).with_query_offset(draw(st.sampled_from([0, kv_len - q_len])))
+    return mask, q_len, kv_len
+
+
+@given(problem=surveyed())
+@settings(max_examples=12)
+def test_survey(problem: tuple[Mask, int, int]) -> None:
+    """Tiles counted by a kernel are those counted strip by strip."""
+    mask, q_len, kv_len = problem
+    sizes = ((16, 16, None), (16, 64, 1), (64, 256, None), (64, 128, 16), (192, 64, 8))
+    wanted = [LayoutConfig(*size) for size in sizes]
+    with mock.patch("stof.layout.survey.device_counts", return_value=None):
+        expected = survey(mask, q_len, kv_len, wanted, batch=2, heads=mask.heads, device=DEVICE)
+    shape = (expected.mask_batch, expected.mask_heads)
+    entries = list(range(shape[0] * shape[1]))
+    counted = device_counts(mask, q_len, kv_len, [16, 64, 192], shape[1], entries, DEVICE)
+    assert counted is not None
+    assert torch.equal(counted.kept.long(), expected.kept)
+    for geometry in wanted:
+        partial, full = tiles_of_slabs(counted, geometry)
+        assert torch.equal(full, expected.counts[geometry].full), geometry
+        assert torch.equal(partial, expected.counts[geometry].partial), geometry
+
+
 SEVERAL = {
     "some alike": masks.padding([50, 20, 50]) & masks.causal(),
     "all alike": masks.padding([50, 50, 50]) & masks.causal(),
@@ -168,3 +200,6 @@ def test_problems_left_to_torch() -> None:
     mask, config = masks.causal(), LayoutConfig(16, 16)
     assert on_device(mask, 64, 64, LayoutConfig(16, 16, 8)) is None
     assert on_device(mask, 2**15, 2**15, config) is None
+    assert device_counts(mask, 2**20, 2**20, [16], 1, [0], DEVICE) is None
+    function = masks.from_function(lambda b, h, q, k: q >= k)
+    assert device_counts(function, 64, 64, [16], 1, [0], DEVICE) is None

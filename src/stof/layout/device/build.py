@@ -6,49 +6,21 @@ Contiguous tiles of masks given as programs (`stof.masks.program`) or as a dense
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from stof.errors import KernelError
 from stof.layout.bits import words
 from stof.layout.config import LayoutConfig
+from stof.layout.device.source import Source, on_device, put, source_of
 from stof.layout.layout import Layout
 from stof.masks.base import Mask, numbered
-from stof.masks.program import Programs, programs_of
+from stof.masks.program import programs_of
 from stof.masks.tensors import DenseMask
 
 # Tiles that are all classified, one program each; of larger problems, squares of tiles are ruled out first elsewhere.
 MOST_TILES = 2**20
-# Scores of a dense mask, and of others, that a program of four warps holds at once: more take too many registers.
-_SCORES_READ, _SCORES_RUN = 2**13, 2**10
-# Tiles whose bitmaps are numbered at once, and rows of blocks that are drawn.
-_NUMBERED, _DRAWN = 2**12, 2**7
-
-# Devices whose Triton does not compile the kernels, or has none.
-_without: set[torch.device] = set()
-
-
-@dataclass(frozen=True, eq=False)
-class _Source:
-    """What the kernels read.
-
-    Attributes:
-        tensor: programs, int32; or bytes of a dense mask `[.., Sq, Skv]`, as they are or four as one int32.
-        entries: int32 `[P]`, which (batch, head) entry of a dense mask each of several patterns is; else None.
-        strides: of batch, heads, queries and keys of a dense mask.
-        heads: entries of a dense mask in one batch entry.
-        patterns: masks there are.
-    """
-
-    tensor: Tensor
-    entries: Tensor | None
-    strides: tuple[int, ...]
-    heads: int
-    patterns: int
+# Tiles whose bitmaps are numbered at once.
+_NUMBERED = 2**12
 
 
 def device_layout(
@@ -69,29 +41,35 @@ def device_layout(
         partial_cost: of a partial tile, in hundredths of a full one.
         device: where the layout is to be.
     """
-    if config.slab is not None or device in _without:
+    if config.slab is not None:
         return None
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    return on_device(device, lambda device: _layout(mask, q_len, kv_len, config, mask_dims, partial_cost, device))
+
+
+def _layout(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    config: LayoutConfig,
+    mask_dims: tuple[int, int],
+    partial_cost: int,
+    device: torch.device,
+) -> Layout | None:
     which = _patterns(mask, q_len, kv_len, mask_dims)
     tiles = -(-q_len // config.block_m) * -(-kv_len // config.block_n)
-    try:
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            while which and tiles * (max(which) + 1) <= MOST_TILES:
-                source = _source(mask, q_len, kv_len, mask_dims[1], which, device)
-                if source is None:
-                    return None
-                build = _Build(source, q_len, kv_len, config)
-                total, distinct, clash, *identities = build.classify()
-                if clash:
-                    return None
-                alike = numbered(list(zip(identities[::2], identities[1::2], strict=True))).tolist()
-                if alike == list(range(source.patterns)) or source.patterns == 1:
-                    return build.write(total, distinct, _pattern_of(which, mask_dims, device), partial_cost)
-                which = [alike[n] for n in which]  # masks told apart may keep the same scores
-    except (KernelError, ImportError) as error:
-        _without.add(device)
-        warnings.warn(f"stof: layouts are built by torch from now on, which is slower: {error}", stacklevel=3)
+    while which and tiles * (max(which) + 1) <= MOST_TILES:
+        entries = [which.index(n) for n in range(max(which) + 1)]
+        source = source_of(mask, q_len, kv_len, mask_dims[1], entries, device)
+        if source is None:
+            return None
+        build = _Build(source, q_len, kv_len, config)
+        total, distinct, clash, *identities = build.classify()
+        if clash:
+            return None
+        alike = numbered(list(zip(identities[::2], identities[1::2], strict=True))).tolist()
+        if source.patterns == 1 or alike == list(range(source.patterns)):
+            return build.write(total, distinct, _pattern_of(which, mask_dims, device), partial_cost)
+        which = [alike[n] for n in which]  # masks told apart may keep the same scores
     return None
 
 
@@ -110,63 +88,13 @@ def _patterns(mask: Mask, q_len: int, kv_len: int, mask_dims: tuple[int, int]) -
 def _pattern_of(which: list[int], mask_dims: tuple[int, int], device: torch.device) -> Tensor:
     if max(which) == 0:
         return torch.zeros(mask_dims, dtype=torch.int32, device=device)
-    return _on(device, which).view(mask_dims)
-
-
-def _on(device: torch.device, numbers: list[int]) -> Tensor:
-    """int32, without waiting for what the device does."""
-    return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
-
-
-def _source(
-    mask: Mask, q_len: int, kv_len: int, mask_heads: int, which: list[int], device: torch.device
-) -> _Source | None:
-    """What the kernels read of the first entry of each pattern."""
-    entries = [which.index(n) for n in range(max(which) + 1)]
-    if not isinstance(mask, DenseMask):
-        programs = programs_of(mask, q_len, kv_len, [divmod(entry, mask_heads) for entry in entries])
-        if programs is None:
-            return None
-        numbers = _with_draws(programs, device)
-        return _Source(numbers, None, (0, 0, 0, 0), 1, len(entries))
-    keep = mask.keep
-    if keep.device != device:
-        return None
-    if keep.ndim < 4:
-        keep = keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
-    strides = keep.stride()
-    if max(map(abs, strides)) >= 2**31:
-        return None
-    aligned = strides[3] == 1 and not (kv_len % 4 or keep.data_ptr() % 16 or any(n % 16 for n in strides[:3]))
-    if aligned:
-        keep, strides = keep.view(torch.int32), (*(n // 4 for n in strides[:3]), 1)
-    else:
-        keep = keep.view(torch.uint8)
-    places = _on(device, entries) if len(entries) > 1 else None
-    return _Source(keep, places, strides, keep.shape[1], len(entries))
-
-
-def _with_draws(programs: Programs, device: torch.device) -> Tensor:
-    """Programs on the device, followed by the tables that it fills."""
-    if not programs.draws:
-        return _on(device, programs.numbers)
-
-    from stof.layout.device.launch import launch
-    from stof.layout.device.programs import draw_blocks
-
-    numbers = torch.empty(programs.length, dtype=torch.int32, device=device)
-    numbers[: len(programs.numbers)].copy_(_on(device, programs.numbers))
-    for draw in programs.draws:
-        launch(draw_blocks, -(-draw.rows // _DRAWN), (numbers,), tuple(draw), (_DRAWN,), num_warps=4, device=device)
-    return numbers
+    return put(device, which).view(mask_dims)
 
 
 class _Build:
     """The kernels' calls for one problem."""
 
-    def __init__(self, source: _Source, q_len: int, kv_len: int, config: LayoutConfig) -> None:
-        from stof.layout.device import kernels
-
+    def __init__(self, source: Source, q_len: int, kv_len: int, config: LayoutConfig) -> None:
         self.source, self.q_len, self.kv_len, self.config = source, q_len, kv_len, config
         self.device = source.tensor.device
         row_blocks, columns = -(-q_len // config.block_m), -(-kv_len // config.block_n)
@@ -175,12 +103,8 @@ class _Build:
         slots = 1 << (2 * self.tiles - 1).bit_length()
         self.sizes = (row_blocks, columns, source.patterns, slots)
         self.numbers = (*source.strides, source.heads, q_len, kv_len, *self.sizes)
-        kind = kernels.PROGRAM
-        if source.tensor.ndim > 1:
-            kind = kernels.BYTES if source.tensor.dtype == torch.uint8 else kernels.QUADS
-        scores = _SCORES_READ if kind == kernels.QUADS else _SCORES_RUN
-        self.rows = min(config.block_m & -config.block_m, max(1, scores // config.block_n))
-        self.constants = (int(kind), config.block_m, config.block_n, self.rows)
+        self.rows = source.rows_at_once(config.block_m, config.block_n)
+        self.constants = (source.kind, config.block_m, config.block_n, self.rows)
         # Keys (64 bits) and first tiles of slots, partial and full tiles of row blocks, codes of tiles.
         self.known = torch.zeros(3 * slots + 2 * self.blocks + self.tiles, dtype=torch.int32, device=self.device)
         # Hashes (64 bits) of tiles, numbers of slots, owners of bitmaps.

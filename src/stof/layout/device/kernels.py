@@ -27,7 +27,7 @@ _CHUNK = tl.constexpr(512)
 
 @triton.jit
 @no_type_check
-def _source_of(source_ptr, entries_ptr, pattern, stride_b, stride_h, mask_heads, patterns, SOURCE: tl.constexpr):
+def source_of(source_ptr, entries_ptr, pattern, stride_b, stride_h, mask_heads, patterns, SOURCE: tl.constexpr):
     """Where a pattern's mask is: the dense one, or the start of a program."""
     start = 0
     if SOURCE == PROGRAM:
@@ -40,7 +40,7 @@ def _source_of(source_ptr, entries_ptr, pattern, stride_b, stride_h, mask_heads,
 
 @triton.jit
 @no_type_check
-def _bits(
+def bits_of(
     source_ptr, start, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
     SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -106,13 +106,13 @@ def _hashed(words, at):
     return tl.where(words != 0, key, 0), tl.where(words != 0, other, 0)
 
 
-_SIZES = [
+SIZES = [
     "stride_b", "stride_h", "stride_q", "stride_k", "mask_heads", "q_len", "kv_len", "row_blocks", "columns",
     "patterns", "slots",
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def classify_tiles(
     source_ptr,  # see SOURCE
@@ -147,7 +147,7 @@ def classify_tiles(
     code_ptr = full_ptr + patterns * row_blocks
     rows = tl.minimum(q_len - q0, BLOCK_M)
     inside = kv0 + BLOCK_N <= kv_len
-    source_ptr, start = _source_of(
+    source_ptr, start = source_of(
         source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE
     )
     if SOURCE == PROGRAM:
@@ -167,8 +167,8 @@ def classify_tiles(
     hash_b = tl.zeros([ROWS, WORDS], tl.int64)
     w = tl.arange(0, WORDS)
     for first in range(0, rows, ROWS):
-        words = _bits(source_ptr, start, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
-                      SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
+        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
+                        SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
         row = first + tl.arange(0, ROWS)
         any_bits = any_bits | words
         missing = missing | tl.where((row < rows)[:, None], words ^ ALL, 0)
@@ -312,7 +312,7 @@ def _write_row_block(
         full_at += tl.sum(full, 0)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "partial_cost"])
+@triton.jit(do_not_specialize=[*SIZES, "partial_cost"])
 @no_type_check
 def write_layout(
     source_ptr,  # as for `classify_tiles`
@@ -361,11 +361,12 @@ def write_layout(
     first = (program - blocks) % PIECES * ROWS
     tile = tl.load(number_ptr + slots + number)
     block = tile // columns
-    source_ptr, start = _source_of(
+    source_ptr, start = source_of(
         source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE
     )
-    words = _bits(source_ptr, start, stride_q, stride_k, block % row_blocks * BLOCK_M, first, tile % columns * BLOCK_N,
-                  q_len, kv_len, SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
+    q0 = block % row_blocks * BLOCK_M
+    words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, tile % columns * BLOCK_N, q_len, kv_len,
+                    SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
     row = first + tl.arange(0, ROWS)
     at = number.to(tl.int64) * (BLOCK_M * WORDS) + row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     tl.store(bitmaps_ptr + at, words, mask=(row < BLOCK_M)[:, None])
