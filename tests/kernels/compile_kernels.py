@@ -139,6 +139,8 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
             constants = [int(kind), block_m, block_n, rows * 128 // block_n]
             yield kernels.classify_tiles, [read, *[ints] * 3, *[i] * 11, *constants], {}
             yield kernels.write_layout, [read, *[ints] * 8, "*fp32", ints, *[i] * 12, *constants], {}
+        if kind == kernels.PROGRAM:
+            yield kernels.rule_out_tiles, [read, *[ints] * 3, *[i] * 11, int(kind), 128, 128, 128], {}
         constants = [int(kind), 64, 256, rows // 2]
         yield counting.count_slabs, [read, ints, ints, *[i] * 12, *constants], {}
     yield kernels.number_bitmaps, [ints, ints, "*i64", *[i] * 4, 4096], {"num_warps": 8}

@@ -13,6 +13,7 @@ from stof import LayoutConfig, masks
 from stof.layout import Layout, build_layout
 from stof.layout.build import PARTIAL_TILE_COST
 from stof.layout.device import build as device_build
+from stof.layout.device import source as device_source
 from stof.layout.device.build import device_layout
 from stof.layout.device.survey import device_counts
 from stof.layout.survey import survey, tiles_of_slabs
@@ -49,6 +50,13 @@ def assert_same(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **siz
         assert torch.equal(own, tensor), name
 
 
+@pytest.fixture
+def tall_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows at once than a GPU's registers hold: the interpreter takes as long for each piece."""
+    monkeypatch.setattr(device_source, "_SCORES_RUN", 2**13)
+
+
+@pytest.mark.usefixtures("tall_pieces")
 @given(data=st.data(), config=configs)
 @settings(max_examples=25)
 def test_expressions(data: st.DataObject, config: LayoutConfig) -> None:
@@ -121,6 +129,7 @@ def surveyed(draw: st.DrawFn) -> tuple[Mask, int, int]:
     return mask, q_len, kv_len
 
 
+@pytest.mark.usefixtures("tall_pieces")
 @given(problem=surveyed())
 @settings(max_examples=12)
 def test_survey(problem: tuple[Mask, int, int]) -> None:
@@ -168,7 +177,7 @@ def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch() -> None:
         kernel: object, grid: int, tensors: tuple[torch.Tensor, ...], *rest: object, **options: object
     ) -> None:
         if len(tensors) == 3:
-            tensors[2].copy_(torch.tensor([2, 1, 1]))
+            tensors[2].copy_(torch.tensor([2, 1, 1, 0, 0]))
 
     with mock.patch(launch, clashing):
         assert on_device(mask, 32, 32, LayoutConfig(16, 16)) is None

@@ -19,8 +19,10 @@ from stof.masks.tensors import DenseMask
 
 # Tiles that are all classified, one program each; of larger problems, squares of tiles are ruled out first elsewhere.
 MOST_TILES = 2**20
-# Tiles whose bitmaps are numbered at once.
-_NUMBERED = 2**12
+# Tiles that one program rules out, and tiles whose bitmaps are numbered at once.
+_RULED_OUT, _NUMBERED = 128, 2**12
+# Programs that share the queued tiles: as many as a large GPU runs at once, with some to spare.
+_RESIDENT = 1024
 
 
 def device_layout(
@@ -63,12 +65,15 @@ def _layout(
         if source is None:
             return None
         build = _Build(source, q_len, kv_len, config)
-        total, distinct, clash, *identities = build.classify()
+        totals = build.classify()
+        # The device is busy: what does not depend on its answer is made meanwhile.
+        rows, pattern_of = _Rows(build), _pattern_of(which, mask_dims, device)
+        total, distinct, clash, *identities = totals.tolist()
         if clash:
             return None
         alike = numbered(list(zip(identities[::2], identities[1::2], strict=True))).tolist()
         if source.patterns == 1 or alike == list(range(source.patterns)):
-            return build.write(total, distinct, _pattern_of(which, mask_dims, device), partial_cost)
+            return build.write(total, distinct, rows, pattern_of, partial_cost)
         which = [alike[n] for n in which]  # masks told apart may keep the same scores
     return None
 
@@ -97,67 +102,84 @@ class _Build:
     def __init__(self, source: Source, q_len: int, kv_len: int, config: LayoutConfig) -> None:
         self.source, self.q_len, self.kv_len, self.config = source, q_len, kv_len, config
         self.device = source.tensor.device
-        row_blocks, columns = -(-q_len // config.block_m), -(-kv_len // config.block_n)
-        self.blocks = source.patterns * row_blocks
-        self.tiles = self.blocks * columns
+        self.row_blocks, self.columns = -(-q_len // config.block_m), -(-kv_len // config.block_n)
+        self.blocks = source.patterns * self.row_blocks
+        self.tiles = self.blocks * self.columns
         slots = 1 << (2 * self.tiles - 1).bit_length()
-        self.sizes = (row_blocks, columns, source.patterns, slots)
+        self.sizes = (self.row_blocks, self.columns, source.patterns, slots)
         self.numbers = (*source.strides, source.heads, q_len, kv_len, *self.sizes)
         self.rows = source.rows_at_once(config.block_m, config.block_n)
-        self.constants = (source.kind, config.block_m, config.block_n, self.rows)
-        # Keys (64 bits) and first tiles of slots, partial and full tiles of row blocks, codes of tiles.
-        self.known = torch.zeros(3 * slots + 2 * self.blocks + self.tiles, dtype=torch.int32, device=self.device)
-        # Hashes (64 bits) of tiles, numbers of slots, owners of bitmaps.
-        self.scratch = self.empty(3 * self.tiles + slots)
-        entries = self.known if source.entries is None else source.entries
-        self.tensors = (source.tensor, entries, self.known, self.scratch)
+        self.pieces = config.block_m // self.rows
+        # See `kernels._rooms`.
+        known = torch.zeros(3 * slots + 6 * self.tiles + 2 * self.blocks + 1, dtype=torch.int32, device=self.device)
+        scratch = self.empty(2 * self.tiles + slots)
+        self.tensors = (source.tensor, known if source.entries is None else source.entries, known, scratch)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def classify(self) -> list[int]:
-        """Tiles, bitmaps, whether hashes clash, and two numbers that identify each of several patterns."""
+    def constants(self, rows: int) -> tuple[int, ...]:
+        return (self.source.kind, self.config.block_m, self.config.block_n, rows)
+
+    def classify(self) -> Tensor:
+        """Tiles, bitmaps, whether hashes clash, and two numbers that identify each of several patterns: int64."""
         from stof.layout.device import kernels
         from stof.layout.device.launch import launch
 
-        several = self.source.patterns if self.source.patterns > 1 else 0
-        totals = self.empty(3 + 2 * several, dtype=torch.int64)
+        programs = self.tiles * self.pieces
+        if self.source.kind == kernels.PROGRAM:
+            programs = min(programs, _RESIDENT)
+            launch(
+                kernels.rule_out_tiles, self.blocks * -(-self.columns // _RULED_OUT), self.tensors, self.numbers,
+                self.constants(_RULED_OUT), num_warps=_RULED_OUT // 32, device=self.device,
+            )  # fmt: skip
         launch(
-            kernels.classify_tiles, self.tiles, self.tensors, self.numbers, self.constants, num_warps=4,
+            kernels.classify_tiles, programs, self.tensors, self.numbers, self.constants(self.rows), num_warps=4,
             device=self.device,
         )  # fmt: skip
+        totals = self.empty(3 + 2 * self.source.patterns, dtype=torch.int64)
         launch(
-            kernels.number_bitmaps, 1, (self.known, self.scratch, totals), self.sizes, (_NUMBERED,), num_warps=8,
+            kernels.number_bitmaps, 1, (*self.tensors[2:], totals), self.sizes, (_NUMBERED,), num_warps=8,
             device=self.device,
         )  # fmt: skip
-        return totals.tolist()
+        return totals
 
-    def write(self, total: int, distinct: int, pattern_of: Tensor, partial_cost: int) -> Layout:
+    def write(self, total: int, distinct: int, rows: _Rows, pattern_of: Tensor, partial_cost: int) -> Layout:
         """The layout of so many tiles and bitmaps."""
         from stof.layout.device import kernels
         from stof.layout.device.launch import launch
 
-        config = self.config
+        block_m, block_n = self.config.block_m, self.config.block_n
         layout = Layout(
             q_len=self.q_len,
             kv_len=self.kv_len,
-            config=config,
+            config=self.config,
             pattern_of=pattern_of,
-            row_block_ptr=self.empty(self.blocks + 1),
-            partial_count=self.empty(self.blocks),
+            row_block_ptr=rows.pointers,
+            partial_count=rows.partial_count,
             tile_base=self.empty(total),
-            gathered=self.empty(0, 1),
+            gathered=rows.gathered,
             tile_bitmap=self.empty(total),
-            bitmaps=self.empty(distinct, config.block_m, words(config.block_n)),
-            cost=self.empty(self.blocks, dtype=torch.float32),
-            order=self.empty(self.blocks),
+            bitmaps=self.empty(distinct, block_m, words(block_n)),
+            cost=rows.cost,
+            order=rows.order,
         )
         out = (
             layout.row_block_ptr, layout.partial_count, layout.tile_base, layout.tile_bitmap, layout.bitmaps,
             layout.cost, layout.order,
         )  # fmt: skip
         launch(
-            kernels.write_layout, self.blocks + distinct * (config.block_m // self.rows), (*self.tensors, *out),
-            (*self.numbers, partial_cost), self.constants, num_warps=4, device=self.device,
+            kernels.write_layout, self.blocks + distinct * self.pieces, (*self.tensors, *out),
+            (*self.numbers, partial_cost), self.constants(self.rows), num_warps=4, device=self.device,
         )  # fmt: skip
         return layout
+
+
+class _Rows:
+    """Tensors of a layout whose sizes are known before its tiles are."""
+
+    def __init__(self, build: _Build) -> None:
+        self.pointers = build.empty(build.blocks + 1)
+        self.partial_count, self.order = build.empty(build.blocks), build.empty(build.blocks)
+        self.cost = build.empty(build.blocks, dtype=torch.float32)
+        self.gathered = build.empty(0, 1)

@@ -49,11 +49,12 @@ def count_slabs(
     row_ptr = counts_ptr + first_row + pattern.to(tl.int64) * q_len + q0
     count_ptr = counts_ptr + first_count + block.to(tl.int64) * (KINDS * 2)
     if SOURCE == PROGRAM:
-        last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
-        nothing, everything = kept_within(source_ptr, start, q0, q0 + rows - 1, kv0, last_column)
-        if nothing != 0:
+        one = kv0 + tl.arange(0, 1)
+        last_column = tl.minimum(one + BLOCK_N, kv_len) - 1
+        nothing, everything = kept_within(source_ptr, start, q0, q0 + rows - 1, one, last_column)
+        if tl.max(nothing, 0) != 0:
             return
-        if (everything != 0) & (kv0 + BLOCK_N <= kv_len):
+        if (tl.max(everything, 0) != 0) & (kv0 + BLOCK_N <= kv_len):
             for kind in tl.static_range(KINDS):
                 tl.atomic_add(count_ptr + 2 * kind, BLOCK_N >> kind)
                 tl.atomic_add(count_ptr + 2 * kind + 1, BLOCK_N >> kind)

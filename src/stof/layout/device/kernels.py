@@ -1,8 +1,8 @@
 """Triton kernels that build a layout: classify tiles, number their bitmaps, then write both.
 
 Tiles are numbered `row block * tile columns + tile column`, row blocks through all patterns. Bitmaps are told apart by
-128 bits of hash: 64 find a slot in a table, the other 64 are compared with those of the slot's first tile. `build.py`
-launches the kernels and says what lies where in `known`, zero at first, and `scratch`, which may hold anything.
+128 bits of hash: 64 find a slot in a table, the other 64 are compared with those of the slot's first tile. What is
+known of tiles lies in `known`, which is zero at first, and `scratch`, which may hold anything.
 """
 
 from __future__ import annotations
@@ -112,13 +112,79 @@ SIZES = [
 ]  # fmt: skip
 
 
+@triton.jit
+@no_type_check
+def _rooms(known_ptr, scratch_ptr, blocks, tiles, slots):
+    """Where everything lies: in `known`
+
+    - int64: keys of slots, first and second halves of tiles' hashes;
+    - int32: first tiles of slots, partial and full tiles of row blocks, codes of tiles, what their pieces have found,
+      and how many are queued;
+
+    and in `scratch`, int32: queued tiles, numbers of slots, owners of bitmaps.
+    """
+    keys_ptr = known_ptr.to(tl.pointer_type(tl.int64))
+    hash_ptr = keys_ptr + slots
+    first_ptr = known_ptr + 2 * slots + 4 * tiles
+    partial_ptr = first_ptr + slots
+    code_ptr = partial_ptr + 2 * blocks
+    pieces_ptr = code_ptr + tiles
+    number_ptr = scratch_ptr + tiles
+    return keys_ptr, hash_ptr, first_ptr, partial_ptr, code_ptr, pieces_ptr, number_ptr, number_ptr + slots
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def rule_out_tiles(
+    source_ptr,  # programs
+    entries_ptr,
+    known_ptr,
+    scratch_ptr,
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_k,
+    mask_heads,
+    q_len,
+    kv_len,
+    row_blocks,
+    columns,
+    patterns,
+    slots,
+    SOURCE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Of some tiles of a row block: count those that are certainly full, and queue others not certainly empty."""
+    chunks = (columns + ROWS - 1) // ROWS
+    block = tl.program_id(0) // chunks
+    column = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
+    blocks = patterns * row_blocks
+    tiles = blocks * columns
+    _, _, _, partial_ptr, code_ptr, pieces_ptr, _, _ = _rooms(known_ptr, scratch_ptr, blocks, tiles, slots)
+    q0 = block % row_blocks * BLOCK_M
+    # Past the last column the last one stands in, and is left out again.
+    kv0 = tl.minimum(column, columns - 1) * BLOCK_N
+    start = tl.load(source_ptr + block // row_blocks)
+    last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
+    last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
+    nothing, everything = kept_within(source_ptr, start, q0, last_row, kv0, last_column)
+    full = (everything != 0) & (kv0 + BLOCK_N <= kv_len) & (column < columns)
+    tl.store(code_ptr + block * columns + column, tl.where(full, _FULL, _EMPTY), mask=column < columns)
+    tl.atomic_add(partial_ptr + blocks + block, tl.sum(full.to(tl.int32), 0))
+    open_ = ((nothing == 0) & ~full & (column < columns)).to(tl.int32)
+    place = tl.atomic_add(pieces_ptr + tiles, tl.sum(open_, 0)) + tl.cumsum(open_, 0) - 1
+    tl.store(scratch_ptr + place, block * columns + column, mask=open_ != 0)
+
+
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def classify_tiles(
     source_ptr,  # see SOURCE
     entries_ptr,  # [P] int32, which entry of a dense mask `[B, H]` each pattern is; read where there are several
-    known_ptr,  # int32, zeros: keys, first tiles, counts and codes
-    scratch_ptr,  # int32: second halves of hashes
+    known_ptr,
+    scratch_ptr,
     stride_b,
     stride_h,
     stride_q,
@@ -135,68 +201,72 @@ def classify_tiles(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Whether one tile is empty, full or partial, and for a partial one the slot of its bitmap."""
-    tile = tl.program_id(0)
-    block = tile // columns
-    q0 = block % row_blocks * BLOCK_M
-    kv0 = (tile % columns) * BLOCK_N
-    keys_ptr = known_ptr.to(tl.pointer_type(tl.int64))
-    first_ptr = known_ptr + 2 * slots
-    partial_ptr = first_ptr + slots
-    full_ptr = partial_ptr + patterns * row_blocks
-    code_ptr = full_ptr + patterns * row_blocks
-    rows = tl.minimum(q_len - q0, BLOCK_M)
-    inside = kv0 + BLOCK_N <= kv_len
-    source_ptr, start = source_of(
-        source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE
-    )
-    if SOURCE == PROGRAM:
-        last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
-        nothing, everything = kept_within(source_ptr, start, q0, q0 + rows - 1, kv0, last_column)
-        if nothing != 0:
-            return
-        if (everything != 0) & inside:
-            tl.store(code_ptr + tile, _FULL)
-            tl.atomic_add(full_ptr + block, 1)
-            return
+    """Whether tiles are empty, full or partial, and for partial ones the slot of their bitmap; a few rows at a time.
+
+    All tiles of a dense mask, else those that were queued.
+    """
+    blocks = patterns * row_blocks
+    tiles = blocks * columns
+    _, hash_ptr, _, _, _, pieces_ptr, _, _ = _rooms(known_ptr, scratch_ptr, blocks, tiles, slots)
+    PIECES: tl.constexpr = (BLOCK_M + ROWS - 1) // ROWS
     WORDS: tl.constexpr = (BLOCK_N + 31) // 32
     ALL: tl.constexpr = -1 if BLOCK_N >= 32 else (1 << BLOCK_N) - 1
-    any_bits = tl.zeros([ROWS, WORDS], tl.int32)
-    missing = tl.zeros([ROWS, WORDS], tl.int32)
-    hash_a = tl.zeros([ROWS, WORDS], tl.int64)
-    hash_b = tl.zeros([ROWS, WORDS], tl.int64)
-    w = tl.arange(0, WORDS)
-    for first in range(0, rows, ROWS):
-        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
+    count = tiles
+    if SOURCE == PROGRAM:
+        count = tl.load(pieces_ptr + tiles)
+    for item in range(tl.program_id(0), count * PIECES, tl.num_programs(0)):
+        tile = item // PIECES
+        if SOURCE == PROGRAM:
+            tile = tl.load(scratch_ptr + tile)
+        first = item % PIECES * ROWS
+        block = tile // columns
+        q0 = block % row_blocks * BLOCK_M
+        own_ptr, start = source_of(
+            source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE
+        )
+        words = bits_of(own_ptr, start, stride_q, stride_k, q0, first, tile % columns * BLOCK_N, q_len, kv_len,
                         SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
         row = first + tl.arange(0, ROWS)
-        any_bits = any_bits | words
-        missing = missing | tl.where((row < rows)[:, None], words ^ ALL, 0)
-        a, b = _hashed(words, row[:, None] * WORDS + w[None, :])
-        hash_a += a
-        hash_b += b
-    if tl.max(tl.max((any_bits != 0).to(tl.int32), 1), 0) == 0:
-        return
-    if (tl.max(tl.max((missing != 0).to(tl.int32), 1), 0) == 0) & inside:
-        tl.store(code_ptr + tile, _FULL)
-        tl.atomic_add(full_ptr + block, 1)
-        return
-    key = tl.sum(tl.sum(hash_a, 1), 0)
-    key = tl.where(key == 0, 1, key)  # 0 is a free slot
-    tl.store(scratch_ptr.to(tl.pointer_type(tl.int64)) + tile, tl.sum(tl.sum(hash_b, 1), 0))
-    slot = (key & (slots - 1)).to(tl.int32)
-    found = tl.atomic_cas(keys_ptr + slot, key * 0, key)
-    while (found != 0) & (found != key):
-        slot = (slot + 1) & (slots - 1)
-        found = tl.atomic_cas(keys_ptr + slot, key * 0, key)
-    tl.store(code_ptr + tile, slot + 1)
-    tl.atomic_max(first_ptr + slot, tl.num_programs(0) - tile)
-    tl.atomic_add(partial_ptr + block, 1)
+        a, b = _hashed(words, row[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
+        missing = ((words ^ ALL) != 0) & (row < tl.minimum(q_len - q0, BLOCK_M))[:, None]
+        some = tl.max(tl.max((words != 0).to(tl.int32), 1), 0)
+        # Pieces that are done, those with any score, and those without some, ten bits each.
+        own = 1 + (some << 10) + (tl.max(tl.max(missing.to(tl.int32), 1), 0) << 20)
+        if some != 0:
+            tl.atomic_add(hash_ptr + tile, tl.sum(tl.sum(a, 1), 0))
+            tl.atomic_add(hash_ptr + tiles + tile, tl.sum(tl.sum(b, 1), 0))
+        done = own + tl.atomic_add(pieces_ptr + tile, own)
+        if (done & 1023) == PIECES:
+            _conclude(known_ptr, scratch_ptr, tile, done, blocks, columns, slots, BLOCK_N, kv_len)
 
 
 @triton.jit
 @no_type_check
-def _identity(keys_ptr, code_ptr, hash_ptr, first, count, CHUNK: tl.constexpr):
+def _conclude(known_ptr, scratch_ptr, tile, done, blocks, columns, slots, BLOCK_N: tl.constexpr, kv_len):
+    """Count a tile all pieces of which are done, and find a slot for its bitmap."""
+    tiles = blocks * columns
+    keys_ptr, hash_ptr, first_ptr, partial_ptr, code_ptr, _, _, _ = _rooms(known_ptr, scratch_ptr, blocks, tiles, slots)
+    block = tile // columns
+    if (done >> 20 == 0) & ((tile % columns + 1) * BLOCK_N <= kv_len):
+        tl.store(code_ptr + tile, _FULL)
+        tl.atomic_add(partial_ptr + blocks + block, 1)
+    elif (done >> 10) & 1023 != 0:
+        # Read where other programs have added.
+        key = tl.atomic_add(hash_ptr + tile, 0)
+        key = tl.where(key == 0, 1, key)  # 0 is a free slot
+        slot = (key & (slots - 1)).to(tl.int32)
+        found = tl.atomic_cas(keys_ptr + slot, key * 0, key)
+        while (found != 0) & (found != key):
+            slot = (slot + 1) & (slots - 1)
+            found = tl.atomic_cas(keys_ptr + slot, key * 0, key)
+        tl.store(code_ptr + tile, slot + 1)
+        tl.atomic_max(first_ptr + slot, tiles - tile)
+        tl.atomic_add(partial_ptr + block, 1)
+
+
+@triton.jit
+@no_type_check
+def _identity(code_ptr, hash_ptr, tiles, first, count, CHUNK: tl.constexpr):
     """128 bits that tell the tiles of a pattern, `count` from `first` on, from those of another."""
     a = tl.zeros([CHUNK], tl.uint64)
     b = tl.zeros([CHUNK], tl.uint64)
@@ -204,8 +274,8 @@ def _identity(keys_ptr, code_ptr, hash_ptr, first, count, CHUNK: tl.constexpr):
         n = start + tl.arange(0, CHUNK)
         code = tl.load(code_ptr + first + n, mask=n < count, other=_EMPTY)
         partial = code > 0
-        key = tl.load(keys_ptr + tl.maximum(code - 1, 0), mask=partial, other=-1).to(tl.uint64, bitcast=True)
-        own = tl.load(hash_ptr + first + n, mask=partial, other=-1).to(tl.uint64, bitcast=True)
+        key = tl.load(hash_ptr + first + n, mask=partial, other=-1).to(tl.uint64, bitcast=True)
+        own = tl.load(hash_ptr + tiles + first + n, mask=partial, other=-1).to(tl.uint64, bitcast=True)
         place = (n + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
         a += tl.where(code == _EMPTY, 0, _mixed_64(key ^ place))
         b += tl.where(code == _EMPTY, 0, _mixed_64(own + place))
@@ -231,12 +301,10 @@ def number_bitmaps(
     """
     blocks = patterns * row_blocks
     tiles = blocks * columns
-    first_ptr = known_ptr + 2 * slots
-    partial_ptr = first_ptr + slots
-    code_ptr = partial_ptr + 2 * blocks
-    hash_ptr = scratch_ptr.to(tl.pointer_type(tl.int64))
-    number_ptr = scratch_ptr + 2 * tiles
-    owner_ptr = number_ptr + slots
+    _, hash_ptr, first_ptr, partial_ptr, code_ptr, _, number_ptr, owner_ptr = _rooms(
+        known_ptr, scratch_ptr, blocks, tiles, slots
+    )
+    other_ptr = hash_ptr + tiles
     n = tl.arange(0, CHUNK)
     count = 0
     clash = 0
@@ -247,8 +315,8 @@ def number_bitmaps(
         slot = tl.maximum(code - 1, 0)
         leader = tiles - tl.load(first_ptr + slot, mask=partial, other=0)
         leads = partial & (leader == tile)
-        own = tl.load(hash_ptr + tile, mask=partial, other=0)
-        clash += tl.sum((own != tl.load(hash_ptr + leader, mask=partial, other=0)).to(tl.int32), 0)
+        own = tl.load(other_ptr + tile, mask=partial, other=0)
+        clash += tl.sum((own != tl.load(other_ptr + leader, mask=partial, other=0)).to(tl.int32), 0)
         number = count + tl.cumsum(leads.to(tl.int32), 0) - 1
         tl.store(number_ptr + slot, number, mask=leads)
         tl.store(owner_ptr + number, tile, mask=leads)
@@ -261,10 +329,9 @@ def number_bitmaps(
     tl.store(totals_ptr + 1, count)
     tl.store(totals_ptr + 2, clash)
     if patterns > 1:
-        keys_ptr = known_ptr.to(tl.pointer_type(tl.int64))
         for pattern in range(patterns):
             each = row_blocks * columns
-            a, b = _identity(keys_ptr, code_ptr, hash_ptr, pattern * each, each, CHUNK)
+            a, b = _identity(code_ptr, hash_ptr, tiles, pattern * each, each, CHUNK)
             tl.store(totals_ptr + 3 + 2 * pattern, a)
             tl.store(totals_ptr + 4 + 2 * pattern, b)
 
@@ -346,10 +413,10 @@ def write_layout(
     """One row block's tiles, or some rows of one bitmap: first come programs of the former kind."""
     program = tl.program_id(0)
     blocks = patterns * row_blocks
-    partial_ptr = known_ptr + 3 * slots
-    number_ptr = scratch_ptr + 2 * blocks * columns
+    _, _, _, partial_ptr, code_ptr, _, number_ptr, owner_ptr = _rooms(
+        known_ptr, scratch_ptr, blocks, blocks * columns, slots
+    )
     if program < blocks:
-        code_ptr = partial_ptr + 2 * blocks
         _write_row_block(
             partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr, cost_ptr,
             order_ptr, program, columns, blocks, partial_cost, BLOCK_N,
@@ -359,7 +426,7 @@ def write_layout(
     WORDS: tl.constexpr = (BLOCK_N + 31) // 32
     number = (program - blocks) // PIECES
     first = (program - blocks) % PIECES * ROWS
-    tile = tl.load(number_ptr + slots + number)
+    tile = tl.load(owner_ptr + number)
     block = tile // columns
     source_ptr, start = source_of(
         source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE

@@ -23,7 +23,7 @@ _QUERY_LISTED = tl.constexpr(int(Op.QUERY_LISTED))
 _KEY_LISTED = tl.constexpr(int(Op.KEY_LISTED))
 _DOCUMENT = tl.constexpr(int(Op.DOCUMENT))
 # Table entries looked at together.
-_ENTRIES = tl.constexpr(128)
+_ENTRIES = tl.constexpr(32)
 
 
 @triton.jit
@@ -102,9 +102,12 @@ def _value(numbers_ptr, code_ptr, op, i, j):
 @triton.jit
 @no_type_check
 def kept_within(numbers_ptr, start, q_low, q_high, kv_low, kv_high):
-    """Whether the program at `start` certainly keeps nothing, and everything, of a rectangle: numbers, 0 or 1."""
-    nothing = q_low * 0
-    everything = q_low * 0
+    """Whether the program at `start` certainly keeps nothing, and everything, of rectangles: int32 `[N]`, 0 or 1.
+
+    The rectangles lie side by side: `q_low` and `q_high` are numbers, `kv_low` and `kv_high` have N of them.
+    """
+    nothing = kv_low * 0
+    everything = kv_low * 0
     for n in range(tl.load(numbers_ptr + start)):
         code_ptr = numbers_ptr + start + 1 + n * _WIDTH
         op = tl.load(code_ptr)
@@ -168,13 +171,15 @@ def _one_document(table_ptr, entries, steps, distinct, i_low, i_high, j_low, j_h
 @triton.jit
 @no_type_check
 def _range(numbers_ptr, code_ptr, op, i_low, i_high, j_low, j_high):
-    """Bounds of what an instruction tests within a rectangle."""
+    """Bounds of what an instruction tests within rectangles, as for `kept_within`."""
     size = tl.load(code_ptr + 3)
     extra = tl.load(code_ptr + 7)
     least = i_low - j_high
     most = i_high - j_low
+    none = j_low * 0
     if op == _QUERY:
-        least, most = i_low, i_high
+        least = i_low + none
+        most = i_high + none
     elif op == _KEY:
         least, most = j_low, j_high
     elif op == _DISTANCE_REMAINDER:
@@ -192,20 +197,20 @@ def _range(numbers_ptr, code_ptr, op, i_low, i_high, j_low, j_high):
         table_ptr = numbers_ptr + tl.load(code_ptr + 5)
         entries = tl.load(code_ptr + 6)
         if op == _QUERY_LISTED:
-            least, most = _listed(table_ptr, entries, size, i_low, i_high)
+            least, most = _listed(table_ptr, entries, size, i_low + none, i_high + none)
         elif op == _KEY_LISTED:
             least, most = _listed(table_ptr, entries, size, j_low, j_high)
         elif op == _DOCUMENT:
             least, most = _one_document(table_ptr, entries, size, extra, i_low, i_high, j_low, j_high)
         else:
-            least = i_low * 0
-            most = i_low * 0
+            least = none
+            most = none
             # Rows of the table follow each other.
             stop = (i_high // size - extra + 1) * entries
             for start in range((i_low // size - extra) * entries, stop, _ENTRIES):
                 n = start + tl.arange(0, _ENTRIES)
                 block = tl.load(table_ptr + n, mask=n < stop, other=-1)
-                hit = (block >= j_low // size) & (block <= j_high // size)
+                hit = (block[:, None] >= (j_low // size)[None, :]) & (block[:, None] <= (j_high // size)[None, :])
                 most = tl.maximum(most, tl.max(hit.to(tl.int32), 0))
     return least, most
 
