@@ -7,10 +7,11 @@ kernel serves all masks that can be written so; see `stof.layout.device`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from stof.masks import rules
 from stof.masks.base import And, Mask, Not, Or, PerHead, QueryOffset
@@ -23,6 +24,8 @@ DEPTH = 31
 LONGEST = 2**18
 
 _MOST = 2**31 - 1
+
+T = TypeVar("T")
 
 
 class Op(IntEnum):
@@ -126,30 +129,25 @@ class _Writer:
 
     def write(self, mask: Mask, shift: int) -> int:
         """Add the instructions of `mask` for queries moved by `shift`; returns how deep the stack gets."""
-        match mask:
-            case And() | Or():
-                deepest = self.write(mask.masks[0], shift)
-                for part in mask.masks[1:]:
-                    deepest = max(deepest, 1 + self.write(part, shift))
-                    self.add(Op.AND if isinstance(mask, And) else Op.OR)
-                return deepest
-            case Not():
-                deepest = self.write(mask.mask, shift)
-                self.add(Op.NOT)
-                return deepest
-            case QueryOffset():
-                return self.write(mask.mask, shift + mask.offset)
-            case PerHead():
-                return self.write(mask.masks[self.h], shift)
-            case rules.Rule():
-                # Positions, distances and what is added to them stay below 2**31.
-                if self.q_len + shift + self.kv_len >= _MOST:
-                    raise _NotWritableError
-                return self.rule(mask, shift)
-        raise _NotWritableError
+        writer = _WRITERS.get(type(mask))
+        # Positions, distances and what is added to them stay below 2**31.
+        if writer is None or self.q_len + shift + self.kv_len >= _MOST:
+            raise _NotWritableError
+        return writer(self, mask, shift)
 
-    def add(self, op: Op, low: int = -_MOST, high: int = _MOST, **fields: int) -> int:
-        self.code.append((op, low, high, *(fields.get(name, 0) for name in _FIELDS)))
+    def add(
+        self,
+        op: Op,
+        low: int = -_MOST,
+        high: int = _MOST,
+        *,
+        size: int = 0,
+        shift: int = 0,
+        table: int = 0,
+        entries: int = 0,
+        extra: int = 0,
+    ) -> int:
+        self.code.append((op.value, low, high, size, shift, table, entries, extra))
         return 1
 
     def both(self, op: Op) -> int:
@@ -161,93 +159,114 @@ class _Writer:
         self.tables += values
         return len(self.tables) - len(values)
 
-    def rule(self, mask: rules.Rule, shift: int) -> int:
-        add, at = self.add, {"shift": shift}
-        match mask:
-            case rules.Full():
-                return add(Op.KEY)
-            case rules.Causal():
-                return add(Op.DISTANCE, 0, **at)
-            case rules.SlidingWindow():
-                return add(Op.DISTANCE, -mask.right, mask.left, **at)
-            case rules.SinkTokens():
-                add(Op.KEY, high=mask.tokens - 1)
-                add(Op.DISTANCE, 0, **at)
-                return self.both(Op.AND)
-            case rules.PrefixLM():
-                add(Op.KEY, high=self.own(mask.prefix) - 1)
-                add(Op.DISTANCE, 0, **at)
-                return self.both(Op.OR)
-            case rules.Padding():
-                return add(Op.KEY, high=self.own(mask.lengths) - 1)
-            case rules.Neighborhood2D():
-                down, across = (reach // 2 for reach in mask.kernel)
-                add(Op.GRID_ROW, -down, down, size=mask.width, **at)
-                add(Op.GRID_COLUMN, -across, across, size=mask.width, **at)
-                return self.both(Op.AND)
-        return self.spread_rule(mask, shift)
-
-    def spread_rule(self, mask: rules.Rule, shift: int) -> int:
-        """Rules that keep scattered positions."""
-        add, at = self.add, {"shift": shift}
-        match mask:
-            case rules.DilatedWindow():
-                lift = -(-self.kv_len // mask.dilation) * mask.dilation
-                if self.q_len + shift + lift >= _MOST:
-                    raise _NotWritableError
-                add(Op.DISTANCE, -mask.right, mask.left, **at)
-                add(Op.DISTANCE_REMAINDER, 0, 0, size=mask.dilation, extra=lift, **at)
-                return self.both(Op.AND)
-            case rules.Strided():
-                add(Op.DISTANCE, 1 - mask.local, mask.local - 1, **at)
-                add(Op.KEY_REMAINDER, mask.stride - mask.width, size=mask.stride)
-                self.both(Op.OR)
-                if mask.causal:
-                    add(Op.DISTANCE, 0, **at)
-                    self.both(Op.AND)
-                return 2
-            case rules.GlobalTokens(tokens=int(tokens)):
-                add(Op.QUERY, high=tokens - 1, **at)
-                add(Op.KEY, high=tokens - 1)
-                return self.both(Op.OR)
-            case rules.GlobalTokens(tokens=tuple(tokens)):
-                listed = {"table": self.table(tokens), "entries": len(tokens), "size": len(tokens).bit_length()}
-                add(Op.QUERY_LISTED, 1, 1, **listed, **at)
-                add(Op.KEY_LISTED, 1, 1, **listed)
-                return self.both(Op.OR)
-            case rules.Documents():
-                return self.documents(mask, shift)
-            case rules.RandomBlocks():
-                return self.random_blocks(mask, shift)
-        raise _NotWritableError
-
-    def own(self, values: tuple[int, ...]) -> int:
+    def own(self, values: Sequence[T]) -> T:
         """The value of this sequence."""
         return values[self.b if len(values) > 1 else 0]
 
-    def documents(self, mask: rules.Documents, shift: int) -> int:
-        runs = mask.runs[self.b if len(mask.runs) > 1 else 0]
-        if 2 * len(runs) > LONGEST:
-            raise _NotWritableError
-        ends, end = [], 0
-        for _, length in runs:
-            end += length
-            ends.append(end)
-        ids = [doc for doc, _ in runs]
-        seen = [doc for doc in ids if doc >= 0]
-        distinct = len(set(seen)) == len(seen)
-        table = self.table([*ends, *ids, -1])
-        fields = {"size": len(runs).bit_length(), "shift": shift, "table": table, "entries": len(runs)}
-        return self.add(Op.DOCUMENT, 1, 1, extra=int(distinct), **fields)
 
-    def random_blocks(self, mask: rules.RandomBlocks, shift: int) -> int:
-        size = mask.block_size
-        first, stop = shift // size, (self.q_len + shift - 1) // size + 1
-        key_blocks = -(-self.kv_len // size)
-        picks = min(mask.blocks, key_blocks)
-        table, self.drawn = self.drawn, self.drawn + (stop - first) * picks
-        self.draws.append(Draw(table, first, stop - first, key_blocks, picks, mask.seed & 0xFFFF_FFFF))
-        return self.add(Op.CHOSEN_BLOCK, 1, 1, size=size, shift=shift, table=table, entries=picks, extra=first)
+def _composite(to: _Writer, mask: And | Or, shift: int) -> int:
+    deepest = to.write(mask.masks[0], shift)
+    for part in mask.masks[1:]:
+        deepest = max(deepest, 1 + to.write(part, shift))
+        to.add(Op.AND if type(mask) is And else Op.OR)
+    return deepest
 
 
-_FIELDS = ("size", "shift", "table", "entries", "extra")
+def _not(to: _Writer, mask: Not, shift: int) -> int:
+    deepest = to.write(mask.mask, shift)
+    to.add(Op.NOT)
+    return deepest
+
+
+def _sink_tokens(to: _Writer, mask: rules.SinkTokens, shift: int) -> int:
+    to.add(Op.KEY, high=mask.tokens - 1)
+    to.add(Op.DISTANCE, 0, shift=shift)
+    return to.both(Op.AND)
+
+
+def _prefix_lm(to: _Writer, mask: rules.PrefixLM, shift: int) -> int:
+    to.add(Op.KEY, high=to.own(mask.prefix) - 1)
+    to.add(Op.DISTANCE, 0, shift=shift)
+    return to.both(Op.OR)
+
+
+def _neighborhood_2d(to: _Writer, mask: rules.Neighborhood2D, shift: int) -> int:
+    down, across = (reach // 2 for reach in mask.kernel)
+    to.add(Op.GRID_ROW, -down, down, size=mask.width, shift=shift)
+    to.add(Op.GRID_COLUMN, -across, across, size=mask.width, shift=shift)
+    return to.both(Op.AND)
+
+
+def _dilated_window(to: _Writer, mask: rules.DilatedWindow, shift: int) -> int:
+    lift = -(-to.kv_len // mask.dilation) * mask.dilation
+    if to.q_len + shift + lift >= _MOST:
+        raise _NotWritableError
+    to.add(Op.DISTANCE, -mask.right, mask.left, shift=shift)
+    to.add(Op.DISTANCE_REMAINDER, 0, 0, size=mask.dilation, extra=lift, shift=shift)
+    return to.both(Op.AND)
+
+
+def _strided(to: _Writer, mask: rules.Strided, shift: int) -> int:
+    to.add(Op.DISTANCE, 1 - mask.local, mask.local - 1, shift=shift)
+    to.add(Op.KEY_REMAINDER, mask.stride - mask.width, size=mask.stride)
+    deepest = to.both(Op.OR)
+    if mask.causal:
+        to.add(Op.DISTANCE, 0, shift=shift)
+        to.add(Op.AND)
+    return deepest
+
+
+def _global_tokens(to: _Writer, mask: rules.GlobalTokens, shift: int) -> int:
+    if isinstance(mask.tokens, int):
+        to.add(Op.QUERY, high=mask.tokens - 1, shift=shift)
+        to.add(Op.KEY, high=mask.tokens - 1)
+    else:
+        table, count = to.table(mask.tokens), len(mask.tokens)
+        to.add(Op.QUERY_LISTED, 1, 1, size=count.bit_length(), shift=shift, table=table, entries=count)
+        to.add(Op.KEY_LISTED, 1, 1, size=count.bit_length(), table=table, entries=count)
+    return to.both(Op.OR)
+
+
+def _documents(to: _Writer, mask: rules.Documents, shift: int) -> int:
+    runs = to.own(mask.runs)
+    if 2 * len(runs) > LONGEST:
+        raise _NotWritableError
+    ids = [doc for doc, _ in runs]
+    seen = [doc for doc in ids if doc >= 0]
+    table = to.table([*itertools.accumulate(length for _, length in runs), *ids, -1])
+    return to.add(
+        Op.DOCUMENT, 1, 1, size=len(runs).bit_length(), shift=shift, table=table, entries=len(runs),
+        extra=int(len(set(seen)) == len(seen)),
+    )  # fmt: skip
+
+
+def _random_blocks(to: _Writer, mask: rules.RandomBlocks, shift: int) -> int:
+    size = mask.block_size
+    first, stop = shift // size, (to.q_len + shift - 1) // size + 1
+    key_blocks = -(-to.kv_len // size)
+    picks = min(mask.blocks, key_blocks)
+    table, to.drawn = to.drawn, to.drawn + (stop - first) * picks
+    to.draws.append(Draw(table, first, stop - first, key_blocks, picks, mask.seed & 0xFFFF_FFFF))
+    return to.add(Op.CHOSEN_BLOCK, 1, 1, size=size, shift=shift, table=table, entries=picks, extra=first)
+
+
+# By exact class: other masks, subclasses of these among them, may evaluate in their own way.
+_WRITERS: dict[type[Mask], Callable[[_Writer, Any, int], int]] = {
+    And: _composite,
+    Or: _composite,
+    Not: _not,
+    QueryOffset: lambda to, mask, shift: to.write(mask.mask, shift + mask.offset),
+    PerHead: lambda to, mask, shift: to.write(mask.masks[to.h], shift),
+    rules.Full: lambda to, mask, shift: to.add(Op.KEY),
+    rules.Causal: lambda to, mask, shift: to.add(Op.DISTANCE, 0, shift=shift),
+    rules.SlidingWindow: lambda to, mask, shift: to.add(Op.DISTANCE, -mask.right, mask.left, shift=shift),
+    rules.Padding: lambda to, mask, shift: to.add(Op.KEY, high=to.own(mask.lengths) - 1),
+    rules.SinkTokens: _sink_tokens,
+    rules.PrefixLM: _prefix_lm,
+    rules.Neighborhood2D: _neighborhood_2d,
+    rules.DilatedWindow: _dilated_window,
+    rules.Strided: _strided,
+    rules.GlobalTokens: _global_tokens,
+    rules.Documents: _documents,
+    rules.RandomBlocks: _random_blocks,
+}
