@@ -131,18 +131,19 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 
 def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
-    from stof.layout.device import counting, kernels, programs
+    from stof.layout.device import counting, kernels, programs, reading
 
     ints, i = "*i32", "i32"
-    for read, kind, rows in ((ints, kernels.PROGRAM, 8), ("*u8", kernels.BYTES, 8), (ints, kernels.QUADS, 64)):
+    for read, kind, scores, warps in (
+        (ints, reading.PROGRAM, 1024, 4), ("*u8", reading.BYTES, 1024, 4), (ints, reading.QUADS, 2048, 1),
+    ):  # fmt: skip
+        options = {"num_warps": warps}
         for block_m, block_n in ((128, 128), (64, 256), (192, 64)):
-            constants = [int(kind), block_m, block_n, rows * 128 // block_n]
-            yield kernels.classify_tiles, [read, *[ints] * 3, *[i] * 11, *constants], {}
-            yield kernels.write_layout, [read, *[ints] * 8, "*fp32", ints, *[i] * 12, *constants], {}
-        if kind == kernels.PROGRAM:
-            yield kernels.rule_out_tiles, [read, *[ints] * 3, *[i] * 11, int(kind), 128, 128, 128], {}
-        constants = [int(kind), 64, 256, rows // 2]
-        yield counting.count_slabs, [read, ints, ints, *[i] * 12, *constants], {}
+            constants = [int(kind), block_m, block_n, scores // block_n]
+            yield kernels.classify_tiles, [read, *[ints] * 3, *[i] * 11, *constants], options
+            yield kernels.write_layout, [read, *[ints] * 8, "*fp32", ints, *[i] * 12, *constants], options
+        yield counting.count_slabs, [read, ints, ints, *[i] * 12, int(kind), 64, 256, scores // 256], options
+    yield kernels.rule_out_tiles, [*[ints] * 4, *[i] * 11, int(reading.PROGRAM), 128, 128, 128], {}
     yield kernels.number_bitmaps, [ints, ints, "*i64", *[i] * 4, 4096], {"num_warps": 8}
     yield programs.draw_blocks, [ints, *[i] * 6, 128], {}
 

@@ -58,7 +58,7 @@ def tall_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tall_pieces")
 @given(data=st.data(), config=configs)
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_expressions(data: st.DataObject, config: LayoutConfig) -> None:
     length, offset = data.draw(st.sampled_from([48, 75])), data.draw(st.sampled_from([0, 0, 29]))
     batch = data.draw(st.sampled_from([1, 1, 2]))
@@ -86,14 +86,13 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("config", [LayoutConfig(16, 16), LayoutConfig(64, 32)], ids=str)
-def test_patterns(name: str, config: LayoutConfig) -> None:
+def test_patterns(name: str) -> None:
     """Queries at the end of a cache, in a shape that no tile divides."""
-    assert_same(PATTERNS[name].with_query_offset(13), 77, 90, config)
+    assert_same(PATTERNS[name].with_query_offset(13), 77, 90, LayoutConfig(32, 16))
 
 
 @given(data=st.data(), config=configs)
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
     """Rows of 96 columns are read four columns at a time, the others one by one."""
     q_len, kv_len = data.draw(st.sampled_from([1, 33, 70])), data.draw(st.sampled_from([96, 96, 50]))
@@ -131,7 +130,7 @@ def surveyed(draw: st.DrawFn) -> tuple[Mask, int, int]:
 
 @pytest.mark.usefixtures("tall_pieces")
 @given(problem=surveyed())
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_survey(problem: tuple[Mask, int, int]) -> None:
     """Tiles counted by a kernel are those counted strip by strip."""
     mask, q_len, kv_len = problem

@@ -103,7 +103,7 @@ def test_devices_without_triton_are_left_to_torch() -> None:
 
     with pytest.raises(KernelError, match="some_kernel does not run on this device: PTXASError"):
         run(broken, torch.zeros(8))
-    with pytest.warns(UserWarning, match="built by torch from now on"):
+    with pytest.warns(RuntimeWarning, match="built by torch from now on"):
         assert on_device(torch.device("cuda"), make) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")

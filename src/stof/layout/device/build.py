@@ -123,19 +123,19 @@ class _Build:
 
     def classify(self) -> Tensor:
         """Tiles, bitmaps, whether hashes clash, and two numbers that identify each of several patterns: int64."""
-        from stof.layout.device import kernels
+        from stof.layout.device import kernels, reading
         from stof.layout.device.launch import launch
 
         programs = self.tiles * self.pieces
-        if self.source.kind == kernels.PROGRAM:
+        if self.source.kind == reading.PROGRAM:
             programs = min(programs, _RESIDENT)
             launch(
                 kernels.rule_out_tiles, self.blocks * -(-self.columns // _RULED_OUT), self.tensors, self.numbers,
                 self.constants(_RULED_OUT), num_warps=_RULED_OUT // 32, device=self.device,
             )  # fmt: skip
         launch(
-            kernels.classify_tiles, programs, self.tensors, self.numbers, self.constants(self.rows), num_warps=4,
-            device=self.device,
+            kernels.classify_tiles, programs, self.tensors, self.numbers, self.constants(self.rows),
+            num_warps=self.source.num_warps, device=self.device,
         )  # fmt: skip
         totals = self.empty(3 + 2 * self.source.patterns, dtype=torch.int64)
         launch(
@@ -170,7 +170,8 @@ class _Build:
         )  # fmt: skip
         launch(
             kernels.write_layout, self.blocks + distinct * self.pieces, (*self.tensors, *out),
-            (*self.numbers, partial_cost), self.constants(self.rows), num_warps=4, device=self.device,
+            (*self.numbers, partial_cost), self.constants(self.rows), num_warps=self.source.num_warps,
+            device=self.device,
         )  # fmt: skip
         return layout
 

@@ -7,8 +7,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.device.kernels import PROGRAM, SIZES, bits_of, source_of
 from stof.layout.device.programs import kept_within
+from stof.layout.device.reading import PROGRAM, SIZES, bits_of, start_of
 
 # Kinds of slabs: every power of two of columns up to the 256 of a program.
 KINDS = tl.constexpr(9)
@@ -45,7 +45,7 @@ def count_slabs(
     kv0 = program % columns * BLOCK_N
     pattern = block // row_blocks
     rows = tl.minimum(q_len - q0, BLOCK_M)
-    source_ptr, start = source_of(source_ptr, entries_ptr, pattern, stride_b, stride_h, mask_heads, patterns, SOURCE)
+    start = start_of(source_ptr, entries_ptr, pattern, stride_b, stride_h, mask_heads, patterns, SOURCE)
     row_ptr = counts_ptr + first_row + pattern.to(tl.int64) * q_len + q0
     count_ptr = counts_ptr + first_count + block.to(tl.int64) * (KINDS * 2)
     if SOURCE == PROGRAM:
@@ -65,7 +65,7 @@ def count_slabs(
             return
     per_column = tl.zeros([BLOCK_N // 32, 32], tl.int32)
     for first in range(0, rows, ROWS):
-        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
+        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, program % columns, q_len, kv_len,
                         SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
         keep = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
         per_column += tl.sum(keep, 0)

@@ -12,65 +12,14 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.device.programs import kept, kept_within
+from stof.layout.device.programs import kept_within
+from stof.layout.device.reading import PROGRAM, SIZES, bits_of, start_of
 
-# What tiles are read from: programs, int32; bytes of dense masks; or four of their bytes, four columns, as one int32.
-PROGRAM = tl.constexpr(0)
-BYTES = tl.constexpr(1)
-QUADS = tl.constexpr(2)
 # Codes of tiles: empty ones, full ones, and from 1 on the slots of partial ones.
 _EMPTY = tl.constexpr(0)
 _FULL = tl.constexpr(-1)
 # Columns of a row block, and row blocks, looked at together.
 _CHUNK = tl.constexpr(512)
-
-
-@triton.jit
-@no_type_check
-def source_of(source_ptr, entries_ptr, pattern, stride_b, stride_h, mask_heads, patterns, SOURCE: tl.constexpr):
-    """Where a pattern's mask is: the dense one, or the start of a program."""
-    start = 0
-    if SOURCE == PROGRAM:
-        start = tl.load(source_ptr + pattern)
-    elif patterns > 1:
-        entry = tl.load(entries_ptr + pattern).to(tl.int64)
-        source_ptr += entry // mask_heads * stride_b + entry % mask_heads * stride_h
-    return source_ptr, start
-
-
-@triton.jit
-@no_type_check
-def bits_of(
-    source_ptr, start, stride_q, stride_k, q0, first, kv0, q_len, kv_len,
-    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Packed bits `[ROWS, words]` of a tile's rows from `first` on; 0 where there is no row or column."""
-    WORD: tl.constexpr = 32 if BLOCK_N > 32 else BLOCK_N
-    STEP: tl.constexpr = 4 if SOURCE == QUADS else 1
-    row = first + tl.arange(0, ROWS)
-    q = (q0 + row)[:, None]
-    kv = (kv0 + tl.arange(0, BLOCK_N // STEP) * STEP)[None, :]
-    exists = ((q < q_len) & (row < BLOCK_M)[:, None]) & (kv < kv_len)
-    if SOURCE == PROGRAM:
-        # Programs look up tables by position.
-        bits = kept(source_ptr, start, tl.minimum(q, q_len - 1), tl.minimum(kv, kv_len - 1))
-        bits = tl.where(exists, bits, 0)
-    elif SOURCE == BYTES:
-        at = q.to(tl.int64) * stride_q + kv.to(tl.int64) * stride_k
-        bits = (tl.load(source_ptr + at, mask=exists, other=0) != 0).to(tl.int32)
-    else:
-        # Rows begin at multiples of four quads.
-        at = q.to(tl.int64) * tl.multiple_of(stride_q, 4) + (kv >> 2)
-        quad = tl.load(source_ptr + at, mask=exists, other=0)
-        # The lowest bit of each byte: whether any of its bits is set. Then these four bits side by side, at the top.
-        quad |= quad >> 4
-        quad |= quad >> 2
-        quad |= quad >> 1
-        bits = (((quad & 0x01010101) * 0x10204080) >> 28) & 15
-    shifted = (
-        tl.reshape(bits, (ROWS, BLOCK_N // WORD, WORD // STEP)) << (tl.arange(0, WORD // STEP) * STEP)[None, None, :]
-    )
-    return tl.sum(shifted, 2)  # distinct bits: the sum is their union
 
 
 @triton.jit
@@ -104,12 +53,6 @@ def _hashed(words, at):
     key = a.to(tl.int64) + (b.to(tl.int64) << 32)
     other = c.to(tl.int64) + (d.to(tl.int64) << 32)
     return tl.where(words != 0, key, 0), tl.where(words != 0, other, 0)
-
-
-SIZES = [
-    "stride_b", "stride_h", "stride_q", "stride_k", "mask_heads", "q_len", "kv_len", "row_blocks", "columns",
-    "patterns", "slots",
-]  # fmt: skip
 
 
 @triton.jit
@@ -171,11 +114,11 @@ def rule_out_tiles(
     last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
     nothing, everything = kept_within(source_ptr, start, q0, last_row, kv0, last_column)
     full = (everything != 0) & (kv0 + BLOCK_N <= kv_len) & (column < columns)
-    tl.store(code_ptr + block * columns + column, tl.where(full, _FULL, _EMPTY), mask=column < columns)
+    tl.store(code_ptr + block * columns + column, _FULL, mask=full)
     tl.atomic_add(partial_ptr + blocks + block, tl.sum(full.to(tl.int32), 0))
-    open_ = ((nothing == 0) & ~full & (column < columns)).to(tl.int32)
-    place = tl.atomic_add(pieces_ptr + tiles, tl.sum(open_, 0)) + tl.cumsum(open_, 0) - 1
-    tl.store(scratch_ptr + place, block * columns + column, mask=open_ != 0)
+    queued = ((nothing == 0) & ~full & (column < columns)).to(tl.int32)
+    place = tl.atomic_add(pieces_ptr + tiles, tl.sum(queued, 0)) + tl.cumsum(queued, 0) - 1
+    tl.store(scratch_ptr + place, block * columns + column, mask=queued != 0)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -221,10 +164,8 @@ def classify_tiles(
         first = item % PIECES * ROWS
         block = tile // columns
         q0 = block % row_blocks * BLOCK_M
-        own_ptr, start = source_of(
-            source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE
-        )
-        words = bits_of(own_ptr, start, stride_q, stride_k, q0, first, tile % columns * BLOCK_N, q_len, kv_len,
+        start = start_of(source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE)
+        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, tile % columns, q_len, kv_len,
                         SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
         row = first + tl.arange(0, ROWS)
         a, b = _hashed(words, row[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
@@ -428,11 +369,9 @@ def write_layout(
     first = (program - blocks) % PIECES * ROWS
     tile = tl.load(owner_ptr + number)
     block = tile // columns
-    source_ptr, start = source_of(
-        source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE
-    )
+    start = start_of(source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE)
     q0 = block % row_blocks * BLOCK_M
-    words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, tile % columns * BLOCK_N, q_len, kv_len,
+    words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, tile % columns, q_len, kv_len,
                     SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
     row = first + tl.arange(0, ROWS)
     at = number.to(tl.int64) * (BLOCK_M * WORDS) + row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]

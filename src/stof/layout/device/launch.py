@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from stof.errors import KernelError
 
-# Compiled kernels by kernel, constants, device and whether all tensors are aligned.
+# Compiled for aligned tensors, by kernel, constants and device.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -37,7 +37,7 @@ def launch(
     for pointer in pointers:
         low |= pointer
     current = torch.cuda.current_device()
-    # The dtype of a mask's source decides about its constants, so it needs no place in the key.
+    # A kernel's constants say which types its tensors have, and how many warps it runs with.
     key = (kernel.__name__, constants, current)
     found = _compiled.get(key)
     # Profilers' hooks want Triton's own path, and so do pointers to other than multiples of 16 bytes.

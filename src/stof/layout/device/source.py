@@ -16,8 +16,10 @@ from stof.masks.base import Mask
 from stof.masks.program import Programs, programs_of
 from stof.masks.tensors import DenseMask
 
-# Scores of a dense mask, and of others, that a program of four warps holds at once: more take too many registers.
-_SCORES_READ, _SCORES_RUN = 2**13, 2**10
+# Scores that a program handles at once, and its warps. Running a program takes 8 scores' registers a thread; reading a
+# dense mask 16 bytes at a time takes more, and one warp needs no barriers (twice as fast as four, on an H200).
+_SCORES_RUN, _WARPS_RUN = 2**10, 4
+_SCORES_READ, _WARPS_READ = 2**11, 1
 # Rows of blocks that one program draws.
 _DRAWN = 2**7
 
@@ -38,7 +40,8 @@ def on_device(device: torch.device, make: Callable[[torch.device], T | None]) ->
             return make(device)
     except (KernelError, ImportError) as error:
         _without.add(device)
-        warnings.warn(f"stof: layouts are built by torch from now on, which is slower: {error}", stacklevel=4)
+        reason = f"stof: layouts are built by torch from now on, which is slower: {error}"
+        warnings.warn(reason, RuntimeWarning, stacklevel=4)
         return None
 
 
@@ -49,7 +52,7 @@ class Source:
     Attributes:
         tensor: programs, int32; or bytes of a dense mask `[.., Sq, Skv]`, as they are or four as one int32.
         entries: int32 `[P]`, which (batch, head) entry of a dense mask each of several patterns is; else None.
-        strides: of batch, heads, queries and keys of a dense mask.
+        strides: of batch, heads, queries and keys of a dense mask; of four int32 where it is read so.
         heads: entries of a dense mask in one batch entry.
         patterns: masks there are.
     """
@@ -62,16 +65,26 @@ class Source:
 
     @property
     def kind(self) -> int:
-        """One of the constants of `kernels.py`."""
-        from stof.layout.device import kernels
+        """One of the constants of `reading.py`."""
+        from stof.layout.device import reading
 
         if self.tensor.ndim == 1:
-            return int(kernels.PROGRAM)
-        return int(kernels.BYTES if self.tensor.dtype == torch.uint8 else kernels.QUADS)
+            return int(reading.PROGRAM)
+        return int(reading.QUADS if self.reads_quads else reading.BYTES)
+
+    @property
+    def reads_quads(self) -> bool:
+        """Whether a dense mask is read as int32."""
+        return self.tensor.ndim > 1 and self.tensor.dtype == torch.int32
+
+    @property
+    def num_warps(self) -> int:
+        """Of a program that evaluates scores."""
+        return _WARPS_READ if self.reads_quads else _WARPS_RUN
 
     def rows_at_once(self, block_m: int, columns: int) -> int:
         """Rows of a row block that a program handles together: a power of two that divides them."""
-        scores = _SCORES_RUN if self.tensor.dtype == torch.uint8 or self.tensor.ndim == 1 else _SCORES_READ
+        scores = _SCORES_READ if self.reads_quads else _SCORES_RUN
         return min(block_m & -block_m, max(1, scores // columns))
 
 
@@ -98,9 +111,9 @@ def source_of(
     strides = keep.stride()
     if max(map(abs, strides)) >= 2**31:
         return None
-    aligned = strides[3] == 1 and not (kv_len % 4 or keep.data_ptr() % 16 or any(n % 16 for n in strides[:3]))
-    if aligned:
-        keep, strides = keep.view(torch.int32), (*(n // 4 for n in strides[:3]), 1)
+    aligned = not (kv_len % 16 or keep.data_ptr() % 16 or any(n % 16 for n in strides[:3]))
+    if aligned and strides[3] == 1:
+        keep, strides = keep.view(torch.int32), (*(n // 16 for n in strides[:3]), 1)
     else:
         keep = keep.view(torch.uint8)
     places = put(device, entries) if len(entries) > 1 else None

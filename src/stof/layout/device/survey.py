@@ -12,7 +12,7 @@ from stof.layout.device.source import on_device, source_of
 from stof.masks.base import Mask
 
 # Programs of a kernel; masks of more are counted where their spans say.
-_MOST = 2**24
+_MOST = 2**22
 # Columns of a program, and kinds of slabs: powers of two up to them.
 _COLUMNS = 256
 _KINDS = _COLUMNS.bit_length()
@@ -80,7 +80,15 @@ def _counted(
         first_row = -1 if n else sum(places)
         numbers = (*source.strides, source.heads, q_len, kv_len, blocks, columns, patterns, sum(places[:n]), first_row)
         constants = (source.kind, height, _COLUMNS, source.rows_at_once(height, _COLUMNS))
-        launch(count_slabs, patterns * blocks * columns, tensors, numbers, constants, num_warps=4, device=device)
+        launch(
+            count_slabs,
+            patterns * blocks * columns,
+            tensors,
+            numbers,
+            constants,
+            num_warps=source.num_warps,
+            device=device,
+        )
     *parts, kept = counts.cpu().split([*places, patterns * q_len])
     shaped = {
         height: part.view(patterns, blocks, _KINDS, 2)
