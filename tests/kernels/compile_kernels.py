@@ -138,7 +138,7 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         (ints, reading.PROGRAM, 1024, 4), ("*u8", reading.BYTES, 1024, 4), (ints, reading.QUADS, 2048, 1),
     ):  # fmt: skip
         options = {"num_warps": warps}
-        for block_m, block_n in ((128, 128), (64, 256), (192, 64)):
+        for block_m, block_n in ((128, 128), (64, 256)) if kind == reading.PROGRAM else ((128, 128),):
             constants = [int(kind), block_m, block_n, scores // block_n]
             yield kernels.classify_tiles, [read, *[ints] * 3, *[i] * 11, *constants], options
             yield kernels.write_layout, [read, *[ints] * 8, "*fp32", ints, *[i] * 12, *constants], options

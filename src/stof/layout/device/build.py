@@ -1,4 +1,4 @@
-"""The host's part of building a layout on the device: three kernels, and one wait for how much they found.
+"""The host's part of building a layout on the device: a few kernels, and one wait for how much they found.
 
 Contiguous tiles of masks given as programs (`stof.masks.program`) or as a dense tensor. The results are those of
 `stof.layout.build`, bit for bit; what has no program is left to it.
@@ -17,7 +17,7 @@ from stof.masks.base import Mask, numbered
 from stof.masks.program import programs_of
 from stof.masks.tensors import DenseMask
 
-# Tiles that are all classified, one program each; of larger problems, squares of tiles are ruled out first elsewhere.
+# Each tile is looked at; of larger problems, `stof.layout.tiles` rules out squares of tiles first.
 MOST_TILES = 2**20
 # Tiles that one program rules out, and tiles whose bitmaps are numbered at once.
 _RULED_OUT, _NUMBERED = 128, 2**12
@@ -57,6 +57,7 @@ def _layout(
     partial_cost: int,
     device: torch.device,
 ) -> Layout | None:
+    """The same, with this device as the current one."""
     which = _patterns(mask, q_len, kv_len, mask_dims)
     tiles = -(-q_len // config.block_m) * -(-kv_len // config.block_n)
     while which and tiles * (max(which) + 1) <= MOST_TILES:

@@ -16,8 +16,8 @@ from stof.masks.base import Mask
 from stof.masks.program import Programs, programs_of
 from stof.masks.tensors import DenseMask
 
-# Scores that a program handles at once, and its warps. Running a program takes 8 scores' registers a thread; reading a
-# dense mask 16 bytes at a time takes more, and one warp needs no barriers (twice as fast as four, on an H200).
+# Scores that a kernel's program handles at once, and its warps. Running a mask's program, a thread has registers for 8
+# scores; reading a dense mask 16 bytes at a time, for more, and then one warp holds enough rows and needs no barriers.
 _SCORES_RUN, _WARPS_RUN = 2**10, 4
 _SCORES_READ, _WARPS_READ = 2**11, 1
 # Rows of blocks that one program draws.
