@@ -127,8 +127,27 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         yield fill_blocks.dense_bitmaps, [kind, ints, ints, ints, i, i, i, 1, i, i, i, packed, 64, 64], {}
 
 
-def compiled_fill(kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
-    """The same for a kernel that makes work."""
+def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
+    """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
+    from stof.layout.device import counting, kernels, programs, reading
+
+    ints, i = "*i32", "i32"
+    for read, kind, scores, warps in (
+        (ints, reading.PROGRAM, 1024, 4), ("*u8", reading.BYTES, 1024, 4), (ints, reading.QUADS, 2048, 1),
+    ):  # fmt: skip
+        options = {"num_warps": warps}
+        for block_m, block_n in ((128, 128), (64, 256)) if kind == reading.PROGRAM else ((128, 128),):
+            constants = [int(kind), block_m, block_n, scores // block_n]
+            yield kernels.classify_tiles, [read, *[ints] * 3, *[i] * 11, *constants], options
+            yield kernels.write_layout, [read, *[ints] * 8, "*fp32", ints, *[i] * 12, *constants], options
+        yield counting.count_slabs, [read, ints, ints, *[i] * 12, int(kind), 64, 256, scores // 256], options
+    yield kernels.rule_out_tiles, [*[ints] * 4, *[i] * 11, int(reading.PROGRAM), 128, 128, 128], {}
+    yield kernels.number_bitmaps, [ints, ints, "*i64", *[i] * 4, 4096], {"num_warps": 8}
+    yield programs.draw_blocks, [ints, *[i] * 6, 128], {}
+
+
+def compiled_fill(group: str, kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
+    """The same for a kernel that makes work or layouts."""
     signature, fixed, attributes = {}, {}, {}
     for place, (name, value) in enumerate(zip(kernel.arg_names, given, strict=True)):
         signature[name] = value if isinstance(value, str) else "constexpr"
@@ -142,7 +161,7 @@ def compiled_fill(kernel: Any, given: list[Any], options: dict[str, int], arch: 
     seconds = round(time.perf_counter() - start, 2)
     registers, spilled = _resources(made.asm["cubin"])
     shared = made.metadata.shared
-    return Compiled("fill", kernel.__name__, arch, registers, spilled, shared, 0, False, 0, 4, [], seconds)
+    return Compiled(group, kernel.__name__, arch, registers, spilled, shared, 0, False, 0, 4, [], seconds)
 
 
 def call_of(dtype: torch.dtype, head_dim: int, **changes: Any) -> CallSpec:
@@ -450,10 +469,11 @@ def main() -> None:
             record = recorded(case)
             for arch in case.archs:
                 _report(compiled(case, record, arch), given.json)
-    for kernel, values, options in fill_kernels():
-        if given.only in kernel.__name__:
-            for arch in (80, 90, 120):
-                _report(compiled_fill(kernel, values, options, arch), given.json)
+    for group, kernels in (("fill", fill_kernels()), ("layout", layout_kernels())):
+        for kernel, values, options in kernels:
+            if given.only in kernel.__name__:
+                for arch in (80, 90, 120):
+                    _report(compiled_fill(group, kernel, values, options, arch), given.json)
 
 
 def _report(one: Compiled, as_json: bool) -> None:
