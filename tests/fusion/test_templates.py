@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof.fusion.templates import GemmConfig, run, twins
 from stof.fusion.templates.config import ACTIVATIONS, unfit
-from stof.fusion.templates.run import Norm
+from stof.fusion.templates.norms import Norm, normalise
 from stof.testing.oracle import error_budget
 
 pytest.importorskip("triton")
@@ -180,11 +180,59 @@ def test_norm_of_rows_far_from_zero() -> None:
 def test_normalise(kind: str, dtype: torch.dtype) -> None:
     t = tensors(7, 1, 300, dtype)
     for scale, shift in ((None, None), (t["scale"], t["shift"])):
-        out = run.normalise(t["x"], Norm(kind, scale, shift, 1e-5))
+        out = normalise(t["x"], Norm(kind, scale, shift, 1e-5))
         wide = [None if v is None else v.double() for v in (scale, shift)]
         expected = twins.normalised(t["x"].double(), *wide, kind, 1e-5)
         budget = error_budget(twins.normalised(t["x"], scale, shift, kind, 1e-5), expected, dtype)
         assert float((out.double() - expected).abs().nan_to_num(torch.inf).max()) <= budget.allowed
+
+
+@settings(max_examples=20)
+@given(
+    m=st.integers(1, 40),
+    n=st.integers(1, 70),
+    k=st.integers(48, 100),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(["rms", "layer"]),
+    scaled=st.booleans(),
+    bias=st.booleans(),
+    residual=st.booleans(),
+    text=st.sampled_from([TILE, SPLIT, "16x16x16,4w,2s,tile,split2"]),
+)
+def test_norm_after(
+    m: int, n: int, k: int, dtype: torch.dtype, kind: str, scaled: bool, bias: bool, residual: bool, text: str
+) -> None:
+    t = tensors(m, n, k, dtype)
+    b, r = t["bias"] if bias else None, t["residual"] if residual else None
+    vectors = (t["bias"], t["residual"][0]) if scaled else (None, None)
+    product = run.product("linear_norm", t["x"], t["weight"], b, r, "none")
+    found = run.compute_normed(product, GemmConfig.parse(text), Norm(kind, *vectors, 1e-5))
+    given = [t["x"], t["weight"], b, r, *vectors]
+    plain = twins.linear_norm(*given, kind, 1e-5)
+    exact = twins.linear_norm(*(None if one is None else one.double() for one in given), kind, 1e-5)
+    # The norm of the sum as it was rounded; a row of few values may have a small deviation, which magnifies rounding.
+    wide = [None if v is None else v.double() for v in vectors]
+    exact = exact[0], twins.normalised(found[0].double(), *wide, kind, 1e-5)
+    again = plain[0], twins.normalised(found[0], *vectors, kind, 1e-5)
+    for out, usual, expected in zip(found, again, exact, strict=True):
+        assert out.dtype == dtype
+        assert out.is_contiguous()
+        error = float((out.double() - expected).abs().nan_to_num(torch.inf).max())
+        assert error <= error_budget(usual, expected, dtype).allowed
+
+
+def test_partial_sums_of_strided_rows() -> None:
+    """A residual whose rows are further apart than they are long, three dimensions."""
+    t = tensors(24, 40, 64, torch.float16)
+    residual = torch.full((2, 12, 80), torch.nan, device=DEVICE, dtype=torch.float16)[..., :40]
+    residual.copy_(t["residual"].view(2, 12, 40))
+    norm = Norm("layer", None, None, 1e-5)
+    product = run.product("linear_norm", t["x"].view(2, 12, 64), t["weight"], t["bias"], residual, "none")
+    for text in (TILE, SPLIT):
+        h, normed = run.compute_normed(product, GemmConfig.parse(text), norm)
+        expected = twins.linear_norm(product.x, t["weight"], t["bias"], t["residual"], None, None, "layer", 1e-5)
+        torch.testing.assert_close(h, expected[0].view(2, 12, 40), atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(normed, expected[1].view(2, 12, 40), atol=4e-3, rtol=4e-3)
 
 
 def test_strides() -> None:

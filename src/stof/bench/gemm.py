@@ -18,7 +18,7 @@ from stof.bench.check import relative_error
 from stof.bench.problem import first_line
 from stof.bench.results import provenance
 from stof.fusion.templates import GemmConfig, configs, run, twins
-from stof.fusion.templates.run import Norm
+from stof.fusion.templates.norms import Norm
 from stof.tuning.timing import time_calls
 
 EPS = 1e-5
@@ -180,12 +180,7 @@ def call_of(gemm: Gemm, given: Inputs, name: str) -> Callable[[], Any]:
     if gemm.template != "linear_norm":
         return lambda: run.compute(product, config)
     norm = Norm(gemm.norm, *given.vectors, EPS)
-
-    def call() -> Any:
-        h = run.compute(product, config)
-        return h, run.normalise(h, norm)
-
-    return call
+    return lambda: run.compute_normed(product, config, norm)
 
 
 def run_gemm(

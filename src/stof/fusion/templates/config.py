@@ -138,7 +138,13 @@ class GemmConfig:
         if self.kind == "together":
             loads = (self.row_stages * self.block_m + self.stages * self.block_n) * self.block_k * itemsize
         outputs = 2 if self.kind == "pingpong" else 1
-        return loads + outputs * self.block_m * self.piece(shape, itemsize) * itemsize
+        output = width if self.side else self.piece(shape, itemsize)
+        return loads + outputs * self.block_m * output * itemsize
+
+    @property
+    def side(self) -> int:
+        """together: columns of a product of their own, where a tile's columns are no power of two."""
+        return self.block_n - (1 << (self.block_n.bit_length() - 1)) if self.kind == "together" else 0
 
     @property
     def row_stages(self) -> int:
@@ -173,9 +179,13 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
     if config.kind == "cublas":
         return _unfit_for_cublas(shape)
     found = []
-    sizes = (config.block_m, config.block_n, config.block_k)
+    sizes = (config.block_m, config.block_n - config.side, config.block_k)
     if any(size < 16 or size & (size - 1) for size in sizes):
         found.append("tile sizes are powers of two from 16 up")
+    if config.side and (config.side, config.block_n) != (64, 192):
+        found.append("the only other number of columns is 192")
+    if config.side and shape.gated:
+        found.append("gate and up are powers of two wide")
     if config.warps not in (1, 2, 4, 8, 16) or not 1 <= config.stages <= 8 or config.group < 1 or config.split < 1:
         found.append("1 to 16 warps (a power of two), 1 to 8 stages, group and split from 1 up")
     if config.halves and config.kind != "persistent":

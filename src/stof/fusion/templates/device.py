@@ -38,6 +38,33 @@ def take_turn(CHAINED: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def take_turn_early(CHAINED: tl.constexpr):
+    """As `take_turn`, but the next kernel is let in first, while this one still waits itself.
+
+    Sound because every kernel that takes turns waits before it touches memory: when the one before has ended, so have
+    all before that. With few programs a kernel, several are set up ahead, and their weights on the way to the L2.
+    """
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+@no_type_check
+def warm(pointers):
+    """Start copying the lines that hold these addresses to the L2. No value is read: whoever still writes them may."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+@no_type_check
 def _damped(x, z, FAST: tl.constexpr):
     """`x / (1 + 2^z)`; 2^z saturates to 0 or infinity, and so the result to x or 0."""
     if FAST:
