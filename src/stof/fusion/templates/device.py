@@ -6,7 +6,6 @@ from typing import no_type_check
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -21,32 +20,6 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     height = min(tiles_m - first, GROUP_M)
     within = tile - group * width
     return first + within % height, within // height
-
-
-@triton.jit
-@no_type_check
-def take_turn(CHAINED: tl.constexpr):
-    """Wait for the kernel before, and let the next one be launched: its programs then wait here in their turn.
-
-    With programmatic dependent launch the next kernel is set up, and fills multiprocessors as they fall idle, while
-    this one still runs. Kernels of others do not take part: they start when this one has ended, and it after them.
-    """
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-@triton.jit
-@no_type_check
-def take_turn_early(CHAINED: tl.constexpr):
-    """As `take_turn`, but the next kernel is let in first, while this one still waits itself.
-
-    Sound because every kernel that takes turns waits before it touches memory: when the one before has ended, so have
-    all before that. With few programs a kernel, several are set up ahead, and their weights on the way to the L2.
-    """
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stof.fusion.templates.device import take_turn, tile_place
+from stof.fusion.templates.device import tile_place
 from stof.fusion.templates.hopper_epilogue import (
     fetch_columns,
     fetch_residual,
@@ -30,6 +30,7 @@ from stof.fusion.templates.hopper_epilogue import (
     stage_before,
     write_tile,
 )
+from stof.kernels.triton.turns import take_turn
 
 
 @gluon.jit

@@ -7,7 +7,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.fusion.templates.device import activate, take_turn, take_turn_early, tile_place, warm
+from stof.fusion.templates.device import activate, tile_place, warm
+from stof.kernels.triton.turns import take_turn
 
 
 @triton.jit
@@ -119,7 +120,7 @@ def tile_gemm_kernel(
         if m == 0:
             _warm_weights(b_ptr, n_tile * BLOCK_N, columns, begin * BLOCK_K, end * BLOCK_K, depth, stride_bn, stride_bk,
                           up_offset, BLOCK_N, GATED, TRANSPOSED)  # fmt: skip
-    take_turn_early(CHAINED)
+    take_turn(CHAINED)
     if NORM != "none":
         rstd = tl.load(rstd_ptr + row)
     if NORM == "layer":

@@ -7,24 +7,25 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.fusion.templates.device import take_turn_early
+from stof.kernels.triton.turns import take_turn
 
 
 @triton.jit
 @no_type_check
-def _normalised(
-    x, i, exists, width, weight_ptr, bias_ptr, eps,
-    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """RMSNorm or LayerNorm of a row in float32, whose elements `i` up to `width` exist and are zero beyond."""
+def _vector(ptr, i, exists, PRESENT: tl.constexpr, ABSENT: tl.constexpr):
+    """A vector in float32; where there is none, a number that changes nothing. Loaded before anything waits for it."""
+    if PRESENT:
+        return tl.load(ptr + i, mask=exists, other=0.0).to(tl.float32)
+    return ABSENT
+
+
+@triton.jit
+@no_type_check
+def _normalised(x, scale, shift, exists, width, eps, NORM: tl.constexpr):
+    """RMSNorm or LayerNorm of a row in float32 that is zero beyond `width`."""
     if NORM == "layer":
         x = tl.where(exists, x - tl.sum(x, 0) / width, 0.0)
-    x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps))
-    if HAS_WEIGHT:
-        x = x * tl.load(weight_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        x = x + tl.load(bias_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    return x
+    return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)) * scale + shift
 
 
 @triton.jit
@@ -34,12 +35,14 @@ def row_norm_kernel(
     BLOCK: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm or LayerNorm of one row a program."""
-    take_turn_early(CHAINED)
+    take_turn(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < width
     x = tl.load(x_ptr + row * stride_xm + i, mask=exists, other=0.0).to(tl.float32)
-    x = _normalised(x, i, exists, width, weight_ptr, bias_ptr, eps, NORM, HAS_WEIGHT, HAS_BIAS)
+    scale = _vector(weight_ptr, i, exists, HAS_WEIGHT, 1.0)
+    shift = _vector(bias_ptr, i, exists, HAS_BIAS, 0.0)
+    x = _normalised(x, scale, shift, exists, width, eps, NORM)
     tl.store(out_ptr + row * width + i, x.to(out_ptr.dtype.element_ty), mask=exists)
 
 
@@ -55,21 +58,21 @@ def merged_norm_kernel(
     Adds the row's partial sums (`[SPLITS, rows, width]`) in order, the product's bias and the residual; writes the sum
     and its norm.
     """
-    take_turn_early(CHAINED)
+    take_turn(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < width
+    scale = _vector(weight_ptr, i, exists, HAS_WEIGHT, 1.0)
+    shift = _vector(bias_ptr, i, exists, HAS_BIAS, 0.0)
+    bias = _vector(product_bias_ptr, i, exists, HAS_PRODUCT_BIAS, 0.0)
+    residual = _vector(residual_ptr + row * stride_rm if HAS_RESIDUAL else residual_ptr, i, exists, HAS_RESIDUAL, 0.0)
     x = tl.zeros([BLOCK], dtype=tl.float32)
     for s in tl.static_range(SPLITS):
         x += tl.load(partial_ptr + (s * tl.num_programs(0) + row) * width + i, mask=exists, other=0.0)
-    if HAS_PRODUCT_BIAS:
-        x += tl.load(product_bias_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        x += tl.load(residual_ptr + row * stride_rm + i, mask=exists, other=0.0).to(tl.float32)
     # The norm is of the sum as it is written.
-    x = x.to(sum_ptr.dtype.element_ty)
+    x = (x + bias + residual).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + row * width + i, x, mask=exists)
-    x = _normalised(x.to(tl.float32), i, exists, width, weight_ptr, bias_ptr, eps, NORM, HAS_WEIGHT, HAS_BIAS)
+    x = _normalised(x.to(tl.float32), scale, shift, exists, width, eps, NORM)
     tl.store(out_ptr + row * width + i, x.to(out_ptr.dtype.element_ty), mask=exists)
 
 
@@ -79,7 +82,7 @@ def row_statistics_kernel(
     x_ptr, mean_ptr, rstd_ptr, width, stride_xm, eps, BLOCK: tl.constexpr, NORM: tl.constexpr, CHAINED: tl.constexpr
 ):
     """1 / deviation of one row a program, and for a LayerNorm its mean."""
-    take_turn_early(CHAINED)
+    take_turn(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < width
