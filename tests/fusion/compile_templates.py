@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -121,6 +121,7 @@ def cases(every: bool) -> Iterator[Case]:
     yield case("residual", added, "64x64x64,4w,4s,tile,split4", ARCHS, bfloat)
     for text in ("64x64x128,4w,3s,tile,split5", "64x64x64,4w,4s,tile"):
         yield case("norm after", after, text, ARCHS)
+        yield case("bare norm after", replace(after, norm="rms", scaled=False, bias=False, residual=False), text)
     yield case("swiglu", gated, "64x64x64,4w,4s,tile,split4", (80, 90))
     yield case("transposed", turned, "64x64x64,4w,4s,tile,split4")
     yield case("layer norm", layer, "64x64x64,4w,2s,tile", (80, 90))

@@ -13,10 +13,11 @@ from stof.kernels.triton.turns import take_turn
 @triton.jit
 @no_type_check
 def _vector(ptr, i, exists, PRESENT: tl.constexpr, ABSENT: tl.constexpr):
-    """A vector in float32; where there is none, a number that changes nothing. Loaded before anything waits for it."""
+    """A vector in float32; where there is none, numbers that change nothing. Loaded long before it is needed."""
+    x = tl.full(i.shape, ABSENT, tl.float32)
     if PRESENT:
-        return tl.load(ptr + i, mask=exists, other=0.0).to(tl.float32)
-    return ABSENT
+        x = tl.load(ptr + i, mask=exists, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit
