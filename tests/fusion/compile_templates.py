@@ -124,6 +124,7 @@ def cases(every: bool) -> Iterator[Case]:
         yield case("bare norm after", replace(after, norm="rms", scaled=False, bias=False, residual=False), text)
     yield case("swiglu", gated, "64x64x64,4w,4s,tile,split4", (80, 90))
     yield case("transposed", turned, "64x64x64,4w,4s,tile,split4")
+    yield case("transposed", replace(turned, m=128), "64x32x128,4w,4s,tile")
     yield case("layer norm", layer, "64x64x64,4w,2s,tile", (80, 90))
     yield case("gelu", plain, "64x64x32,4w,3s,tile", (80,), torch.float32)
 

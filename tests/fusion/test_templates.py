@@ -35,6 +35,8 @@ GLUON = (
     "256x128x64,6s,together",
     "256x128x64,3s,together,group1",
     "128x64x64,2s,together",
+    "128x192x64,5s,together",
+    "128x192x64,3s,together,group2",
 )
 
 pytestmark = [
@@ -135,6 +137,15 @@ def test_tiles_of_any_shape(
 ) -> None:
     t = tensors(m, n, k, dtype, transposed=transposed)
     check_linear(SPLIT if split and k >= 48 else TILE, t, "gelu", bias, residual)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("text", [TILE, SPLIT])
+def test_tiles_without_a_rest(text: str, transposed: bool) -> None:
+    """Columns and depth are multiples of a tile's: nothing is clamped or masked."""
+    check_linear(text, tensors(20, 64, 96, torch.float16, transposed=transposed), residual=True)
+    check_gated(text, tensors(20, 64, 96, torch.float16, gated=True, transposed=transposed))
+    check_normed(text, tensors(20, 64, 96, torch.float16, transposed=transposed), "layer", True)
 
 
 @settings(max_examples=15)
@@ -268,8 +279,32 @@ def test_hopper(text: str, dtype: torch.dtype) -> None:
             check_linear(text, t, "gelu_tanh", bias=False)
             check_normed(text, t, "rms", False, "silu")
             check_normed(text, t, "layer", True)
-        if GemmConfig.parse(text).block_n >= 128:
+        if GemmConfig.parse(text).block_n in (128, 256):
             check_gated(text, tensors(m, n, k, dtype, gated=True), bias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+def test_chains_of_kernels_that_take_turns() -> None:
+    """Each kernel is set up while others still run; what it reads is what the one before it wrote, call after call."""
+    t = tensors(128, 768, 768, torch.float16)
+    norm = Norm("layer", t["scale"], t["shift"], 1e-5)
+
+    def chain(x: Tensor, texts: tuple[str, ...]) -> Tensor:
+        for text in texts * 8:
+            product = run.product("linear_norm", x, t["weight"], t["bias"], t["residual"], "none")
+            x = run.compute_normed(product, GemmConfig.parse(text), norm)[1]
+        return x
+
+    plain = chain(t["x"], ("cublas",))
+    for texts in (
+        ("64x32x128,4w,4s,tile,split2",),
+        ("64x64x128,4w,3s,tile",),
+        ("64x64x64,4w,4s,tile,split3", GLUON[0]),
+    ):
+        out = chain(t["x"], texts)
+        torch.testing.assert_close(out, plain, atol=0.05, rtol=0.05)
+        assert all(torch.equal(chain(t["x"], texts), out) for _ in range(20))
 
 
 @pytest.mark.gpu

@@ -17,9 +17,9 @@ from stof.fusion.templates.registry import Serving
 # Floating-point operations that a large half-precision product does while one byte is copied: about 680 TFLOP/s over
 # 4.2 TB/s on an H200. A pass over a product's [M, N] result then costs about 325 / K of the product.
 FLOPS_PER_BYTE = 162.0
-# A product that takes less than this many operations (about 6 us on an H200), its operands counted as what could be
-# computed while they are copied, is mostly launching, waiting for memory and ending: see "Few rows" in docs/fusion.md.
-FEW_FLOPS = 4e9
+# A product of fewer operations than that (about 3 us on an H200), its operands counted as what could be computed while
+# they are copied, is mostly launching, waiting for memory and ending: see "Few rows" in docs/fusion.md.
+FEW_FLOPS = 2e9
 # The longest sequence that any template covers.
 LONGEST = 3
 

@@ -81,7 +81,8 @@ def tile_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SPLITS: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
     MERGE: tl.constexpr,
     GATED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -98,7 +99,8 @@ def tile_gemm_kernel(
 
     The programs of a tile leave partial sums in `partial_ptr` (float32); with MERGE the last to end adds them in order:
     equal calls give equal bits. Counters are zero before and after. Without, the next kernel adds them: `partial_ptr`
-    is `[SPLITS, rows, columns]`, and nothing else is written. EVEN: the depth is a multiple of BLOCK_K.
+    is `[SPLITS, rows, columns]`, and nothing else is written. EVEN_N, EVEN_K: no tile reaches beyond the columns, no
+    step beyond the depth.
     """
     program = tl.program_id(0)
     split = program % SPLITS
@@ -109,7 +111,8 @@ def tile_gemm_kernel(
     k = tl.arange(0, BLOCK_K)
     # Rows and columns that do not exist read the last one: no masks in the loop.
     row = tl.minimum(r, rows - 1).to(tl.int64)
-    column = tl.minimum(n, columns - 1).to(tl.int64)
+    # Clamped columns are no run of neighbours to the compiler: where B is transposed they are loaded one by one.
+    column = (n if EVEN_N else tl.minimum(n, columns - 1)).to(tl.int64)
     a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :]  # [BLOCK_M, BLOCK_K]
     b_ptrs = b_ptr + column[None, :] * stride_bn + k[:, None] * stride_bk  # [BLOCK_K, BLOCK_N]
     steps = tl.cdiv(depth, BLOCK_K)
@@ -130,8 +133,8 @@ def tile_gemm_kernel(
     up = acc
     for step in range(begin, end):
         start = step * BLOCK_K
-        exists = k < (BLOCK_K if EVEN else depth - start)
-        if EVEN:
+        exists = k < (BLOCK_K if EVEN_K else depth - start)
+        if EVEN_K:
             a = tl.load(a_ptrs + start)
             b = tl.load(b_ptrs)
         else:
