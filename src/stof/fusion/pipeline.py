@@ -15,7 +15,7 @@ from stof.fusion.normalise import normalise
 from stof.fusion.operators import Operator
 from stof.fusion.propagate import propagate
 from stof.fusion.report import FusionReport, SegmentReport
-from stof.fusion.rules import LONGEST, apart, joined, pays, suggested
+from stof.fusion.rules import LONGEST, apart, joined, pays, small, suggested
 from stof.fusion.search import Budget, Meter, Progress, two_stage
 from stof.fusion.store import Contents, Entry, Store, segment_key
 from stof.fusion.templates.registry import Serving
@@ -142,7 +142,9 @@ def _row(
         return SegmentReport(text, "", "", "; ".join(dict.fromkeys(_why_not(operators, segment, meter, serving))))
     name = choice.claim.template.name
     if meter is None:
-        return SegmentReport(text, name, choice.config, "saves memory traffic, by rule")
+        problem = choice.claim.problem
+        why = "a small product" if small(problem.shape, problem.dtype.itemsize) else "saves memory traffic"
+        return SegmentReport(text, name, choice.config, f"{why}, by rule")
     known = meter.measured(segment.start, segment.stop)
     return SegmentReport(text, name, choice.config, "measured faster", known[None], known[name, choice.config])
 

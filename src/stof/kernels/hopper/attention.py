@@ -15,6 +15,7 @@ from stof.kernels.hopper.jobs import RESIDENT, RUN, TileLists, job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
+from stof.kernels.triton.turns import takes_turns
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 
 # 128-byte swizzle of 16-bit elements, as TMA writes and wgmma reads.
@@ -118,10 +119,11 @@ def bind_warp_specialized(
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
          k.stride(2), v.stride(2), float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (groups, lists.block_n, width, lists.slab, config.num_stages, _Q_STAGES, permuted, lists.chunks > 0,
-         modified, softcap > 0, sinks is not None, lists.has_full > 0),
+         modified, softcap > 0, sinks is not None, lists.has_full > 0, takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=128 if resident > 1 else 0,
+        chained=takes_turns(device),
         device=device,
     )  # fmt: skip
     lse_shape = (batch, heads, q_len)

@@ -38,6 +38,7 @@ from stof.kernels.hopper.finish import finish
 from stof.kernels.hopper.jobs import JOB_FIELDS
 from stof.kernels.hopper.producer import copy_rows, copy_tile, producer, slabs_of
 from stof.kernels.hopper.softmax import masked, operand, packed_weights, weights
+from stof.kernels.triton.turns import take_turn
 
 FIELDS = gl.constexpr(JOB_FIELDS)
 
@@ -239,7 +240,9 @@ def warp_specialized_kernel(
     HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HAS_FULL: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):
+    take_turn(CHAINED)
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = tile_layout(dtype, BLOCK_N, D, 2)
     q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS, 64, D], layout)

@@ -22,6 +22,7 @@ from torch import Tensor
 from stof.kernels.cpu.attention import empty_output
 from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.scratch import zeroed_counters
+from stof.kernels.triton.turns import take_turn, takes_turns
 from stof.kernels.triton.work import ITEM_FIELDS, BlockWiseConfig, BoundCall, Work
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -278,7 +279,9 @@ def block_wise_kernel(
     SAME_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    take_turn(CHAINED)
     program = tl.program_id(0)
     batch_of_groups = items * side
     item = (program % batch_of_groups) // side
@@ -532,12 +535,13 @@ def bind_block_wise(
             work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
             work.splits > 0, work.may_poison, work.shared, work.bases, modified, softcap > 0, bias is not None,
             sinks is not None, _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
-            "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages,
+            "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages, takes_turns(q.device),
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # The options' arithmetic does not fit the registers that the plain kernel is held to.
         max_registers=0 if modified else config.max_registers,
+        chained=takes_turns(q.device),
         device=q.device,
     )  # fmt: skip
     device = q.device
