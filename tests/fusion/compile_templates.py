@@ -160,7 +160,10 @@ def recorded(case: Case) -> list[Recorder]:
 
 
 def source(record: Recorder, arch: int) -> tuple[ASTSource, dict[str, int]]:
-    """Specialised as Triton does: 1 is a constant, multiples of 16 are known to be, pointers are aligned."""
+    """Specialised as Triton does: 1 is a constant, multiples of 16 are known to be, pointers are aligned.
+
+    But for what the kernel wants no specialisation on.
+    """
     assert record.given is not None
     kernel = record.kernel
     values, named = record.given
@@ -189,7 +192,8 @@ def source(record: Recorder, arch: int) -> tuple[ASTSource, dict[str, int]]:
             layout = f",{value.layout!r}" if kernel.is_gluon() else ""
             signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
             continue
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+        plain = kernel.params[place].do_not_specialize
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0 and not plain):
             attributes[place,] = [["tt.divisibility", 16]]
     make = GluonASTSource if kernel.is_gluon() else ASTSource
     return make(kernel, signature, fixed, attributes), options

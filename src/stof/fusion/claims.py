@@ -7,7 +7,7 @@ nothing outside needs what lies in between. Every other case has a reason, in wo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -18,6 +18,8 @@ from torch._subclasses import FakeTensor
 
 from stof.fusion.nodes import column_slice, same_size, through_identities, value_of
 from stof.fusion.operators import NORMS, Kind, Operator
+from stof.fusion.sizes import Values, is_symbolic, size_hint, values_for
+from stof.fusion.templates.buckets import SMALLEST
 from stof.fusion.templates.config import GemmShape
 from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template, no_kernel
 
@@ -35,7 +37,9 @@ class Claim:
         arguments: of the operator without the configuration, in its order. Tensors are nodes.
         transposed: the argument "weight" is to be transposed first.
         results: the nodes whose values the call computes; with two, the first and the second of its outputs.
-        problem: shapes and options, for configurations and rules. Symbolic sizes appear as their hints.
+        problem: shapes and options, for configurations and rules. Symbolic sizes appear as their values in the call
+            that is being compiled, or `at` others.
+        at: values of the symbols, for a claim that stands for calls of another size.
     """
 
     template: Template
@@ -45,6 +49,26 @@ class Claim:
     transposed: bool
     results: tuple[fx.Node, ...]
     problem: Problem
+    at: Values | None = None
+
+    @property
+    def any_rows(self) -> bool:
+        """Whether the graph leaves the number of rows open."""
+        return is_symbolic(self._lead)
+
+    def in_bucket(self, bucket: int) -> Claim | None:
+        """The same claim in calls with as many rows as the bucket takes; None where the graph has no such calls."""
+        values = values_for(self._lead, bucket // 2 if bucket > SMALLEST else 0, bucket)
+        if values is None:
+            return None
+        rows = prod(size_hint(size, values) for size in self._lead)
+        return replace(self, at=values, problem=replace(self.problem, shape=replace(self.problem.shape, m=rows)))
+
+    @property
+    def _lead(self) -> torch.Size:
+        x = value_of(self.arguments["x"])
+        assert x is not None
+        return x.shape[:-1]
 
 
 class Refusal(str):
@@ -198,10 +222,3 @@ def _unfit(
             if vector is not None and not same_size(vector.shape, width.shape[-1:]):
                 return "the norm's weight is not one vector"
     return ""
-
-
-def size_hint(size: int | torch.SymInt) -> int:
-    """A size, or for a symbolic one its value in the call that is being compiled."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 1

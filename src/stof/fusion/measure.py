@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from stof.fusion.claims import Claim, size_hint
+from stof.fusion.claims import Claim
 from stof.fusion.nodes import value_of
+from stof.fusion.sizes import size_hint
 from stof.tuning.timing import time_calls
 
 # A template's error may be this many times the error of PyTorch's own operators in the same dtype ...
@@ -66,8 +67,8 @@ def random_inputs(claim: Claim) -> dict[fx.Node, Tensor]:
     for node in claim.arguments.values():
         value = value_of(node)
         if isinstance(node, fx.Node) and value is not None and node not in inputs:
-            sizes = [size_hint(size) for size in value.shape]
-            strides = [size_hint(stride) for stride in value.stride()]
+            sizes = [size_hint(size, claim.at) for size in value.shape]
+            strides = [size_hint(stride, claim.at) for stride in value.stride()]
             tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
             if any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True)):
                 tensor = tensor.contiguous()  # an expanded tensor cannot be filled element by element
@@ -89,7 +90,7 @@ def segment_graph(claim: Claim, inputs: dict[fx.Node, Tensor]) -> fx.GraphModule
         if node not in copied:
             value = node.meta.get("example_value")
             if isinstance(value, torch.SymInt):
-                copied[node] = size_hint(value)
+                copied[node] = size_hint(value, claim.at)
             elif isinstance(value, torch.SymFloat):
                 copied[node] = float(value)
             else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from stof.fusion.bucket_search import by_buckets
 from stof.fusion.claims import claims, without_kernel
 from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
 from stof.fusion.merge import merge_products
@@ -18,6 +19,7 @@ from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.rules import LONGEST, apart, joined, pays, suggested
 from stof.fusion.search import Budget, Meter, Progress, two_stage
 from stof.fusion.store import Contents, Entry, Store, segment_key
+from stof.fusion.templates.buckets import in_bucket
 from stof.fusion.templates.registry import Serving
 from stof.fusion.tune import GraphSpace, TimeClaim
 
@@ -100,9 +102,10 @@ def _meter(graph: GraphSpace, search: Search) -> Meter:
     if search.store is None:
         return Meter(space, budget, search.progress)
     held = search.store.load().segments
-    segments = {key: held.get(segment_key(key), Entry()) for key in graph.claimed_keys()}
-    done = [key for key, entry in segments.items() if entry.per_segment >= search.per_segment]
-    return Meter(space, budget, search.progress, lambda key: segments.get(key, Entry()).times, done)
+    done = [
+        key for key in graph.claimed_keys() if held.get(segment_key(key), Entry()).per_segment >= search.per_segment
+    ]
+    return Meter(space, budget, search.progress, lambda key: held.get(segment_key(key), Entry()).times, done)
 
 
 def _keep(meter: Meter, search: Search) -> None:
@@ -123,14 +126,16 @@ def _searched(
     """The choices a search finds."""
     start = apart(graph.operators, [_range(place, choice) for place, choice in initial.items()])
     found = two_stage(meter.space, meter, start, per_segment=search.per_segment, seed=search.seed)
-    report.measurements = found.measurements
-    if meter.spent:
-        report.notes.append(f"the budget of {search.seconds:g} s was spent after {found.measurements} measurements")
-    report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_claim.failures.items()]
     stops = {segment.start: segment.stop for segment in found.scheme.segments}
-    return {
+    chosen = {
         place: Choice(graph.claims(place, stops[place])[name], config) for place, (name, config) in found.chosen.items()
     }
+    chosen = by_buckets(graph, meter, chosen, per_segment=search.per_segment, seed=search.seed)
+    report.measurements = meter.measurements
+    if meter.spent:
+        report.notes.append(f"the budget of {search.seconds:g} s was spent after {meter.measurements} measurements")
+    report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_claim.failures.items()]
+    return chosen
 
 
 def _row(
@@ -144,7 +149,8 @@ def _row(
     if meter is None:
         return SegmentReport(text, name, choice.config, "saves memory traffic, by rule")
     known = meter.measured(segment.start, segment.stop)
-    return SegmentReport(text, name, choice.config, "measured faster", known[None], known[name, choice.config])
+    config = in_bucket(choice.config, choice.claim.problem.shape.m)
+    return SegmentReport(text, name, choice.config, "measured faster", known[None], known[name, config])
 
 
 def _why_not(operators: Sequence[Operator], segment: range, meter: Meter | None, serving: Serving) -> Iterator[str]:

@@ -7,10 +7,11 @@ from math import prod
 
 from torch import fx
 
-from stof.fusion.claims import Claim, claims, size_hint
+from stof.fusion.claims import Claim, claims
 from stof.fusion.lower import Choice, GraphOrder
 from stof.fusion.operators import NORMS, Kind, Operator
 from stof.fusion.scheme import MAX_COMPUTE_INTENSIVE, Scheme
+from stof.fusion.sizes import size_hint
 from stof.fusion.templates.registry import Serving
 
 # Floating-point operations that a large half-precision product does while one byte is copied: about 680 TFLOP/s over

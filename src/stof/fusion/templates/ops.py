@@ -1,8 +1,9 @@
 """`torch.library` operators of the templates: schemas, fakes, and the jump to a kernel or to plain PyTorch.
 
-Every operator takes a configuration as text (`GemmConfig`). An empty one, or one that does not fit the tensors of a
-call, means the default for their shape; a CPU, and whatever no kernel serves, gets the twin in `twins.py`. Results are
-contiguous. Statistics, products and epilogues are computed in float32 and rounded once.
+Every operator takes a configuration as text (`GemmConfig`, or one for each bucket of rows: `buckets.written`). An empty
+one, or one that does not fit the tensors of a call, means the default for their shape; a CPU, and whatever no kernel
+serves, gets the twin in `twins.py`. Results are contiguous. Statistics, products and epilogues are computed in float32
+and rounded once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def linear(
         bias: None or `[N]`.
         residual: None or `[..., N]`.
         activation: "none", "gelu", "gelu_tanh", "relu" or "silu".
-        config: text of a `GemmConfig`, "" for the default.
+        config: text of a `GemmConfig`, or of several by buckets of rows; "" for the default.
 
     Returns:
         `[..., N]` in x's dtype.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from stof.fusion.operators import NORMS, Kind
 from stof.fusion.templates import ops, twins
+from stof.fusion.templates.buckets import bucket_of
 from stof.fusion.templates.config import GemmShape, configs, default, unserved
 
 # What the break-even table of docs/fusion.md asks for at K = 1024.
@@ -97,7 +98,8 @@ class Template:
             return twin
         device = torch.cuda.get_device_properties(problem.device)
         capability = (device.major, device.minor)
-        usual = default(problem.shape, problem.dtype, capability, device.multi_processor_count)
+        bucket = replace(problem.shape, m=bucket_of(problem.shape.m))
+        usual = default(bucket, problem.dtype, capability, device.multi_processor_count)
         others = [str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual]
         return [*(twin if usual is None else [""]), *others]
 

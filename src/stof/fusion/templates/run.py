@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stof.fusion.templates import config as configuration
+from stof.fusion.templates.buckets import bucket_of, in_bucket
 from stof.fusion.templates.config import GLUON, GemmConfig, GemmShape, unfit
 
 # Widest row that one program normalises.
 _WIDEST_ROW = 16384
+# Asked for in every call: a few buckets of each product of a model.
+_default = functools.lru_cache(maxsize=4096)(configuration.default)
 
 
 class Norm(NamedTuple):
@@ -81,16 +85,20 @@ def product(
 def choose(call: Product, text: str) -> GemmConfig | None:
     """The configuration given as text if it fits these tensors, else the default for the shape, else None.
 
+    Both go by the bucket of the rows: a configuration for each bucket if the text has several, and the default is that
+    of the bucket's largest product.
+
     Raises:
         ArgumentError: the text is no configuration.
     """
+    text = in_bucket(text, call.shape.m)
     given = GemmConfig.parse(text) if text else None
     if call.x.device.type != "cuda" or not call.x.numel() or not call.shape.n or not _agree(call):
         return None
     capability, processors = _device(call.x.device.index or 0)
     if given is not None and not unfit(given, call.shape, call.x.dtype, capability):
         return given
-    return configuration.default(call.shape, call.x.dtype, capability, processors)
+    return _default(replace(call.shape, m=bucket_of(call.shape.m)), call.x.dtype, capability, processors)
 
 
 def compute(call: Product, config: GemmConfig) -> Tensor:

@@ -32,7 +32,7 @@ def _epilogue(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 @no_type_check
 def tile_gemm_kernel(
     a_ptr,
@@ -165,7 +165,7 @@ def tile_gemm_kernel(
         tl.store(c_ptrs, out.to(c_ptr.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 @no_type_check
 def persistent_gemm_kernel(
     a_desc,
