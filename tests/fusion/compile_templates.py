@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from stof.fusion.templates import GemmConfig, configs, hopper_pingpong, hopper_together, run, triton_gemm
-from stof.fusion.templates.config import GemmShape
+from stof.fusion.templates.config import ROW_SCALED, GemmShape
 from stof.fusion.templates.run import Norm, Product
 from tests.kernels.compile_kernels import ARCHS, _resources, _warnings
 
@@ -98,6 +98,7 @@ def cases(every: bool) -> Iterator[Case]:
     added = GemmShape("linear", 4096, 768, 3072, bias=True, residual=True)
     turned = GemmShape("linear", 4096, 3072, 768, activation="gelu_tanh", bias=True, transposed=True)
     normed = GemmShape("norm_linear", 4096, 3072, 2048, norm="rms")
+    folded = GemmShape("rms_gated_linear", 4096, 8192, 2048, activation="silu", norm="rms")
     layer = GemmShape("norm_linear", 100, 768, 768, norm="layer", scaled=True, bias=True)
 
     def case(name: str, shape: GemmShape, text: str, archs: tuple[int, ...] = (90,), dtype: torch.dtype = half) -> Case:
@@ -111,6 +112,9 @@ def cases(every: bool) -> Iterator[Case]:
         yield case("residual", added, text, dtype=bfloat)
         yield case("transposed", turned, text)
     yield case("row scale", normed, _SOME[0])
+    for text in (_SOME[0], _SOME[3]):
+        yield case("row scale swiglu", folded, text)
+    yield case("row scale swiglu", folded, "64x64x64,4w,4s,tile", ARCHS)
     yield case("residual", added, "128x128x64,8w,4s,persistent", (90, 120), bfloat)
     yield case("transposed", turned, "128x256x64,8w,3s,persistent")
     yield case("residual", added, "64x64x64,4w,4s,tile,split4", ARCHS, bfloat)
@@ -139,6 +143,7 @@ def product_of(case: Case) -> Product:
         torch.empty(shape.m, shape.n, dtype=dtype) if shape.residual else None,
         shape.activation,
         norm,
+        torch.empty(shape.m) if shape.template in ROW_SCALED else None,
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from stof.errors import ArgumentError
 from stof.fusion.templates import GemmConfig, GemmShape, configs, gated_linear, linear, linear_norm, norm_linear, unfit
 from stof.fusion.templates.config import KINDS, TEMPLATES, default
+from stof.fusion.templates.ops import rms_gated_linear, rms_linear
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 
@@ -29,10 +30,12 @@ def arguments(op: Any) -> tuple[Any, ...]:
         norm_linear: (x, drawn(12), drawn(12), weight, bias, "layer", 1e-5, "relu", ""),
         gated_linear: (x, drawn(16, 12), drawn(16), "silu", ""),
         linear_norm: (x, weight, bias, residual, drawn(8), None, "rms", 1e-6, ""),
+        rms_linear: (x, drawn(2, 5).square(), drawn(12), weight, bias, "gelu", ""),
+        rms_gated_linear: (x, drawn(2, 5).square(), None, drawn(16, 12), drawn(16), "silu", ""),
     }[op]
 
 
-OPS = (linear, norm_linear, gated_linear, linear_norm)
+OPS = (linear, norm_linear, gated_linear, linear_norm, rms_linear, rms_gated_linear)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -67,7 +70,14 @@ def test_meaning() -> None:
     out = norm_linear(x, scale, None, weight, None, "rms", 1e-5, "none", "")
     torch.testing.assert_close(out, (rms * scale) @ weight.T)
 
+    factors = rms[..., :1] / x[..., :1]
+    out = rms_linear(x, factors.squeeze(-1), scale, weight, bias, "relu", "")
+    torch.testing.assert_close(out, ((rms * scale) @ weight.T + bias).clamp_min(0))
+
     both = drawn(16, 12)
+    normed = rms * scale
+    out = rms_gated_linear(x, factors.squeeze(-1), scale, both, None, "silu", "")
+    torch.testing.assert_close(out, F.silu(normed @ both[:8].T) * (normed @ both[8:].T))
     gate, up = x @ both[:8].T, x @ both[8:].T
     torch.testing.assert_close(gated_linear(x, both, None, "silu", ""), F.silu(gate) * up)
 
@@ -92,6 +102,8 @@ def test_refusals() -> None:
         linear(x, weight, bias, residual, "none", "128x128,fast")
     with pytest.raises(ArgumentError, match="equally many rows"):
         gated_linear(x, drawn(7, 12), None, "silu", "")
+    with pytest.raises(ArgumentError, match="equally many rows"):
+        rms_gated_linear(x, drawn(2, 5), None, drawn(7, 12), None, "silu", "")
 
 
 powers = st.sampled_from([16, 32, 64, 128, 256])
@@ -169,6 +181,7 @@ def test_reasons() -> None:
     assert "8.0 and up" in why("64x64x64,4w,3s,tile", (7, 5))
     assert "below each other" in why("128x128x64,4s,pingpong", template="gated_linear", transposed=True)
     assert "gated" in why("cublas", template="gated_linear", activation="none")
+    assert "does not scale rows" in why("cublas", template="rms_linear", norm="rms", activation="none")
     assert "TMA" in why("128x128x64,8w,3s,persistent", (8, 0))
     assert "powers of two" in why("96x128x64,8w,3s,tile")
     assert "more splits" in why("64x64x64,4w,3s,tile,split16")

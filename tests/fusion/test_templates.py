@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stof.fusion.templates import GemmConfig, run, twins
 from stof.fusion.templates.config import ACTIVATIONS, unfit
+from stof.fusion.templates.folding import folded
 from stof.fusion.templates.run import Norm
 from stof.testing.oracle import error_budget
 
@@ -113,6 +114,25 @@ def check_normed(text: str, t: dict[str, Tensor], kind: str, scaled: bool, activ
     return check(product, text, twin)
 
 
+def check_folded(text: str, t: dict[str, Tensor], gated: bool, activation: str = "silu") -> Tensor:
+    """An RMSNorm and a product, folded, against both apart; bounded by the error of both apart."""
+    name, twin_of = ("rms_gated_linear", twins.gated_linear) if gated else ("rms_linear", _linear)
+    whole = folded(t["weight"], t["scale"])
+    assert whole is not None
+    rstd = run.row_factors(t["x"], 1e-5)
+    product = run.product(name, t["x"], whole, t["bias"], None, activation, Norm("rms", None, None, 0.0), rstd)
+
+    def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
+        normed = twins.normalised(f(t["x"]), f(t["scale"]), None, "rms", 1e-5)
+        return twin_of(normed, f(t["weight"]), f(t["bias"]), activation)
+
+    return check(product, text, twin)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor, activation: str) -> Tensor:
+    return twins.linear(x, weight, bias, None, activation)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str, dtype: torch.dtype) -> None:
@@ -168,6 +188,26 @@ def test_norm_before(kind: str, scaled: bool, text: str) -> None:
         check_normed(text, tensors(33, 40, 72, dtype), kind, scaled, "none" if text == "cublas" else "relu")
 
 
+@settings(max_examples=12)
+@given(
+    m=st.integers(1, 50),
+    n=st.integers(1, 40),
+    k=st.integers(48, 90),
+    dtype=st.sampled_from(HALVES),
+    gated=st.booleans(),
+    transposed=st.booleans(),
+    text=st.sampled_from([TILE, SPLIT]),
+    size=st.sampled_from([1e-2, 1.0, 300.0]),
+)
+def test_folded_norms(
+    m: int, n: int, k: int, dtype: torch.dtype, gated: bool, transposed: bool, text: str, size: float
+) -> None:
+    """Rows of any size: products of rows that are not normalised yet go up to what float32 holds."""
+    t = tensors(m, n, k, dtype, gated=gated, transposed=transposed)
+    t["x"] *= size
+    check_folded(text, t, gated)
+
+
 def test_norm_of_rows_far_from_zero() -> None:
     """The variance is of differences from the mean, not a difference of squares."""
     t = tensors(9, 16, 64, torch.float32)
@@ -220,8 +260,10 @@ def test_hopper(text: str, dtype: torch.dtype) -> None:
             check_linear(text, t, "gelu_tanh", bias=False)
             check_normed(text, t, "rms", False, "silu")
             check_normed(text, t, "layer", True)
+            check_folded(text, t, False, "none")
         if GemmConfig.parse(text).block_n >= 128:
             check_gated(text, tensors(m, n, k, dtype, gated=True), bias=True)
+            check_folded(text, tensors(m, n, k, dtype, gated=True), True)
 
 
 @pytest.mark.gpu

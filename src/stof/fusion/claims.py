@@ -20,8 +20,9 @@ from stof.fusion.nodes import column_slice, same_size, through_identities, value
 from stof.fusion.operators import NORMS, Kind, Operator
 from stof.fusion.sizes import Values, is_symbolic, size_hint, values_for
 from stof.fusion.templates.buckets import SMALLEST
-from stof.fusion.templates.config import GemmShape
+from stof.fusion.templates.config import GATED, ROW_SCALED, GemmShape
 from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template, no_kernel
+from stof.fusion.templates.run import row_factors
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -34,7 +35,7 @@ class Claim:
         template: whose operator is called.
         operators: the segment.
         inside: all nodes that the call makes unnecessary.
-        arguments: of the operator without the configuration, in its order. Tensors are nodes.
+        arguments: of the operator without the configuration, in its order. Tensors are nodes, or `RowFactors`.
         transposed: the argument "weight" is to be transposed first.
         results: the nodes whose values the call computes; with two, the first and the second of its outputs.
         problem: shapes and options, for configurations and rules. Symbolic sizes appear as their values in the call
@@ -69,6 +70,17 @@ class Claim:
         x = value_of(self.arguments["x"])
         assert x is not None
         return x.shape[:-1]
+
+
+@dataclass(frozen=True)
+class RowFactors:
+    """An argument that lowering computes: what an RMSNorm multiplies the rows of the claim's x by."""
+
+    eps: float
+
+    def of(self, x: Tensor) -> Tensor:
+        """`[...]` for x `[..., K]`."""
+        return row_factors(x, self.eps)
 
 
 class Refusal(str):
@@ -125,7 +137,7 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
             owner = next((operator for operator in operators if node in operator.nodes), operators[0])
             return f"the value of {owner.label} is used elsewhere as well"
     x = operators[0].inputs[0]
-    problem = _unfit(x, linear, norm, residual, results)
+    problem = _unfit(x, linear, norm, residual, results) or _unfolded(template, norm)
     if problem:
         return problem
     arguments: dict[str, Any] = {
@@ -137,6 +149,7 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     }
     if norm is not None:
         arguments |= {"norm_weight": norm.weight, "norm_bias": norm.bias, "norm": NORMS[norm.kind], "eps": norm.eps}
+        arguments["rstd"] = RowFactors(norm.eps)
     names = [argument.name for argument in template.operator._schema.arguments if argument.name != "config"]
     return Claim(
         template,
@@ -157,17 +170,24 @@ def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) ->
     shape = GemmShape(
         template.name,
         prod(size_hint(size) for size in x.shape[:-1]),
-        n // 2 if template.name == "gated_linear" else n,
+        n // 2 if template.name in GATED else n,
         k,
         arguments["activation"],
         arguments.get("norm", ""),
-        scaled=any(arguments.get(name) is not None for name in ("norm_weight", "norm_bias")),
+        scaled=template.name not in ROW_SCALED
+        and any(arguments.get(name) is not None for name in ("norm_weight", "norm_bias")),
         bias=linear.bias is not None,
         residual=arguments["residual"] is not None,
         transposed=linear.transposed,
         aligned=all(size * x.element_size() % 16 == 0 for size in (n, k)),
     )
     return Problem(shape, x.dtype, x.device)
+
+
+def _unfolded(template: Template, norm: Operator | None) -> str:
+    if template.name in ROW_SCALED and norm is not None and norm.weight is not None and not norm.foldable:
+        return "the norm's weight is not folded into the product's (option fold)"
+    return ""
 
 
 def _connected(before: Operator, after: Operator, inside: set[fx.Node], linear: Operator) -> str:

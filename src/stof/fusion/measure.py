@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from stof.fusion.claims import Claim
+from stof.fusion.claims import Claim, RowFactors
 from stof.fusion.nodes import value_of
 from stof.fusion.sizes import size_hint
 from stof.tuning.timing import time_calls
@@ -113,7 +113,7 @@ def compiled_segment(claim: Claim, inputs: dict[fx.Node, Tensor]) -> Callable[[]
 
 def exact(claim: Claim, inputs: dict[fx.Node, Tensor]) -> tuple[Tensor, ...]:
     """The segment's results by the template's twin in float64."""
-    return _results(claim.template.twin(**_arguments(claim, inputs, torch.float64)))
+    return _results(claim.template.twin(**_computed(_arguments(claim, inputs, torch.float64))))
 
 
 def _arguments(claim: Claim, inputs: dict[fx.Node, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -126,6 +126,13 @@ def _arguments(claim: Claim, inputs: dict[fx.Node, Tensor], dtype: torch.dtype |
     return given
 
 
+def _computed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with what lowering adds to a graph: part of what a template takes."""
+    return {
+        name: value.of(arguments["x"]) if isinstance(value, RowFactors) else value for name, value in arguments.items()
+    }
+
+
 def _results(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
 
@@ -136,14 +143,14 @@ def _checked(
     """A call of the template's operator, and why it may not be used ("" if it may)."""
     arguments = _arguments(claim, inputs)
 
-    def call() -> object:
-        return claim.template.operator(**arguments, config=config)
+    def call() -> Any:
+        return claim.template.operator(**_computed(arguments), config=config)
 
     try:
-        got = _results(claim.template.operator(**arguments, config=config))
+        got = _results(call())
     except Exception as error:  # whatever a compiler or a launch raises for a configuration that does not fit
         return f"does not run: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}", call
-    plain = _results(claim.template.twin(**arguments))
+    plain = _results(claim.template.twin(**_computed(arguments)))
     for one, reference, value in zip(got, plain, expected, strict=True):
         off, usual = _distance(one, value), _distance(reference, value)
         ulp = torch.finfo(one.dtype).eps * value.abs().max().item()

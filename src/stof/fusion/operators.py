@@ -50,6 +50,7 @@ class Operator:
         transposed: the weight is stored as `[K, N]`.
         activation: of ACTIVATION and GATE: "gelu", "gelu_tanh", "relu" or "silu".
         eps: of norms.
+        foldable: of norms: whether the weight may be folded into the product that follows.
     """
 
     kind: Kind
@@ -61,6 +62,7 @@ class Operator:
     transposed: bool = False
     activation: str = "none"
     eps: float = 0.0
+    foldable: bool = False
 
     @property
     def value(self) -> Tensor:

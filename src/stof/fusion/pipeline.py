@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -13,7 +13,7 @@ from stof.fusion.claims import claims, without_kernel
 from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
-from stof.fusion.operators import Operator
+from stof.fusion.operators import NORMS, Operator
 from stof.fusion.propagate import propagate
 from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.rules import LONGEST, apart, joined, pays, suggested
@@ -45,11 +45,11 @@ class Search:
     store: Store | None = None
 
 
-def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = False) -> FusionReport:
+def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = False, fold: bool = False) -> FusionReport:
     """Lower `gm` in place as far as it is safe; the report says what is left to Inductor, and why.
 
     Nodes need `meta["example_value"]`, as Dynamo leaves it. With `twins`, templates are claimed where they have no
-    kernel as well, and run as plain PyTorch.
+    kernel as well, and run as plain PyTorch. With `fold`, RMSNorms' weights may be folded into the products after them.
     """
     serving = Serving.TWINS if twins else Serving.DEFAULTS if search is None else Serving.KERNELS
     report = FusionReport()
@@ -59,6 +59,7 @@ def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = Fals
         return report
     _merge(gm, report)
     operators, order = normalise(gm.graph), GraphOrder(gm.graph)
+    operators = [replace(o, foldable=fold) if o.kind in NORMS else o for o in operators]
     report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, serving)]
     chosen = suggested(operators, order, serving)
     meter: Meter | None = None

@@ -11,11 +11,15 @@ from stof.errors import ArgumentError
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
-TEMPLATES = ("linear", "norm_linear", "gated_linear", "linear_norm")
+TEMPLATES = ("linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear")
+# Their weight has the rows of the gate first, then those of what is gated.
+GATED = ("gated_linear", "rms_gated_linear")
+# They are given an RMSNorm's row factors, whose weight is folded into the product's.
+ROW_SCALED = ("rms_linear", "rms_gated_linear")
 # tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. cublas: PyTorch's own product.
 KINDS = ("tile", "persistent", "pingpong", "together", "cublas")
 GLUON = ("pingpong", "together")
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 # cuBLAS has better products than ours: there to be measured, not by default.
 _IF_MEASURED = (torch.float32,)
 _LEAST_CAPABILITY = (8, 0)
@@ -34,7 +38,7 @@ class GemmShape:
 
     Attributes:
         template: one of `TEMPLATES`.
-        m, n, k: rows of x, columns of the result, width of x. For gated_linear the weight has 2 n rows.
+        m, n, k: rows of x, columns of the result, width of x. For gated ones the weight has 2 n rows.
         activation: one of `ACTIVATIONS`.
         norm: "" or one of `NORMS`; scaled: the norm has a weight or a bias.
         bias, residual: whether there is one.
@@ -56,12 +60,12 @@ class GemmShape:
 
     @property
     def gated(self) -> bool:
-        return self.template == "gated_linear"
+        return self.template in GATED
 
     @property
     def commutes(self) -> bool:
         """Whether the norm before the product scales rows alone, and so may follow it."""
-        return self.template == "norm_linear" and self.norm == "rms" and not self.scaled
+        return self.template in ("norm_linear", *ROW_SCALED) and self.norm == "rms" and not self.scaled
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,8 @@ _PATTERN = re.compile(
 
 def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[str]:
     """All reasons why a configuration cannot serve a shape; empty when it can."""
+    if shape.template in ROW_SCALED and (dtype not in HALVES or config.kind not in ("tile", *GLUON)):
+        return [f"{config.kind} does not scale rows of {dtype}"]
     if config.kind == "cublas":
         return _unfit_for_cublas(shape)
     found = []
@@ -184,7 +190,7 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append("only plain tiles are split along their depth")
     if config.split > max(1, shape.k // config.block_k):
         found.append("more splits than steps")
-    if dtype not in _HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
+    if dtype not in HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
         found.append(f"{config.kind} does not compute {dtype}")
     limit = _SHARED.get(capability, _LEAST_SHARED)
     needed = config.shared_memory(shape, dtype.itemsize) + _SHARED_REST
@@ -245,7 +251,7 @@ def unserved(dtype: torch.dtype, capability: tuple[int, int], *, measured: bool)
     name = str(dtype).removeprefix("torch.")
     if dtype in _IF_MEASURED:
         return "" if measured else f"{name} without measuring"
-    return "" if dtype in _HALVES else name
+    return "" if dtype in HALVES else name
 
 
 def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], processors: int) -> GemmConfig | None:

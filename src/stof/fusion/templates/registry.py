@@ -17,6 +17,7 @@ from stof.fusion.templates.config import GemmShape, configs, default, unserved
 # What the break-even table of docs/fusion.md asks for at K = 1024.
 _ASSUMED_SHARE = 0.76
 _NORM = frozenset(NORMS)
+_RMS_NORM = frozenset({Kind.RMS_NORM})
 _LINEAR = frozenset({Kind.LINEAR})
 _ACTIVATION = frozenset({Kind.ACTIVATION})
 _RESIDUAL = frozenset({Kind.RESIDUAL})
@@ -109,6 +110,8 @@ _OPERATORS = {
     "norm_linear": ops.norm_linear,
     "gated_linear": ops.gated_linear,
     "linear_norm": ops.linear_norm,
+    "rms_linear": ops.rms_linear,
+    "rms_gated_linear": ops.rms_gated_linear,
 }
 
 TEMPLATES: tuple[Template, ...] = (
@@ -118,6 +121,16 @@ TEMPLATES: tuple[Template, ...] = (
         twins.linear,
         passes=2,
         share=0.92,  # BERT's up-projection with GELU, 4096 tokens, H200: 35.4 us, cuBLAS without 32.8
+    ),
+    # Inductor computes the row factors together with what x is made by; what is saved is writing the normalised rows.
+    Template(
+        "rms_linear",
+        (Slot(_RMS_NORM), Slot(_LINEAR), Slot(_ACTIVATION, optional=True)),
+        twins.rms_linear,
+        passes=1,
+    ),
+    Template(
+        "rms_gated_linear", (Slot(_RMS_NORM), Slot(_LINEAR), Slot(_GATE)), twins.rms_gated_linear, passes=2, share=1.0
     ),
     # The norm's statistics are a pass of their own; what is saved is writing the normalised rows.
     Template(

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stof.fusion.templates import config as configuration
+from stof.fusion.templates import twins
 from stof.fusion.templates.buckets import bucket_of, in_bucket
-from stof.fusion.templates.config import GLUON, GemmConfig, GemmShape, unfit
+from stof.fusion.templates.config import GATED, GLUON, GemmConfig, GemmShape, unfit
 
 # Widest row that one program normalises.
 _WIDEST_ROW = 16384
@@ -32,8 +33,9 @@ class Norm(NamedTuple):
 class Product(NamedTuple):
     """The tensors of one call as kernels read them: rows contiguous, weights in either order.
 
-    x `[M, K]`; weight `[N, K]` (gated: `[2 N, K]`), contiguous in either direction; bias `[N]` or `[2 N]`;
-    residual `[M, N]`; lead: the result's shape but for its last dimension.
+    x `[M, K]`; weight `[N, K]` (gated: `[2 N, K]`), contiguous in either direction; bias `[N]` or `[2 N]`; residual
+    `[M, N]`; lead: the result's shape but for its last dimension; row_scale: the norm's 1 / deviation of every row,
+    float32 `[M]`, where the caller has it.
     """
 
     x: Tensor
@@ -44,6 +46,7 @@ class Product(NamedTuple):
     activation: str
     shape: GemmShape
     lead: torch.Size
+    row_scale: Tensor | None = None
 
 
 def product(
@@ -54,10 +57,11 @@ def product(
     residual: Tensor | None,
     activation: str,
     norm: Norm | None = None,
+    row_scale: Tensor | None = None,
 ) -> Product:
     """View (or, where strides are too odd, copy) the tensors of a call for the kernels."""
     k = x.shape[-1]
-    n = weight.shape[0] // (2 if template == "gated_linear" else 1)
+    n = weight.shape[0] // (2 if template in GATED else 1)
     flat = _rows_contiguous(x.reshape(-1, k))
     if weight.stride(1) != 1 and weight.stride(0) != 1:
         weight = weight.contiguous()
@@ -79,7 +83,9 @@ def product(
         transposed=transposed,
         aligned=all(width * x.element_size() % 16 == 0 for width in (n, k)) and all(map(_aligned, read)),
     )
-    return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1])
+    if row_scale is not None:
+        row_scale = row_scale.reshape(-1).contiguous()
+    return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale)
 
 
 def choose(call: Product, text: str) -> GemmConfig | None:
@@ -103,8 +109,8 @@ def choose(call: Product, text: str) -> GemmConfig | None:
 
 def compute(call: Product, config: GemmConfig) -> Tensor:
     """Run a product; result `[..., N]`, contiguous."""
-    mean = rstd = None
-    if call.norm is not None:
+    mean, rstd = None, call.row_scale
+    if call.norm is not None and rstd is None:
         if config.kind == "tile" or (config.kind in GLUON and call.shape.commutes):
             mean, rstd = row_statistics(call.x, call.norm)
         else:
@@ -128,6 +134,13 @@ def row_statistics(x: Tensor, norm: Norm) -> tuple[Tensor | None, Tensor]:
     mean = torch.empty_like(rstd) if norm.kind == "layer" else None
     _row_kernel(x, norm, None, mean, rstd)
     return mean, rstd
+
+
+def row_factors(x: Tensor, eps: float) -> Tensor:
+    """What an RMSNorm multiplies the rows of x `[..., K]` by: `[...]`, float32 (float64 for float64 x)."""
+    if can_normalise(x) and x.is_contiguous():
+        return row_statistics(x.view(-1, x.shape[-1]), Norm("rms", None, None, eps))[1].view(x.shape[:-1])
+    return twins.row_factors(x, eps)
 
 
 def can_normalise(x: Tensor) -> bool:
@@ -265,7 +278,7 @@ def _cublas(call: Product) -> Tensor:
 def _agree(call: Product) -> bool:
     """Whether all tensors have one device, and products one dtype; anything else is PyTorch's to serve or refuse."""
     norm = () if call.norm is None else (call.norm.weight, call.norm.bias)
-    others = [t for t in (call.weight, call.bias, call.residual, *norm) if t is not None]
+    others = [t for t in (call.weight, call.bias, call.residual, call.row_scale, *norm) if t is not None]
     return call.weight.dtype == call.x.dtype and all(t.device == call.x.device for t in others)
 
 

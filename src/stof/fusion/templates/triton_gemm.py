@@ -87,6 +87,8 @@ def tile_gemm_kernel(
     column = tl.minimum(n, columns - 1).to(tl.int64)
     a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :]  # [BLOCK_M, BLOCK_K]
     b_ptrs = b_ptr + column[None, :] * stride_bn + k[:, None] * stride_bk  # [BLOCK_K, BLOCK_N]
+    # The scale of a row commutes with the product.
+    SCALE_AFTER: tl.constexpr = NORM == "rms" and not HAS_NORM_WEIGHT and not HAS_NORM_BIAS
     if NORM != "none":
         rstd = tl.load(rstd_ptr + row)
     if NORM == "layer":
@@ -103,7 +105,7 @@ def tile_gemm_kernel(
         exists = k < depth - start
         a = tl.load(a_ptrs + start, mask=exists[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=exists[:, None], other=0.0)
-        if NORM != "none":
+        if NORM != "none" and not SCALE_AFTER:
             scaled = a.to(tl.float32)
             if NORM == "layer":
                 scaled = scaled - mean[:, None]
@@ -143,6 +145,9 @@ def tile_gemm_kernel(
                     up += tl.load(other + SIZE + at, cache_modifier=".cg")
             tl.store(counters_ptr + tile, 0)
     if write:
+        if SCALE_AFTER:
+            acc = acc * rstd[:, None]
+            up = up * rstd[:, None]
         out = _epilogue(
             acc,
             up,
