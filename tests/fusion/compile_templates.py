@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from stof.fusion.templates import GemmConfig, configs, hopper_pingpong, hopper_together, run, triton_gemm
 from stof.fusion.templates.config import ROW_SCALED, GemmShape
-from stof.fusion.templates.run import Norm, Product
+from stof.fusion.templates.run import Norm, Product, Rotary
 from tests.kernels.compile_kernels import ARCHS, _resources, _warnings
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
@@ -99,6 +99,7 @@ def cases(every: bool) -> Iterator[Case]:
     turned = GemmShape("linear", 4096, 3072, 768, activation="gelu_tanh", bias=True, transposed=True)
     normed = GemmShape("norm_linear", 4096, 3072, 2048, norm="rms")
     folded = GemmShape("rms_gated_linear", 4096, 8192, 2048, activation="silu", norm="rms")
+    turning = GemmShape("rotary_linear", 4096, 3072, 2048, norm="rms", head_dim=64, turned=2560)
     layer = GemmShape("norm_linear", 100, 768, 768, norm="layer", scaled=True, bias=True)
 
     def case(name: str, shape: GemmShape, text: str, archs: tuple[int, ...] = (90,), dtype: torch.dtype = half) -> Case:
@@ -112,6 +113,11 @@ def cases(every: bool) -> Iterator[Case]:
         yield case("residual", added, text, dtype=bfloat)
         yield case("transposed", turned, text)
     yield case("row scale", normed, _SOME[0])
+    for text in (_SOME[0], _SOME[1]):
+        yield case("rotary", turning, text)
+        yield case("rotary plain", replace(turning, norm="", head_dim=128), text, dtype=bfloat)
+    yield case("rotary", turning, "64x64x64,4w,4s,tile,split4", ARCHS)
+    yield case("rotary", replace(turning, head_dim=128), "128x128x64,8w,3s,tile", (80, 90))
     for text in (_SOME[0], _SOME[3]):
         yield case("row scale swiglu", folded, text)
     yield case("row scale swiglu", folded, "64x64x64,4w,4s,tile", ARCHS)
@@ -135,6 +141,7 @@ def product_of(case: Case) -> Product:
     if shape.norm:
         vector = torch.empty(shape.k, dtype=dtype) if shape.scaled else None
         norm = Norm(shape.norm, vector, vector if shape.norm == "layer" else None, 1e-5)
+    angles = torch.empty(shape.m, shape.head_dim, dtype=dtype)
     return run.product(
         shape.template,
         torch.empty(shape.m, shape.k, dtype=dtype),
@@ -143,7 +150,8 @@ def product_of(case: Case) -> Product:
         torch.empty(shape.m, shape.n, dtype=dtype) if shape.residual else None,
         shape.activation,
         norm,
-        torch.empty(shape.m) if shape.template in ROW_SCALED else None,
+        torch.empty(shape.m) if shape.template in ROW_SCALED and shape.norm else None,
+        Rotary(angles, angles, shape.turned, shape.head_dim) if shape.head_dim else None,
     )
 
 

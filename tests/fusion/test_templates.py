@@ -208,6 +208,47 @@ def test_folded_norms(
     check_folded(text, t, gated)
 
 
+def check_rotary(text: str, t: dict[str, Tensor], head_dim: int, turned: int, positions: int, normed: bool) -> Tensor:
+    """A product and the rotation of its heads, with a folded norm before it or not, against all of them apart."""
+    generator = torch.Generator().manual_seed(1)
+    angles = torch.randn(positions, head_dim, generator=generator, dtype=torch.float64)
+    cos, sin = (table.to(DEVICE, t["x"].dtype) for table in (angles.cos(), angles.sin()))
+    whole = folded(t["weight"], t["scale"]) if normed else t["weight"]
+    assert whole is not None
+    rstd = run.row_factors(t["x"], 1e-5) if normed else None
+    norm = Norm("rms", None, None, 0.0) if normed else None
+    product = run.product(
+        "rotary_linear", t["x"], whole, t["bias"], None, "none", norm, rstd, run.Rotary(cos, sin, turned, head_dim)
+    )
+
+    def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
+        x = f(t["x"])
+        return twins.rotary_linear(
+            x, twins.row_factors(x, 1e-5) if normed else None, f(t["scale"]) if normed else None, f(t["weight"]),
+            f(t["bias"]), f(cos), f(sin), turned, head_dim,
+        )  # fmt: skip
+
+    return check(product, text, twin)
+
+
+@settings(max_examples=12)
+@given(
+    m=st.integers(1, 50),
+    heads=st.integers(1, 4),
+    rest=st.integers(0, 3),
+    positions=st.integers(1, 60),
+    dtype=st.sampled_from(HALVES),
+    head_dim=st.sampled_from([16, 32]),
+    text=st.sampled_from([TILE, "16x32x16,4w,2s,tile,split3"]),
+    normed=st.booleans(),
+)
+def test_rotated_heads(
+    m: int, heads: int, rest: int, positions: int, dtype: torch.dtype, head_dim: int, text: str, normed: bool
+) -> None:
+    t = tensors(m, 32 * heads + 8 * rest, 72, dtype)
+    check_rotary(text, t, head_dim, 32 * heads, positions, normed)
+
+
 def test_norm_of_rows_far_from_zero() -> None:
     """The variance is of differences from the mean, not a difference of squares."""
     t = tensors(9, 16, 64, torch.float32)
@@ -261,6 +302,9 @@ def test_hopper(text: str, dtype: torch.dtype) -> None:
             check_normed(text, t, "rms", False, "silu")
             check_normed(text, t, "layer", True)
             check_folded(text, t, False, "none")
+            if text.endswith("pingpong") and n > 256:
+                for head_dim in (32, 64, 128)[: GemmConfig.parse(text).block_n // 64 + 1]:
+                    check_rotary(text, t, head_dim, 256, 512, normed=head_dim == 64)
         if GemmConfig.parse(text).block_n >= 128:
             check_gated(text, tensors(m, n, k, dtype, gated=True), bias=True)
             check_folded(text, tensors(m, n, k, dtype, gated=True), True)

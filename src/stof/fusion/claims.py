@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor
 
 from stof.fusion.nodes import column_slice, same_size, through_identities, value_of
 from stof.fusion.operators import NORMS, Kind, Operator
+from stof.fusion.rotation import cuts, rotations
 from stof.fusion.sizes import Values, is_symbolic, size_hint, values_for
 from stof.fusion.templates.buckets import SMALLEST
 from stof.fusion.templates.config import GATED, ROW_SCALED, GemmShape
@@ -40,6 +41,7 @@ class Claim:
         results: the nodes whose values the call computes; with two, the first and the second of its outputs.
         problem: shapes and options, for configurations and rules. Symbolic sizes appear as their values in the call
             that is being compiled, or `at` others.
+        passed: nodes that the call makes unnecessary, and views of its results that then have their values.
         at: values of the symbols, for a claim that stands for calls of another size.
     """
 
@@ -51,6 +53,17 @@ class Claim:
     results: tuple[fx.Node, ...]
     problem: Problem
     at: Values | None = None
+    passed: tuple[tuple[fx.Node, fx.Node], ...] = ()
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values others read from the segment."""
+        if not self.passed:
+            return self.results
+        own = {view for _, view in self.passed}
+        read = [user for node in self.results for user in cuts(node) if user not in self.inside]
+        rest = [user for user in read if not any(_leads_to(user, view) for view in own)]
+        return (*(root for root, _ in self.passed), *rest)
 
     @property
     def any_rows(self) -> bool:
@@ -122,8 +135,9 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     add = next((operator for operator in operators if operator.kind is Kind.RESIDUAL), None)
     inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
     residual: fx.Node | None = None
+    rotaries = [operator for operator in operators if operator.kind is Kind.ROTARY]
     for before, after in pairwise(operators):
-        problem = _connected(before, after, inside, linear)
+        problem = "" if after in rotaries else _connected(before, after, inside, linear)
         if problem:
             return problem
         if after is add:
@@ -131,8 +145,12 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
             if len(others) != 1:
                 return "adds a value to itself"
             residual = others[0]
-    results = _results(template, operators)
-    for node in inside.difference(results):
+    turned = rotations(linear, rotaries) if rotaries else None
+    if isinstance(turned, str):
+        return turned
+    passed = turned.passed if turned is not None else ()
+    results = (linear.root,) if passed else _results(template, operators)
+    for node in inside.difference(results, (root for root, _ in passed)):
         if any(user not in inside for user in node.users):
             owner = next((operator for operator in operators if node in operator.nodes), operators[0])
             return f"the value of {owner.label} is used elsewhere as well"
@@ -150,6 +168,10 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     if norm is not None:
         arguments |= {"norm_weight": norm.weight, "norm_bias": norm.bias, "norm": NORMS[norm.kind], "eps": norm.eps}
         arguments["rstd"] = RowFactors(norm.eps)
+    else:
+        arguments |= {"norm_weight": None, "rstd": None}
+    if turned is not None:
+        arguments |= {"cos": turned.cos, "sin": turned.sin, "turned": turned.turned, "head_dim": turned.head_dim}
     names = [argument.name for argument in template.operator._schema.arguments if argument.name != "config"]
     return Claim(
         template,
@@ -159,6 +181,7 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
         linear.transposed,
         results,
         _problem(template, linear, arguments),
+        passed=passed,
     )
 
 
@@ -179,9 +202,18 @@ def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) ->
         bias=linear.bias is not None,
         residual=arguments["residual"] is not None,
         transposed=linear.transposed,
+        head_dim=arguments.get("head_dim", 0),
+        turned=arguments.get("turned", 0),
         aligned=all(size * x.element_size() % 16 == 0 for size in (n, k)),
     )
     return Problem(shape, x.dtype, x.device)
+
+
+def _leads_to(node: fx.Node, view: fx.Node) -> bool:
+    """Whether a view is made of a node by views of one reader each."""
+    while node is not view and len(node.users) == 1:
+        node = next(iter(node.users))
+    return node is view
 
 
 def _unfolded(template: Template, norm: Operator | None) -> str:

@@ -70,6 +70,9 @@ def lower(graph: fx.Graph, choices: Iterable[Choice]) -> None:
     for (_, choice), results in zip(placed, calls, strict=True):
         for before, after in zip(choice.claim.results, results, strict=True):
             before.replace_all_uses_with(after)
+    for _, choice in placed:
+        for root, view in choice.claim.passed:
+            root.replace_all_uses_with(view)
     inside = {node for _, choice in placed for node in choice.claim.inside}
     for node in sorted(inside, key=order.place.__getitem__, reverse=True):
         if not node.users:

@@ -98,7 +98,7 @@ def segment_graph(claim: Claim, inputs: dict[fx.Node, Tensor]) -> fx.GraphModule
                 copied[node].meta = {}
         return copied[node]
 
-    graph.output(tuple(take(node) for node in claim.results))
+    graph.output(tuple(take(node) for node in claim.outputs))
     return fx.GraphModule({}, graph)
 
 

@@ -18,7 +18,7 @@ from stof.fusion.templates.registry import Serving
 # 4.2 TB/s on an H200. A pass over a product's [M, N] result then costs about 325 / K of the product.
 FLOPS_PER_BYTE = 162.0
 # The longest sequence that any template covers.
-LONGEST = 3
+LONGEST = 4
 
 
 def pays(claim: Claim) -> bool:

@@ -1,7 +1,7 @@
 """Kernel templates: matrix products together with what surrounds them.
 
-`ops` registers `torch.ops.stof.linear`, `norm_linear`, `gated_linear`, `linear_norm`, `rms_linear` and
-`rms_gated_linear`; `config` says how they run.
+`ops` registers `torch.ops.stof.linear`, `norm_linear`, `gated_linear`, `linear_norm`, `rms_linear`,
+`rms_gated_linear` and `rotary_linear`; `config` says how they run.
 """
 
 from stof.fusion.templates.config import GemmConfig, GemmShape, configs, unfit

@@ -11,11 +11,13 @@ from stof.errors import ArgumentError
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
-TEMPLATES = ("linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear")
+TEMPLATES = (
+    "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear"
+)  # fmt: skip
 # Their weight has the rows of the gate first, then those of what is gated.
 GATED = ("gated_linear", "rms_gated_linear")
-# They are given an RMSNorm's row factors, whose weight is folded into the product's.
-ROW_SCALED = ("rms_linear", "rms_gated_linear")
+# They may be given an RMSNorm's row factors, whose weight is folded into the product's.
+ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
 # tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. cublas: PyTorch's own product.
 KINDS = ("tile", "persistent", "pingpong", "together", "cublas")
 GLUON = ("pingpong", "together")
@@ -43,6 +45,7 @@ class GemmShape:
         norm: "" or one of `NORMS`; scaled: the norm has a weight or a bias.
         bias, residual: whether there is one.
         transposed: the weight's columns are contiguous in memory (`[K, N]` stored, seen as `[N, K]`).
+        head_dim, turned: heads of that width are rotated in the first `turned` columns; 0 for none.
         aligned: TMA can read x, weight and residual (16-byte addresses and row strides) and write the result.
     """
 
@@ -56,6 +59,8 @@ class GemmShape:
     bias: bool = False
     residual: bool = False
     transposed: bool = False
+    head_dim: int = 0
+    turned: int = 0
     aligned: bool = True
 
     @property
@@ -176,6 +181,8 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
     """All reasons why a configuration cannot serve a shape; empty when it can."""
     if shape.template in ROW_SCALED and (dtype not in HALVES or config.kind not in ("tile", *GLUON)):
         return [f"{config.kind} does not scale rows of {dtype}"]
+    if shape.head_dim and config.kind not in ("tile", "pingpong"):
+        return [f"{config.kind} does not rotate heads"]
     if config.kind == "cublas":
         return _unfit_for_cublas(shape)
     found = []
@@ -198,6 +205,8 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append(f"needs {needed} bytes of shared memory, there are {limit}")
     if capability < _LEAST_CAPABILITY:
         found.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
+    if shape.head_dim and (config.block_n % shape.head_dim or shape.turned % config.block_n):
+        found.append("tiles hold whole heads, all of them rotated or none")
     if config.block_m * config.block_n > 128 * 256:
         found.append("the accumulator is larger than the registers")
     if config.kind != "tile":
@@ -271,10 +280,10 @@ def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], p
 def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     """Best first, by what fills the device: few tiles of large ones, or many of small ones, split where too few."""
     large = -(-shape.m // 128) * -(-shape.n // 128) * (2 if shape.gated else 1)
-    tile = GemmConfig("tile", 64, 64, 64, warps=4, stages=4)
+    tile = GemmConfig("tile", 64, max(64, shape.head_dim), 64, warps=4, stages=4)
     if 2 * large < processors:
         rows = 16 if shape.m <= 16 else 32 if shape.m <= 32 else 64
-        programs = -(-shape.m // rows) * -(-shape.n // 64)
+        programs = -(-shape.m // rows) * -(-shape.n // tile.block_n)
         split = min(8, max(1, processors // programs), max(1, shape.k // 256))
         small = replace(tile, block_m=rows, split=1 << (split.bit_length() - 1))
         return [small, replace(small, stages=2), replace(small, block_k=32, stages=2)]

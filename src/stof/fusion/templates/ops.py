@@ -278,14 +278,73 @@ def _rms_gated_linear_fake(
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
 
 
+@torch.library.custom_op("stof::rotary_linear", mutates_args=())
+def rotary_linear(
+    x: Tensor,
+    rstd: Tensor | None,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    turned: int,
+    head_dim: int,
+    config: str,
+) -> Tensor:
+    """`(rstd * x * norm_weight) @ weight.T + bias`, then a rotary embedding of the heads in its first `turned` columns.
+
+    `h * cos + cat(-h[half:], h[:half]) * sin` for each head h, as LLaMA rotates query and key. Source: Su et al. 2021,
+    "RoFormer", equation 34.
+
+    Args:
+        x, norm_weight, weight, bias, config: as for `stof::rms_linear`.
+        rstd: as there, or None for no norm.
+        cos, sin: `[..., head_dim]` of x's dtype; row r of x (leading dimensions flattened) takes their row r modulo the
+            number of rows they have.
+        turned: a multiple of head_dim.
+
+    Returns:
+        `[..., N]` in x's dtype.
+
+    Raises:
+        ArgumentError: text that is no configuration, or columns that are no heads.
+    """
+    if turned % head_dim or head_dim % 2 or turned > weight.shape[0]:
+        raise ArgumentError(f"{turned} columns of {weight.shape[0]} cannot be heads of {head_dim} that are rotated")
+    tables = [table.reshape(-1, head_dim).contiguous() for table in (cos, sin)]
+    rotary = run.Rotary(tables[0], tables[1], turned, head_dim)
+    call = _row_scaled("rotary_linear", x, rstd, norm_weight, weight, bias, "none", rotary)
+    chosen = None if call is None else run.choose(call, config)
+    if call is None or chosen is None:
+        return twins.rotary_linear(x, rstd, norm_weight, weight, bias, cos, sin, turned, head_dim)
+    return run.compute(call, chosen)
+
+
+@rotary_linear.register_fake
+def _rotary_linear_fake(
+    x: Tensor,
+    rstd: Tensor | None,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    turned: int,
+    head_dim: int,
+    config: str,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
 def _row_scaled(
     template: str,
     x: Tensor,
-    rstd: Tensor,
+    rstd: Tensor | None,
     norm_weight: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
+    rotary: run.Rotary | None = None,
 ) -> run.Product | None:
     """A product with folded weights and scaled rows; None where there is no kernel for it, or folding is not exact."""
     if x.device.type != "cuda" or x.dtype not in HALVES or any(
@@ -295,7 +354,8 @@ def _row_scaled(
     whole = weight if norm_weight is None else folded(weight, norm_weight)
     if whole is None:
         return None
-    return run.product(template, x, whole, bias, None, activation, Norm("rms", None, None, 0.0), rstd)
+    norm = None if rstd is None else Norm("rms", None, None, 0.0)
+    return run.product(template, x, whole, bias, None, activation, norm, rstd, rotary)
 
 
 def _paired(weight: Tensor) -> None:

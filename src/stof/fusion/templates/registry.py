@@ -22,6 +22,7 @@ _LINEAR = frozenset({Kind.LINEAR})
 _ACTIVATION = frozenset({Kind.ACTIVATION})
 _RESIDUAL = frozenset({Kind.RESIDUAL})
 _GATE = frozenset({Kind.GATE})
+_ROTARY = frozenset({Kind.ROTARY})
 
 
 class Serving(StrEnum):
@@ -112,6 +113,7 @@ _OPERATORS = {
     "linear_norm": ops.linear_norm,
     "rms_linear": ops.rms_linear,
     "rms_gated_linear": ops.rms_gated_linear,
+    "rotary_linear": ops.rotary_linear,
 }
 
 TEMPLATES: tuple[Template, ...] = (
@@ -131,6 +133,12 @@ TEMPLATES: tuple[Template, ...] = (
     ),
     Template(
         "rms_gated_linear", (Slot(_RMS_NORM), Slot(_LINEAR), Slot(_GATE)), twins.rms_gated_linear, passes=2, share=1.0
+    ),
+    Template(
+        "rotary_linear",
+        (Slot(_RMS_NORM, optional=True), Slot(_LINEAR), Slot(_ROTARY), Slot(_ROTARY, optional=True)),
+        twins.rotary_linear,
+        passes=2,
     ),
     # The norm's statistics are a pass of their own; what is saved is writing the normalised rows.
     Template(

@@ -30,6 +30,18 @@ class Norm(NamedTuple):
     eps: float
 
 
+class Rotary(NamedTuple):
+    """Heads rotated in the first `turned` columns of a result, each `head_dim` wide.
+
+    cos, sin: `[P, head_dim]`, contiguous; row r of the result has position `r % P`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    turned: int
+    head_dim: int
+
+
 class Product(NamedTuple):
     """The tensors of one call as kernels read them: rows contiguous, weights in either order.
 
@@ -47,6 +59,7 @@ class Product(NamedTuple):
     shape: GemmShape
     lead: torch.Size
     row_scale: Tensor | None = None
+    rotary: Rotary | None = None
 
 
 def product(
@@ -58,6 +71,7 @@ def product(
     activation: str,
     norm: Norm | None = None,
     row_scale: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> Product:
     """View (or, where strides are too odd, copy) the tensors of a call for the kernels."""
     k = x.shape[-1]
@@ -81,11 +95,13 @@ def product(
         bias=bias is not None,
         residual=residual is not None,
         transposed=transposed,
+        head_dim=0 if rotary is None else rotary.head_dim,
+        turned=0 if rotary is None else rotary.turned,
         aligned=all(width * x.element_size() % 16 == 0 for width in (n, k)) and all(map(_aligned, read)),
     )
     if row_scale is not None:
         row_scale = row_scale.reshape(-1).contiguous()
-    return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale)
+    return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary)
 
 
 def choose(call: Product, text: str) -> GemmConfig | None:
@@ -186,14 +202,14 @@ def _tile(call: Product, config: GemmConfig, out: Tensor, mean: Tensor | None, r
         x, weight, out, call.bias, call.residual, mean, rstd,
         None if norm is None else norm.weight, None if norm is None else norm.bias, partial, counters,
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
-        0 if call.residual is None else call.residual.stride(0),
+        0 if call.residual is None else call.residual.stride(0), *_positions(call),
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, SPLITS=config.split,
         GATED=shape.gated,
         ACTIVATION="gelu_exact" if call.activation == "gelu" and x.dtype == torch.float32 else call.activation,
         FAST=x.device.type == "cuda", HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None,
         NORM="none" if norm is None else norm.kind,
         HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
-        HAS_NORM_BIAS=norm is not None and norm.bias is not None,
+        HAS_NORM_BIAS=norm is not None and norm.bias is not None, HEAD_DIM=shape.head_dim,
         num_warps=config.warps, num_stages=config.stages, **_chained(x),
     )  # fmt: skip
 
@@ -253,7 +269,10 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
     if pingpong:
         from stof.fusion.templates.hopper_pingpong import pingpong_gemm_kernel
 
-        pingpong_gemm_kernel[grid](*given, STAGES=config.stages, **common, num_warps=4, launch_pdl=True)
+        pingpong_gemm_kernel[grid](
+            *given, *_positions(call), STAGES=config.stages, HEAD_DIM=shape.head_dim, **common, num_warps=4,
+            launch_pdl=True,
+        )  # fmt: skip
     else:
         from stof.fusion.templates.hopper_together import together_gemm_kernel
 
@@ -261,6 +280,13 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
             *given, A_STAGES=config.row_stages, B_STAGES=config.stages, LAG=config.lag, **common, num_warps=4,
             launch_pdl=True,
         )  # fmt: skip
+
+
+def _positions(call: Product) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """cos, sin, how many positions they have, and the columns that are rotated; none of it without heads to rotate."""
+    if call.rotary is None:
+        return None, None, 0, 0
+    return call.rotary.cos, call.rotary.sin, call.rotary.cos.shape[0], call.rotary.turned
 
 
 def _cublas(call: Product) -> Tensor:
@@ -278,7 +304,8 @@ def _cublas(call: Product) -> Tensor:
 def _agree(call: Product) -> bool:
     """Whether all tensors have one device, and products one dtype; anything else is PyTorch's to serve or refuse."""
     norm = () if call.norm is None else (call.norm.weight, call.norm.bias)
-    others = [t for t in (call.weight, call.bias, call.residual, call.row_scale, *norm) if t is not None]
+    tables = () if call.rotary is None else call.rotary[:2]
+    others = [t for t in (call.weight, call.bias, call.residual, call.row_scale, *norm, *tables) if t is not None]
     return call.weight.dtype == call.x.dtype and all(t.device == call.x.device for t in others)
 
 

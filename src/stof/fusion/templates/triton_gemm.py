@@ -12,6 +12,30 @@ from stof.fusion.templates.device import activate, take_turn, tile_place
 
 @triton.jit
 @no_type_check
+def _rotated(acc, cos_ptr, sin_ptr, r, rows, positions, HEAD_DIM: tl.constexpr):
+    """Heads side by side in a tile's columns, the halves of each rotated against each other.
+
+    cos_ptr, sin_ptr: `[positions, HEAD_DIM]`; row r has position `r % positions`. Source: Su et al. 2021, equation 34.
+    """
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    HEADS: tl.constexpr = COLUMNS // HEAD_DIM
+    first, second = tl.split(tl.permute(tl.reshape(acc, [ROWS, HEADS, 2, HALF]), [0, 1, 3, 2]))
+    # Rows that do not exist read the last one's.
+    place = (tl.minimum(r, rows - 1) % positions) * HEAD_DIM
+    at = place[:, None, None] + tl.arange(0, HALF)[None, None, :]  # [ROWS, 1, HALF]
+    cos = tl.load(cos_ptr + at).to(tl.float32)
+    sin = tl.load(sin_ptr + at).to(tl.float32)
+    left = first * cos - second * sin
+    cos = tl.load(cos_ptr + at + HALF).to(tl.float32)
+    sin = tl.load(sin_ptr + at + HALF).to(tl.float32)
+    right = second * cos + first * sin
+    return tl.reshape(tl.permute(tl.join(left, right), [0, 1, 3, 2]), [ROWS, COLUMNS])
+
+
+@triton.jit
+@no_type_check
 def _epilogue(
     acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -32,7 +56,7 @@ def _epilogue(
     return acc
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "positions"])
 @no_type_check
 def tile_gemm_kernel(
     a_ptr,
@@ -54,6 +78,10 @@ def tile_gemm_kernel(
     stride_bk,
     up_offset,
     stride_rm,
+    cos_ptr,
+    sin_ptr,
+    positions,
+    turned,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -67,12 +95,14 @@ def tile_gemm_kernel(
     NORM: tl.constexpr,
     HAS_NORM_WEIGHT: tl.constexpr,
     HAS_NORM_BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """`C = act(norm(A) @ B.T + bias) + residual`, or act(gate) * up: one program a tile, or SPLITS over its depth.
 
     The programs of a tile leave partial sums in `partial_ptr` (float32) but for the last, which adds them in order:
-    equal calls give equal bits. Counters are zero before and after.
+    equal calls give equal bits. Counters are zero before and after. HEAD_DIM: of heads that are rotated in the first
+    `turned` columns, whole tiles of them; 0 for none.
     """
     take_turn(CHAINED)
     program = tl.program_id(0)
@@ -164,6 +194,10 @@ def tile_gemm_kernel(
             HAS_BIAS,
             HAS_RESIDUAL,
         )
+        if HEAD_DIM > 0:
+            # Whole tiles are rotated, or none of their columns.
+            if n_tile * BLOCK_N < turned:
+                out = _rotated(out, cos_ptr, sin_ptr, r, rows, positions, HEAD_DIM)
         kept = (r < rows)[:, None] & (n < columns)[None, :]
         # r, not row: the last row would be written again and again.
         c_ptrs = c_ptr + r.to(tl.int64)[:, None] * columns + n[None, :]

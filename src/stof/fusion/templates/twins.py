@@ -76,6 +76,28 @@ def rms_gated_linear(
     return gated_linear(_factored(x, rstd, norm_weight), weight, bias, activation)
 
 
+def rotary_linear(
+    x: Tensor,
+    rstd: Tensor | None,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    turned: int,
+    head_dim: int,
+) -> Tensor:
+    """`norm(x) @ weight.T + bias`, the heads of the first `turned` columns rotated by cos and sin."""
+    out = linear(x if rstd is None else _factored(x, rstd, norm_weight), weight, bias, None, "none")
+    heads = out[..., :turned].unflatten(-1, (-1, head_dim))
+    first, second = heads.chunk(2, -1)
+    tables = [table.reshape(-1, head_dim) for table in (cos, sin)]
+    place = torch.arange(heads.shape[:-2].numel(), device=x.device) % tables[0].shape[0]
+    angles = [table[place].view(*heads.shape[:-2], 1, head_dim) for table in tables]
+    heads = heads * angles[0] + torch.cat((-second, first), -1) * angles[1]
+    return torch.cat((heads.flatten(-2), out[..., turned:]), -1)
+
+
 def linear_norm(
     x: Tensor,
     weight: Tensor,
