@@ -109,6 +109,8 @@ BODIES: dict[str, tuple[Callable[[Block, Tensor], Tensor], list[str]]] = {
     # The sum is written anyway, so that the norm may stay with what comes after.
     "after a sum": (lambda m, x: x.sin() + m.square(m.norm(x.sin() + x)), ["rms_linear"]),
     "shared": (lambda m, x: m.up(n := m.norm(x)).sum() + n, []),
+    "view": (lambda m, x: m.norm(x) @ m.square.weight, ["norm_linear"]),
+    "rows": (lambda m, x: F.linear(m.norm(x), m.square.weight[:8]), ["norm_linear"]),
     "layer norm": (lambda m, x: m.up(F.layer_norm(x, (K,))), ["norm_linear"]),
 }
 

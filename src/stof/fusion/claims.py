@@ -155,7 +155,7 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
             owner = next((operator for operator in operators if node in operator.nodes), operators[0])
             return f"the value of {owner.label} is used elsewhere as well"
     x = operators[0].inputs[0]
-    problem = _unfit(x, linear, norm, residual, results) or _unfolded(template, norm)
+    problem = _unfit(x, linear, norm, residual, results) or _unfolded(template, norm, linear)
     if problem:
         return problem
     arguments: dict[str, Any] = {
@@ -216,10 +216,14 @@ def _leads_to(node: fx.Node, view: fx.Node) -> bool:
     return node is view
 
 
-def _unfolded(template: Template, norm: Operator | None) -> str:
-    if template.name in ROW_SCALED and norm is not None and norm.weight is not None and not norm.foldable:
+def _unfolded(template: Template, norm: Operator | None, linear: Operator) -> str:
+    if template.name not in ROW_SCALED or norm is None or norm.weight is None:
+        return ""
+    if not norm.foldable:
         return "the norm's weight is not folded into the product's (option fold)"
-    return ""
+    # Compiled code makes views without the version that tells of writes to a tensor.
+    given = all(node is not None and node.op in ("placeholder", "get_attr") for node in (linear.weight, norm.weight))
+    return "" if given and not linear.transposed else "the norm's weight is not folded into a view of a weight"
 
 
 def _connected(before: Operator, after: Operator, inside: set[fx.Node], linear: Operator) -> str:
