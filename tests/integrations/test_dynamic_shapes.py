@@ -19,7 +19,7 @@ from stof.integrations import torch_compile
 from stof.integrations.torch_compile import FusionReport
 from tests.integrations import models
 
-SIZES = ((2, 9), (3, 5), (2, 8), (4, 16), (5, 33), (2, 9), (3, 40))
+SIZES = ((2, 9), (3, 5), (4, 16), (5, 33), (2, 9))
 
 
 class Compilations:
@@ -47,19 +47,18 @@ def request(batch: int, length: int, padded: bool = True) -> dict[str, Tensor]:
     return {"input_ids": ids * valid, "attention_mask": valid.long()}
 
 
-def pair(family: str, mask: masks.Mask | None, **options: Any) -> tuple[nn.Module, nn.Module]:
+def pair(family: str, mask: masks.Mask, layers: int = 2, **options: Any) -> tuple[nn.Module, nn.Module]:
     """An eager model with stof's attention, and a compiled copy."""
-    model = getattr(models, family)()
+    model = getattr(models, family)(num_hidden_layers=layers)
     model.config.use_cache = False
     plain = copy.deepcopy(model)
     stof.integrations.transformers.enable(plain)
-    if mask is not None:
-        stof.integrations.transformers.sparsify(plain, mask)
+    stof.integrations.transformers.sparsify(plain, mask)
     torch._dynamo.reset()
     return plain, stof.optimize(model, mask=mask, twins=True, **options)
 
 
-@pytest.mark.parametrize(("family", "dynamic"), [("llama", True), ("llama", None), ("bert", None), ("gpt2", True)])
+@pytest.mark.parametrize(("family", "dynamic"), [("llama", True), ("bert", None)])
 def test_one_compilation_for_all_sizes(family: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dynamic=None the second size makes sizes symbolic."""
     compilations = Compilations(monkeypatch, inductor=False)
@@ -83,7 +82,7 @@ def test_one_compilation_for_all_sizes(family: str, dynamic: bool | None, monkey
 def test_lengths_of_several_buckets_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor adds guards of its own when it generates code."""
     compilations, first = Compilations(monkeypatch, inductor=True), 0
-    plain, compiled = pair("llama", masks.causal() & masks.sliding_window(6), dynamic=True)
+    plain, compiled = pair("llama", masks.causal() & masks.sliding_window(6), layers=1, dynamic=True)
     with torch.inference_mode():
         for place, (batch, length) in enumerate(SIZES):
             inputs = request(batch, length, padded=False)

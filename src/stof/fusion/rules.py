@@ -24,12 +24,15 @@ LONGEST = 4
 def pays(claim: Claim) -> bool:
     """Whether the memory traffic a claim saves outweighs a product slower than cuBLAS by the template's share.
 
-    What is saved are passes over the tensors between the product and its neighbours.
+    What is saved are passes over the tensors between the product and its neighbours; of a norm's before it only the one
+    that writes it, for the product reads another tensor then.
     """
     inner = claim.operators[:-1]
     between = [o for o in inner if o.kind is Kind.LINEAR or (o.kind in NORMS and o is claim.operators[0])]
     saved = sum(
-        claim.template.passes * prod(size_hint(size) for size in o.value.shape) * o.value.element_size()
+        (1 if o.kind in NORMS else claim.template.passes)
+        * prod(size_hint(size) for size in o.value.shape)
+        * o.value.element_size()
         for o in between
     )
     shape = claim.problem.shape

@@ -16,6 +16,8 @@ from stof.fusion.templates.config import GemmShape, configs, default, unserved
 
 # What the break-even table of docs/fusion.md asks for at K = 1024.
 _ASSUMED_SHARE = 0.76
+# Query, key and value, 4096 tokens, H200: BERT's 27.2 us where cuBLAS takes 24.6; LLaMA-1B's as fast as cuBLAS's.
+_PLAIN_SHARE = 0.9
 _NORM = frozenset(NORMS)
 _RMS_NORM = frozenset({Kind.RMS_NORM})
 _LINEAR = frozenset({Kind.LINEAR})
@@ -130,6 +132,7 @@ TEMPLATES: tuple[Template, ...] = (
         (Slot(_RMS_NORM), Slot(_LINEAR), Slot(_ACTIVATION, optional=True)),
         twins.rms_linear,
         passes=1,
+        share=_PLAIN_SHARE,
     ),
     Template(
         "rms_gated_linear", (Slot(_RMS_NORM), Slot(_LINEAR), Slot(_GATE)), twins.rms_gated_linear, passes=2, share=1.0
@@ -139,6 +142,7 @@ TEMPLATES: tuple[Template, ...] = (
         (Slot(_RMS_NORM, optional=True), Slot(_LINEAR), Slot(_ROTARY), Slot(_ROTARY, optional=True)),
         twins.rotary_linear,
         passes=2,
+        share=_PLAIN_SHARE,
     ),
     # The norm's statistics are a pass of their own; what is saved is writing the normalised rows.
     Template(
