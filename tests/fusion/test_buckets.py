@@ -112,7 +112,7 @@ def test_a_claim_at_other_sizes() -> None:
     assert 8 < many.problem.shape.m <= 16
     assert segment(40, 5).in_bucket(2) is None
     x = torch.randn(2, 9, WIDTH)
-    torch._dynamo.mark_dynamic(x, 0, max=3)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=3)
     torch._dynamo.mark_dynamic(x, 1, min=8, max=20)
     bounded = claims(normalise(capture(Model().eval(), x, dynamic=True).graph)[:2], Serving.TWINS)[0][0]
     assert [bucket for bucket in (16, 32, 64, 128) if bounded.in_bucket(bucket) is not None] == [16, 32, 64]

@@ -17,12 +17,11 @@ from stof.fusion import measure
 from stof.fusion.claims import claims
 from stof.fusion.normalise import normalise
 from stof.fusion.report import FusionReport
-from stof.fusion.templates import twins
-from stof.fusion.templates.ops import rotary_linear
+from stof.fusion.templates import rotary_linear, twins
 from stof.fusion.templates.registry import Serving
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse
 
-WIDTH, HEADS, KV_HEADS, D = 48, 2, 2, 32
+WIDTH, HEADS, KV_HEADS, D = 48, 4, 4, 32
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

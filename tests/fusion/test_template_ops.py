@@ -12,9 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof.errors import ArgumentError
-from stof.fusion.templates import GemmConfig, GemmShape, configs, gated_linear, linear, linear_norm, norm_linear, unfit
+from stof.fusion.rotation import COLUMNS, HEAD_DIMS
+from stof.fusion.templates import (
+    GemmConfig,
+    GemmShape,
+    configs,
+    gated_linear,
+    linear,
+    linear_norm,
+    norm_linear,
+    rms_gated_linear,
+    rms_linear,
+    unfit,
+)
 from stof.fusion.templates.config import KINDS, TEMPLATES, default
-from stof.fusion.templates.ops import rms_gated_linear, rms_linear
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 
@@ -159,6 +170,25 @@ def test_candidates_and_defaults_fit(shape: GemmShape, capability: tuple[int, in
         assert configs(shape, dtype, capability), "there is always something to measure"
 
 
+@given(
+    capability=st.sampled_from(CAPABILITIES),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    columns=st.tuples(st.integers(1, 40), st.integers(0, 300)),
+    m=st.integers(1, 20000),
+    k=st.integers(1, 9000),
+)
+def test_heads_that_are_claimed_have_a_kernel(
+    capability: tuple[int, int], head_dim: int, columns: tuple[int, int], m: int, k: int
+) -> None:
+    turned = columns[0] * COLUMNS
+    shape = GemmShape("rotary_linear", m, turned + columns[1], k, norm="rms", head_dim=head_dim, turned=turned)
+    chosen = default(shape, torch.bfloat16, capability, 132)
+    assert chosen is not None
+    assert unfit(chosen, shape, torch.bfloat16, capability) == []
+    assert turned % chosen.block_n == chosen.block_n % head_dim == 0
+    assert all(config.kind in ("tile", "pingpong") for config in configs(shape, torch.bfloat16, capability))
+
+
 def test_reasons() -> None:
     """Each rule refuses what it is about, and says so."""
     shape = GemmShape("linear", 4096, 3072, 768, activation="gelu", bias=True)
@@ -181,6 +211,9 @@ def test_reasons() -> None:
     assert "8.0 and up" in why("64x64x64,4w,3s,tile", (7, 5))
     assert "below each other" in why("128x128x64,4s,pingpong", template="gated_linear", transposed=True)
     assert "gated" in why("cublas", template="gated_linear", activation="none")
+    assert "does not rotate" in why("128x128x64,7s,together", head_dim=64, turned=128)
+    assert "whole heads" in why("128x64x64,5s,pingpong", head_dim=128, turned=128)
+    assert "whole heads" in why("128x128x64,5s,pingpong", head_dim=64, turned=192)
     assert "does not scale rows" in why("cublas", template="rms_linear", norm="rms", activation="none")
     assert "TMA" in why("128x128x64,8w,3s,persistent", (8, 0))
     assert "powers of two" in why("96x128x64,8w,3s,tile")

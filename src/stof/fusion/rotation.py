@@ -15,11 +15,9 @@ from torch import fx
 from stof.fusion.nodes import argument, column_slice, name_of, same_size, source_of, value_of
 from stof.fusion.operators import Operator
 
-# What the kernels rotate: heads that fill tiles, and columns that fill whole ones.
+# What the kernels rotate: heads that fill tiles, and columns that fill whole ones of those that large products have.
 HEAD_DIMS = (32, 64, 128)
-COLUMNS = 64
-
-
+COLUMNS = 128
 _APART = ("view", "reshape", "unflatten")
 
 
