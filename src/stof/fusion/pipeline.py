@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from stof.fusion.bucket_search import by_buckets
 from stof.fusion.claims import claims, without_kernel
 from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
-from stof.fusion.operators import Operator
+from stof.fusion.operators import NORMS, Operator
 from stof.fusion.propagate import propagate
 from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.rules import LONGEST, apart, joined, pays, small, suggested
 from stof.fusion.search import Budget, Meter, Progress, two_stage
 from stof.fusion.store import Contents, Entry, Store, segment_key
+from stof.fusion.templates.buckets import in_bucket
 from stof.fusion.templates.registry import Serving
 from stof.fusion.tune import GraphSpace, TimeClaim
 
@@ -43,11 +45,11 @@ class Search:
     store: Store | None = None
 
 
-def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = False) -> FusionReport:
+def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = False, fold: bool = False) -> FusionReport:
     """Lower `gm` in place as far as it is safe; the report says what is left to Inductor, and why.
 
     Nodes need `meta["example_value"]`, as Dynamo leaves it. With `twins`, templates are claimed where they have no
-    kernel as well, and run as plain PyTorch.
+    kernel as well, and run as plain PyTorch. With `fold`, RMSNorms' weights may be folded into the products after them.
     """
     serving = Serving.TWINS if twins else Serving.DEFAULTS if search is None else Serving.KERNELS
     report = FusionReport()
@@ -57,6 +59,7 @@ def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = Fals
         return report
     _merge(gm, report)
     operators, order = normalise(gm.graph), GraphOrder(gm.graph)
+    operators = [replace(o, foldable=fold) if o.kind in NORMS else o for o in operators]
     report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, serving)]
     chosen = suggested(operators, order, serving)
     meter: Meter | None = None
@@ -100,9 +103,10 @@ def _meter(graph: GraphSpace, search: Search) -> Meter:
     if search.store is None:
         return Meter(space, budget, search.progress)
     held = search.store.load().segments
-    segments = {key: held.get(segment_key(key), Entry()) for key in graph.claimed_keys()}
-    done = [key for key, entry in segments.items() if entry.per_segment >= search.per_segment]
-    return Meter(space, budget, search.progress, lambda key: segments.get(key, Entry()).times, done)
+    done = [
+        key for key in graph.claimed_keys() if held.get(segment_key(key), Entry()).per_segment >= search.per_segment
+    ]
+    return Meter(space, budget, search.progress, lambda key: held.get(segment_key(key), Entry()).times, done)
 
 
 def _keep(meter: Meter, search: Search) -> None:
@@ -123,14 +127,16 @@ def _searched(
     """The choices a search finds."""
     start = apart(graph.operators, [_range(place, choice) for place, choice in initial.items()])
     found = two_stage(meter.space, meter, start, per_segment=search.per_segment, seed=search.seed)
-    report.measurements = found.measurements
-    if meter.spent:
-        report.notes.append(f"the budget of {search.seconds:g} s was spent after {found.measurements} measurements")
-    report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_claim.failures.items()]
     stops = {segment.start: segment.stop for segment in found.scheme.segments}
-    return {
+    chosen = {
         place: Choice(graph.claims(place, stops[place])[name], config) for place, (name, config) in found.chosen.items()
     }
+    chosen = by_buckets(graph, meter, chosen, per_segment=search.per_segment, seed=search.seed)
+    report.measurements = meter.measurements
+    if meter.spent:
+        report.notes.append(f"the budget of {search.seconds:g} s was spent after {meter.measurements} measurements")
+    report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_claim.failures.items()]
+    return chosen
 
 
 def _row(
@@ -146,7 +152,8 @@ def _row(
         why = "a small product" if small(problem.shape, problem.dtype.itemsize) else "saves memory traffic"
         return SegmentReport(text, name, choice.config, f"{why}, by rule")
     known = meter.measured(segment.start, segment.stop)
-    return SegmentReport(text, name, choice.config, "measured faster", known[None], known[name, choice.config])
+    config = in_bucket(choice.config, choice.claim.problem.shape.m)
+    return SegmentReport(text, name, choice.config, "measured faster", known[None], known[name, config])
 
 
 def _why_not(operators: Sequence[Operator], segment: range, meter: Meter | None, serving: Serving) -> Iterator[str]:

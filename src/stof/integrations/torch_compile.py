@@ -46,6 +46,9 @@ class CompileOptions:
             for each of its graphs.
         cuda_graphs: let Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
+        fold: fold the weights of RMSNorms into the products after them, in a copy that takes as much memory as those
+            products' weights. For weights that stay as they are: a change between calls is noticed, but not by a CUDA
+            graph that was recorded before.
         twins: let the templates' PyTorch twins serve where no kernel does, on a CPU for example, to try and test them.
             They fuse nothing; otherwise those operators are left to Inductor, which does.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
@@ -61,6 +64,7 @@ class CompileOptions:
     budget_s: float | None = None
     cuda_graphs: bool = False
     deterministic: bool = False
+    fold: bool = False
     twins: bool = False
     report: bool | Callable[[FusionReport], object] = False
     progress: bool | Callable[[Progress], object] = False
@@ -73,7 +77,7 @@ class CompileOptions:
             raise ArgumentError(f"budget_s must be a positive number of seconds, got {self.budget_s!r}")
         if self.budget_s is not None and self.effort == "none":
             raise ArgumentError("budget_s limits measuring, and effort 'none' measures nothing; use 'quick' or 'full'")
-        for name in ("cuda_graphs", "deterministic", "twins"):
+        for name in ("cuda_graphs", "deterministic", "fold", "twins"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.deterministic and self.effort != "none":
@@ -140,7 +144,7 @@ def stof_backend(
     refuse_training(gm)
     search = parsed.search(example_inputs)
     plain = copy_module(gm) if search is not None else None
-    report = fuse(gm, search, twins=parsed.twins)
+    report = fuse(gm, search, twins=parsed.twins, fold=parsed.fold)
 
     def compiled(module: fx.GraphModule, digest: str) -> Callable[..., Any]:
         return _inductor(module, example_inputs, parsed, digest)
