@@ -80,7 +80,7 @@ class GemmConfig:
     Attributes:
         kind: one of `KINDS`.
         block_m, block_n, block_k: a tile's rows, columns of products (gated: gate and up together) and depth of a step.
-            pingpong's tile belongs to one of its two consumers.
+            pingpong's tile belongs to one of its two consumers. Powers of two; together also has 192 columns.
         warps: of a Triton program (Gluon kernels have nine).
         stages: steps in flight (together: of the columns).
         split: programs that share a tile's depth (tile only).
