@@ -245,7 +245,7 @@ def _block_launches(room: BlockRoom, scores: Tensor, causal: bool, nan_bit: int)
         (*strides, problem.mask_heads, query_blocks, key_blocks, k),
         (nan_bit, causal, width),
         # A warp by itself sums without waiting for others, some 34 times in a row.
-        num_warps=max(1, min(8, width // 1024)),
+        num_warps=max(1, min(16, width // 1024)),
         num_stages=1,
         device=device,
     )
