@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stof.fusion.baselines import exhaustive, random_search
 from stof.fusion.layers import find_layers
 from stof.fusion.scheme import Scheme
 from stof.fusion.search import (
@@ -18,9 +19,7 @@ from stof.fusion.search import (
     Meter,
     Progress,
     Space,
-    exhaustive,
     outcome,
-    random_search,
     stage_one,
     stage_two,
     two_stage,
@@ -223,7 +222,7 @@ def test_budgets_end_a_search_with_what_is_known() -> None:
     assert found.measurements == 4
     assert len(seen) == 2
     assert seen[-1].seconds_left == 0.0
-    shown = str(Progress(1, 3, 1, ("Cr", "a"), 18.0, 20.0, 2.0))
+    shown = str(Progress(1, 3, "operators 1..2", 1, ("Cr", "a"), 18.0, 20.0, 2.0))
     assert shown == "operators 1..2: 1 tried, best Cr a 18.0 us, Inductor 20.0 us, 2 s left"
     assert all(p.inductor_us == INDUCTOR * (p.stop - p.start) and p.tried == 1 for p in seen)
 

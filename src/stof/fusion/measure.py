@@ -125,24 +125,26 @@ def _arguments(claim: Claim, inputs: dict[fx.Node, Tensor], dtype: torch.dtype |
     return given
 
 
+def bound_call(claim: Claim, inputs: dict[fx.Node, Tensor], config: str) -> Callable[[], Any]:
+    """A call of the template's operator on these tensors."""
+    arguments = _arguments(claim, inputs)
+    return lambda: claim.template.operator(**arguments, config=config)
+
+
 def _results(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
 
 
 def _checked(
     claim: Claim, inputs: dict[fx.Node, Tensor], config: str, expected: tuple[Tensor, ...]
-) -> tuple[str, Callable[[], object]]:
+) -> tuple[str, Callable[[], Any]]:
     """A call of the template's operator, and why it may not be used ("" if it may)."""
-    arguments = _arguments(claim, inputs)
-
-    def call() -> object:
-        return claim.template.operator(**arguments, config=config)
-
+    call = bound_call(claim, inputs, config)
     try:
-        got = _results(claim.template.operator(**arguments, config=config))
+        got = _results(call())
     except Exception as error:  # whatever a compiler or a launch raises for a configuration that does not fit
         return f"does not run: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}", call
-    plain = _results(claim.template.twin(**arguments))
+    plain = _results(claim.template.twin(**_arguments(claim, inputs)))
     for one, reference, value in zip(got, plain, expected, strict=True):
         off, usual = _distance(one, value), _distance(reference, value)
         ulp = torch.finfo(one.dtype).eps * value.abs().max().item()

@@ -19,7 +19,7 @@ from stof.fusion.rules import LONGEST, apart, joined, pays, suggested
 from stof.fusion.search import Budget, Meter, Progress, two_stage
 from stof.fusion.store import Contents, Entry, Store, segment_key
 from stof.fusion.templates.registry import Serving
-from stof.fusion.tune import GraphSpace, TimeClaim
+from stof.fusion.tune import Ahead, GraphSpace, TimeClaim
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Search:
         progress: called after each measurement.
         seed: of the draws.
         store: where measurements are looked up, and kept; None for none.
+        ahead: compiles candidates before they are measured; None compiles each where it is measured.
     """
 
     time_claim: TimeClaim
@@ -41,6 +42,7 @@ class Search:
     progress: Callable[[Progress], object] | None = None
     seed: int = 0
     store: Store | None = None
+    ahead: Ahead | None = None
 
 
 def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = False) -> FusionReport:
@@ -61,7 +63,7 @@ def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = Fals
     chosen = suggested(operators, order, serving)
     meter: Meter | None = None
     if search is not None:
-        graph = GraphSpace(operators, order, search.time_claim, serving)
+        graph = GraphSpace(operators, order, search.time_claim, serving, search.ahead)
         meter = _meter(graph, search)
         chosen = _searched(graph, meter, chosen, search, report)
         _keep(meter, search)

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import fx
 
 from stof.fusion.claims import Claim, claims
@@ -13,8 +14,10 @@ from stof.fusion.layers import find_layers
 from stof.fusion.lower import GraphOrder
 from stof.fusion.operators import Operator
 from stof.fusion.rules import LONGEST
-from stof.fusion.search import Candidate, Space
+from stof.fusion.search import Candidate, Space, Wanted
+from stof.fusion.templates.config import GemmConfig
 from stof.fusion.templates.registry import Serving
+from stof.fusion.templates.roofline import floor_us
 
 
 class TimeClaim(Protocol):
@@ -26,14 +29,25 @@ class TimeClaim(Protocol):
         """Microseconds of a claim's segment with each configuration; None is Inductor's code, inf a failure."""
 
 
+class Ahead(Protocol):
+    """Compiles early; `stof.fusion.ahead.CompileAhead` is one."""
+
+    def start(self, claim: Claim, configs: Sequence[str]) -> None:
+        """Begin to compile a claim's configurations."""
+
+    def wait(self, claim: Claim, configs: Sequence[str]) -> None:
+        """Until they are compiled."""
+
+
 @dataclass
 class GraphSpace:
-    """The segments of one graph, what templates claim them, and how they are measured."""
+    """The segments of one graph, what templates claim them, and how they are compiled and measured."""
 
     operators: Sequence[Operator]
     order: GraphOrder
     time_claim: TimeClaim
     serving: Serving = Serving.KERNELS
+    ahead: Ahead | None = None
 
     def __post_init__(self) -> None:
         self.signatures = [operator.signature() for operator in self.operators]
@@ -67,8 +81,8 @@ class GraphSpace:
         """Signatures of the operators, problems of the claims and who serves: equal segments of all layers are one."""
         key = self._keys.get((start, stop))
         if key is None:
-            problems = tuple(claim.problem for claim in self.claims(start, stop).values())
-            key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems, self.serving)
+            problems = tuple(claim.problem.text() for claim in self.claims(start, stop).values())
+            key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems, self.serving.name)
         return key
 
     def claimed_keys(self) -> set[Hashable]:
@@ -85,9 +99,32 @@ class GraphSpace:
             configs = [c[1] for c in candidates if c is not None and c[0] == name]
             with_inductor = None in candidates and i == 0
             asked: list[str | None] = [*([None] if with_inductor else []), *configs]
+            if self.ahead is not None and configs:
+                self.ahead.wait(claim, configs)
             for config, taken in zip(asked, self.time_claim(claim, asked) if asked else (), strict=True):
                 times[None if config is None else (name, config)] = taken
         return [times[candidate] for candidate in candidates]
+
+    def prepare(self, wanted: Sequence[Wanted]) -> None:
+        """Have candidates compiled that will be measured soon."""
+        for start, stop, candidates in wanted if self.ahead is not None else ():
+            for name, claim in self.claims(start, stop).items():
+                configs = [c[1] for c in candidates if c is not None and c[0] == name]
+                if configs and self.ahead is not None:
+                    self.ahead.start(claim, configs)
+
+    def floor(self, start: int, stop: int, candidate: Candidate) -> float:
+        """Microseconds that a candidate's product takes at the least; 0 for defaults, which are measured anyway."""
+        template, config = candidate
+        problem = self.claims(start, stop)[template].problem
+        if not config or problem.device.type != "cuda":
+            return 0.0
+        device = torch.cuda.get_device_properties(problem.device)
+        capability, processors = (device.major, device.minor), device.multi_processor_count
+        return floor_us(GemmConfig.parse(config), problem.shape, problem.dtype, capability, processors)
+
+    def label(self, start: int, stop: int) -> str:
+        return " + ".join(operator.label for operator in self.operators[start:stop])
 
     def space(self) -> Space:
         return Space(
@@ -97,4 +134,7 @@ class GraphSpace:
             self.candidates,
             self.measure,
             LONGEST,
+            self.prepare,
+            self.floor,
+            self.label,
         )

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
+from stof.fusion.ahead import CompileAhead
 from stof.fusion.lower import copy_module
 from stof.fusion.measure import SegmentTimer
 from stof.fusion.nodes import changes_inputs
@@ -100,7 +101,8 @@ class CompileOptions:
         devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
         device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
         store = default_store(device, Path(self.store) if self.store is not True else None) if self.store else None
-        return Search(SegmentTimer(), self.budget_s or seconds, per_segment, self._shown(), store=store)
+        seconds = self.budget_s or seconds
+        return Search(SegmentTimer(), seconds, per_segment, self._shown(), store=store, ahead=_compiling(device))
 
     def _shown(self) -> Callable[[Progress], object] | None:
         if callable(self.progress):
@@ -140,7 +142,11 @@ def stof_backend(
     refuse_training(gm)
     search = parsed.search(example_inputs)
     plain = copy_module(gm) if search is not None else None
-    report = fuse(gm, search, twins=parsed.twins)
+    try:
+        report = fuse(gm, search, twins=parsed.twins)
+    finally:
+        if search is not None and isinstance(search.ahead, CompileAhead):
+            search.ahead.close()
 
     def compiled(module: fx.GraphModule, digest: str) -> Callable[..., Any]:
         return _inductor(module, example_inputs, parsed, digest)
@@ -164,6 +170,14 @@ def stof_backend(
             search.store.update(Contents(races={key: (fused_us, plain_us)}))
 
     return Race(compiled(gm, report.digest), compiled(plain, ""), report, parsed.tell, keep)
+
+
+def _compiling(device: torch.device) -> CompileAhead | None:
+    """As many processes as Inductor has; none where it compiles in this one, or nothing is compiled."""
+    from torch._inductor import config
+
+    threads = int(config.compile_threads)
+    return CompileAhead(threads) if device.type == "cuda" and threads > 1 else None
 
 
 def _inductor(

@@ -1,4 +1,4 @@
-"""What the Gluon kernels share: rings of stages, and what becomes of a finished tile (scale, bias, activation, residual)."""
+"""What the Gluon kernels share: rings of stages, and what becomes of a finished tile (scale, bias, activation, ...)."""
 
 from __future__ import annotations
 
