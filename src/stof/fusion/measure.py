@@ -59,6 +59,13 @@ class SegmentTimer:
         return out
 
 
+def check(claim: Claim, config: str) -> str:
+    """Why a configuration of a claim's template may not be used; "" when it runs and its result is right."""
+    with torch._guards.tracing(None), torch.no_grad():
+        inputs = random_inputs(claim)
+        return _checked(claim, inputs, config, exact(claim, inputs))[0]
+
+
 def random_inputs(claim: Claim) -> dict[fx.Node, Tensor]:
     """A random tensor for each tensor a claim reads, laid out as in the graph."""
     inputs: dict[fx.Node, Tensor] = {}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import fx
 
+from stof.fusion.choices import Choices, Known, Tuned
 from stof.fusion.claims import Claim, claims
 from stof.fusion.layers import find_layers
 from stof.fusion.lower import GraphOrder
 from stof.fusion.operators import Operator
-from stof.fusion.rules import LONGEST
+from stof.fusion.rules import LONGEST, bucket
 from stof.fusion.search import Candidate, Space, Wanted
 from stof.fusion.templates.config import GemmConfig
 from stof.fusion.templates.registry import Serving
@@ -45,9 +47,10 @@ class GraphSpace:
 
     operators: Sequence[Operator]
     order: GraphOrder
-    time_claim: TimeClaim
+    time_claim: TimeClaim | None
     serving: Serving = Serving.KERNELS
     ahead: Ahead | None = None
+    known: Known = lambda bucket: None
 
     def __post_init__(self) -> None:
         self.signatures = [operator.signature() for operator in self.operators]
@@ -66,16 +69,38 @@ class GraphSpace:
         return found
 
     def candidates(self, start: int, stop: int) -> list[Candidate]:
-        """Every configuration of every template that claims a segment, the templates' defaults first."""
+        """Every configuration of every template that claims a segment; first what is known to be good, or defaults."""
         found = self._candidates.get((start, stop))
         if found is None:
             served = self.claims(start, stop).values()
-            lists = [[(c.template.name, x) for x in c.template.configs(c.problem, self.serving)] for c in served]
+            lists = [[(c.template.name, config) for config in self._configs(c)] for c in served]
             found = [candidate for one in lists for candidate in one[:1]] + [
                 candidate for one in lists for candidate in one[1:]
             ]
             self._candidates[start, stop] = found
         return found
+
+    def _configs(self, claim: Claim) -> list[str]:
+        configs, tuned = claim.template.configs(claim.problem, self.serving), self.known(bucket(claim, self.serving))
+        if tuned is None or tuned.config not in configs:
+            return configs
+        return [tuned.config, *(config for config in configs if config != tuned.config)]
+
+    def choices(self, times: Callable[[int, int], Mapping[Candidate | None, float]]) -> Choices:
+        """Of each template and shape that has been measured, the fastest configuration."""
+        found: Choices = {}
+        for start, stop in self._segments():
+            taken = times(start, stop)
+            for name, claim in self.claims(start, stop).items() if math.isfinite(taken.get(None, math.inf)) else ():
+                own = {c[1]: us for c, us in taken.items() if c is not None and c[0] == name and us < math.inf}
+                if own:
+                    best = min(own, key=own.__getitem__)
+                    found[bucket(claim, self.serving)] = Tuned(best, own[best], taken[None])
+        return found
+
+    def _segments(self) -> list[tuple[int, int]]:
+        places = range(len(self.operators))
+        return [(i, j) for i in places for j in range(i + 1, min(i + LONGEST, len(places)) + 1)]
 
     def key(self, start: int, stop: int) -> Hashable:
         """Signatures of the operators, problems of the claims and who serves: equal segments of all layers are one."""
@@ -87,12 +112,11 @@ class GraphSpace:
 
     def claimed_keys(self) -> set[Hashable]:
         """The keys of all segments that templates claim."""
-        places = range(len(self.operators))
-        segments = [(i, j) for i in places for j in range(i + 1, min(i + LONGEST, len(places)) + 1)]
-        return {self.key(start, stop) for start, stop in segments if self.claims(start, stop)}
+        return {self.key(start, stop) for start, stop in self._segments() if self.claims(start, stop)}
 
     def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> list[float]:
         """Times of candidates, template by template, since templates differ in what they read."""
+        assert self.time_claim is not None
         served = self.claims(start, stop)
         times: dict[Candidate | None, float] = {}
         for i, (name, claim) in enumerate(served.items()):
