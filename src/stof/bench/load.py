@@ -45,7 +45,9 @@ def load(text: str, batch: int, length: int, mask: str, device: torch.device, dt
     if text in MODELS:
         _need_transformers()
         case = Case(text, batch, length, mask if mask in MASKS else "full")
-        model, inputs = build(text, length), inputs_of(case, device)
+        with device:  # where random numbers are drawn fastest
+            model = build(text, length)
+        inputs = inputs_of(case, device)
         value = mask_of(case) if mask in MASKS else parse(mask)
         return _placed(f"{text}, {batch} x {length}", model, (), inputs, value, device, dtype)
     value = None if mask == "full" else parse(mask)
