@@ -19,7 +19,7 @@ from stof.fusion.lock import Lock, current_versions, read_lock
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
-from stof.fusion.store import Store
+from stof.fusion.store import Contents, Result, Store
 from stof.integrations.torch_compile import CompileOptions
 from tests.fusion.graphs import calls, capture
 from tests.fusion.test_measure import Model, Table
@@ -227,3 +227,23 @@ def test_a_search_that_is_killed_has_kept_what_it_measured(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt):
         fuse(graph(), Search(dies, seconds=100, store=store), twins=True)
     assert len(store.load().segments) >= 2
+
+
+def test_a_second_search_goes_the_same_way_without_measuring(tmp_path: Path) -> None:
+    """Whatever the first one found out would lead another search elsewhere: its result is kept, too."""
+    store = Store(tmp_path, {"device": "x"})
+    _, first, expected = tuned(NORMS, store)
+    gm = graph()
+    again = fuse(gm, Search(Table(linear=0.1), seconds=100, store=store), twins=True, known=first.choices.get)
+    assert calls(gm) == expected
+    assert (again.measurements, again.segments, again.digest) == (0, first.segments, first.digest)
+    # A search that is more thorough starts from there, and goes on.
+    more = fuse(graph(), Search(NORMS, seconds=100, store=store, per_segment=9), twins=True)
+    assert more.segments == first.segments
+    data = store.load()
+    ((key, result),) = data.results.items()
+    assert result.per_segment == 9
+    # What does not hold any more is searched for again.
+    store.update(Contents(results={key: Result(9, ((0, 2, "gone", ""),))}))
+    anew = fuse(graph(), Search(NORMS, seconds=100, store=store), twins=True)
+    assert anew.segments == first.segments

@@ -15,22 +15,24 @@ import pytest
 import torch
 
 from stof.fusion.choices import Tuned, choices_path, read_choices, update_choices
-from stof.fusion.store import Contents, Entry, Store, default_store, segment_key
+from stof.fusion.store import Contents, Entry, Result, Store, default_store, segment_key
 from stof.tuning import files
 from stof.tuning.files import cache_folder
 
+RESULT = Result(3, ((0, 2, "linear", ""), (4, 6, "linear", "cublas")))
 ENTRY = Entry({None: 3.5, ("linear", ""): 2.0, ("linear", "64x64x32,4w,3s,tile"): math.inf}, 4)
 
 
 def test_round_trip_and_merge(tmp_path: Path) -> None:
     store = Store(tmp_path / "deep", {"device": "a"})
     assert store.load() == Contents()
-    store.update(Contents({"one": ENTRY}, {"race": (1.0, 2.0)}, {"right": "", "wrong": "off by 3"}))
+    store.update(Contents({"one": ENTRY}, {"race": (1.0, 2.0)}, {"right": "", "wrong": "off by 3"}, {"g": RESULT}))
     store.update(Contents({"one": Entry({None: 4.0}, 0), "two": Entry({None: 1.0})}))
     found = Store(tmp_path / "deep", {"device": "a"}).load()
     assert found.segments["one"] == Entry(ENTRY.times | {None: 4.0}, 4)
     assert found.segments["two"] == Entry({None: 1.0})
     assert found.races == {"race": (1.0, 2.0)}
+    assert found.results == {"g": RESULT}
     assert found.checks == {"right": "", "wrong": "off by 3"}
     assert Store(tmp_path / "deep", {"device": "b"}).load() == Contents()
     assert [file.suffix for file in sorted((tmp_path / "deep").iterdir())] in ([".json"], [".json", ".lock"])
@@ -64,8 +66,9 @@ def test_broken_entries_are_left_out(tmp_path: Path) -> None:
     }
     data["races"]["bad"] = [1.0]
     data["checks"]["bad"] = 1
+    data["results"]["bad"] = {"per_segment": 3, "segments": [[1, 2]]}
     store.path.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.warns(UserWarning, match="5 broken entries"):
+    with pytest.warns(UserWarning, match="6 broken entries"):
         assert store.load() == Contents({"good": ENTRY}, {"good": (1.0, 2.0)})
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -25,7 +25,7 @@ _PATIENCE = 60.0
 
 
 class CompileAhead:
-    """A pool of compiling processes, started at once and ended by `close`.
+    """A pool of compiling processes, started with the first kernel and ended by `close`.
 
     Args:
         workers: how many compile at a time.
@@ -33,16 +33,13 @@ class CompileAhead:
     """
 
     def __init__(self, workers: int, target: tuple[str, int, int] | None = None) -> None:
-        self._target = target
-        command = [sys.executable, "-m", "stof.fusion.compile_worker", str(workers)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._workers, self._target = workers, target
+        self._process: subprocess.Popen[str] | None = None
         self._jobs: dict[tuple[str, str], int] = {}
         self._wanted: dict[Hashable, list[int]] = {}
         self._problems: dict[int, str] = {}
         self._ended = False
         self._answered = threading.Condition()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
 
     def start(self, claim: Claim, configs: Sequence[str]) -> None:
         """Have the kernels of a claim's configurations compiled."""
@@ -76,6 +73,9 @@ class CompileAhead:
 
     def close(self) -> None:
         """End the processes; what they are compiling is given up."""
+        self._ended = True
+        if self._process is None:
+            return
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
@@ -96,16 +96,26 @@ class CompileAhead:
         return number
 
     def _send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        if self._process.stdin.closed:
+        if self._ended:  # kernels are compiled where they are wanted, one by one
             return
-        with suppress(OSError):  # the process has ended: kernels are compiled here, one by one
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
+        process = self._process or self._launched()
+        assert process.stdin is not None
+        with suppress(OSError):  # it has ended, and the listener will tell
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as answers:
+    def _launched(self) -> subprocess.Popen[str]:
+        # A session of its own: Ctrl-C is for the process that waits, and ends the others by ending their input.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "stof.fusion.compile_worker", str(self._workers)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        self._listener = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
+        self._listener.start()
+        return self._process
+
+    def _listen(self, answers: IO[str]) -> None:
+        with answers:
             for line in answers:
                 answer = json.loads(line)
                 with self._answered:
@@ -137,13 +147,10 @@ def current_target() -> tuple[str, int, int]:
 def specializations(call: Callable[[], object]) -> list[tuple[str, str, str]]:
     """Module, name and specialisation of every kernel that a call would compile; nothing is compiled or launched.
 
-    A call that cannot run at all has none: it fails again where it is measured.
+    A call that cannot run at all may have none: it fails again where it is measured.
     """
-    with _recorded() as found:
-        try:
-            call()
-        except ImportError:  # as above
-            return []
+    with _recorded() as found, suppress(Exception):
+        call()
     return found
 
 

@@ -80,9 +80,9 @@ def parse_choices(entries: Mapping[str, Any]) -> tuple[Choices, int]:
 
 
 def choices_to_json(choices: Choices) -> dict[str, Any]:
-    """Sorted, times in hundredths of a microsecond: files that are compared by eye."""
+    """Sorted, times in four digits: files that are compared by eye."""
     return {
-        key: {name: round(value, 2) if isinstance(value, float) else value for name, value in asdict(one).items()}
+        key: {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in asdict(one).items()}
         for key, one in sorted(choices.items())
     }
 

@@ -20,7 +20,7 @@ from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, suggested
 from stof.fusion.scheme import Scheme
 from stof.fusion.search import Budget, Meter, Progress, two_stage
-from stof.fusion.store import Contents, Entry, Store, segment_key
+from stof.fusion.store import Contents, Entry, Result, Store, segment_key
 from stof.fusion.templates.registry import Serving
 from stof.fusion.tune import Ahead, GraphSpace, TimeClaim
 
@@ -69,7 +69,7 @@ def fuse(
         known: what was measured before, for the rules.
         replay: a lock that says it all.
     """
-    serving = Serving.TWINS if twins else Serving.DEFAULTS if search is replay is None else Serving.KERNELS
+    serving = Serving.TWINS if twins else Serving.KERNELS if search or replay else Serving.DEFAULTS
     report = FusionReport()
     reason = untouchable(gm.graph)
     if reason:
@@ -88,9 +88,11 @@ def fuse(
         chosen = suggested(operators, order, serving, known)
     if search is not None:
         meter = _meter(graph, search)
-        chosen = _searched(graph, meter, chosen, search, report)
+        found = _remembered(graph, meter, search, report)
+        chosen = _searched(graph, meter, chosen, search, report) if found is None else found
         report.choices = graph.choices(meter.measured)
-        _keep(meter, search, report.choices)
+        if found is None:
+            _keep(meter, search, report.choices, _results(meter, search, report, chosen, serving))
     scheme = joined(operators, [_range(start, choice) for start, choice in chosen.items()])
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
     look_up = known if replay is None else lock_known(graph, replay.lock)
@@ -134,23 +136,51 @@ def _meter(graph: GraphSpace, search: Search) -> Meter:
         if search.progress is not None:
             search.progress(step)
         if time.monotonic() - kept > _KEEP_EVERY:
-            _keep(meter, search, {})
+            _keep(meter, search, {}, {})
             kept = time.monotonic()
 
     meter = Meter(space, budget, progress, lambda key: segments.get(key, Entry()).times, done)
     return meter
 
 
-def _keep(meter: Meter, search: Search, choices: Choices) -> None:
-    """Write what was measured to the store."""
-    if search.store is None or not meter.measurements:
+def _remembered(graph: GraphSpace, meter: Meter, search: Search, report: FusionReport) -> dict[int, Choice] | None:
+    """What a search of this graph, as thorough as this one, chose before; None if there is none that still holds."""
+    found = search.store.load().results.get(_graph_key(report, graph.serving)) if search.store is not None else None
+    if found is None or found.per_segment < search.per_segment:
+        return None
+    chosen: dict[int, Choice] = {}
+    for start, stop, name, config in found.segments:
+        claim = graph.claims(start, stop).get(name) if stop <= len(graph.operators) else None
+        times = meter.measured(start, stop) if claim is not None else {}
+        if claim is None or None not in times or (name, config) not in times:
+            return None
+        chosen[start] = Choice(claim, config, "measured faster")
+    return chosen
+
+
+def _results(
+    meter: Meter, search: Search, report: FusionReport, chosen: dict[int, Choice], serving: Serving
+) -> dict[str, Result]:
+    if meter.spent or not any(meter.times.values()):
+        return {}
+    segments = ((at, at + len(c.claim.operators), c.claim.template.name, c.config) for at, c in chosen.items())
+    return {_graph_key(report, serving): Result(search.per_segment, tuple(segments))}
+
+
+def _graph_key(report: FusionReport, serving: Serving) -> str:
+    return segment_key((report.graph, serving.name))
+
+
+def _keep(meter: Meter, search: Search, choices: Choices, results: dict[str, Result]) -> None:
+    """Write what was measured, and what came of it, to the store."""
+    if search.store is None or not (meter.measurements or results):
         return
     entries = {
         segment_key(key): Entry(times, search.per_segment if key in meter.searched else 0)
         for key, times in meter.times.items()
         if times
     }
-    search.store.update(Contents(entries))
+    search.store.update(Contents(entries, results=results))
     device = search.store.environment["device"]
     update_choices(choices_path(search.store.folder, device), device, choices)
 

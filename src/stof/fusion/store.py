@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,14 @@ class Entry:
     per_segment: int = 0
 
 
+@dataclass(frozen=True)
+class Result:
+    """What a search that came to its end chose: `(first operator, end, template, configuration)` of fused segments."""
+
+    per_segment: int
+    segments: tuple[tuple[int, int, str, str], ...]
+
+
 @dataclass
 class Contents:
     """What a store holds, by keys.
@@ -44,11 +52,13 @@ class Contents:
         segments: their times.
         races: of whole models, microseconds with templates and without.
         checks: of templates in segments why they may not be used, "" where they may.
+        results: of searches, by graphs.
     """
 
     segments: dict[str, Entry] = field(default_factory=dict)
     races: dict[str, tuple[float, float]] = field(default_factory=dict)
     checks: dict[str, str] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
 
 
 class Store:
@@ -70,29 +80,19 @@ class Store:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["version"] != VERSION:
                 return Contents()
-            segments, races, checks = dict(data["segments"]), dict(data["races"]), dict(data["checks"])
+            parts = {name: dict(data[name]) for name in _PARSERS}
         except FileNotFoundError:
             return Contents()
         except (OSError, ValueError, TypeError, KeyError) as error:
             warnings.warn(f"{self.path} is not readable and is ignored: {error!r}", stacklevel=2)
             return Contents()
         contents, broken = Contents(), 0
-        for key, value in segments.items():
-            try:
-                contents.segments[key] = _entry(value)
-            except (ValueError, TypeError, KeyError, IndexError):
-                broken += 1
-        for key, value in races.items():
-            try:
-                fused, plain = (float(time) for time in value)
-                contents.races[key] = fused, plain
-            except (ValueError, TypeError):
-                broken += 1
-        for key, value in checks.items():
-            if isinstance(value, str):
-                contents.checks[key] = value
-            else:
-                broken += 1
+        for name, parse in _PARSERS.items():
+            for key, value in parts[name].items():
+                try:
+                    getattr(contents, name)[key] = parse(value)
+                except (ValueError, TypeError, KeyError, IndexError):
+                    broken += 1
         if broken:
             warnings.warn(f"{self.path}: {broken} broken entries are ignored", stacklevel=2)
         return contents
@@ -106,6 +106,7 @@ class Store:
                 merged.segments[key] = Entry(old.times | entry.times, max(old.per_segment, entry.per_segment))
             merged.races |= new.races
             merged.checks |= new.checks
+            merged.results |= new.results
             replace_whole(self.path, json.dumps(self._data(merged), indent=1))
 
     def _data(self, contents: Contents) -> dict[str, Any]:
@@ -121,6 +122,9 @@ class Store:
             },
             "races": contents.races,
             "checks": contents.checks,
+            "results": {
+                key: {"per_segment": one.per_segment, "segments": one.segments} for key, one in contents.results.items()
+            },
         }
 
 
@@ -134,6 +138,30 @@ def _entry(value: Any) -> Entry:
     if any(time <= 0 or math.isnan(time) for time in times.values()):
         raise ValueError("times are positive")
     return Entry(times, int(value["per_segment"]))
+
+
+def _race(value: Any) -> tuple[float, float]:
+    fused, plain = value
+    return float(fused), float(plain)
+
+
+def _check(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a check is text")
+    return value
+
+
+def _result(value: Any) -> Result:
+    segments = ((int(start), int(stop), str(name), str(config)) for start, stop, name, config in value["segments"])
+    return Result(int(value["per_segment"]), tuple(segments))
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "segments": _entry,
+    "races": _race,
+    "checks": _check,
+    "results": _result,
+}
 
 
 def segment_key(key: Hashable) -> str:

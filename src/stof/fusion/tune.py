@@ -90,9 +90,10 @@ class GraphSpace:
         """Of each template and shape that has been measured, the fastest configuration."""
         found: Choices = {}
         for start, stop in self._segments():
-            taken = times(start, stop)
-            for name, claim in self.claims(start, stop).items() if math.isfinite(taken.get(None, math.inf)) else ():
-                own = {c[1]: us for c, us in taken.items() if c is not None and c[0] == name and us < math.inf}
+            served = self.claims(start, stop)
+            taken = times(start, stop) if served else {}
+            for name, claim in served.items() if 0 < taken.get(None, math.inf) < math.inf else ():
+                own = {c[1]: us for c, us in taken.items() if c is not None and c[0] == name and 0 < us < math.inf}
                 if own:
                     best = min(own, key=own.__getitem__)
                     found[bucket(claim, self.serving)] = Tuned(best, own[best], taken[None])
