@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from stof import LayoutConfig, masks
 from stof.kernels.cpu.schedule import COLUMN_MULTIPLE
 from stof.layout import orders
 from stof.selection import IMPLEMENTATIONS
+from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs, oracle_attention, spread
 from tests.strategies import calls, configs, dense_masks, mask_trees, row_orders
 
@@ -307,6 +309,31 @@ def test_plan_to_and_repeated_use() -> None:
     moved = plan.to("cpu")
     assert torch.equal(stof.attention(*inputs.qkv, plan), stof.attention(*inputs.qkv, moved))
     assert torch.equal(stof.attention(*inputs.qkv, plan), stof.attention(*inputs.qkv, plan))
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("shape", [(4, 1, 70), (70, 70), (1, 4, 70, 70), None], ids=str)
+def test_like_calls_are_bound_once(
+    shape: tuple[int, ...] | None, planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    implementation = IMPLS[0]
+    bound: list[None] = []
+    original = IMPLEMENTATIONS[implementation]
+
+    def counting(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options) -> Any:
+        bound.append(None)
+        return original.bound(q, k, v, tensors, sizes, options)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, implementation, replace(original, bind=counting))
+    mask = masks.sliding_window(9) if planned else masks.sliding_window(8)  # plans of masks are kept
+    keep = mask.to_dense(70)
+    sinks = torch.empty(8)[::2]
+    for seed in range(3):
+        inputs = make_inputs(heads=4, q_len=70, seed=seed).qkv
+        sinks.normal_()
+        bias = None if shape is None else torch.randn(shape)
+        check(inputs, stof.plan(mask, 70) if planned else mask, keep, implementation, bias=bias, sinks=sinks)
+    assert len(bound) == 1
 
 
 def test_inputs_are_not_written() -> None:

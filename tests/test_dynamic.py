@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from stof.kernels.reference import reference_attention
 from stof.kernels.triton import runtime
 from stof.kernels.triton.block_wise import block_wise_attention
 from stof.kernels.triton.runtime import OVERFLOW, Problem, WorkRoom
+from stof.kernels.triton.runtime_slash import vertical_slash_room
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import bits
 from stof.masks import Mask
@@ -68,7 +70,7 @@ def room_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, b
     problem = Problem(q_len, kv_len, block, block, *mask.dims(1, 1) if mask.heads == 1 else (mask.batch, mask.heads))
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
-        return runtime.vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, density, DEVICE)
+        return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, DEVICE)
     if isinstance(core, BlockTopK):
         return runtime.block_room(problem, core.k, core.block_size, DEVICE)
     return runtime.dense_room(problem, density, DEVICE)
@@ -158,6 +160,9 @@ def example(kind: str, seed: int = 0, heads: int = 2) -> Mask:
             return masks.vertical_slash(chosen(9, 90), chosen(5, 90))
         case "offset":
             return masks.vertical_slash(chosen(9, 90), chosen(5, 100)).with_query_offset(10)
+        case "band":  # shared tiles of both kinds
+            band = torch.arange(40, device=DEVICE).expand(heads, -1)
+            return masks.vertical_slash(chosen(9, 90), torch.cat([band, 40 + chosen(3, 50)], 1))
         case "block_topk":
             scores = torch.randn(heads, 6, 6, generator=generator)
             return masks.block_topk(scores.to(DEVICE), 2, block_size=16, causal=True)
@@ -165,7 +170,7 @@ def example(kind: str, seed: int = 0, heads: int = 2) -> Mask:
     return masks.from_bits(bits.pack(keep), 90) if kind == "bits" else masks.from_dense(keep)
 
 
-KINDS = ("vertical_slash", "offset", "block_topk", "dense", "bits")
+KINDS = ("vertical_slash", "band", "offset", "block_topk", "dense", "bits")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,7 +202,7 @@ def run(room: WorkRoom, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return block_wise_attention(q, k, v, room.work, BlockWiseConfig(), scale=scale, softcap=0.0, bias=None, sinks=None)
 
 
-@pytest.mark.parametrize("kind", ["vertical_slash", "dense"])
+@pytest.mark.parametrize("kind", ["bits", "dense"])
 def test_rows_without_room_are_nan_and_flagged(kind: str) -> None:
     mask = example(kind)
     room = room_of(mask, 90, 90, density=0.3)
@@ -317,6 +322,77 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MaskError, match=r"larger `density`(.|\n)*head 1: indices out of range and more tiles than"):
         plan.check()
     plan.check()
+
+
+@dataclass
+class FakeStream:
+    """A stream, or an event recorded on it, that writes down what it is asked."""
+
+    name: str
+    log: list[str]
+    cuda_stream: int
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.log.append(f"{self.name} is recorded")
+        return f"what {self.name} did"
+
+
+def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for whom, of streams that there are none of here."""
+    log: list[str] = []
+    main, side, third = (FakeStream(name, log, number) for number, name in enumerate(("main", "side", "third")))
+    current = [main]
+
+    @contextlib.contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(f"held for {stream.name}"))
+    monkeypatch.setattr("stof.dynamic.fill_room", lambda room, mask: log.append(f"built on {current[-1].name}"))
+    mask = example("block_topk")
+    plan = stof.dynamic_plan(mask, 90, heads=2)
+    plan._room = room_of(mask, 90, 90)
+    call = (*make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv, None, None, None, None, None)
+
+    def logged() -> list[str]:
+        found = log.copy()
+        log.clear()
+        return found
+
+    plan.update(mask)
+    plan.bound(*call)
+    assert logged() == ["built on main"]
+    plan.update(mask, stream=side)
+    assert logged() == ["side waits for main", "built on side", "held for side", "side is recorded"]
+    for stream in (main, main, third):
+        with on(stream):
+            plan.bound(*call)
+    assert logged() == ["main waits for what side did", "third waits for what side did"]
+    plan.update(mask, stream=side)
+    logged()
+    capturing[0] = True
+    plan.bound(*call)  # in a capture, which begins when all is done
+    assert logged() == []
+    plan.update(mask, stream=side)
+    logged()
+    plan.check()
+    assert logged() == ["main waits for what side did"]
+    capturing[0] = False
+    plan.bound(*call)
+    assert logged() == []
 
 
 def test_messages_of_masks() -> None:

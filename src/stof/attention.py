@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError
+from stof.kernels.triton.work import BoundCall
 from stof.lasting import lasting
 from stof.layout import LayoutConfig
 from stof.masks import Mask
@@ -177,9 +178,13 @@ def _run(
     scale: float,
     softcap: float,
     implementation: str | None,
-    given: tuple[Any, ...] | None = None,
+    given: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
     """Choose how to run checked arguments, and run them; `given` are the arguments as the user gave them."""
+    ready_call = ready.bound(*given)
+    if ready_call is not None:
+        with contextlib.suppress(KernelError):  # as in `attention`
+            return ready_call(*given[:5])
     call = _call_spec(ready, q, k, v, bias, softcap, sinks)
     if implementation:
         _check_forced(implementation, call)
@@ -193,14 +198,24 @@ def _run(
                 )  # fmt: skip
             options = Options(scale, softcap, bias, sinks)
             implemented = IMPLEMENTATIONS[choice.implementation]
-            bound = lasting(q.device, partial(implemented.bound, q, k, v, prepared.tensors, prepared.sizes, options))
+            make = partial(implemented.bound, q, k, v, prepared.tensors, prepared.sizes, options)
+            kept = given[0] is q  # autocast makes others in every call
+            bound = lasting(q.device, make) if kept else make()
             found = bound(q, k, v, bias, sinks)
-            if given is not None and given[0] is q and given[3] is bias and given[4] is sinks:
-                ready.bind(given, bound)
+            if kept:
+                as_given = given[3] is bias and given[4] is sinks
+                ready.bind(given, bound if as_given else partial(_reshaped, bound))
             return found
         except KernelError as error:
             # The next best candidate serves, down to plain PyTorch, which compiles nothing.
             ready.reject(choice, call, error)
+
+
+def _reshaped(
+    bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A kept call for a bias of fewer dimensions, or sinks with gaps between them."""
+    return bound(q, k, v, check_bias(bias, q, k.shape[2]), check_sinks(sinks, q))
 
 
 @torch.library.custom_op("stof::masked_attention", mutates_args=())
@@ -221,10 +236,6 @@ def masked_attention_op(
     """
     ready = Plan.by_handle(mask) if mask.startswith("plan ") else _planned(mask_by_key(mask), q, k)
     given = (q, k, v, bias, sinks, scale, softcap, implementation)
-    bound = ready.bound(*given)
-    if bound is not None:
-        with contextlib.suppress(KernelError):  # as in `attention`
-            return bound(q, k, v, bias, sinks)
     return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation, given)
 
 

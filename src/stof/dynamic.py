@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,19 +11,21 @@ from torch import Tensor
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
 from stof.kernels.triton.runtime import (
     OVERFLOW,
+    BlockRoom,
+    DenseRoom,
     Problem,
     WorkRoom,
     block_room,
     dense_room,
     fill_blocks,
     fill_dense,
-    fill_vertical_slash,
-    vertical_slash_room,
 )
+from stof.kernels.triton.runtime_slash import SlashRoom, fill_vertical_slash, vertical_slash_room
+from stof.kernels.triton.work import BoundCall
 from stof.layout import Layout, LayoutConfig
 from stof.masks import Mask
 from stof.masks.base import QueryOffset, check_lengths, check_sizes
-from stof.masks.runtime import NOT_A_NUMBER, BitMask, BlockTopK, VerticalSlash, described
+from stof.masks.runtime import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMask, BlockTopK, VerticalSlash, described
 from stof.masks.tensors import DenseMask, as_mask
 from stof.plans import Plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, Choice, PreparedLayout
@@ -49,6 +52,7 @@ class DynamicPlan(Plan):
     ) -> None:
         self._mask, self._sizes, self._density = mask, sizes, density
         self._room: WorkRoom | None = None
+        self._update = _Update()
         super().__init__(
             repr(mask), lengths, mask.dims(*sizes), device, geometry=self._geometry_of(mask, lengths, device)
         )
@@ -59,8 +63,14 @@ class DynamicPlan(Plan):
     def _geometry_of(self, mask: Mask, lengths: tuple[int, int], device: torch.device) -> MaskGeometry:
         return MaskGeometry(mask, *lengths, batch=self._sizes[0], heads=self._sizes[1], device=device)
 
-    def update(self, mask: Mask | Tensor) -> None:
+    def update(self, mask: Mask | Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
         """Take another mask of the same kind and shapes, or the same one after its tensors changed.
+
+        Args:
+            mask: its tensors must not change before the attention calls under it.
+            stream: where to build, beside the work that the current stream is given next; None for the current stream.
+                Building begins after the current stream's work so far, which made the mask and may still read the last
+                one, and attention under this plan waits for it. May be captured, fork and join, in a CUDA graph.
 
         Raises:
             PlanMismatchError: a mask of another kind, or tensors of other shapes.
@@ -79,7 +89,17 @@ class DynamicPlan(Plan):
             self._bound.clear()
         else:
             with torch.cuda.device(self.device):
-                fill_room(self._room, mask)
+                self._update = _Update()
+                if stream is None:
+                    fill_room(self._room, mask)
+                else:
+                    stream.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(stream):
+                        fill_room(self._room, mask)
+                    for tensor in _tensors(mask):
+                        # Their memory may be given to others when the current stream has passed this point.
+                        tensor.record_stream(stream)
+                    self._update = _Update(stream.record_event(), torch.cuda.is_current_stream_capturing())
 
     def check(self) -> None:
         """Raise if anything could not be computed since the last check; waits for the device.
@@ -89,6 +109,7 @@ class DynamicPlan(Plan):
         """
         if self._room is None:
             return  # `update` has raised already
+        self._update.join()
         found = self._room.flags.tolist()
         if not any(found):
             return
@@ -133,6 +154,21 @@ class DynamicPlan(Plan):
         layout = LayoutConfig(problem.block_m, problem.block_n, 1)
         return runtime_choice(call, layout, shared_memory_limit(self.device))
 
+    def bound(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+        implementation: str | None,
+    ) -> BoundCall | None:
+        """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
+        self._update.join()
+        return super().bound(q, k, v, bias, sinks, scale, softcap, implementation)
+
     def candidates(self, call: CallSpec) -> list[Candidate]:
         """The one way to run a call on a GPU."""
         if self._room is None:
@@ -171,6 +207,25 @@ class DynamicPlan(Plan):
         return f"DynamicPlan({self._mask!r}, q_len={self.q_len}, kv_len={self.kv_len}, device={str(self.device)!r})"
 
 
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """The last update, when it runs on another stream than attention: what to wait for."""
+
+    done: torch.cuda.Event | None = None
+    captured: bool = False
+    joined: set[int] = field(default_factory=set)
+
+    def join(self) -> None:
+        """Let the current stream wait, once."""
+        if self.done is None:
+            return
+        stream = torch.cuda.current_stream()
+        # An eager update has ended before a capture begins, and one that was captured runs in replays alone.
+        if self.captured == torch.cuda.is_current_stream_capturing() and stream.cuda_stream not in self.joined:
+            stream.wait_event(self.done)
+            self.joined.add(stream.cuda_stream)
+
+
 def dynamic_plan(
     mask: Mask | Tensor,
     q_len: int,
@@ -189,9 +244,9 @@ def dynamic_plan(
         q_len, kv_len: lengths in tokens; `kv_len` defaults to `q_len`.
         batch, heads: sizes of the calls to come.
         device: where the calls run and the masks' tensors are; default that of the mask.
-        density: largest share of all scores, over heads and rows, that the tiles may take, for masks of indices or
-            bits; it bounds the plan's memory. Tiles hold a little more than the mask keeps. Default: room for any mask
-            of these shapes.
+        density: largest share of all scores, over heads and rows, that the tiles may take, for bool tensors and bits;
+            it bounds the plan's memory. Tiles hold a little more than the mask keeps. Default: room for any mask of
+            these shapes, which `vertical_slash` and `block_topk` always have.
 
     Raises:
         MaskError: a mask of another kind, or (not on a GPU) one that means nothing.
@@ -255,7 +310,7 @@ def make_room(
     problem = Problem(*lengths, _BLOCK, _BLOCK, *sizes)
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
-        return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, density, device)
+        return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, device)
     if isinstance(core, BitMask):
         core.check_sizes(*lengths)
     else:
@@ -265,14 +320,14 @@ def make_room(
 
 def fill_room(room: WorkRoom, mask: Mask) -> None:
     """Write a mask's work; the host is not asked for anything."""
-    core, offset = _core(mask)
-    problem = room.problem
-    if isinstance(core, VerticalSlash):
-        problems = core.problems(problem.q_len + offset, problem.kv_len)
-        problems = problems.expand(problem.mask_batch, problem.mask_heads).reshape(-1)
+    core, _ = _core(mask)
+    if isinstance(room, SlashRoom):
+        assert isinstance(core, VerticalSlash)
         vertical, slash = core.tensors()
-        fill_vertical_slash(room, vertical, slash, problems, offset)
+        fill_vertical_slash(room, vertical, slash, OUT_OF_RANGE, NOT_ASCENDING)
     elif isinstance(core, BlockTopK):
-        fill_blocks(room, core.tensors()[0], core.k, core.block_size, core.causal, NOT_A_NUMBER)
+        assert isinstance(room, BlockRoom)
+        fill_blocks(room, core.tensors()[0], core.causal, NOT_A_NUMBER)
     else:
+        assert isinstance(room, DenseRoom)
         fill_dense(room, _tensors(mask)[0])

@@ -40,6 +40,13 @@ def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         list(build.step_rows(CPU, 256, 1, 16))
 
 
+def test_wrong_layouts_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = build.build_layout
+    monkeypatch.setattr(build, "build_layout", lambda mask, *a, **options: original(masks.full(), *a, **options))
+    with pytest.raises(AssertionError, match="keeps other scores"):
+        list(build.known_rows(CPU, small=True, flex=False, deadline=0))
+
+
 def test_what_fails_is_a_row() -> None:
     def broken() -> object:
         raise ValueError("no\nsuch thing")

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from stof.bench import gemm as bench
-from stof.bench.gemm import GEMMS, INDUCTOR, Check, Gemm, Inputs, Record, Row, call_of, run_gemm, summaries
+from stof.bench.gemm import GEMMS, INDUCTOR, Check, Gemm, Inputs, Record, Row, calls_of, run_gemm, summaries
 from stof.bench.layer import COSINE, FUSED, LayerShape, configs_from, run_layer
 from stof.cli.bench_fusion import gemm_table
 from stof.fusion.templates import GemmConfig
@@ -30,7 +30,7 @@ def test_every_product_is_checked(gemm: Gemm) -> None:
     gemm = small(gemm)
     given = Inputs.of(gemm, 20, CPU, torch.float16)
     check = Check(gemm, given)
-    right = call_of(gemm, given, "32x32x32,4w,2s,tile")
+    (right,) = calls_of(gemm, [given], "32x32x32,4w,2s,tile")
     assert check(right, poisoned=True)[1] == ""
 
     def wrong() -> Any:
@@ -50,7 +50,7 @@ def test_failures_and_wrong_results_have_no_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench, "configs", lambda *_: [GemmConfig.parse("cublas"), GemmConfig.parse("32x32x32,2s,tile")])
     monkeypatch.setitem(bench._MODES, INDUCTOR, "no such mode")
     rows = run_gemm(
-        small(GEMMS[1]), 9, CPU, torch.float16, every=True, autotuned=False, rounds=1, report=lambda text: None
+        small(GEMMS[1]), 9, CPU, torch.float16, every=True, autotuned=False, chain=0, rounds=1, report=lambda text: None
     )
     problems = {row.impl: row.problem for row in rows}
     assert problems[INDUCTOR]
@@ -58,14 +58,39 @@ def test_failures_and_wrong_results_have_no_time(monkeypatch: pytest.MonkeyPatch
     assert all(row.us is None for row in rows)
 
 
-def row(impl: str, us: float | None, tokens: int = 512, gemm: str = "qkv") -> Row:
-    return Row("bert", gemm, "linear", tokens, 2304, 768, "float16", impl, us, None, 1e-4, 1e-4, 1.0)
+def test_chains_have_weights_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(bench, "configs", lambda *_: [GemmConfig.parse("cublas")])
+    monkeypatch.setattr(bench, "_MODES", {INDUCTOR: "default"})
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    weights: set[int] = set()
+
+    def chain_us(chains: dict[str, list[Any]], device: torch.device, rounds: int) -> dict[str, float]:
+        assert {len(calls) for calls in chains.values()} == {3}
+        weights.update(call.args[1].data_ptr() for call in chains[bench.BARE])
+        outs = [chains[name][2]() for name in (bench.BARE, INDUCTOR, "cublas")]
+        assert all(torch.allclose(out, outs[0], atol=1e-2) for out in outs)
+        return dict.fromkeys(chains, 2.0)
+
+    monkeypatch.setattr(bench, "chain_us", chain_us)
+    gemm = replace(small(GEMMS[0]), bias=False)
+    rows = run_gemm(
+        gemm, 9, CPU, torch.float16, every=True, autotuned=False, chain=3, rounds=1, report=lambda text: None
+    )
+    assert len(weights) == 3
+    assert [(row.impl, row.us, row.chain) for row in rows] == [(n, 2.0, 3) for n in (bench.BARE, INDUCTOR, "cublas")]
+
+
+def row(impl: str, us: float | None, tokens: int = 512, gemm: str = "qkv", chain: int = 0) -> Row:
+    return Row("bert", gemm, "linear", tokens, 2304, 768, "float16", impl, us, None, 1e-4, 1e-4, 1.0, chain=chain)
 
 
 def test_summary_and_configurations() -> None:
     rows = [row(bench.BARE, 10.0), row(INDUCTOR, 15.0), row("cublas", 12.0), row("64x64x64,4w,4s,tile", None)]
     rows += [row(bench.BARE, 10.0, gemm="out"), row(INDUCTOR, 11.0, gemm="out"), row("cublas", 12.0, gemm="out")]
     first, second = summaries(rows)
+    # What was measured in chains is not mixed with single calls.
+    assert summaries([*rows, row("cublas", 3.0, chain=24)]) == [first, second]
     assert (first.best, first.best_us) == ("cublas", 12.0)
     assert (first.needed, first.reached, first.speedup) == pytest.approx((10 / 15, 10 / 12, 15 / 12))
     assert first.by_kind == {"cublas": 12.0}

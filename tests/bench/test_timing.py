@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stof.tuning import timing
-from stof.tuning.timing import time_calls, wall_us
+from stof.tuning.timing import chain_us, time_calls, wall_us
 
 LAUNCH_US, FLUSH_US = 10.0, 80.0
 
@@ -95,6 +95,14 @@ def test_launches_and_flushes_cancel(clock: Clock) -> None:
     assert found["short"].graphed
     assert sum(captured) == 20  # calls in one graph: as many as fit in 2 ms, at most 20
     assert sum(captured_long) == 1
+
+
+def test_chains_are_captured_whole(clock: Clock) -> None:
+    first, captured = counted(clock, 3.0)
+    second, _ = counted(clock, 5.0)
+    found = chain_us({"equal": [first] * 4, "mixed": [first, second] * 2}, torch.device("cuda"), rounds=3)
+    assert found["mixed"] - found["equal"] == pytest.approx(1.0)
+    assert sum(captured) == 4 + 2
 
 
 def test_what_cannot_be_captured_is_timed_eagerly(clock: Clock) -> None:

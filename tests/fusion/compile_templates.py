@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -23,9 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stof.fusion.templates import GemmConfig, configs, hopper_pingpong, hopper_together, run, triton_gemm
+from stof.fusion.templates import GemmConfig, configs, hopper_pingpong, hopper_together, run, triton_gemm, triton_norm
 from stof.fusion.templates.config import GemmShape
-from stof.fusion.templates.run import Norm, Product
+from stof.fusion.templates.norms import Norm
+from stof.fusion.templates.run import Product
 from tests.kernels.compile_kernels import ARCHS, _resources, _warnings
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
@@ -83,6 +84,7 @@ _SOME = (
     "128x256x64,8w,3s,tile",
     "64x64x64,4w,4s,tile",
     "16x64x128,4w,4s,tile",
+    "64x32x128,4w,4s,tile",
 )
 
 
@@ -97,6 +99,7 @@ def cases(every: bool) -> Iterator[Case]:
     gated = GemmShape("gated_linear", 4096, 8192, 2048, activation="silu")
     added = GemmShape("linear", 4096, 768, 3072, bias=True, residual=True)
     turned = GemmShape("linear", 4096, 3072, 768, activation="gelu_tanh", bias=True, transposed=True)
+    after = GemmShape("linear_norm", 128, 768, 3072, norm="layer", scaled=True, bias=True, residual=True)
     normed = GemmShape("norm_linear", 4096, 3072, 2048, norm="rms")
     layer = GemmShape("norm_linear", 100, 768, 768, norm="layer", scaled=True, bias=True)
 
@@ -110,12 +113,18 @@ def cases(every: bool) -> Iterator[Case]:
     for text in (_SOME[0], _SOME[2]):
         yield case("residual", added, text, dtype=bfloat)
         yield case("transposed", turned, text)
+    for shape, name in ((plain, "gelu"), (added, "residual"), (turned, "transposed")):
+        yield case(name, shape, "128x192x64,5s,together")
     yield case("row scale", normed, _SOME[0])
     yield case("residual", added, "128x128x64,8w,4s,persistent", (90, 120), bfloat)
     yield case("transposed", turned, "128x256x64,8w,3s,persistent")
     yield case("residual", added, "64x64x64,4w,4s,tile,split4", ARCHS, bfloat)
+    for text in ("64x64x128,4w,3s,tile,split5", "64x64x64,4w,4s,tile"):
+        yield case("norm after", after, text, ARCHS)
+        yield case("bare norm after", replace(after, norm="rms", scaled=False, bias=False, residual=False), text)
     yield case("swiglu", gated, "64x64x64,4w,4s,tile,split4", (80, 90))
     yield case("transposed", turned, "64x64x64,4w,4s,tile,split4")
+    yield case("transposed", replace(turned, m=128), "64x32x128,4w,4s,tile")
     yield case("layer norm", layer, "64x64x64,4w,2s,tile", (80, 90))
     yield case("gelu", plain, "64x64x32,4w,3s,tile", (80,), torch.float32)
 
@@ -127,10 +136,7 @@ def product_of(case: Case) -> Product:
     weight = (
         torch.empty(shape.k, rows, dtype=dtype).t() if shape.transposed else torch.empty(rows, shape.k, dtype=dtype)
     )
-    norm = None
-    if shape.norm:
-        vector = torch.empty(shape.k, dtype=dtype) if shape.scaled else None
-        norm = Norm(shape.norm, vector, vector if shape.norm == "layer" else None, 1e-5)
+    norm = norm_of(case, shape.k) if shape.template == "norm_linear" else None
     return run.product(
         shape.template,
         torch.empty(shape.m, shape.k, dtype=dtype),
@@ -142,10 +148,17 @@ def product_of(case: Case) -> Product:
     )
 
 
+def norm_of(case: Case, width: int) -> Norm:
+    """The norm next to a product."""
+    vector = torch.empty(width, dtype=case.dtype) if case.shape.scaled else None
+    return Norm(case.shape.norm, vector, vector if case.shape.norm == "layer" else None, 1e-5)
+
+
 def recorded(case: Case) -> list[Recorder]:
     """What the launching code passes on: a product's kernel, and a norm's before it."""
     names = {
-        triton_gemm: ("tile_gemm_kernel", "persistent_gemm_kernel", "row_norm_kernel"),
+        triton_gemm: ("tile_gemm_kernel", "persistent_gemm_kernel"),
+        triton_norm: ("row_norm_kernel", "merged_norm_kernel", "row_statistics_kernel"),
         hopper_pingpong: ("pingpong_gemm_kernel",),
         hopper_together: ("together_gemm_kernel",),
     }
@@ -155,7 +168,10 @@ def recorded(case: Case) -> list[Recorder]:
             for name in kernels:
                 recorders.append(Recorder(getattr(module, name)))
                 patched.enter_context(mock.patch.object(module, name, recorders[-1]))
-        run.compute(product_of(case), case.config)
+        if case.shape.template == "linear_norm":
+            run.compute_normed(product_of(case), case.config, norm_of(case, case.shape.n))
+        else:
+            run.compute(product_of(case), case.config)
     return [one for one in recorders if one.given is not None]
 
 
@@ -200,7 +216,7 @@ def compiled(case: Case, record: Recorder, arch: int) -> Compiled:
     made, options = source(record, arch)
     kernel = triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = _resources(kernel.asm["cubin"])
-    product = record.kernel.__name__ != "row_norm_kernel"
+    product = record.kernel.__name__.endswith("gemm_kernel")
     return Compiled(
         kernel=record.kernel.__name__,
         name=f"{case.name} {str(case.dtype).removeprefix('torch.')}",

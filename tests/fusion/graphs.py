@@ -46,9 +46,23 @@ def labels(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]
 
 
 def calls(gm: fx.GraphModule) -> list[str]:
-    """The template operators a graph calls, in order: `linear`, `norm_linear`, ..."""
-    found = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
-    return [name.split(".")[1] for name in found if name.startswith("stof.")]
+    """The template operators a graph calls, in order: `linear`, `norm_linear`, ...; not products by themselves."""
+    return [name for name, alone in _calls(gm) if not alone]
+
+
+def products(gm: fx.GraphModule) -> int:
+    """How many products by themselves are calls of a template."""
+    return sum(alone for _, alone in _calls(gm))
+
+
+def _calls(gm: fx.GraphModule) -> list[tuple[str, bool]]:
+    """Template operators, and whether there is nothing but a product and its bias to them."""
+    found = [(str(node.target), node.args) for node in gm.graph.nodes if node.op == "call_function"]
+    return [
+        (name.split(".")[1], name == "stof.linear.default" and args[3:5] == (None, "none"))
+        for name, args in found
+        if name.startswith("stof.")
+    ]
 
 
 class RMSNorm(nn.Module):

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stof.fusion import pipeline
-from stof.fusion.claims import claims
+from stof.fusion.claims import Claim, claims
 from stof.fusion.lower import GraphOrder, copy_graph
 from stof.fusion.nodes import changes_inputs, name_of
 from stof.fusion.normalise import normalise
+from stof.fusion.rules import pays
 from stof.fusion.templates.registry import Serving, no_kernel
-from tests.fusion.graphs import RMSNorm, calls, capture, fuse
+from tests.fusion.graphs import RMSNorm, calls, capture, fuse, products
 
 K, N = 8, 6
 
@@ -260,7 +261,7 @@ def test_what_may_write_keeps_a_segment_from_being_claimed() -> None:
     gm = capture(Block(opaque).eval(), torch.randn(2, K))
     report = fuse(gm)
     assert calls(gm) == []
-    assert report.fused == 0
+    assert report.fused == products(gm) == 1
 
 
 @torch.library.custom_op("stof_tests::tripled", mutates_args=("x",))
@@ -291,7 +292,7 @@ def test_every_spelling_of_a_write_keeps_its_place(name: str) -> None:
     assert changes_inputs(gm.graph)
     fuse(gm)
     names = [name_of(node) for node in gm.graph.nodes]
-    assert names.count("linear") == 2
+    assert names.count("stof.linear") == 2
 
 
 def test_integer_writes_do_not_matter() -> None:
@@ -379,3 +380,19 @@ def test_results_read_before_all_inputs_exist() -> None:
     assert GraphOrder(gm.graph).writes == []
     fuse(gm)
     assert calls(gm) == []
+
+
+def bert_claim(tokens: int, last: int, width: int) -> Claim:
+    """BERT-base's product into the residual stream and its LayerNorm, up to the `last` of three operators, float16."""
+    sizes = ((tokens, width), (768, width), (tokens, 768))
+    x, w, r = (torch.empty(size, dtype=torch.float16, device="meta") for size in sizes)
+    gm = capture(lambda x, w, r: F.layer_norm(F.linear(x, w) + r, (768,)), x, w, r)
+    (claim,) = claims(normalise(gm.graph)[: last + 1], Serving.TWINS)[0]
+    return claim
+
+
+@pytest.mark.parametrize(("tokens", "width", "expected"), [(128, 3072, True), (512, 768, True), (65536, 3072, False)])
+def test_small_products_are_claimed_by_shape_alone(tokens: int, width: int, expected: bool) -> None:
+    """With an epilogue and without; a large product by itself is never better off with us."""
+    assert pays(bert_claim(tokens, 2, width)) == expected
+    assert pays(bert_claim(tokens, 0, width)) == expected

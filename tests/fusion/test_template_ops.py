@@ -162,6 +162,12 @@ def test_reasons() -> None:
     assert "shared memory" in why("128x128x64,7s,pingpong")
     assert "shared memory" in why("256x128x64,7s,together")
     assert "128 rows" in why("256x128x64,2s,pingpong")
+    assert why("128x192x64,5s,together") == ""
+    assert "powers of two" in why("128x192x64,5s,pingpong")
+    assert "number of columns is 192" in why("128x160x64,4s,together")
+    assert "64 or 128 rows" in why("256x192x64,2s,together"), "more products than a consumer's registers hold"
+    assert "powers of two wide" in why("128x192x64,5s,together", template="gated_linear")
+    assert "shared memory" in why("128x192x64,6s,together")
     assert "64 deep" in why("128x128x32,4s,pingpong")
     assert "next step" in why("128x128x64,1s,pingpong")
     assert "64 columns" in why("128x32x64,4s,pingpong")

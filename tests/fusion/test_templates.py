@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof.fusion.templates import GemmConfig, run, twins
 from stof.fusion.templates.config import ACTIVATIONS, unfit
-from stof.fusion.templates.run import Norm
+from stof.fusion.templates.norms import Norm, normalise
 from stof.testing.oracle import error_budget
 
 pytest.importorskip("triton")
@@ -35,6 +35,8 @@ GLUON = (
     "256x128x64,6s,together",
     "256x128x64,3s,together,group1",
     "128x64x64,2s,together",
+    "128x192x64,5s,together",
+    "128x192x64,3s,together,group2",
 )
 
 pytestmark = [
@@ -137,6 +139,15 @@ def test_tiles_of_any_shape(
     check_linear(SPLIT if split and k >= 48 else TILE, t, "gelu", bias, residual)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("text", [TILE, SPLIT])
+def test_tiles_without_a_rest(text: str, transposed: bool) -> None:
+    """Columns and depth are multiples of a tile's: nothing is clamped or masked."""
+    check_linear(text, tensors(20, 64, 96, torch.float16, transposed=transposed), residual=True)
+    check_gated(text, tensors(20, 64, 96, torch.float16, gated=True, transposed=transposed))
+    check_normed(text, tensors(20, 64, 96, torch.float16, transposed=transposed), "layer", True)
+
+
 @settings(max_examples=15)
 @given(
     m=st.integers(1, 80),
@@ -180,11 +191,59 @@ def test_norm_of_rows_far_from_zero() -> None:
 def test_normalise(kind: str, dtype: torch.dtype) -> None:
     t = tensors(7, 1, 300, dtype)
     for scale, shift in ((None, None), (t["scale"], t["shift"])):
-        out = run.normalise(t["x"], Norm(kind, scale, shift, 1e-5))
+        out = normalise(t["x"], Norm(kind, scale, shift, 1e-5))
         wide = [None if v is None else v.double() for v in (scale, shift)]
         expected = twins.normalised(t["x"].double(), *wide, kind, 1e-5)
         budget = error_budget(twins.normalised(t["x"], scale, shift, kind, 1e-5), expected, dtype)
         assert float((out.double() - expected).abs().nan_to_num(torch.inf).max()) <= budget.allowed
+
+
+@settings(max_examples=20)
+@given(
+    m=st.integers(1, 40),
+    n=st.integers(1, 70),
+    k=st.integers(48, 100),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(["rms", "layer"]),
+    scaled=st.booleans(),
+    bias=st.booleans(),
+    residual=st.booleans(),
+    text=st.sampled_from([TILE, SPLIT, "16x16x16,4w,2s,tile,split2"]),
+)
+def test_norm_after(
+    m: int, n: int, k: int, dtype: torch.dtype, kind: str, scaled: bool, bias: bool, residual: bool, text: str
+) -> None:
+    t = tensors(m, n, k, dtype)
+    b, r = t["bias"] if bias else None, t["residual"] if residual else None
+    vectors = (t["bias"], t["residual"][0]) if scaled else (None, None)
+    product = run.product("linear_norm", t["x"], t["weight"], b, r, "none")
+    found = run.compute_normed(product, GemmConfig.parse(text), Norm(kind, *vectors, 1e-5))
+    given = [t["x"], t["weight"], b, r, *vectors]
+    plain = twins.linear_norm(*given, kind, 1e-5)
+    exact = twins.linear_norm(*(None if one is None else one.double() for one in given), kind, 1e-5)
+    # The norm of the sum as it was rounded; a row of few values may have a small deviation, which magnifies rounding.
+    wide = [None if v is None else v.double() for v in vectors]
+    exact = exact[0], twins.normalised(found[0].double(), *wide, kind, 1e-5)
+    again = plain[0], twins.normalised(found[0], *vectors, kind, 1e-5)
+    for out, usual, expected in zip(found, again, exact, strict=True):
+        assert out.dtype == dtype
+        assert out.is_contiguous()
+        error = float((out.double() - expected).abs().nan_to_num(torch.inf).max())
+        assert error <= error_budget(usual, expected, dtype).allowed
+
+
+def test_partial_sums_of_strided_rows() -> None:
+    """A residual whose rows are further apart than they are long, three dimensions."""
+    t = tensors(24, 40, 64, torch.float16)
+    residual = torch.full((2, 12, 80), torch.nan, device=DEVICE, dtype=torch.float16)[..., :40]
+    residual.copy_(t["residual"].view(2, 12, 40))
+    norm = Norm("layer", None, None, 1e-5)
+    product = run.product("linear_norm", t["x"].view(2, 12, 64), t["weight"], t["bias"], residual, "none")
+    for text in (TILE, SPLIT):
+        h, normed = run.compute_normed(product, GemmConfig.parse(text), norm)
+        expected = twins.linear_norm(product.x, t["weight"], t["bias"], t["residual"], None, None, "layer", 1e-5)
+        torch.testing.assert_close(h, expected[0].view(2, 12, 40), atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(normed, expected[1].view(2, 12, 40), atol=4e-3, rtol=4e-3)
 
 
 def test_strides() -> None:
@@ -220,8 +279,32 @@ def test_hopper(text: str, dtype: torch.dtype) -> None:
             check_linear(text, t, "gelu_tanh", bias=False)
             check_normed(text, t, "rms", False, "silu")
             check_normed(text, t, "layer", True)
-        if GemmConfig.parse(text).block_n >= 128:
+        if GemmConfig.parse(text).block_n in (128, 256):
             check_gated(text, tensors(m, n, k, dtype, gated=True), bias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+def test_chains_of_kernels_that_take_turns() -> None:
+    """Each kernel is set up while others still run; what it reads is what the one before it wrote, call after call."""
+    t = tensors(128, 768, 768, torch.float16)
+    norm = Norm("layer", t["scale"], t["shift"], 1e-5)
+
+    def chain(x: Tensor, texts: tuple[str, ...]) -> Tensor:
+        for text in texts * 8:
+            product = run.product("linear_norm", x, t["weight"], t["bias"], t["residual"], "none")
+            x = run.compute_normed(product, GemmConfig.parse(text), norm)[1]
+        return x
+
+    plain = chain(t["x"], ("cublas",))
+    for texts in (
+        ("64x32x128,4w,4s,tile,split2",),
+        ("64x64x128,4w,3s,tile",),
+        ("64x64x64,4w,4s,tile,split3", GLUON[0]),
+    ):
+        out = chain(t["x"], texts)
+        torch.testing.assert_close(out, plain, atol=0.05, rtol=0.05)
+        assert all(torch.equal(chain(t["x"], texts), out) for _ in range(20))
 
 
 @pytest.mark.gpu

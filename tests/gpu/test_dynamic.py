@@ -102,6 +102,38 @@ def test_bad_numbers_are_nan_and_reported_under_a_graph() -> None:
     assert not bool(out.isnan().any())
 
 
+@pytest.mark.parametrize("kind", ["vertical_slash", "block_topk", "dense"])
+def test_update_on_another_stream(kind: str) -> None:
+    """Attention waits for it, and it waits for the attention before it; eagerly and as a fork in a graph."""
+    q, k, v = random_inputs(torch.float16, kv_heads=2, head_dim=128)
+    side = torch.cuda.Stream()
+    tensors = numbers(kind, 0)
+    mask = mask_of(kind, tensors)
+    plan = stof.dynamic_plan(mask, LENGTH, batch=2, heads=HEADS)
+    weight = torch.randn(128, 128, device="cuda", dtype=torch.float16) / 128**0.5
+
+    def step(mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+        plan.update(mask, stream=side)
+        projected = q @ weight
+        return projected, *stof.attention(projected, k, v, plan, return_lse=True)
+
+    for seed in range(4):
+        other = mask_of(kind, numbers(kind, seed))
+        projected, out, lse = step(other)
+        keep = other.to_dense(LENGTH, device="cuda")
+        del other
+        assert_attention(out, lse, projected, k, v, keep)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        projected, out, lse = step(mask)
+    for seed in (1, 2):
+        for old, new in zip(tensors, numbers(kind, seed), strict=True):
+            old.copy_(new)
+        graph.replay()
+        check(out, lse, projected, k, v, mask_of(kind, tensors))
+    plan.check()
+
+
 def test_rows_without_room() -> None:
     q, k, v = random_inputs(batch=1)
     keep = numbers("dense", 0)[0]

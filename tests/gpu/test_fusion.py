@@ -24,7 +24,13 @@ from stof.fusion.templates.config import GemmConfig
 from stof.fusion.templates.registry import Serving
 from tests.fusion.graphs import calls, capture
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Inductor's own: of LLaMA's float32 rotary tables, and of the first graph that its CUDA graphs record.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+]
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,

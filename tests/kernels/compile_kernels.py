@@ -77,8 +77,8 @@ class Compiled:
     """What a compiled kernel takes: registers and spilled bytes of a thread, shared memory of a program.
 
     `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile;
-    `warnings` are what the assembler says of its own losses of speed, and barriers of the hardware that are taken twice
-    (asked only for kernels that place wgmma and barriers by hand).
+    `warnings` are loops that lost their pipeline, and for kernels that place wgmma and barriers by hand what the
+    assembler says of its own losses of speed, and barriers of the hardware that are taken twice.
     """
 
     group: str
@@ -110,27 +110,44 @@ class Open:
 
 def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
-    from stof.kernels.triton import fill_blocks, fill_slash
+    from stof.kernels.triton import fill_blocks, fill_slash, fill_slash_tables
 
     ints, i = "*i32", "i32"
-    yield fill_slash.slash_lists, ["*i8", *[ints] * 6, i, i, 64, 1024], {}
-    yield fill_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {}
-    yield fill_slash.vertical_slash_count, [*[ints] * 6, *[i] * 5, 64, 64, 1024], {}
-    yield (
-        fill_slash.vertical_slash_fill,
-        [*[ints] * 17, *[i] * 10, 1 << 16, 64, 64, 1024],
-        {"num_warps": 8, "maxnreg": 64},
-    )
-    yield fill_blocks.select_blocks, ["*fp32", ints, ints, ints, i, i, 1, i, i, i, i, True, 512], {}
-    yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 16], {}
+    for kind in (ints, "*i64"):
+        yield fill_slash_tables.slash_tables, [kind, kind, *[ints] * 3, *[i] * 10, 1, 2, 64, 2048], {"num_warps": 8}
+        yield fill_slash.vertical_slash_fill, [kind, *[ints] * 7, *[i] * 13, 64, 64, 128, 256], {"num_warps": 1}
+    yield fill_slash.slash_tiles, [*[ints] * 3, *[i] * 5, 128, 64, 64], {"num_warps": 2}
+    for width, num_warps in ((512, 1), (16384, 8)):
+        given = ["*fp32", *[ints] * 4, i, i, i, 1, i, i, i, i, 4, True, width]
+        yield fill_blocks.select_blocks, given, {"num_warps": num_warps}
+    yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}
     yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
     for kind, packed in (("*u8", False), (ints, True)):
         yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}
         yield fill_blocks.dense_bitmaps, [kind, ints, ints, ints, i, i, i, 1, i, i, i, packed, 64, 64], {}
 
 
-def compiled_fill(kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
-    """The same for a kernel that makes work."""
+def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
+    """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
+    from stof.layout.device import counting, kernels, programs, reading
+
+    ints, i = "*i32", "i32"
+    for read, kind, scores, warps in (
+        (ints, reading.PROGRAM, 1024, 4), ("*u8", reading.BYTES, 1024, 4), (ints, reading.QUADS, 2048, 1),
+    ):  # fmt: skip
+        options = {"num_warps": warps}
+        for block_m, block_n in ((128, 128), (64, 256)) if kind == reading.PROGRAM else ((128, 128),):
+            constants = [int(kind), block_m, block_n, scores // block_n]
+            yield kernels.classify_tiles, [read, *[ints] * 3, *[i] * 11, *constants], options
+            yield kernels.write_layout, [read, *[ints] * 8, "*fp32", ints, *[i] * 12, *constants], options
+        yield counting.count_slabs, [read, ints, ints, *[i] * 12, int(kind), 64, 256, scores // 256], options
+    yield kernels.rule_out_tiles, [*[ints] * 4, *[i] * 11, int(reading.PROGRAM), 128, 128, 128], {}
+    yield kernels.number_bitmaps, [ints, ints, "*i64", *[i] * 4, 4096], {"num_warps": 8}
+    yield programs.draw_blocks, [ints, *[i] * 6, 128], {}
+
+
+def compiled_fill(group: str, kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
+    """The same for a kernel that makes work or layouts."""
     signature, fixed, attributes = {}, {}, {}
     for place, (name, value) in enumerate(zip(kernel.arg_names, given, strict=True)):
         signature[name] = value if isinstance(value, str) else "constexpr"
@@ -144,7 +161,7 @@ def compiled_fill(kernel: Any, given: list[Any], options: dict[str, int], arch: 
     seconds = round(time.perf_counter() - start, 2)
     registers, spilled = _resources(made.asm["cubin"])
     shared = made.metadata.shared
-    return Compiled("fill", kernel.__name__, arch, registers, spilled, shared, 0, False, 0, 4, [], seconds)
+    return Compiled(group, kernel.__name__, arch, registers, spilled, shared, 0, False, 0, 4, [], seconds)
 
 
 def call_of(dtype: torch.dtype, head_dim: int, **changes: Any) -> CallSpec:
@@ -167,7 +184,8 @@ def cases() -> Iterator[Case]:
     for group, head_dim in (("D 64", 64), ("D 128", 128)):
         call = call_of(half, head_dim)
         choice = runtime_choice(call, LayoutConfig(64, 64, 1), LIMIT)
-        yield Case(group, f"block_wise D{head_dim} {AT_RUN_TIME}", call, choice, (80, 90))
+        for tiles in ("tiles", "shared tiles", "contiguous tiles"):
+            yield Case(group, f"block_wise D{head_dim} {tiles} {AT_RUN_TIME}", call, choice, (80, 90))
     options = {"has_bias": True, "has_softcap": True, "has_sinks": True}
     yield from _kinds("options D 64", call_of(half, 64, **options), ("gathered split",), (80, 90))
     yield from _kinds("options D 128", call_of(half, 128, **options), ("gathered split", "contiguous"), (90,))
@@ -333,13 +351,14 @@ def recorded(case: Case) -> Recorded:
         else:
             work = make_work(layout, choice.kernel.split_tiles)
             if case.name.endswith(AT_RUN_TIME):
-                work = replace(work, has_full=1, full_runs=0, may_poison=1)
+                kind = {"shared": int("shared" in case.name), "bases": int("contiguous" in case.name)}
+                work = replace(work, has_full=1, full_runs=0, may_poison=1, **kind)
             block_wise.block_wise_attention(q, k, v, work, choice.kernel, **options)
     (one,) = record.made
     return one
 
 
-def source(record: Recorded) -> ASTSource:
+def source(record: Recorded, arch: int) -> ASTSource:
     """Specialised as Triton does: 1 is a constant, multiples of 16 are known to be, pointers are aligned."""
     kernel, _grid, static, numbers, constants = record.given
     values = (*record.maps, *record.tensors, *static, *numbers)
@@ -347,6 +366,8 @@ def source(record: Recorded) -> ASTSource:
     fixed: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
     for place, (name, value) in enumerate(zip(kernel.arg_names, (*values, *constants), strict=True)):
+        # On the CPU where this runs, kernels take no turns.
+        value = arch >= 90 if name == "CHAINED" else value
         constant = place >= len(values) or value is None or (type(value) is int and value == 1)
         if constant:
             signature[name], fixed[place,] = "constexpr", value
@@ -371,7 +392,7 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
     if record.options.get("max_registers"):
         options["maxnreg"] = record.options["max_registers"]
     start = time.perf_counter()
-    kernel = triton.compile(source(record), target=GPUTarget("cuda", arch, 32), options=options)
+    kernel = triton.compile(source(record, arch), target=GPUTarget("cuda", arch, 32), options=options)
     seconds = time.perf_counter() - start
     registers, spilled = _resources(kernel.asm["cubin"])
     choice, estimated = case.choice, 0
@@ -390,7 +411,7 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
         wgmma="wgmma.mma_async" in kernel.asm["ptx"],
         block_m=choice.layout.block_m if choice.kernel is not None and choice.layout is not None else 0,
         itemsize=case.call.dtype.itemsize,
-        warnings=_warnings(kernel.asm["ptx"]) if choice.implementation == "hopper" else [],
+        warnings=_warnings(kernel.asm["ptx"]) if choice.implementation == "hopper" else _stalls(kernel.asm, options),
         seconds=round(seconds, 2),
     )
 
@@ -422,6 +443,12 @@ def _warnings(ptx: str) -> list[str]:
     return [line for line in done.stderr.splitlines() if "(C75" in line] + _clashes(ptx)
 
 
+def _stalls(asm: dict[str, Any], options: dict[str, int]) -> list[str]:
+    """Loops of three stages that wait for copies as soon as they have started them: Triton could not pipeline them."""
+    stalls = options["num_stages"] > 2 and re.search(r"async_wait %.*num = 0", asm["ttgir"])
+    return ["a loop is not pipelined"] * bool(stalls)
+
+
 def _clashes(ptx: str) -> list[str]:
     """Barriers where now these, now those threads meet: Triton's are for 128, the kernel's own for 256."""
     threads: dict[str, set[str]] = {}
@@ -444,10 +471,11 @@ def main() -> None:
             record = recorded(case)
             for arch in case.archs:
                 _report(compiled(case, record, arch), given.json)
-    for kernel, values, options in fill_kernels():
-        if given.only in kernel.__name__:
-            for arch in (80, 90, 120):
-                _report(compiled_fill(kernel, values, options, arch), given.json)
+    for group, kernels in (("fill", fill_kernels()), ("layout", layout_kernels())):
+        for kernel, values, options in kernels:
+            if given.only in kernel.__name__:
+                for arch in (80, 90, 120):
+                    _report(compiled_fill(group, kernel, values, options, arch), given.json)
 
 
 def _report(one: Compiled, as_json: bool) -> None:

@@ -134,13 +134,12 @@ def check_lists(layout: Layout, split_tiles: int) -> TileLists | None:
 
 
 def check_items(lists: TileLists, layout: Layout, split_tiles: int) -> None:
-    """Chunks of a row block complete, equal to within a tile, with slots and a number of their own."""
+    """Chunks of a row block complete, equal to within a tile, with slots of their own."""
     tiles = layout.row_block_ptr.diff().view(layout.patterns, layout.row_blocks)
-    chunks, splits = [0], [0]
+    chunks = [0]
     for pattern, (first, last) in enumerate(itertools.pairwise(lists.item_ptr.tolist())):
         items = lists.items[first:last].tolist()
         slots: list[int] = []
-        numbers: list[int] = []
         for row_block in range(layout.row_blocks):
             count = int(tiles[pattern, row_block])
             wanted = max(1, -(-count // split_tiles)) if split_tiles else 1
@@ -151,14 +150,11 @@ def check_items(lists: TileLists, layout: Layout, split_tiles: int) -> None:
             assert sorted(item[6] for item in mine) == list(range(wanted))
             assert {item[4] for item in mine} == {wanted}
             if wanted > 1:
-                assert len({(item[5], item[7]) for item in mine}) == 1
+                assert len({item[5] for item in mine}) == 1
                 slots += range(mine[0][5], mine[0][5] + wanted)
-                numbers.append(mine[0][7])
         assert sorted(slots) == list(range(len(slots)))
-        assert sorted(numbers) == list(range(len(numbers)))
         chunks.append(len(slots))
-        splits.append(len(numbers))
-    assert (lists.chunks, lists.splits) == (max(chunks), max(splits))
+    assert lists.chunks == max(chunks)
     assert bool(lists.has_full) == any(item[2] < item[3] for item in lists.items.tolist())
 
 
@@ -332,24 +328,21 @@ def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int)
     check_starts(starts, padded, lists, blocks)
     assert (bounds[0], bounds[-1]) == (0, len(jobs))
     pattern_of = lists.pattern_of.expand(batch, heads)
-    wanted, slots, numbers = [], set(), set()
+    wanted, slots = [], set()
     for b, h in itertools.product(range(batch), range(heads)):
         pattern = int(pattern_of[b, h])
         for item in lists.items[lists.item_ptr[pattern] : lists.item_ptr[pattern + 1]].tolist():
-            wanted.append((b, h, pattern, *item[:5], item[6], item[8]))
+            wanted.append((b, h, pattern, *item[:5], item[6], item[7]))
     found = []
-    for row_block, b, h, begin, partial_end, end, parts, slot, chunk, counter, pattern, bitmap, *rest in jobs.tolist():
+    for row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, *rest in jobs.tolist():
         found.append((b, h, pattern, row_block, begin, partial_end, end, parts, chunk, bitmap))
         assert not any(rest)
         if parts > 1:
             slots.add((slot, parts, b, h, row_block))
-            numbers.add((counter, b, h, row_block))
     assert sorted(found) == sorted(wanted)
     taken = [place for slot, parts, *_ in slots for place in range(slot, slot + parts)]
     assert len(set(taken)) == len(taken)
     assert all(0 <= place < batch * heads * lists.chunks for place in taken)
-    assert len({number[0] for number in numbers}) == len({number[1:] for number in numbers}) == len(numbers)
-    assert all(0 <= counter < batch * heads * lists.splits for counter, *_ in numbers)
     cost = costs(jobs)
     return torch.stack([cost[first:last].sum() for first, last in itertools.pairwise(bounds)])
 

@@ -54,7 +54,7 @@ class Twin:
 
 def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> None:
     """64 rows of a job, which may come with the columns of its first tile."""
-    row_block, b, h, begin, partial_end, end, parts, slot, chunk, counter, pattern, bitmap, *_ = job
+    row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, *_ = job
     slabs = a.BLOCK_N // a.SLAB if a.SLAB else 1
     tiles = memory(a.tiles_ptr).view(-1, slabs)
     position = (row_block * a.GROUPS + group) * 64
@@ -84,21 +84,29 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
     m = s.amax(1)
     p = torch.exp(s - torch.where(m == -torch.inf, 0.0, m)[:, None])
     total, acc = p.sum(1), p @ torch.cat(values)
-    if a.SPLIT and parts > 1:
-        mine = (slot + chunk) * a.GROUPS + group
-        memory(a.chunk_out_ptr)[mine * 64 * a.D :][: 64 * a.D].copy_(acc.flatten())
-        memory(a.chunk_ml_ptr)[mine * 128 :][:128].copy_(torch.cat([m, total]))
-        count = memory(a.counters_ptr)[counter * a.GROUPS + group :][:1]
-        count += 1
-        if int(count) < parts:
-            return
-        count.zero_()
-        others = [(slot + c) * a.GROUPS + group for c in range(parts)]
-        parted = torch.stack([memory(a.chunk_ml_ptr)[n * 128 :][:128].double().view(2, 64) for n in others])
-        outs = torch.stack([memory(a.chunk_out_ptr)[n * 64 * a.D :][: 64 * a.D].double().view(64, a.D) for n in others])
-        m = parted[:, 0].amax(0)
-        factor = torch.exp(parted[:, 0] - torch.where(m == -torch.inf, 0.0, m))
-        total, acc = (parted[:, 1] * factor).sum(0), (outs * factor[:, :, None]).sum(0)
+    span = 1
+    while a.SPLIT and span < parts:
+        left = chunk // (2 * span) * 2 * span
+        right = left + span
+        if right < parts:
+            # The second of two to come adds what the first has left to its own.
+            mine, other = (left, right) if chunk < right else (right, left)
+            kept, its = ((slot + one) * a.GROUPS + group for one in (mine, other))
+            memory(a.chunk_out_ptr)[kept * 64 * a.D :][: 64 * a.D].copy_(acc.flatten())
+            memory(a.chunk_ml_ptr)[kept * 128 :][:128].copy_(torch.cat([m, total]))
+            count = memory(a.counters_ptr)[(slot + right) * a.GROUPS + group :][:1]
+            count += 1
+            if int(count) == 1:
+                return
+            assert int(count) == 2
+            count.zero_()
+            m_c, total_c = memory(a.chunk_ml_ptr)[its * 128 :][:128].double().view(2, 64)
+            acc_c = memory(a.chunk_out_ptr)[its * 64 * a.D :][: 64 * a.D].double().view(64, a.D)
+            m_new = torch.maximum(m, m_c)
+            m_use = torch.where(m_new == -torch.inf, 0.0, m_new)
+            old, new = torch.exp(m - m_use), torch.exp(m_c - m_use)
+            total, acc, m = total * old + total_c * new, acc * old[:, None] + acc_c * new[:, None], m_new
+        span *= 2
     rows = torch.arange(position, position + 64)
     rows = rows[rows < a.q_len]
     lse = torch.where(total > 0, m + torch.log(total), -torch.inf)

@@ -61,19 +61,31 @@ class Tile:
 
 def item_tiles(work: Work, pattern: int, number: int) -> list[Tile]:
     """An item's tiles in the kernel's order."""
-    _, partial, partial_end, full, full_end, *_, bitmap, first_full = work.items[pattern, number].tolist()
+    item = work.items[pattern, number].tolist()
+    _, partial, partial_end, full, full_end, *_ = item
+    bitmap, first_full, own_partial, to_partial, own_full, to_full, position = item[9:]
     tiles: list[Tile] = []
+    listed: list[Tensor] = []
+    steps = torch.arange(work.block_n, device=DEVICE, dtype=torch.int32)
     for tile in range(partial, partial_end):
+        row, shift = (tile + to_partial, position) if work.shared and tile < own_partial else (tile, 0)
         # The kernel takes the bitmap of the first tile from the item, the others from the list.
-        words = work.bitmaps[bitmap if tile == partial else int(work.partial_bitmap[tile])]
+        others = row if work.shared else int(work.partial_bitmap[tile])
+        words = work.bitmaps[bitmap if tile == partial else others]
         keep = torch.stack([bit(words, column) for column in range(work.block_n)], 1)
-        tiles.append(Tile(work.partial_columns[tile], keep))
+        columns = work.partial_columns[row]
+        if work.bases:
+            columns = (columns + steps).clamp(max=first_full)
+        tiles.append(Tile(columns + shift, keep))
+        listed.append(work.partial_columns[row])
     for tile in range(full, full_end):
         start = first_full + (tile - full) * work.block_n
         run = torch.arange(start, start + work.block_n, device=DEVICE, dtype=torch.int32)
-        tiles.append(Tile(run if work.full_runs else work.full_columns[tile], None))
+        row, shift = (tile + to_full, position) if work.shared and tile < own_full else (tile, 0)
+        listed.append(run if work.full_runs else work.full_columns[row])
+        tiles.append(Tile(listed[-1] + shift + (steps if work.bases else 0), None))
     if tiles:
-        assert torch.equal(work.first_columns[pattern, number], tiles[0].columns)
+        assert torch.equal(work.first_columns[pattern, number], listed[0])
     return tiles
 
 

@@ -6,7 +6,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from stof.bench.check import relative_error
 from stof.bench.problem import first_line
 from stof.bench.results import provenance
 from stof.fusion.templates import GemmConfig, configs, run, twins
-from stof.fusion.templates.run import Norm
-from stof.tuning.timing import time_calls
+from stof.fusion.templates.norms import Norm
+from stof.tuning.timing import chain_us, time_calls
 
 EPS = 1e-5
 # Rows of each result that are compared with float64; all are compared with PyTorch's own result.
@@ -38,11 +39,15 @@ QUICK = (
     "64x256x64,4s,pingpong",
     "256x128x64,6s,together",
     "128x256x64,5s,together",
+    "128x192x64,5s,together",
     "128x256x64,8w,3s,persistent,halves",
     "128x128x64,8w,3s,tile",
     "128x64x64,4w,4s,tile",
     "64x64x64,4w,4s,tile",
     "64x32x128,4w,4s,tile",
+    "64x32x128,4w,4s,tile,split2",
+    "64x64x64,4w,6s,tile,split5",
+    "64x64x128,4w,3s,tile,split3",
     "64x64x128,4w,3s,tile,split4",
 )
 
@@ -90,7 +95,10 @@ MODELS = tuple(dict.fromkeys(gemm.model for gemm in GEMMS))
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `us` is None when the result was wrong or the candidate failed (`problem` says how)."""
+    """One measurement. `us` is None when the result was wrong or the candidate failed (`problem` says how).
+
+    With a `chain`, it is of a call among so many with weights of their own; else of a single one with a cold L2.
+    """
 
     model: str
     gemm: str
@@ -106,9 +114,10 @@ class Row:
     torch_rel_err: float | None
     first_call_s: float | None
     problem: str = ""
+    chain: int = 0
 
 
-KEY = ("model", "gemm", "tokens", "dtype", "impl")
+KEY = ("model", "gemm", "tokens", "dtype", "impl", "chain")
 
 
 @dataclass(frozen=True)
@@ -168,24 +177,24 @@ def product_of(gemm: Gemm, given: Inputs) -> run.Product:
     return run.product(gemm.template, given.x, given.weight, given.bias, given.residual, gemm.activation, norm)
 
 
-def call_of(gemm: Gemm, given: Inputs, name: str) -> Callable[[], Any]:
-    """What to time under a name: one of PyTorch's ways, or a configuration. linear_norm returns two tensors."""
+def calls_of(gemm: Gemm, givens: Sequence[Inputs], name: str) -> list[Callable[[], Any]]:
+    """What to time under a name, a call for each inputs: one of PyTorch's ways (compiled once), or a configuration.
+
+    linear_norm returns two tensors.
+    """
     if name == BARE:
-        return lambda: F.linear(given.x, given.weight)
+        return [partial(F.linear, given.x, given.weight) for given in givens]
     if name in _MODES:
-        function, arguments = twin(gemm, given)
+        function = twin(gemm, givens[0])[0]
         compiled = torch.compile(function, mode=_MODES[name], dynamic=False, fullgraph=True)
-        return lambda: compiled(*arguments)
-    config, product = GemmConfig.parse(name), product_of(gemm, given)
+        return [partial(compiled, *twin(gemm, given)[1]) for given in givens]
+    config = GemmConfig.parse(name)
     if gemm.template != "linear_norm":
-        return lambda: run.compute(product, config)
-    norm = Norm(gemm.norm, *given.vectors, EPS)
-
-    def call() -> Any:
-        h = run.compute(product, config)
-        return h, run.normalise(h, norm)
-
-    return call
+        return [partial(run.compute, product_of(gemm, given), config) for given in givens]
+    return [
+        partial(run.compute_normed, product_of(gemm, given), config, Norm(gemm.norm, *given.vectors, EPS))
+        for given in givens
+    ]
 
 
 def run_gemm(
@@ -196,6 +205,7 @@ def run_gemm(
     *,
     every: bool,
     autotuned: bool,
+    chain: int,
     rounds: int,
     report: Callable[[str], None],
 ) -> list[Row]:
@@ -204,6 +214,7 @@ def run_gemm(
     Args:
         every: all configurations that fit, not only the quick ones.
         autotuned: Inductor's own search for products as well.
+        chain: 0, or calls that follow each other, each with a weight of its own (`chain_us`).
         rounds: timed rounds.
         report: told about each check.
     """
@@ -213,17 +224,18 @@ def run_gemm(
     chosen = [name for name in fitting if every or name in QUICK]
     wanted = [BARE, INDUCTOR, *([AUTOTUNED] if autotuned else []), *chosen]
     check = Check(gemm, given)
-    good: dict[str, Callable[[], Any]] = {}
+    givens = [given, *(replace(given, weight=given.weight.clone()) for _ in range(chain - 1))]
+    good: dict[str, list[Callable[[], Any]]] = {}
     facts: dict[str, tuple[float | None, float | None, str]] = {}
     for name in wanted:
         start = time.perf_counter()
         problem, error = "", None
         try:
-            call = call_of(gemm, given, name)
+            calls = calls_of(gemm, givens, name)
             if name == BARE:
-                call()
+                calls[0]()
             else:
-                error, problem = check(call, poisoned=name not in _MODES and name != "cublas")
+                error, problem = check(calls[0], poisoned=name not in _MODES and name != "cublas")
         except Exception as failure:  # whatever a compiler or a kernel raises must not end the race
             problem = first_line(failure)
             torch.cuda.synchronize(device)
@@ -231,17 +243,21 @@ def run_gemm(
         if problem:
             report(f"  {name}: {problem}")
         else:
-            good[name] = call
-    timings = time_calls(good, device, rounds=rounds)
+            good[name] = calls
+    if chain:
+        taken: dict[str, float | None] = {**chain_us(good, device, rounds=rounds)}
+    else:
+        timings = time_calls({name: calls[0] for name, calls in good.items()}, device, rounds=rounds)
+        taken = {name: timing.gpu_us for name, timing in timings.items()}
     torch.compiler.reset()  # else compiled functions accumulate
     products = 2 * tokens * gemm.n * gemm.k * (2 if gemm.template == "gated_linear" else 1)
     rows = []
     for name, (error, first, problem) in facts.items():
-        us = timings[name].gpu_us if name in timings else None
+        us = taken.get(name)
         tflops = products / us / 1e6 if us else None
         rows.append(
             Row(gemm.model, gemm.name, gemm.template, tokens, gemm.n, gemm.k, str(dtype).removeprefix("torch."), name,
-                us, tflops, error, check.plain, first, problem)
+                us, tflops, error, check.plain, first, problem, chain)
         )  # fmt: skip
     return rows
 
@@ -354,12 +370,12 @@ class Summary:
 
 def summaries(rows: Iterable[Row]) -> list[Summary]:
     """One line a product of which everything has a time."""
-    cells: dict[tuple[str, str, int], dict[str, float]] = {}
+    cells: dict[tuple[str, str, int, int], dict[str, float]] = {}
     for row in rows:
         if row.us is not None:
-            cells.setdefault((row.model, row.gemm, row.tokens), {})[row.impl] = row.us
+            cells.setdefault((row.model, row.gemm, row.tokens, row.chain), {})[row.impl] = row.us
     found = []
-    for (model, gemm, tokens), times in cells.items():
+    for (model, gemm, tokens, _), times in cells.items():
         ours = {name: us for name, us in times.items() if name not in (BARE, *_MODES)}
         peers = [times[name] for name in _MODES if name in times]
         if BARE in times and peers and ours:

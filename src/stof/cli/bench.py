@@ -171,6 +171,7 @@ def build(
     head_dim: Annotated[int, typer.Option(min=16)] = 128,
     flex: Annotated[bool, typer.Option(help="Also time FlexAttention's create_block_mask.")] = True,
     budget: Annotated[float, typer.Option(help="Seconds after which no further peer is started.")] = 80.0,
+    known: Annotated[bool, typer.Option(help="Also time building masks that are known ahead of time.")] = True,
     output: _Output = None,
 ) -> None:
     """Time compiling masks, once and in every step, against FlexAttention's; checked against float64 first."""
@@ -186,14 +187,17 @@ def build(
     where, _ = _place(device, "")
     on_gpu = where.type == "cuda"
     steps = list(step_rows(where, length or (32768 if on_gpu else 512), heads or (32 if on_gpu else 2), head_dim))
-    rows = []
+    rows: list[BuildRow] = []
+    if output is not None:
+        write_json(output, as_json(rows, steps, provenance(where)))
     growth = growth_rows(where, 2**18 if on_gpu else 2**12)
-    for row in itertools.chain(growth, known_rows(where, not on_gpu, flex, deadline)):
+    for row in itertools.chain(growth, known_rows(where, not on_gpu, flex, deadline)) if known else ():
         rows.append(row)
         if output is not None:
             write_json(output, as_json(rows, steps, provenance(where)))
     console = Console()
-    console.print(build_table(rows))
+    if rows:
+        console.print(build_table(rows))
     console.print(step_table(steps))
     if output is not None:
         console.print(f"wrote {output}")
@@ -367,6 +371,8 @@ def step_table(rows: list[StepRow]) -> Table:
         table.add_row(row.mask, *shown, f"{row.density:.3f}", f"{row.error:.1e}", f"{row.plan_mb:.0f}")
         if row.note:
             table.add_row("", row.note)
+        for name, us in sorted(row.kernels.items(), key=lambda kernel: -kernel[1])[:8]:
+            table.add_row(f"  {name[:40]}", f"{us:.0f}")
     return table
 
 

@@ -28,6 +28,9 @@ def gemm(
     configs: Annotated[str, typer.Option(help="quick: one or two of every kind; all: every one that fits.")] = "quick",
     gemms: Annotated[str, typer.Option(help="Only products whose name contains this.")] = "",
     autotuned: Annotated[bool, typer.Option("--autotuned", help="Inductor's max-autotune as a second peer.")] = False,
+    chain: Annotated[
+        int, typer.Option(min=0, help="So many calls one after the other, instead of single ones with a cold L2.")
+    ] = 0,
     dtype: _Dtype = "float16",
     rounds: _Rounds = 7,
     budget: _Budget = None,
@@ -48,7 +51,8 @@ def gemm(
     if unknown:
         raise ArgumentError(f"unknown models {sorted(unknown)}; there are {', '.join(MODELS)}")
     console, record, start = Console(stderr=True), Record(output, device), time.perf_counter()
-    done = {(row.model, row.gemm, row.tokens, row.dtype) for row in record.rows} if resume else set()
+    held = [row for row in record.rows if resume and row.chain == chain]
+    done = {(row.model, row.gemm, row.tokens, row.dtype) for row in held}
     wanted = [
         (one, count)
         for count in (int(text) for text in tokens.split())
@@ -62,7 +66,7 @@ def gemm(
             break
         console.print(Text(f"{one.model} {one.name}, {count} tokens", style="dim"))
         rows = run_gemm(
-            one, count, device, precision, every=configs == "all", autotuned=autotuned, rounds=rounds,
+            one, count, device, precision, every=configs == "all", autotuned=autotuned, chain=chain, rounds=rounds,
             report=lambda text: console.print(Text(text, style="red"), soft_wrap=True),
         )  # fmt: skip
         record.add(rows)

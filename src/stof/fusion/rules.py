@@ -12,20 +12,35 @@ from stof.fusion.claims import Claim, claims, size_hint
 from stof.fusion.lower import Choice, GraphOrder
 from stof.fusion.operators import NORMS, Kind, Operator
 from stof.fusion.scheme import MAX_COMPUTE_INTENSIVE, Scheme
+from stof.fusion.templates.config import GemmShape
 from stof.fusion.templates.registry import Serving
 
 # Floating-point operations that a large half-precision product does while one byte is copied: about 680 TFLOP/s over
 # 4.2 TB/s on an H200. A pass over a product's [M, N] result then costs about 325 / K of the product.
 FLOPS_PER_BYTE = 162.0
+# A product of fewer operations than that (about 3 us on an H200), its operands counted as what could be computed while
+# they are copied, is mostly launching, waiting for memory and ending: see "Few rows" in docs/fusion.md.
+FEW_FLOPS = 2e9
 # The longest sequence that any template covers.
 LONGEST = 3
 
 
-def pays(claim: Claim) -> bool:
-    """Whether the memory traffic a claim saves outweighs a product slower than cuBLAS by the template's share.
+def small(shape: GemmShape, itemsize: int) -> bool:
+    """Whether a product takes so little that what counts is how fast its kernel starts and ends."""
+    columns = shape.n * (2 if shape.gated else 1)
+    moved = (shape.m * shape.k + columns * shape.k + shape.m * shape.n) * itemsize
+    return 2.0 * shape.m * columns * shape.k + moved * FLOPS_PER_BYTE <= FEW_FLOPS
 
-    What is saved are passes over the tensors between the product and its neighbours.
+
+def pays(claim: Claim) -> bool:
+    """Whether a claim is faster than what Inductor makes of its segment, by shape alone.
+
+    A small product: always, for the templates' kernels start while the one before still runs. Else where the memory
+    traffic saved outweighs a product slower than cuBLAS by the template's share; what is saved are passes over the
+    tensors between the product and its neighbours.
     """
+    if small(claim.problem.shape, claim.problem.dtype.itemsize):
+        return True
     inner = claim.operators[:-1]
     between = [o for o in inner if o.kind is Kind.LINEAR or (o.kind in NORMS and o is claim.operators[0])]
     saved = sum(
@@ -46,7 +61,8 @@ def suggested(
 ) -> dict[int, Choice]:
     """Choices by the first operator of their segments: from the left, the longest sequence whose claim pays.
 
-    Where it is `known` what a shape takes, that decides: what saves most is chosen, and what saves nothing is not.
+    A product by itself counts as a sequence; unless it is small, nothing is saved. Where it is `known` what a shape
+    takes, that decides: what saves most is chosen, and what saves nothing is not.
 
     Args:
         within: stretches of operators to look at; None for all.
@@ -81,8 +97,9 @@ def _choice_at(
                         tuned.inductor_us - tuned.template_us,
                         Choice(claim, tuned.config, "measured faster before"),
                     )
-            elif by_rule is None and length > 1 and pays(claim):
-                by_rule = Choice(claim, why="saves memory traffic, by rule")
+            elif by_rule is None and pays(claim):
+                reason = "a small product" if small(claim.problem.shape, claim.problem.dtype.itemsize) else ""
+                by_rule = Choice(claim, why=f"{reason or 'saves memory traffic'}, by rule")
     return measured or by_rule
 
 

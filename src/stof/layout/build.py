@@ -14,6 +14,7 @@ from torch import Tensor
 from stof.errors import ArgumentError, ShapeError
 from stof.layout import bits
 from stof.layout.config import LayoutConfig
+from stof.layout.device.build import device_layout
 from stof.layout.layout import Layout
 from stof.layout.tiles import tiles_of
 from stof.masks.base import Mask, check_lengths, check_sizes
@@ -32,6 +33,8 @@ ASKED_FROM = 2**13
 
 # A partial tile costs 1.09 full ones (measured on an H200 with bitmaps in registers, D = 128).
 PARTIAL_TILE_COST = 1.09
+# Row blocks are ordered by whole hundredths: a float sum would round, and so order them, differently on a GPU.
+_PARTIAL_HUNDREDTHS = round(100 * PARTIAL_TILE_COST)
 
 
 def build_layout(
@@ -66,9 +69,14 @@ def build_layout(
     mask.check(q_len, kv_len)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
     order = checked_order(row_order, q_len, device)
+    if order is None and torch.device(device).type == "cuda":
+        dims = (mask_batch, mask_heads)
+        layout = device_layout(mask, q_len, kv_len, config, dims, _PARTIAL_HUNDREDTHS, torch.device(device))
+        if layout is not None:
+            return layout
+    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
     distinct: list[Pattern] = []
     pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
-    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
     known: dict[int, int] = {}
     for b in range(mask_batch):
         for h in range(mask_heads):
@@ -316,14 +324,14 @@ def laid_out(
     order: Tensor | None,
 ) -> Layout:
     """The same from the tiles of all masks, one after the other, and the number of each partial tile's bitmap."""
+    bitmaps, number = _by_first_use(bitmaps, number)
     partial_count = joined.partial_count
     pointers = torch.nn.functional.pad(joined.tile_count.cumsum(0), (1, 0))
     base, gathered = bases(joined.columns, kv_len, config)
     row_blocks = -(-q_len // config.block_m)
     tile_bitmap = torch.full_like(base, -1)
     tile_bitmap[joined.partial] = number
-    # Whole hundredths: a float sum would round, and so order row blocks, differently on a GPU.
-    hundredths = (joined.tile_count - partial_count) * 100 + partial_count * round(100 * PARTIAL_TILE_COST)
+    hundredths = (joined.tile_count - partial_count) * 100 + partial_count * _PARTIAL_HUNDREDTHS
     cost = (hundredths.double() / 100).float()
     return Layout(
         q_len=q_len,
@@ -340,6 +348,15 @@ def laid_out(
         order=torch.argsort(hundredths, descending=True, stable=True).int(),
         row_order=None if order is None else order.int().expand(len(partial_count) // row_blocks, -1).contiguous(),
     )
+
+
+def _by_first_use(bitmaps: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Bitmaps in the order in which tiles use them: one order, however they were found."""
+    tiles = torch.arange(len(number), device=number.device)
+    first = torch.full((len(bitmaps),), len(number), dtype=torch.int64, device=number.device)
+    order = first.scatter_reduce_(0, number, tiles, reduce="amin").argsort()
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return bitmaps[order], place[number]
 
 
 def bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, Tensor]:

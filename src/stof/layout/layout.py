@@ -33,7 +33,8 @@ class Layout:
         tile_base: int32 `[T]`, first column of a contiguous tile, or `~g` for the tile in row `g` of `gathered`.
         gathered: int32 `[G, block_n // slab]`, first column of each slab, -1 in unused slots.
         tile_bitmap: int32 `[T]`, row of `bitmaps`, or -1 for a full tile.
-        bitmaps: int32 `[U, block_m, ceil(block_n / 32)]`, bit c of a row is column c of the tile.
+        bitmaps: int32 `[U, block_m, ceil(block_n / 32)]`, bit c of a row is column c of the tile; in the
+            order in which tiles first use them.
         cost: float32 `[P * R]`, work in units of one full tile.
         order: int32 `[P * R]`, row blocks longest first.
         row_order: int32 `[P, q_len]`, original row at each permuted position; None when rows keep their order.

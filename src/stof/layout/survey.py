@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stof.layout.build import checked_order, strips
 from stof.layout.config import LayoutConfig
+from stof.layout.device.survey import SlabCounts, device_counts
 from stof.layout.layout import Layout
 from stof.masks.base import Mask
 
@@ -81,12 +82,35 @@ def survey(
         geometries: block sizes to count.
     """
     wanted = sorted(set(geometries), key=lambda g: (g.block_m, g.block_n, g.slab or 0))
-    rows_of_strip = math.lcm(64, *(g.block_m for g in wanted))
     order = checked_order(row_order, q_len, device)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
     numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten()[:_MASKS_COUNTED].tolist()
     counted = [divmod(numbers.index(number), mask_heads) for number in dict.fromkeys(numbers)]
     row = [list(dict.fromkeys(numbers)).index(number) for number in numbers]
+    if order is None and torch.device(device).type == "cuda":
+        entries = [b * mask_heads + h for b, h in counted]
+        heights = sorted({geometry.block_m for geometry in wanted}) or [64]
+        slabs = device_counts(mask, q_len, kv_len, heights, mask_heads, entries, torch.device(device))
+        if slabs is not None:
+            tiles = {geometry: tiles_of_slabs(slabs, geometry) for geometry in wanted}
+            counts = {geometry: TileCounts(partial[row], full[row]) for geometry, (partial, full) in tiles.items()}
+            return Survey(counts, slabs.kept[row].long(), mask_batch, mask_heads)
+    counts, kept = _strip_counts(mask, q_len, kv_len, wanted, counted, order, device)
+    counts = {geometry: TileCounts(own.partial[row], own.full[row]) for geometry, own in counts.items()}
+    return Survey(counts, kept[row], mask_batch, mask_heads)
+
+
+def _strip_counts(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    wanted: list[LayoutConfig],
+    counted: list[tuple[int, int]],
+    order: Tensor | None,
+    device: torch.device | str,
+) -> tuple[dict[LayoutConfig, TileCounts], Tensor]:
+    """Tiles of each geometry and scores of each row `[counted, q_len]`, by evaluating the mask strip by strip."""
+    rows_of_strip = math.lcm(64, *(g.block_m for g in wanted))
     kept: list[Tensor] = []
     found: dict[LayoutConfig, list[tuple[Tensor, Tensor]]] = {geometry: [] for geometry in wanted}
     for b, h in counted:
@@ -104,12 +128,9 @@ def survey(
     counts = {}
     for geometry, parts in found.items():
         blocks = -(-q_len // geometry.block_m)
-        partial, full = (
-            torch.cat(kind).view(len(counted), -1)[row, :blocks].cpu() for kind in zip(*parts, strict=True)
-        )
+        partial, full = (torch.cat(kind).view(len(counted), -1)[:, :blocks].cpu() for kind in zip(*parts, strict=True))
         counts[geometry] = TileCounts(partial, full)
-    rows_kept = torch.cat(kept).view(len(counted), padded)[row, :q_len].long().cpu()
-    return Survey(counts, rows_kept, mask_batch, mask_heads)
+    return counts, torch.cat(kept).view(len(counted), padded)[:, :q_len].long().cpu()
 
 
 def survey_of_layout(layout: Layout) -> Survey:
@@ -131,6 +152,17 @@ def _count(per_column: Tensor, rows: Tensor, geometry: LayoutConfig) -> tuple[Te
         needed, full = (per_column > 0).any(-1), (per_column == rows[:, None, None]).all(-1)
     else:
         needed, full = per_column > 0, per_column == rows[:, None]
-    full_tiles = torch.div(torch.where(rows > 0, full.sum(1), 0), per_tile, rounding_mode="floor")
-    left = needed.sum(1) - full_tiles * per_tile
+    return _tiles(needed.sum(1), torch.where(rows > 0, full.sum(1), 0), per_tile)
+
+
+def tiles_of_slabs(slabs: SlabCounts, geometry: LayoutConfig) -> tuple[Tensor, Tensor]:
+    """The same, int64 `[masks, row blocks]`, from slabs counted before."""
+    found = slabs.slabs[geometry.block_m][:, :, geometry.slab_columns.bit_length() - 1].long()
+    return _tiles(found[..., 0], found[..., 1], geometry.slabs_per_tile)
+
+
+def _tiles(needed: Tensor, full: Tensor, per_tile: int) -> tuple[Tensor, Tensor]:
+    """Partial and full tiles of row blocks that need so many slabs; full slabs left over join the partial tiles."""
+    full_tiles = torch.div(full, per_tile, rounding_mode="floor")
+    left = needed - full_tiles * per_tile
     return torch.div(left + per_tile - 1, per_tile, rounding_mode="floor").clamp(min=0), full_tiles

@@ -101,14 +101,20 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
         layouts: list[tuple[LayoutConfig, str | None]] = []
         if fixed is None:
             layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in (None, 16, 8) if None in orders]
-            # Evenly spaced rows have to fill the 64 or 128 elements that TMA copies of each.
-            even = [name for name in orders if name and name.startswith("remainder") and call.head_dim in (64, 128)]
+            even = [name for name in orders if _evenly_spaced(name, block_m, call)]
             layouts += [(LayoutConfig(block_m, block_n, 1), name) for name in even]
         elif (fixed.block_m, fixed.block_n) == (block_m, block_n) and fixed.slab != 1 and not call.permuted_rows:
             layouts.append((fixed, None))
         for layout, order in layouts:
             choices += _variants(Choice("hopper", layout, order, kernel), call)
     return choices
+
+
+def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
+    """Whether TMA can copy rows and columns in that order, and no row block holds rows of two remainders."""
+    kind, *sizes = (row_order or "own").split()
+    # The elements of a row have to fill the 64 or 128 that TMA copies.
+    return kind == "remainder" and call.head_dim in (64, 128) and call.q_len % (int(sizes[0]) * block_m) == 0
 
 
 def runtime_choice(call: CallSpec, layout: LayoutConfig, limit: int) -> Choice:

@@ -222,7 +222,9 @@ def critical_load(
     late = max(0.0, 1 - slots / float(copies.sum())) * (turns - 1) / turns
     load = (loads * copies[:, None]).sum(0) / slots * late
     load = load + last_slot(loads, loads @ times.weights(), copies / turns, slots)
-    load[4] += float(parts.max()) if float(parts.max()) > 1 else 0.0
+    most = float(parts.max())
+    # The Hopper kernel's chunks meet in pairs, and pairs in pairs; elsewhere the last one reads all others back.
+    load[4] += math.ceil(math.log2(most)) if choice.implementation == "hopper" else most * (most > 1)
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
     return load, filled, _bytes(call, touched) / model.bytes_per_us
 

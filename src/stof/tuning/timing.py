@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ _L2_FLUSH_BYTES = 256 * 2**20
 # A replay holds as many calls as fit in about 2 ms, at most 20: then the jitter of a replay, about 1 us, is 0.05 us a
 # call where calls are short, and long calls cost no more than they need.
 _REPLAY_US, _MOST_REPEATS = 2000.0, 20
+_CHAIN_REPLAYS = 3
 
 _Run = Callable[[], object]
 
@@ -62,6 +64,30 @@ def time_calls(
             if turn >= warmup:
                 taken[name].append(time.perf_counter() - start)
     return {name: Timing(statistics.median(times) * 1e6) for name, times in taken.items()}
+
+
+def chain_us(
+    chains: Mapping[str, Sequence[Callable[[], object]]], device: torch.device, *, rounds: int = 7
+) -> dict[str, float]:
+    """GPU time of one call in a chain of them, in microseconds: medians over rounds that take the chains in turn.
+
+    Every chain is one CUDA graph, so that its kernels follow each other as in a model's, and may be set up while those
+    before them run. Let the calls read different weights, more than the L2 holds, as a model's layers do.
+    """
+    with torch.cuda.device(device):
+        replays = {name: _captured(partial(_each, calls))[0] for name, calls in chains.items()}
+        taken: dict[str, list[float]] = {name: [] for name in chains}
+        for _ in range(rounds):
+            for name, replay in replays.items():
+                # Several replays: the launch of the first is part of what the events enclose.
+                us = _elapsed_us(partial(_each, [replay] * _CHAIN_REPLAYS))
+                taken[name].append(us / (_CHAIN_REPLAYS * len(chains[name])))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def _each(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def wall_us(
@@ -156,8 +182,11 @@ def _repeated(call: _Run | None, flush: Tensor, repeats: int, graphed: bool = Tr
             if call is not None:
                 call()
 
-    if not graphed:
-        return run, False
+    return _captured(run) if graphed else (run, False)
+
+
+def _captured(run: _Run) -> tuple[_Run, bool]:
+    """The replay of a call as a CUDA graph and True, or the call itself and False when it cannot be captured."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -6,7 +6,6 @@ from typing import no_type_check
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -23,15 +22,16 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def take_turn(CHAINED: tl.constexpr):
-    """Wait for the kernel before, and let the next one be launched: its programs then wait here in their turn.
-
-    With programmatic dependent launch the next kernel is set up, and fills multiprocessors as they fall idle, while
-    this one still runs. Kernels of others do not take part: they start when this one has ended, and it after them.
-    """
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
+def warm(pointers):
+    """Start copying the lines that hold these addresses to the L2. No value is read: whoever still writes them may."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What the Gluon kernels share: rings of stages, and what becomes of a finished tile (scale, bias, activation, ...)."""
+"""What the Gluon kernels share: rings of stages, and what becomes of a finished tile (bias, activation, residual)."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def stage_after(stage, phase, STAGES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def fetch_columns(
-    b_desc, b_smem, bar, stage, n, k, columns, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, PARTS: gl.constexpr,
+    b_desc, b_smem, bar, stage, first, k, columns, BLOCK_K: gl.constexpr, PARTS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a step of a tile's columns: all at once, or gate and up."""
+    """Start copying a step of a tile's columns from `first` on: all at once, or gate and up."""
     for part in gl.static_range(PARTS):
         b = b_smem.index(stage * PARTS + part)
-        column = n * WIDTH + part * columns
+        column = first + part * columns
         if TRANSPOSED:
             tma.async_copy_global_to_shared(b_desc, [k * BLOCK_K, column], bar, b)
         else:
@@ -82,18 +82,23 @@ def fetch_residual(residual_desc, staged, bar, row, column):
 @gluon.jit
 @no_type_check
 def _write(
-    out, staged, c_desc, residual_desc, bar, row, column, piece, FIRST: gl.constexpr, HAS_RESIDUAL: gl.constexpr
-):
-    """A piece of a tile: the residual added, rounded, out. `piece` counts this consumer's pieces, for the barrier."""
+    out, staged, c_desc, residual_desc, bar, row, column, fill, FETCHED: gl.constexpr, OTHERS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """A piece of a tile: the residual added, rounded, out.
+
+    `fill` counts the residuals that came to this place, for the barrier; FETCHED: this one is on its way. OTHERS:
+    pieces in other places, which may still be leaving.
+    """
     if HAS_RESIDUAL:
-        if not FIRST:
+        if not FETCHED:
             fetch_residual(residual_desc, staged, bar, row, column)
-        mbarrier.wait(bar, piece & 1)
+        mbarrier.wait(bar, fill & 1)
         out = out + staged.load(out.type.layout).to(gl.float32)
         # Every thread has read what others are about to overwrite.
         _barrier()
     else:
-        tma.store_wait(0)
+        tma.store_wait(OTHERS)
         _barrier()
     staged.store(out.to(staged.dtype))
     fence_async_shared()
@@ -104,27 +109,30 @@ def _write(
 @gluon.jit
 @no_type_check
 def write_tile(
-    acc, staged, c_desc, residual_desc, bar, bias_ptr, row_scale_ptr, row, n, rows, columns, number,
-    GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    HAS_SCALE: gl.constexpr,
+    acc, c_smem, place, c_desc, residual_desc, bars, bias_ptr, row_scale_ptr, row, first, rows, columns, number,
+    PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Products of a tile become its part of the result, in as many pieces as `staged` takes.
+    """Products of a tile become its part of the result, in as many pieces as a place in `c_smem` takes.
 
-    acc: products `[ROWS, BLOCK_N]`, gate and up side by side where GATED. row, n: its first row, and its place among
-    the tiles of columns. number: tiles that this consumer has written. The first piece's residual is on its way.
+    acc: products `[ROWS, BLOCK_N]`, gate and up side by side where GATED. row, first: its first row and column.
+    place: where in `c_smem` the first piece goes. PLACES: 1 when all pieces go there, the first one's residual being
+    on its way; else the places this consumer has, one for each piece and all residuals on their way. number: tiles
+    that this consumer has written.
     """
     ROWS: gl.constexpr = acc.shape[0]
     BLOCK_N: gl.constexpr = acc.shape[1]
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    PIECE: gl.constexpr = staged.shape[1]
+    PIECE: gl.constexpr = c_smem.shape[2]
     PIECES: gl.constexpr = WIDTH // PIECE
+    OWN: gl.constexpr = PLACES > 1
     acc_layout: gl.constexpr = acc.type.layout
     if HAS_SCALE:
         r = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout))
         acc = acc * gl.load(row_scale_ptr + r, mask=r < rows, other=0.0)[:, None]
     if HAS_BIAS:
         j = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_layout))
-        inside = n * WIDTH + j % WIDTH
+        inside = first + j % WIDTH
         at = inside + (j // WIDTH) * columns
         acc = acc + gl.load(bias_ptr + at, mask=inside < columns, other=0.0).to(gl.float32)[None, :]
     if GATED:
@@ -145,6 +153,7 @@ def write_tile(
                 left, right = halves(up)
                 other = left if quarter == 0 else right
             out = out * other
-        column = n * WIDTH + quarter * PIECE
-        _write(out, staged, c_desc, residual_desc, bar, row, column, number * PIECES + quarter, quarter == 0,
-               HAS_RESIDUAL)  # fmt: skip
+        at = place + quarter if OWN else place
+        fill = number if OWN else number * PIECES + quarter
+        _write(out, c_smem.index(at), c_desc, residual_desc, bars.index(at), row, first + quarter * PIECE, fill,
+               OWN or quarter == 0, PLACES - 1, HAS_RESIDUAL)  # fmt: skip

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stof.fusion.templates.device import take_turn, tile_place
+from stof.fusion.templates.device import tile_place
 from stof.fusion.templates.hopper_epilogue import (
     fetch_columns,
     fetch_residual,
@@ -30,6 +30,7 @@ from stof.fusion.templates.hopper_epilogue import (
     stage_before,
     write_tile,
 )
+from stof.kernels.triton.turns import take_turn
 
 
 @gluon.jit
@@ -67,7 +68,7 @@ def _producer(
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, (ROWS + BLOCK_N) * BLOCK_K * (dtype.primitive_bitwidth // 8))
             tma.async_copy_global_to_shared(a_desc, [m * ROWS, k * BLOCK_K], bar, a_smem.index(stage))
-            fetch_columns(b_desc, b_smem, bar, stage, n, k, columns, WIDTH, BLOCK_K, PARTS, TRANSPOSED)
+            fetch_columns(b_desc, b_smem, bar, stage, n * WIDTH, k, columns, BLOCK_K, PARTS, TRANSPOSED)
             stage, phase = stage_after(stage, phase, STAGES)
 
 
@@ -90,14 +91,13 @@ def _consumer(
     if GATED:
         # The rows of gate and up lie one after the other: one product for both.
         b_tiles = b_smem._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_K], shared_layout(dtype, BLOCK_K))
-    staged = c_smem.index(NUMBER)
     # How many tiles of this thread block came before.
     number = gl.to_tensor(NUMBER)
     for tile in range(gl.program_id(0) + NUMBER * gl.num_programs(0), tiles_m * tiles_n, 2 * gl.num_programs(0)):
         m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         if HAS_RESIDUAL:
             # All of the products hide it.
-            fetch_residual(residual_desc, staged, residual_full.index(NUMBER), m * ROWS, n * WIDTH)
+            fetch_residual(residual_desc, c_smem.index(NUMBER), residual_full.index(NUMBER), m * ROWS, n * WIDTH)
         stage, phase = first_step(number, k_tiles, STAGES)
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
         # Until the other consumer has seen all its stages filled. Earlier, a stage could be two fills behind the one
@@ -117,8 +117,8 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         write_tile(
-            acc, staged, c_desc, residual_desc, residual_full.index(NUMBER), bias_ptr, row_scale_ptr, m * ROWS, n, rows,
-            columns, number // 2, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
+            acc, c_smem, NUMBER, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr, m * ROWS, n * WIDTH,
+            rows, columns, number // 2, 1, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
         )  # fmt: skip
         number += 2
     tma.store_wait(0)

@@ -4,6 +4,8 @@ A thread block stays on its multiprocessor and walks output tiles. One warp copi
 for itself, and the columns once for both. The second consumer is kept LAG steps behind the first, whose epilogue so
 runs while the second one's last products do, and the second one's during the first one's next.
 
+A tile may have SIDE columns more, as a product of their own: 128 + 64 columns make 192, which is no power of two.
+
 Source: structure of CUTLASS's persistent warp-specialised cooperative kernel for Hopper; the lag is ours.
 """
 
@@ -21,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stof.fusion.templates.device import take_turn, tile_place
+from stof.fusion.templates.device import tile_place
 from stof.fusion.templates.hopper_epilogue import (
     fetch_columns,
     fetch_residual,
@@ -30,6 +32,7 @@ from stof.fusion.templates.hopper_epilogue import (
     stage_before,
     write_tile,
 )
+from stof.kernels.triton.turns import take_turn
 
 
 @gluon.jit
@@ -45,9 +48,10 @@ def _fetch_rows(a_desc, a_smem, full, empty, stage, phase, row, k):
 @gluon.jit
 @no_type_check
 def _producer(
-    a_desc, b_desc, a_smem, b_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n, k_tiles, columns,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, A_STAGES: gl.constexpr, B_STAGES: gl.constexpr,
-    LAG: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
+    a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n, k_tiles,
+    columns, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
+    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, LAG: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies: columns and the first consumer's rows of a step, the second's rows of LAG steps before."""
     dtype: gl.constexpr = a_smem.dtype
@@ -71,8 +75,11 @@ def _producer(
         if step < steps:
             bar = b_full.index(b_stage)
             mbarrier.wait(b_empty.index(b_stage), b_phase)
-            mbarrier.expect(bar, BLOCK_N * BLOCK_K * (dtype.primitive_bitwidth // 8))
-            fetch_columns(b_desc, b_smem, bar, b_stage, n, k, columns, WIDTH, BLOCK_K, PARTS, TRANSPOSED)
+            mbarrier.expect(bar, (BLOCK_N + SIDE) * BLOCK_K * (dtype.primitive_bitwidth // 8))
+            first = n * (WIDTH + SIDE)
+            fetch_columns(b_desc, b_smem, bar, b_stage, first, k, columns, BLOCK_K, PARTS, TRANSPOSED)
+            if SIDE > 0:
+                fetch_columns(side_desc, side_smem, bar, b_stage, first + WIDTH, k, columns, BLOCK_K, 1, TRANSPOSED)
             _fetch_rows(a_desc, a_smem, a_full, a_empty, a_stage, a_phase, 2 * m * ROWS, k)
             b_stage, b_phase = stage_after(b_stage, b_phase, B_STAGES)
             a_stage, a_phase = stage_after(a_stage, a_phase, A_STAGES)
@@ -95,15 +102,15 @@ def _producer(
 @gluon.jit
 @no_type_check
 def _consumer(
-    shared, NUMBER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    shared, NUMBER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
     A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr,
     TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     HAS_SCALE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of those that compute: half the rows of every tile."""
     (
-        a_smem, b_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc, bias_ptr,
-        row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
+        a_smem, b_smem, side_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc,
+        bias_ptr, row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
     ) = shared  # fmt: skip
     dtype: gl.constexpr = a_smem.dtype
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -112,7 +119,10 @@ def _consumer(
     if GATED:
         # The rows of gate and up lie one after the other: one product for both.
         b_tiles = b_smem._reinterpret(dtype, [B_STAGES, BLOCK_N, BLOCK_K], shared_layout(dtype, BLOCK_K))
-    staged = c_smem.index(NUMBER)
+    side_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    PIECE: gl.constexpr = c_smem.shape[2]
+    PLACES: gl.constexpr = c_smem.shape[0] // 2
+    PLACE: gl.constexpr = NUMBER * PLACES
     FIRST: gl.constexpr = NUMBER * A_STAGES
     number = gl.to_tensor(0)
     a_stage = gl.to_tensor(0)
@@ -122,10 +132,16 @@ def _consumer(
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row = (2 * m + NUMBER) * ROWS
+        first = n * (WIDTH + SIDE)
         if HAS_RESIDUAL:
             # All of the products hide it.
-            fetch_residual(residual_desc, staged, residual_full.index(NUMBER), row, n * WIDTH)
+            for piece in gl.static_range(PLACES):
+                fetch_residual(residual_desc, c_smem.index(PLACE + piece), residual_full.index(PLACE + piece), row,
+                               first + piece * PIECE)  # fmt: skip
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
+        side = acc
+        if SIDE > 0:
+            side = gl.full([ROWS, SIDE], 0.0, gl.float32, layout=side_layout)
         for k in range(k_tiles):
             mbarrier.wait(b_full.index(b_stage), b_phase)
             mbarrier.wait(a_full.index(FIRST + a_stage), a_phase)
@@ -134,18 +150,33 @@ def _consumer(
                 b = b.permute((1, 0))
             acc = warpgroup_mma(a_smem.index(FIRST + a_stage), b, acc, use_acc=k > 0, is_async=True)
             # The step before is done: its stages may be filled again.
-            acc = warpgroup_mma_wait(1, deps=(acc,))
+            if SIDE > 0:
+                more = side_smem.index(b_stage)
+                if not TRANSPOSED:
+                    more = more.permute((1, 0))
+                side = warpgroup_mma(a_smem.index(FIRST + a_stage), more, side, use_acc=k > 0, is_async=True)
+                acc, side = warpgroup_mma_wait(2, deps=(acc, side))
+            else:
+                acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(a_empty.index(FIRST + stage_before(a_stage, A_STAGES)), count=1, pred=k > 0)
             mbarrier.arrive(b_empty.index(stage_before(b_stage, B_STAGES)), count=1, pred=k > 0)
             a_stage, a_phase = stage_after(a_stage, a_phase, A_STAGES)
             b_stage, b_phase = stage_after(b_stage, b_phase, B_STAGES)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if SIDE > 0:
+            acc, side = warpgroup_mma_wait(0, deps=(acc, side))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(a_empty.index(FIRST + stage_before(a_stage, A_STAGES)), count=1)
         mbarrier.arrive(b_empty.index(stage_before(b_stage, B_STAGES)), count=1)
         write_tile(
-            acc, staged, c_desc, residual_desc, residual_full.index(NUMBER), bias_ptr, row_scale_ptr, row, n, rows,
-            columns, number, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
+            acc, c_smem, PLACE, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr, row, first, rows,
+            columns, number, PLACES, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
         )  # fmt: skip
+        if SIDE > 0:
+            write_tile(
+                side, c_smem, PLACE + PLACES - 1, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr, row,
+                first + WIDTH, rows, columns, number, PLACES, False, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
+            )  # fmt: skip
         number += 1
     tma.store_wait(0)
 
@@ -155,6 +186,7 @@ def _consumer(
 def together_gemm_kernel(
     a_desc,
     b_desc,
+    side_desc,
     c_desc,
     residual_desc,
     bias_ptr,
@@ -164,6 +196,7 @@ def together_gemm_kernel(
     depth,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    SIDE: gl.constexpr,
     BLOCK_K: gl.constexpr,
     A_STAGES: gl.constexpr,
     B_STAGES: gl.constexpr,
@@ -179,7 +212,8 @@ def together_gemm_kernel(
 ):
     """As `pingpong_gemm_kernel`, with tiles of 2 ROWS rows.
 
-    LAG is at most B_STAGES - 2: the second consumer gives a stage back while it works on the next.
+    SIDE: 64 or 0 columns that a tile has beyond BLOCK_N, with a descriptor of their own; not for gated products. LAG is
+    at most B_STAGES - 2: the second consumer gives a stage back while it works on the next.
     """
     dtype: gl.constexpr = a_desc.dtype
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -190,38 +224,47 @@ def together_gemm_kernel(
         b_smem = gl.allocate_shared_memory(
             dtype, [B_STAGES * (BLOCK_N // WIDTH), WIDTH, BLOCK_K], shared_layout(dtype, BLOCK_K)
         )
-    c_smem = gl.allocate_shared_memory(dtype, [2, ROWS, PIECE], shared_layout(dtype, PIECE))
+    side_smem = b_smem
+    if SIDE > 0:
+        if TRANSPOSED:
+            side_smem = gl.allocate_shared_memory(dtype, [B_STAGES, BLOCK_K, SIDE], shared_layout(dtype, SIDE))
+        else:
+            side_smem = gl.allocate_shared_memory(dtype, [B_STAGES, SIDE, BLOCK_K], shared_layout(dtype, BLOCK_K))
+    # Without a power of two there is no place for a whole tile, but one for each piece.
+    PLACES: gl.constexpr = (BLOCK_N + SIDE) // PIECE if SIDE > 0 else 1
+    c_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, ROWS, PIECE], shared_layout(dtype, PIECE))
     a_full = gl.allocate_shared_memory(gl.int64, [2 * A_STAGES, 1], mbarrier.MBarrierLayout())
     a_empty = gl.allocate_shared_memory(gl.int64, [2 * A_STAGES, 1], mbarrier.MBarrierLayout())
     b_full = gl.allocate_shared_memory(gl.int64, [B_STAGES, 1], mbarrier.MBarrierLayout())
     b_empty = gl.allocate_shared_memory(gl.int64, [B_STAGES, 1], mbarrier.MBarrierLayout())
-    residual_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    residual_full = gl.allocate_shared_memory(gl.int64, [2 * PLACES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * A_STAGES):
         mbarrier.init(a_full.index(i), count=1)
         mbarrier.init(a_empty.index(i), count=1)
     for i in gl.static_range(B_STAGES):
         mbarrier.init(b_full.index(i), count=1)
         mbarrier.init(b_empty.index(i), count=2)
-    for i in gl.static_range(2):
+    for i in gl.static_range(2 * PLACES):
         mbarrier.init(residual_full.index(i), count=1)
     fence_async_shared()
     take_turn(True)
 
     tiles_m = gl.cdiv(rows, 2 * ROWS)
-    tiles_n = gl.cdiv(columns, WIDTH)
+    tiles_n = gl.cdiv(columns, WIDTH + SIDE)
     k_tiles = gl.cdiv(depth, BLOCK_K)
     shared = (
-        a_smem, b_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc, bias_ptr,
-        row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
+        a_smem, b_smem, side_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc,
+        bias_ptr, row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consumer, (shared, 0, ROWS, BLOCK_N, BLOCK_K, A_STAGES, B_STAGES, GROUP_M, GATED, TRANSPOSED, ACTIVATION,
-                         HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
-            (_consumer, (shared, 1, ROWS, BLOCK_N, BLOCK_K, A_STAGES, B_STAGES, GROUP_M, GATED, TRANSPOSED, ACTIVATION,
-                         HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
-            (_producer, (a_desc, b_desc, a_smem, b_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n, k_tiles,
-                         columns, ROWS, BLOCK_N, BLOCK_K, A_STAGES, B_STAGES, LAG, GROUP_M, GATED, TRANSPOSED)),
+            (_consumer, (shared, 0, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, GROUP_M, GATED, TRANSPOSED,
+                         ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+            (_consumer, (shared, 1, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, GROUP_M, GATED, TRANSPOSED,
+                         ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+            (_producer, (a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty,
+                         tiles_m, tiles_n, k_tiles, columns, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, LAG,
+                         GROUP_M, GATED, TRANSPOSED)),
         ],
         [4, 1],
         [240, 24],

@@ -13,7 +13,7 @@ from torch import Tensor
 from stof.errors import ArgumentError
 from stof.fusion.templates import run, twins
 from stof.fusion.templates.config import ACTIVATIONS, NORMS
-from stof.fusion.templates.run import Norm
+from stof.fusion.templates.norms import Norm, can_normalise
 
 
 @torch.library.custom_op("stof::linear", mutates_args=())
@@ -81,7 +81,7 @@ def norm_linear(
     """
     _known(activation, norm)
     call = run.product("norm_linear", x, weight, bias, None, activation, Norm(norm, norm_weight, norm_bias, eps))
-    chosen = run.choose(call, config) if run.can_normalise(x) else None
+    chosen = run.choose(call, config) if can_normalise(x.shape[-1], x) else None
     if chosen is None:
         return twins.norm_linear(x, norm_weight, norm_bias, weight, bias, norm, eps, activation)
     return run.compute(call, chosen)
@@ -163,10 +163,10 @@ def linear_norm(
     chosen = run.choose(call, config)
     if chosen is None:
         return twins.linear_norm(x, weight, bias, residual, norm_weight, norm_bias, norm, eps)
+    if can_normalise(call.shape.n, x):
+        return run.compute_normed(call, chosen, Norm(norm, norm_weight, norm_bias, eps))
     h = run.compute(call, chosen)
-    if not run.can_normalise(h):
-        return h, twins.normalised(h, norm_weight, norm_bias, norm, eps)
-    return h, run.normalise(h, Norm(norm, norm_weight, norm_bias, eps))
+    return h, twins.normalised(h, norm_weight, norm_bias, norm, eps)
 
 
 @linear_norm.register_fake

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +10,8 @@ from torch import Tensor
 
 from stof.fusion.templates import config as configuration
 from stof.fusion.templates.config import GLUON, GemmConfig, GemmShape, unfit
-
-# Widest row that one program normalises.
-_WIDEST_ROW = 16384
-
-
-class Norm(NamedTuple):
-    """A norm before a product: "rms" or "layer", its weight and bias `[K]`, its epsilon."""
-
-    kind: str
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
+from stof.fusion.templates.machine import chained, machine, programs
+from stof.fusion.templates.norms import Norm, merge_and_normalise, normalise, row_statistics
 
 
 class Product(NamedTuple):
@@ -87,10 +76,24 @@ def choose(call: Product, text: str) -> GemmConfig | None:
     given = GemmConfig.parse(text) if text else None
     if call.x.device.type != "cuda" or not call.x.numel() or not call.shape.n or not _agree(call):
         return None
-    capability, processors = _device(call.x.device.index or 0)
+    capability, processors = machine(call.x.device.index or 0)
     if given is not None and not unfit(given, call.shape, call.x.dtype, capability):
         return given
     return configuration.default(call.shape, call.x.dtype, capability, processors)
+
+
+def compute_normed(call: Product, config: GemmConfig, norm: Norm) -> tuple[Tensor, Tensor]:
+    """Run a product, and a norm over its result's last dimension: `(h, norm(h))`, both `[..., N]` and contiguous.
+
+    Where programs share a tile's depth, the norm's kernel adds up what they leave: it reads every row anyway.
+    """
+    if config.split == 1:
+        h = compute(call, config)
+        return h, normalise(h, norm)
+    partial = torch.empty(config.split, call.shape.m, call.shape.n, dtype=torch.float32, device=call.x.device)
+    _tile(call, config, None, partial, None, None)
+    h, normed = merge_and_normalise(partial, call.bias, call.residual, norm, call.x.dtype)
+    return h.view(*call.lead, call.shape.n), normed.view(*call.lead, call.shape.n)
 
 
 def compute(call: Product, config: GemmConfig) -> Tensor:
@@ -106,7 +109,7 @@ def compute(call: Product, config: GemmConfig) -> Tensor:
     else:
         out = call.x.new_empty(call.shape.m, call.shape.n)
         if config.kind == "tile":
-            _tile(call, config, out, mean, rstd)
+            _tile(call, config, out, None, mean, rstd)
         elif config.kind == "persistent":
             _persistent(call, config, out)
         else:
@@ -114,50 +117,24 @@ def compute(call: Product, config: GemmConfig) -> Tensor:
     return out.view(*call.lead, call.shape.n)
 
 
-def row_statistics(x: Tensor, norm: Norm) -> tuple[Tensor | None, Tensor]:
-    """Mean (None for RMSNorm) and 1 / deviation of every row of x `[M, K]`, float32 `[M]`."""
-    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    mean = torch.empty_like(rstd) if norm.kind == "layer" else None
-    _row_kernel(x, norm, None, mean, rstd)
-    return mean, rstd
-
-
-def can_normalise(x: Tensor) -> bool:
-    """Whether the row kernel serves tensors like x `[..., K]`."""
-    small = x.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return x.device.type == "cuda" and small and 0 < x.shape[-1] <= _WIDEST_ROW and x.numel() > 0
-
-
-def normalise(x: Tensor, norm: Norm) -> Tensor:
-    """RMSNorm or LayerNorm over the last dimension of x `[..., K]`, whose rows are contiguous; contiguous."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _row_kernel(x.view(-1, x.shape[-1]), norm, out, None, None)
-    return out
-
-
-def _row_kernel(x: Tensor, norm: Norm, out: Tensor | None, mean: Tensor | None, rstd: Tensor | None) -> None:
-    import triton
-
-    from stof.fusion.templates.triton_gemm import row_norm_kernel
-
-    width = x.shape[1]
-    block = triton.next_power_of_2(width)
-    row_norm_kernel[(x.shape[0],)](
-        x, norm.weight, norm.bias, out, mean, rstd, width, x.stride(0), norm.eps,
-        BLOCK=block, NORM=norm.kind, HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
-        STATISTICS=out is None, num_warps=1 if block <= 256 else 4 if block <= 4096 else 8, **_chained(x),
-    )  # fmt: skip
-
-
-def _tile(call: Product, config: GemmConfig, out: Tensor, mean: Tensor | None, rstd: Tensor | None) -> None:
+def _tile(
+    call: Product,
+    config: GemmConfig,
+    out: Tensor | None,
+    partial: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+) -> None:
+    """Into `out`; or with `partial` `[splits, M, N]` into that, for another kernel to add up."""
     from stof.fusion.templates.triton_gemm import tile_gemm_kernel
     from stof.kernels.triton.scratch import zeroed_counters
 
     x, weight, shape, norm = call.x, call.weight, call.shape, call.norm
     width = config.block_n // 2 if shape.gated else config.block_n
     tiles = -(-shape.m // config.block_m) * -(-shape.n // width)
-    partial = counters = None
-    if config.split > 1:
+    counters = None
+    merge = config.split > 1 and partial is None
+    if merge:
         size = tiles * config.split * config.block_m * config.block_n
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = zeroed_counters(tiles, x.device)
@@ -167,13 +144,14 @@ def _tile(call: Product, config: GemmConfig, out: Tensor, mean: Tensor | None, r
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
         0 if call.residual is None else call.residual.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, SPLITS=config.split,
-        GATED=shape.gated,
+        EVEN_N=shape.n % width == 0, EVEN_K=shape.k % config.block_k == 0, MERGE=merge,
+        GATED=shape.gated, TRANSPOSED=shape.transposed,
         ACTIVATION="gelu_exact" if call.activation == "gelu" and x.dtype == torch.float32 else call.activation,
         FAST=x.device.type == "cuda", HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None,
         NORM="none" if norm is None else norm.kind,
         HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
         HAS_NORM_BIAS=norm is not None and norm.bias is not None,
-        num_warps=config.warps, num_stages=config.stages, **_chained(x),
+        num_warps=config.warps, num_stages=config.stages, **chained(x),
     )  # fmt: skip
 
 
@@ -190,14 +168,14 @@ def _persistent(call: Product, config: GemmConfig, out: Tensor) -> None:
     a_desc = TensorDescriptor(call.x, *_extent(call.x), [config.block_m, config.block_k])
     b_desc = TensorDescriptor(stored, *_extent(stored), b_box)
     c_desc = TensorDescriptor(out, *_extent(out), [config.block_m, width // 2 if config.halves else width])
-    programs = config.resident(shape, out.element_size()) * _programs(out)
-    persistent_gemm_kernel[(min(tiles, programs),)](
+    resident = config.resident(shape, out.element_size()) * programs(out)
+    persistent_gemm_kernel[(min(tiles, resident),)](
         a_desc, b_desc, c_desc, call.bias, call.residual, shape.m, shape.n, shape.k,
         0 if call.residual is None else call.residual.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, GATED=shape.gated,
         TRANSPOSED=shape.transposed, ACTIVATION=call.activation, FAST=out.device.type == "cuda",
         HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None, SUBTILES=2 if config.halves else 1,
-        num_warps=config.warps, num_stages=config.stages, **_chained(out),
+        num_warps=config.warps, num_stages=config.stages, **chained(out),
     )  # fmt: skip
 
 
@@ -211,34 +189,38 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
     width = config.block_n // 2 if shape.gated else config.block_n
     piece = config.piece(shape, size)
     stored = call.weight.t() if shape.transposed else call.weight
-    b_box = [config.block_k, width] if shape.transposed else [width, config.block_k]
+
+    def weights(columns: int) -> Any:
+        return boxes(stored, [config.block_k, columns] if shape.transposed else [columns, config.block_k])
 
     def boxes(tensor: Tensor, box: list[int]) -> Any:
         # All boxes are 64 elements wide or more: 128-byte swizzle.
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         return TensorDescriptor(tensor, *_extent(tensor), box, layout)
 
+    x = boxes(call.x, [rows, config.block_k])
     given = (
-        boxes(call.x, [rows, config.block_k]), boxes(stored, b_box), boxes(out, [rows, piece]),
-        None if call.residual is None else boxes(call.residual, [rows, piece]), call.bias, rstd,
-        shape.m, shape.n, shape.k,
+        boxes(out, [rows, piece]), None if call.residual is None else boxes(call.residual, [rows, piece]),
+        call.bias, rstd, shape.m, shape.n, shape.k,
     )  # fmt: skip
     common = {
-        "ROWS": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group, "PIECE": piece,
-        "GATED": shape.gated, "TRANSPOSED": shape.transposed, "ACTIVATION": call.activation,
+        "ROWS": rows, "BLOCK_N": config.block_n - config.side, "BLOCK_K": config.block_k, "GROUP_M": config.group,
+        "PIECE": piece, "GATED": shape.gated, "TRANSPOSED": shape.transposed, "ACTIVATION": call.activation,
         "HAS_BIAS": call.bias is not None, "HAS_RESIDUAL": call.residual is not None, "HAS_SCALE": rstd is not None,
     }  # fmt: skip
-    grid = (min(-(-shape.m // config.block_m) * -(-shape.n // width), _programs(out)),)
+    grid = (min(-(-shape.m // config.block_m) * -(-shape.n // width), programs(out)),)
     if pingpong:
         from stof.fusion.templates.hopper_pingpong import pingpong_gemm_kernel
 
-        pingpong_gemm_kernel[grid](*given, STAGES=config.stages, **common, num_warps=4, launch_pdl=True)
+        pingpong_gemm_kernel[grid](
+            x, weights(width), *given, STAGES=config.stages, **common, num_warps=4, launch_pdl=True
+        )
     else:
         from stof.fusion.templates.hopper_together import together_gemm_kernel
 
         together_gemm_kernel[grid](
-            *given, A_STAGES=config.row_stages, B_STAGES=config.stages, LAG=config.lag, **common, num_warps=4,
-            launch_pdl=True,
+            x, weights(width - config.side), weights(config.side) if config.side else None, *given, SIDE=config.side,
+            A_STAGES=config.row_stages, B_STAGES=config.stages, LAG=config.lag, **common, num_warps=4, launch_pdl=True,
         )  # fmt: skip
 
 
@@ -277,21 +259,3 @@ def _row_stride(x: Tensor) -> int:
 def _extent(x: Tensor) -> tuple[list[int], list[int]]:
     """Shape and strides as TMA wants them."""
     return list(x.shape), [_row_stride(x), 1]
-
-
-def _programs(tensor: Tensor) -> int:
-    """Persistent programs: one a multiprocessor. Triton's interpreter takes them one by one: three."""
-    return _device(tensor.device.index or 0)[1] if tensor.device.type == "cuda" else 3
-
-
-def _chained(tensor: Tensor) -> dict[str, bool]:
-    """Programmatic dependent launch where there is such a thing."""
-    chained = tensor.device.type == "cuda" and _device(tensor.device.index or 0)[0] >= (9, 0)
-    return {"CHAINED": chained, "launch_pdl": True} if chained else {"CHAINED": False}
-
-
-@functools.cache
-def _device(index: int) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors."""
-    found = torch.cuda.get_device_properties(index)
-    return (found.major, found.minor), found.multi_processor_count

@@ -7,7 +7,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.fusion.templates.device import activate, take_turn, tile_place
+from stof.fusion.templates.device import activate, tile_place, warm
+from stof.kernels.triton.turns import take_turn
 
 
 @triton.jit
@@ -30,6 +31,27 @@ def _epilogue(
         residual = tl.load(residual_ptr + r.to(tl.int64)[:, None] * stride_rm + n[None, :], mask=kept, other=0.0)
         acc = acc + residual.to(tl.float32)
     return acc
+
+
+@triton.jit
+@no_type_check
+def _warm_weights(
+    b_ptr, column, columns, first, last, depth, stride_bn, stride_bk, up_offset,
+    BLOCK_N: tl.constexpr, GATED: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Start copying columns `column ...` of B, from depth `first` to `last`, to the L2, a line an address."""
+    LINE: tl.constexpr = 128 // (b_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    LINES_N: tl.constexpr = (BLOCK_N + LINE - 1) // LINE if TRANSPOSED else BLOCK_N
+    LINES_K: tl.constexpr = 512 // LINES_N
+    STEP_N: tl.constexpr = LINE if TRANSPOSED else 1
+    STEP_K: tl.constexpr = 1 if TRANSPOSED else LINE
+    n = tl.minimum(column + tl.arange(0, LINES_N) * STEP_N, columns - 1)
+    for start in range(first, last, LINES_K * STEP_K):
+        k = tl.minimum(start + tl.arange(0, LINES_K) * STEP_K, depth - 1)
+        at = b_ptr + n.to(tl.int64)[:, None] * stride_bn + k.to(tl.int64)[None, :] * stride_bk
+        warm(at)
+        if GATED:
+            warm(at + up_offset)
 
 
 @triton.jit
@@ -59,7 +81,11 @@ def tile_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SPLITS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    MERGE: tl.constexpr,
     GATED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -71,10 +97,11 @@ def tile_gemm_kernel(
 ):
     """`C = act(norm(A) @ B.T + bias) + residual`, or act(gate) * up: one program a tile, or SPLITS over its depth.
 
-    The programs of a tile leave partial sums in `partial_ptr` (float32) but for the last, which adds them in order:
-    equal calls give equal bits. Counters are zero before and after.
+    The programs of a tile leave partial sums in `partial_ptr` (float32); with MERGE the last to end adds them in order:
+    equal calls give equal bits. Counters are zero before and after. Without, the next kernel adds them: `partial_ptr`
+    is `[SPLITS, rows, columns]`, and nothing else is written. EVEN_N, EVEN_K: no tile reaches beyond the columns, no
+    step beyond the depth.
     """
-    take_turn(CHAINED)
     program = tl.program_id(0)
     split = program % SPLITS
     tile = program // SPLITS
@@ -84,25 +111,35 @@ def tile_gemm_kernel(
     k = tl.arange(0, BLOCK_K)
     # Rows and columns that do not exist read the last one: no masks in the loop.
     row = tl.minimum(r, rows - 1).to(tl.int64)
-    column = tl.minimum(n, columns - 1).to(tl.int64)
+    # Clamped columns are no run of neighbours to the compiler: where B is transposed they are loaded one by one.
+    column = (n if EVEN_N else tl.minimum(n, columns - 1)).to(tl.int64)
     a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :]  # [BLOCK_M, BLOCK_K]
     b_ptrs = b_ptr + column[None, :] * stride_bn + k[:, None] * stride_bk  # [BLOCK_K, BLOCK_N]
+    steps = tl.cdiv(depth, BLOCK_K)
+    begin = split * steps // SPLITS
+    end = (split + 1) * steps // SPLITS
+    if CHAINED:
+        # Weights do not wait for the kernel before; one row of tiles asks for them.
+        if m == 0:
+            _warm_weights(b_ptr, n_tile * BLOCK_N, columns, begin * BLOCK_K, end * BLOCK_K, depth, stride_bn, stride_bk,
+                          up_offset, BLOCK_N, GATED, TRANSPOSED)  # fmt: skip
+    take_turn(CHAINED)
     if NORM != "none":
         rstd = tl.load(rstd_ptr + row)
     if NORM == "layer":
         mean = tl.load(mean_ptr + row)
-
-    steps = tl.cdiv(depth, BLOCK_K)
-    begin = split * steps // SPLITS
-    end = (split + 1) * steps // SPLITS
     b_ptrs += begin.to(tl.int64) * (BLOCK_K * stride_bk)
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     up = acc
     for step in range(begin, end):
         start = step * BLOCK_K
-        exists = k < depth - start
-        a = tl.load(a_ptrs + start, mask=exists[None, :], other=0.0)
-        b = tl.load(b_ptrs, mask=exists[:, None], other=0.0)
+        exists = k < (BLOCK_K if EVEN_K else depth - start)
+        if EVEN_K:
+            a = tl.load(a_ptrs + start)
+            b = tl.load(b_ptrs)
+        else:
+            a = tl.load(a_ptrs + start, mask=exists[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=exists[:, None], other=0.0)
         if NORM != "none":
             scaled = a.to(tl.float32)
             if NORM == "layer":
@@ -119,8 +156,11 @@ def tile_gemm_kernel(
             up = tl.dot(a, more, up, input_precision="ieee")
         b_ptrs += BLOCK_K * stride_bk
 
+    kept = (r < rows)[:, None] & (n < columns)[None, :]
+    # r, not row: the last row would be written again and again.
+    place = r.to(tl.int64)[:, None] * columns + n[None, :]  # [BLOCK_M, BLOCK_N]
     write = True
-    if SPLITS > 1:
+    if SPLITS > 1 and MERGE:
         HALVES: tl.constexpr = 2 if GATED else 1
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -142,27 +182,12 @@ def tile_gemm_kernel(
                 if GATED:
                     up += tl.load(other + SIZE + at, cache_modifier=".cg")
             tl.store(counters_ptr + tile, 0)
-    if write:
-        out = _epilogue(
-            acc,
-            up,
-            bias_ptr,
-            residual_ptr,
-            r,
-            n,
-            rows,
-            columns,
-            stride_rm,
-            GATED,
-            ACTIVATION,
-            FAST,
-            HAS_BIAS,
-            HAS_RESIDUAL,
-        )
-        kept = (r < rows)[:, None] & (n < columns)[None, :]
-        # r, not row: the last row would be written again and again.
-        c_ptrs = c_ptr + r.to(tl.int64)[:, None] * columns + n[None, :]
-        tl.store(c_ptrs, out.to(c_ptr.dtype.element_ty), mask=kept)
+    if SPLITS > 1 and not MERGE:
+        tl.store(partial_ptr + split.to(tl.int64) * rows * columns + place, acc, mask=kept)
+    elif write:
+        out = _epilogue(acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
+                        GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
+        tl.store(c_ptr + place, out.to(c_ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -238,46 +263,3 @@ def persistent_gemm_kernel(
             out = _epilogue(acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
                              GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
             c_desc.store([first_row, first], out.to(dtype))
-
-
-@triton.jit
-@no_type_check
-def row_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    mean_ptr,
-    rstd_ptr,
-    width,
-    stride_xm,
-    eps,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """RMSNorm or LayerNorm of one row a program; or, with STATISTICS, only its mean (layer) and 1 / deviation."""
-    take_turn(CHAINED)
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    exists = i < width
-    x = tl.load(x_ptr + row * stride_xm + i, mask=exists, other=0.0).to(tl.float32)
-    mean = 0.0
-    if NORM == "layer":
-        mean = tl.sum(x, 0) / width
-        x = tl.where(exists, x - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
-    if STATISTICS:
-        tl.store(rstd_ptr + row, rstd)
-        if NORM == "layer":
-            tl.store(mean_ptr + row, mean)
-    else:
-        x = x * rstd
-        if HAS_WEIGHT:
-            x = x * tl.load(weight_ptr + i, mask=exists, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            x = x + tl.load(bias_ptr + i, mask=exists, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * width + i, x.to(out_ptr.dtype.element_ty), mask=exists)

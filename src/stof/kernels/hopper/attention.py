@@ -15,6 +15,7 @@ from stof.kernels.hopper.jobs import RESIDENT, RUN, TileLists, job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
+from stof.kernels.triton.turns import takes_turns
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 
 # 128-byte swizzle of 16-bit elements, as TMA writes and wgmma reads.
@@ -117,16 +118,17 @@ def bind_warp_specialized(
          lists.row_order if permuted else jobs),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
          k.stride(2), v.stride(2), float(scale if modified else scale * math.log2(math.e)), float(softcap)),
-        (groups, lists.block_n, width, lists.slab, config.num_stages, _Q_STAGES, permuted, lists.splits > 0,
-         modified, softcap > 0, sinks is not None, lists.has_full > 0),
+        (groups, lists.block_n, width, lists.slab, config.num_stages, _Q_STAGES, permuted, lists.chunks > 0,
+         modified, softcap > 0, sinks is not None, lists.has_full > 0, takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=128 if resident > 1 else 0,
+        chained=takes_turns(device),
         device=device,
     )  # fmt: skip
     lse_shape = (batch, heads, q_len)
-    chunk_size = batch * heads * lists.chunks * groups * _ROWS
-    counters_size = batch * heads * lists.splits * groups
+    # Where a pair of chunks meets is counted at the place of the second.
+    chunks = batch * heads * lists.chunks * groups
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         del bias
@@ -143,10 +145,10 @@ def bind_warp_specialized(
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
         # Pointers the kernel is compiled not to read take any tensor.
         chunk_out, chunk_ml, counters = lse, lse, jobs
-        if counters_size:
-            scratch = torch.empty(chunk_size * (width + 2), dtype=torch.float32, device=device)
-            chunk_out, chunk_ml = scratch, scratch[chunk_size * width :]
-            counters = zeroed_counters(counters_size, device)
+        if chunks:
+            scratch = torch.empty(chunks * _ROWS * (width + 2), dtype=torch.float32, device=device)
+            chunk_out, chunk_ml = scratch, scratch[chunks * _ROWS * width :]
+            counters = zeroed_counters(chunks, device)
         maps = (
             q_window.at(q),
             k_window.at(k),

@@ -68,6 +68,13 @@ def lane_number():
 
 @gluon.jit
 @no_type_check
+def rounded(a, b):
+    """A product that is rounded before it is added to another, so that the sum of two is the same in either order."""
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+@no_type_check
 def opaque(value):
     """The value, in a way that the compiler cannot see through.
 

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from stof.kernels.hopper.device import thread_barrier, tile_layout
+from stof.kernels.hopper.device import rounded, thread_barrier, tile_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -22,7 +22,7 @@ def finish(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr,
     HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Write 64 rows of a job's output; a chunk of a split row block leaves partial results, and the last merges."""
+    """Write 64 rows of a job's output; of a split row block's chunks, the last to meet another does."""
     acc_layout: gl.constexpr = acc.type.layout
     rows_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
     dtype: gl.constexpr = q_rows.dtype
@@ -36,44 +36,49 @@ def finish(
     if SPLIT:
         parts = gl.load(job_ptr + 6)
         if parts > 1:
-            slot = gl.load(job_ptr + 7).to(gl.int64)
+            slot = gl.load(job_ptr + 7).to(gl.int64) * GROUPS + GROUP
             chunk = gl.load(job_ptr + 8)
             d = gl.arange(0, D, layout=gl.SliceLayout(0, acc_layout))
             at = (r * D)[:, None] + d[None, :]
-            mine = (slot + chunk) * GROUPS + GROUP
-            gl.store(chunk_out_ptr + mine * (64 * D) + at, acc)
-            gl.store(chunk_ml_ptr + mine * 128 + r, m)
-            gl.store(chunk_ml_ptr + mine * 128 + 64 + r, total)
-            # All threads' stores come before the one thread's release.
-            thread_barrier()
-            counter_ptr = counters_ptr + gl.load(job_ptr + 9) * GROUPS + GROUP
-            before = gl.atomic_add(counter_ptr, 1, sem="acq_rel")
-            write = before == parts - 1
-            if write:
-                thread_barrier()
-                m = gl.full([64], float("-inf"), gl.float32, layout=rows_layout)
-                total = gl.full([64], 0.0, gl.float32, layout=rows_layout)
-                acc = gl.full([64, D], 0.0, gl.float32, layout=acc_layout)
-                for c in range(parts):
-                    # .cg: written by other multiprocessors
-                    other = (slot + c) * GROUPS + GROUP
-                    m_c = gl.load(chunk_ml_ptr + other * 128 + r, cache_modifier=".cg")
-                    l_c = gl.load(chunk_ml_ptr + other * 128 + 64 + r, cache_modifier=".cg")
-                    acc_c = gl.load(chunk_out_ptr + other * (64 * D) + at, cache_modifier=".cg")
-                    m_new = gl.maximum(m, m_c)
-                    m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
-                    old = gl.exp2(m - m_use)
-                    new = gl.exp2(m_c - m_use)
-                    total = total * old + l_c * new
-                    acc = acc * old[:, None] + acc_c * new[:, None]
-                    m = m_new
-                gl.store(counter_ptr, 0)
+            # Chunks meet in pairs, and pairs in pairs: whoever comes first leaves what it has and goes on with its next
+            # job, whoever comes second adds that to its own. One that did all by itself would be the last to end, and
+            # so the one to do it for the next row block, and for all.
+            span = 1
+            while (span < parts) & write:
+                left = chunk & -2 * span
+                right = left + span
+                if right < parts:
+                    second = chunk & span
+                    mine = slot + (left + second).to(gl.int64) * GROUPS
+                    other = slot + (right - second).to(gl.int64) * GROUPS
+                    gl.store(chunk_out_ptr + mine * (64 * D) + at, acc)
+                    gl.store(chunk_ml_ptr + mine * 128 + r, m)
+                    gl.store(chunk_ml_ptr + mine * 128 + 64 + r, total)
+                    # All threads' stores come before the one thread's release.
+                    thread_barrier()
+                    counter_ptr = counters_ptr + slot + right.to(gl.int64) * GROUPS
+                    write = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == 1
+                    if write:
+                        thread_barrier()
+                        # .cg: written by another multiprocessor
+                        m_c = gl.load(chunk_ml_ptr + other * 128 + r, cache_modifier=".cg")
+                        l_c = gl.load(chunk_ml_ptr + other * 128 + 64 + r, cache_modifier=".cg")
+                        acc_c = gl.load(chunk_out_ptr + other * (64 * D) + at, cache_modifier=".cg")
+                        m_new = gl.maximum(m, m_c)
+                        m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
+                        old = gl.exp2(m - m_use)
+                        new = gl.exp2(m_c - m_use)
+                        total = rounded(total, old) + rounded(l_c, new)
+                        acc = rounded(acc, old[:, None]) + rounded(acc_c, new[:, None])
+                        m = m_new
+                        gl.store(counter_ptr, 0)
+                span = span * 2
     if write:
         position = row_block * (64 * GROUPS) + GROUP * 64
         exists = position + r < q_len
         row = position + r
         if PERMUTED:
-            pattern = gl.load(job_ptr + 10)
+            pattern = gl.load(job_ptr + 9)
             row = gl.load(row_order_ptr + pattern * q_len + position + r, mask=exists, other=0)
         some = total > 0.0
         safe = gl.where(some, total, 1.0)

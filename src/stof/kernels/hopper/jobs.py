@@ -29,8 +29,8 @@ class TileLists:
 
     Attributes:
         pattern_of: int32 `[mask_batch, mask_heads]`.
-        items: int32 `[I, 9]` on the CPU, the items (jobs of any head) of all patterns: row block, tiles [begin, partial
-            end, end), parts of its row block, first chunk and chunk, split row block, bitmap of the first tile.
+        items: int32 `[I, 8]` on the CPU, the items (jobs of any head) of all patterns: row block, tiles [begin, partial
+            end, end), parts of its row block, first chunk and chunk, bitmap of the first tile.
         item_ptr: int32 `[P + 1]` on the CPU, items of a pattern.
         tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab, or `-1 - c` in all slabs of a half
             tile whose 64 columns follow each other from c. Without slabs `[T + 2, 1]`, the first column of the tile.
@@ -41,7 +41,7 @@ class TileLists:
         slab: columns of a slab, 0 when every tile is evenly spaced columns.
         row_step: rows follow each other at this distance: `i`, `i + row_step`, ..., residue after residue.
         column_step: distance of neighbouring columns of evenly spaced tiles.
-        chunks, splits: of all row blocks of a pattern, at most.
+        chunks: of all split row blocks of a pattern, at most.
         has_full: whether there are full tiles.
     """
 
@@ -60,7 +60,6 @@ class TileLists:
     row_step: int
     column_step: int
     chunks: int
-    splits: int
     has_full: int
 
     def flatten(self) -> tuple[list[Tensor], list[int]]:
@@ -111,8 +110,8 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
 
-    items, item_ptr, chunks, splits = _items(pointers, partial, layout.patterns, split_tiles, dummy)
-    items[:, 8] = tile_bitmap.cpu()[items[:, 1].long()]
+    items, item_ptr, chunks = _items(pointers, partial, layout.patterns, split_tiles, dummy)
+    items[:, 7] = tile_bitmap.cpu()[items[:, 1].long()]
     return TileLists(
         pattern_of=layout.pattern_of.contiguous(),
         items=items,
@@ -129,7 +128,6 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         row_step=_row_step(layout),
         column_step=column_step,
         chunks=chunks,
-        splits=splits,
         has_full=bool((items[:, 2] < items[:, 3]).any()),
     )
 
@@ -204,8 +202,8 @@ def _row_step(layout: Layout) -> int:
 
 def _items(
     pointers: Tensor, partial: Tensor, patterns: int, split_tiles: int, dummy: int
-) -> tuple[Tensor, Tensor, int, int]:
-    """Items `[I, 9]` of all row blocks, where each pattern's begin, and the most chunks and split row blocks of one."""
+) -> tuple[Tensor, Tensor, int]:
+    """Items `[I, 8]` of all row blocks, where each pattern's begin, and the most chunks of one."""
     tiles = pointers.diff()
     blocks = len(tiles) // patterns
     parts = parts_of(tiles, split_tiles)
@@ -221,14 +219,12 @@ def _items(
 
     split_parts = torch.where(parts > 1, parts, 0).view(patterns, blocks)
     first_chunk = (split_parts.cumsum(1) - split_parts).flatten()
-    is_split = (parts > 1).view(patterns, blocks)
-    split = (is_split.long().cumsum(1) - 1).clamp(min=0).flatten()
     items = torch.stack(
-        [owner % blocks, begin, partial_end, end, parts[owner], first_chunk[owner], chunk, split[owner], chunk * 0], 1
+        [owner % blocks, begin, partial_end, end, parts[owner], first_chunk[owner], chunk, chunk * 0], 1
     ).int()
     pattern = torch.div(owner, blocks, rounding_mode="floor")
     item_ptr = torch.nn.functional.pad(torch.bincount(pattern, minlength=patterns).cumsum(0), (1, 0)).int()
-    return items, item_ptr, int(split_parts.sum(1).max()), int(is_split.sum(1).max())
+    return items, item_ptr, int(split_parts.sum(1).max())
 
 
 def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> tuple[Tensor, Tensor]:
@@ -243,7 +239,7 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     Returns:
         Jobs int32 `[J, 16]`, and each thread block's start int32 `[blocks, 32]`; both on the CPU.
         Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
-        its first chunk, chunk, counter, pattern, bitmap of the first tile.
+        its first chunk, chunk, pattern, bitmap of the first tile.
         A start: the first job, in fields 12 and 13 where the thread block's jobs begin and end, and the columns of
         the first job's first tile.
     """
@@ -273,9 +269,8 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     jobs[:-1, 3:7] = rows[:, 1:5]
     jobs[:-1, 7] = group * lists.chunks + rows[:, 5]
     jobs[:-1, 8] = rows[:, 6]
-    jobs[:-1, 9] = group * lists.splits + rows[:, 7]
-    jobs[:-1, 10] = pattern[group]
-    jobs[:-1, 11] = rows[:, 8]
+    jobs[:-1, 9] = pattern[group]
+    jobs[:-1, 10] = rows[:, 7]
     ends = torch.bincount(owner, minlength=blocks).cumsum(0)
     begins = torch.nn.functional.pad(ends[:-1], (1, 0))
     first = jobs[begins]

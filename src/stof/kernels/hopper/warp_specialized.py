@@ -38,6 +38,7 @@ from stof.kernels.hopper.finish import finish
 from stof.kernels.hopper.jobs import JOB_FIELDS
 from stof.kernels.hopper.producer import copy_rows, copy_tile, producer, slabs_of
 from stof.kernels.hopper.softmax import masked, operand, packed_weights, weights
+from stof.kernels.triton.turns import take_turn
 
 FIELDS = gl.constexpr(JOB_FIELDS)
 
@@ -59,9 +60,9 @@ def _consumer(
     """One warpgroup of those that compute: 64 rows of every job."""
     (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, jobs_ptr,
-        job_begin, job_end, tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
-        v_full, v_empty, q_len, heads, rows_per_residue, out_residue_stride, scale,
-        softcap,
+        job_begin, job_end, next_begin, next_partial_end, next_end, first_bitmap, tile_bitmap_ptr, bitmaps_ptr,
+        q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_len, heads, rows_per_residue,
+        out_residue_stride, scale, softcap,
     ) = shared  # fmt: skip
     dtype: gl.constexpr = q_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -81,12 +82,8 @@ def _consumer(
     l_i = gl.full([64, 4], 0.0, gl.float32, layout=sums_layout)
     packed = gl.full([64, BLOCK_N // 8, 4, 2], 0, gl.int32, layout=bits)
     count = 0
-    # Each job, and the bits of its first tile, are read during the job before.
-    next_ptr = jobs_ptr + job_begin * FIELDS
-    next_begin = gl.load(next_ptr + 3)
-    next_partial_end = gl.load(next_ptr + 4)
-    next_end = gl.load(next_ptr + 5)
-    next_words = _words(words_ptr, gl.load(next_ptr + 11), GROUPS)
+    # Each job, and the bits of its first tile, are read during the job before; the first job has come along.
+    next_words = _words(words_ptr, first_bitmap, GROUPS)
     bitmap = gl.load(tile_bitmap_ptr + next_begin + 1)
     # What the product with V reads before there is a tile before: 0 * NaN is NaN.
     zeros_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -104,7 +101,7 @@ def _consumer(
         next_begin = gl.load(next_ptr + 3)
         next_partial_end = gl.load(next_ptr + 4)
         next_end = gl.load(next_ptr + 5)
-        first_bitmap = gl.load(next_ptr + 11)
+        first_bitmap = gl.load(next_ptr + 10)
         turn = number - job_begin
         q_rows = q_smem.index((turn % Q_STAGES) * GROUPS + GROUP)
         mbarrier.wait(q_full.index(turn % Q_STAGES), (turn // Q_STAGES) & 1)
@@ -243,7 +240,9 @@ def warp_specialized_kernel(
     HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HAS_FULL: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):
+    take_turn(CHAINED)
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = tile_layout(dtype, BLOCK_N, D, 2)
     q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS, 64, D], layout)
@@ -255,13 +254,21 @@ def warp_specialized_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # A thread block's first job and the columns of that job's first tile lie in one line. Their copies start before
-    # anything else: memory takes longer to answer than all other barriers to be set up.
+    # A thread block's first job and the columns of that job's first tile lie in one line. While memory answers, the
+    # barriers are set up; then the first copies start, and the warpgroups, which are told the first job.
     lane = lane_number()
     start = gl.load(starts_ptr + gl.program_id(0) * (2 * FIELDS) + lane)
-    mbarrier.init(q_full.index(0), count=1)
-    mbarrier.init(k_full.index(0), count=1)
-    mbarrier.init(v_full.index(1), count=1)
+    for i in gl.static_range(max(STAGES, Q_STAGES)):
+        if i < Q_STAGES:
+            mbarrier.init(q_full.index(i), count=1)
+            mbarrier.init(q_empty.index(i), count=GROUPS)
+        if i < STAGES:
+            mbarrier.init(k_full.index(i), count=1)
+            mbarrier.init(k_empty.index(i), count=GROUPS)
+            mbarrier.init(v_full.index(i), count=1)
+            mbarrier.init(v_empty.index(i), count=GROUPS)
+    # The zeros that stand for the tile before the first are there.
+    mbarrier.arrive(v_full.index(0), count=1)
     fence_async_shared()
     job_begin = of_lane(start, 12)
     job_end = of_lane(start, 13)
@@ -274,27 +281,12 @@ def warp_specialized_kernel(
         copy_rows(start, q_desc, q_smem, 0, q_full.index(0), rows_per_residue, q_residue_stride, GROUPS, D)
         copy_tile(record, b, kv_head, v_desc, v_slab_desc, v_smem, slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES), 1,
                    v_full.index(1), kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
-    for i in gl.static_range(max(STAGES, Q_STAGES)):
-        if i < Q_STAGES:
-            if i > 0:
-                mbarrier.init(q_full.index(i), count=1)
-            mbarrier.init(q_empty.index(i), count=GROUPS)
-        if i < STAGES:
-            if i > 0:
-                mbarrier.init(k_full.index(i), count=1)
-            mbarrier.init(k_empty.index(i), count=GROUPS)
-            if i != 1:
-                mbarrier.init(v_full.index(i), count=1)
-            mbarrier.init(v_empty.index(i), count=GROUPS)
-    # The zeros that stand for the tile before the first are there.
-    mbarrier.arrive(v_full.index(0), count=1)
-    fence_async_shared()
 
     shared = (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, jobs_ptr,
-        job_begin, job_end, tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
-        v_full, v_empty, q_len, heads, rows_per_residue, out_residue_stride, scale,
-        softcap,
+        job_begin, job_end, of_lane(start, 3), of_lane(start, 4), of_lane(start, 5), of_lane(start, 10),
+        tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_len,
+        heads, rows_per_residue, out_residue_stride, scale, softcap,
     )  # fmt: skip
     lists = (
         q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,

@@ -22,6 +22,7 @@ from torch import Tensor
 from stof.kernels.cpu.attention import empty_output
 from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.scratch import zeroed_counters
+from stof.kernels.triton.turns import take_turn, takes_turns
 from stof.kernels.triton.work import ITEM_FIELDS, BlockWiseConfig, BoundCall, Work
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -194,6 +195,15 @@ def _rows(
 
 @triton.jit
 @no_type_check
+def _place(tile, own, to_shared, SHARED: tl.constexpr):
+    """Where a tile lies in its list: those before an item's own are shared ones."""
+    if SHARED:
+        tile += tl.where(tile < own, to_shared, 0)
+    return tile
+
+
+@triton.jit
+@no_type_check
 def block_wise_kernel(
     q_ptr,  # [B, H, Sq, D]
     k_ptr,  # [B, Hkv, Skv, D]
@@ -207,8 +217,8 @@ def block_wise_kernel(
     counters_ptr,  # [groups, split row blocks] int32, zero before and after
     pattern_ptr,  # [mask_batch, mask_heads] int32
     items_ptr,  # [P, items, ITEM_FIELDS] int32
-    first_columns_ptr,  # [P, items, BLOCK_N] int32, columns of each item's first tile
-    partial_columns_ptr,  # [partial tiles, BLOCK_N] int32
+    first_columns_ptr,  # [P, items, BLOCK_N] int32, columns of each item's first tile; [P, items, 1] when BASES
+    partial_columns_ptr,  # [partial tiles, BLOCK_N] int32, or [partial tiles, 1]
     partial_bitmap_ptr,  # [partial tiles] int32, row of bitmaps
     bitmaps_ptr,  # [U, BLOCK_Q, 4] int32
     full_columns_ptr,  # [full tiles, BLOCK_N] int32 when FULL_GATHERED; else full tiles of an item follow each other
@@ -259,6 +269,8 @@ def block_wise_kernel(
     PERMUTED: tl.constexpr,
     SPLIT: tl.constexpr,
     POISON: tl.constexpr,  # items may ask for NaN: row block -2 - r
+    SHARED: tl.constexpr,  # items begin with tiles that others use too, relative to their rows
+    BASES: tl.constexpr,  # lists of columns hold the first one of each tile, the others follow it
     MODIFIED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -267,7 +279,9 @@ def block_wise_kernel(
     SAME_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    take_turn(CHAINED)
     program = tl.program_id(0)
     batch_of_groups = items * side
     item = (program % batch_of_groups) // side
@@ -290,7 +304,9 @@ def block_wise_kernel(
     # Everything the first products need is one load away from the program's number: each further link in a chain
     # of loads would delay every program by a trip to memory.
     n = tl.arange(0, BLOCK_N)
-    next_columns = tl.load(first_columns_ptr + item * BLOCK_N + n)
+    WIDTH: tl.constexpr = 1 if BASES else BLOCK_N
+    lane = 0 if BASES else n
+    next_columns = tl.load(first_columns_ptr + item * WIDTH + lane)
     item_ptr = items_ptr + item * ITEM_STRIDE
     row_block = tl.load(item_ptr)
     poison = 0.0
@@ -305,6 +321,14 @@ def block_wise_kernel(
     full_end = tl.load(item_ptr + 4)
     bitmap = tl.load(item_ptr + 9)
     first_full = tl.load(item_ptr + 10)
+    last_column = first_full
+    own_partial, own_full, to_partial, to_full, q0 = 0, 0, 0, 0, 0
+    if SHARED:
+        own_partial = tl.load(item_ptr + 11)
+        to_partial = tl.load(item_ptr + 12)
+        own_full = tl.load(item_ptr + 13)
+        to_full = tl.load(item_ptr + 14)
+        q0 = tl.load(item_ptr + 15)
 
     r = tl.arange(0, BLOCK_M)
     row, head, row_ok = _rows(
@@ -336,17 +360,28 @@ def block_wise_kernel(
 
     if HAS_FULL and HAS_PARTIAL and FULL_GATHERED:
         # Loaded before the partial tiles, used after them.
-        full_columns = tl.load(full_columns_ptr + full_begin * BLOCK_N + n)
+        full_columns = tl.load(full_columns_ptr + _place(full_begin, own_full, to_full, SHARED) * WIDTH + lane)
     if HAS_PARTIAL:
         # Columns and bitmap words are loaded one tile ahead into registers: left to the pipeliner they would make
         # every load of K and V an indirect one, at the price of a stage.
         next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
-        bitmap = tl.load(partial_bitmap_ptr + partial_begin + 1)
+        if not SHARED:
+            bitmap = tl.load(partial_bitmap_ptr + partial_begin + 1)
         for tile in tl.range(partial_begin, partial_end, num_stages=STAGES):
             columns, words = next_columns, next_words
-            next_columns = tl.load(partial_columns_ptr + (tile + 1) * BLOCK_N + n)
+            next_place = _place(tile + 1, own_partial, to_partial, SHARED)
+            next_columns = tl.load(partial_columns_ptr + next_place * WIDTH + lane)
+            if SHARED:
+                # Added a step late: the pipeliner carries a plain load from step to step, but would copy one that is
+                # computed with to shared memory, at the price of all its stages for K and V.
+                columns += tl.where(tile < own_partial, q0, 0)
+                bitmap = next_place
+            if BASES:
+                # Columns that no row sees are not read.
+                columns = tl.minimum(columns + n, last_column)
             next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
-            bitmap = tl.load(partial_bitmap_ptr + tile + 2)
+            if not SHARED:
+                bitmap = tl.load(partial_bitmap_ptr + tile + 2)
             acc, m_i, l_i = _step(
                 q, acc, m_i, l_i, columns, words, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
                 stride_bk, scale, softcap, head_dim, value_dim, True, MODIFIED, HAS_SOFTCAP, HAS_BIAS, PAD_D, PAD_V,
@@ -358,7 +393,12 @@ def block_wise_kernel(
         for tile in tl.range(full_begin, full_end, num_stages=STAGES):
             if FULL_GATHERED:
                 columns = next_columns
-                next_columns = tl.load(full_columns_ptr + (tile + 1) * BLOCK_N + n)
+                next_place = _place(tile + 1, own_full, to_full, SHARED)
+                next_columns = tl.load(full_columns_ptr + next_place * WIDTH + lane)
+                if SHARED:
+                    columns += tl.where(tile < own_full, q0, 0)
+                if BASES:
+                    columns += n
             else:
                 columns = first_full + (tile - full_begin) * BLOCK_N + n
             acc, m_i, l_i = _step(
@@ -493,14 +533,15 @@ def bind_block_wise(
         (
             work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
             work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
-            work.splits > 0, work.may_poison, modified, softcap > 0, bias is not None, sinks is not None,
-            _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
-            "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages,
+            work.splits > 0, work.may_poison, work.shared, work.bases, modified, softcap > 0, bias is not None,
+            sinks is not None, _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
+            "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages, takes_turns(q.device),
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # The options' arithmetic does not fit the registers that the plain kernel is held to.
         max_registers=0 if modified else config.max_registers,
+        chained=takes_turns(q.device),
         device=q.device,
     )  # fmt: skip
     device = q.device

@@ -7,23 +7,34 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.fill import store_item, store_poison, store_words
+from stof.kernels.triton.fill import (
+    ALL_BITS,
+    ITEM_STRIDE,
+    bits_from,
+    store_columns,
+    store_item,
+    store_poison,
+    store_words,
+)
 
 
 @triton.jit
 @no_type_check
 def select_blocks(
-    scores_ptr,  # [P, query blocks, key blocks], any strides over P
+    scores_ptr,  # [B | 1, H | 1, query blocks, key blocks]
     chosen_ptr,  # [P, query blocks, k] int32, ascending
     count_ptr,  # [P, query blocks] int32
-    bad_ptr,  # [P] int32
-    stride_p,
+    bad_ptr,  # [P] int32, zero before
+    flags_ptr,  # [P] int32, what was wrong gathered over updates
+    stride_b,
+    stride_h,
     stride_q,
     stride_k,
+    mask_heads,
     query_blocks,
     key_blocks,
     k,
-    nan_bit,
+    NAN_BIT: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK: tl.constexpr,  # key blocks rounded up to a power of two
 ):
@@ -32,12 +43,14 @@ def select_blocks(
     pattern = program // query_blocks
     query_block = program % query_blocks
     x = tl.arange(0, BLOCK)
-    at = pattern.to(tl.int64) * stride_p + query_block.to(tl.int64) * stride_q + x * stride_k
+    at = (pattern // mask_heads).to(tl.int64) * stride_b + (pattern % mask_heads).to(tl.int64) * stride_h
+    at += query_block.to(tl.int64) * stride_q + x * stride_k
     ok = x < key_blocks
     score = tl.load(scores_ptr + at, mask=ok, other=float("-inf")).to(tl.float32)
     is_nan = (score != score).to(tl.int32)
     if tl.max(is_nan, 0) > 0:
-        tl.atomic_or(bad_ptr + pattern, nan_bit)
+        tl.atomic_or(bad_ptr + pattern, NAN_BIT)
+        tl.atomic_or(flags_ptr + pattern, NAN_BIT)
     if CAUSAL:
         ok = ok & (x <= query_block)
     ok = ok & (score > float("-inf"))
@@ -46,13 +59,15 @@ def select_blocks(
     pattern_bits = (score + 0.0).to(tl.int32, bitcast=True)
     turned = tl.where(pattern_bits < 0, ~pattern_bits, pattern_bits ^ -2147483648)
     key = tl.where(ok, turned.to(tl.uint32, bitcast=True), 0)
-    # The k-th largest key, bit by bit.
-    limit = tl.full([1], 0, tl.uint32)
-    bit = tl.full([1], 2**31, tl.uint32)
-    for _ in range(32):
+    # The k-th largest key, bit by bit, until that many are no smaller than what is known of it.
+    limit = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 2**31, tl.uint32)
+    found = tl.sum(ok.to(tl.int32), 0)
+    while (found > k) & (bit != 0):
         trial = limit | bit
-        enough = tl.sum((key >= trial).to(tl.int32), 0) >= k
-        limit = tl.where(enough, trial, limit)
+        count = tl.sum((key >= trial).to(tl.int32), 0)
+        limit = tl.where(count >= k, trial, limit)
+        found = tl.where(count >= k, count, found)
         bit = bit >> 1
     above = ok & (key > limit)
     level = ok & (key == limit)
@@ -103,7 +118,6 @@ def block_fill(
     partial_begin = program * slots
     full_begin = partial_begin + 2
     partial_end, full_end = partial_begin, full_begin
-    n = tl.arange(0, BLOCK_N)
     for start in range(0, count, COPY):
         x = start + tl.arange(0, COPY)
         ok = x < count
@@ -120,28 +134,27 @@ def block_fill(
             full_end + tl.cumsum(full.to(tl.int32), 0) - 1,
             partial_end + tl.cumsum(partial.to(tl.int32), 0) - 1,
         )
-        column = begin[:, None] + n[None, :]
-        # Columns that no row sees are not read: the first of the tile stands in.
-        seen = column < kv_len
-        if CAUSAL:
-            seen = seen & (column <= last_row)
-        column = tl.where(seen, column, begin[:, None])
-        tl.store(columns_ptr + tile.to(tl.int64)[:, None] * BLOCK_N + n[None, :], column, mask=ok[:, None])
+        tl.store(columns_ptr + tile, begin, mask=ok)
         full_end += tl.sum(full.to(tl.int32), 0)
         partial_end += tl.sum(partial.to(tl.int32), 0)
     tl.debug_barrier()
-    row = q0 + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
     for tile in range(partial_begin, partial_end):
-        column = tl.load(columns_ptr + tile * BLOCK_N) + n
-        keep = (row < q_len)[:, None] & (column < kv_len)[None, :]
-        if CAUSAL:
-            keep = keep & (row[:, None] >= column[None, :])
+        column = tl.load(columns_ptr + tile) + n
+        from_row = tl.maximum(column - q0, 0) if CAUSAL else tl.zeros_like(column)
+        low, high = bits_from(tl.where(column < kv_len, tl.minimum(from_row, BLOCK_M), BLOCK_M))
+        past_low, past_high = bits_from(tl.zeros_like(column) + (last_row + 1 - q0))
         own = program * 2 + tile - partial_begin
         tl.store(bitmap_ptr + tile, own)
-        store_words(bitmaps_ptr + own.to(tl.int64) * (BLOCK_M * 4), keep.to(tl.int32), BLOCK_M, BLOCK_N)
+        store_columns(
+            bitmaps_ptr + own.to(tl.int64) * (BLOCK_M * 4), low & (past_low ^ ALL_BITS), high & (past_high ^ ALL_BITS),
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     tl.debug_barrier()
     store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block,
-                partial_begin, partial_end, full_begin, full_end, BLOCK_N)  # fmt: skip
+                partial_begin, partial_end, full_begin, full_end, 1)  # fmt: skip
+    last_column = tl.minimum(last_row, kv_len - 1) if CAUSAL else kv_len - 1
+    tl.store(items_ptr + place * ITEM_STRIDE + 10, last_column)
 
 
 @triton.jit

@@ -1,4 +1,10 @@
-"""Triton kernels that write the block-wise kernel's work from vertical columns and slash distances."""
+"""Triton kernels that write the block-wise kernel's work from vertical columns and slash distances.
+
+Which columns a row block sees by its slash distances depends on their distance from its first row alone. So their tiles
+are made once for all row blocks of a pattern: columns as minus their distance, and one bitmap. A row block names the
+run of these tiles that exists for it, and has tiles of its own for the rest: what whole shared tiles leave over at
+either end, and the vertical columns.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +13,44 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.fill import store_item, store_poison, store_words
-
-# Slash distances stand at this bit of their table, so that windows may begin before distance 0.
-SLASH_BASE = tl.constexpr(64)
+from stof.kernels.triton.fill import ALL_BITS, ITEM_STRIDE, bits_from, store_columns, store_poison
+from stof.kernels.triton.fill_slash_tables import (
+    COVERED,
+    FULL,
+    FULL_BEFORE,
+    SLASH_BASE,
+    SOME,
+    SOME_BEFORE,
+    TABLES,
+    TOUCHED,
+    ones_of,
+)
 
 
 @triton.jit
 @no_type_check
-def _slash_window(table_ptr, d):
+def _place_of(bits_ptr, before_ptr, rank, words, steps):
+    """Where the set bits of these ranks are: the word by halving, then the bit in it."""
+    low, high = tl.zeros_like(rank), tl.zeros_like(rank) + words - 1
+    for _ in range(steps):
+        middle = (low + high + 1) >> 1
+        below = tl.load(before_ptr + middle) <= rank
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle - 1)
+    word = tl.load(bits_ptr + low).to(tl.uint32, bitcast=True)
+    rank -= tl.load(before_ptr + low)
+    place = tl.zeros_like(rank)
+    for exponent in tl.static_range(4, -1, -1):
+        ones = ones_of((word >> place.to(tl.uint32)) & (2 ** (2**exponent) - 1))
+        further = rank >= ones
+        rank -= tl.where(further, ones, 0)
+        place += tl.where(further, 2**exponent, 0)
+    return low * 32 + place
+
+
+@triton.jit
+@no_type_check
+def _window(table_ptr, d):
     """For each distance of `d`, whether distances d .. d + 63 are slash: 64 bits as two words."""
     start = d + SLASH_BASE
     word = start >> 5
@@ -31,340 +66,231 @@ def _slash_window(table_ptr, d):
 
 @triton.jit
 @no_type_check
-def _slash_bits(low, high, BLOCK_M: tl.constexpr):
-    """The windows of some columns as `[BLOCK_M, columns]`, 1 where row r of the row block is at a slash distance."""
-    r = tl.arange(0, BLOCK_M)[:, None]
-    word = tl.where(r < 32, low[None, :], high[None, :])
-    return ((word >> (r & 31).to(tl.uint32)) & 1).to(tl.int32)
-
-
-@triton.jit
-@no_type_check
-def slash_bitmaps(
-    table_ptr,  # [P, table_words] int32, slash distances as bits
-    list_ptr,  # [P, span] int32, distances of columns that some but not all rows see, ascending
-    before_ptr,  # [P, span + 1] int32; the last of a pattern is how many there are
+def slash_tiles(
+    tables_ptr,  # [P, 7, words + 1] int32
+    columns_ptr,  # [T, BLOCK_N] int32, tiles that some rows see first, tiles that all rows see from full_base on
     bitmaps_ptr,  # [U, BLOCK_M, 4] int32
-    table_words,
-    span,
+    words,
+    steps,  # 2 ** steps >= words
     chunks,
+    full_chunks,
+    full_base,
+    SIDE: tl.constexpr,  # programs of a pattern
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Bitmaps of the tiles of slash columns: the same for every row block of a pattern."""
-    program = tl.program_id(0)
-    pattern = program // chunks
-    chunk = program % chunks
-    count = tl.load(before_ptr + pattern * (span + 1) + span)
-    if chunk * BLOCK_N >= count:
-        return
-    x = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.load(list_ptr + pattern * span + x, mask=x < count, other=0)
-    low, high = _slash_window(table_ptr + pattern * table_words, d)
-    keep = tl.where((x < count)[None, :], _slash_bits(low, high, BLOCK_M), 0)
-    store_words(bitmaps_ptr + program.to(tl.int64) * (BLOCK_M * 4), keep, BLOCK_M, BLOCK_N)
+    """Tiles of slash columns, the same for all row blocks of a pattern; the last of each kind may be less than full."""
+    pattern = tl.program_id(0) // SIDE
+    tables_ptr += pattern * TABLES * (words + 1)
+    n_full = tl.load(tables_ptr + FULL_BEFORE * (words + 1) + words)
+    n_some = tl.load(tables_ptr + SOME_BEFORE * (words + 1) + words)
+    some_tiles = (n_some + BLOCK_N - 1) // BLOCK_N
+    tiles = some_tiles + (n_full + BLOCK_N - 1) // BLOCK_N
+    for number in range(tl.program_id(0) % SIDE, tiles, SIDE):
+        is_some = number < some_tiles
+        chunk = tl.where(is_some, number, number - some_tiles)
+        count = tl.where(is_some, n_some, n_full)
+        rank = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
+        kind = tl.where(is_some, SOME, FULL)
+        place = _place_of(
+            tables_ptr + kind * (words + 1), tables_ptr + (kind + 2) * (words + 1), tl.minimum(rank, count - 1),
+            words, steps,
+        )  # fmt: skip
+        d = place - SLASH_BASE
+        tile = tl.where(is_some, pattern * chunks, full_base + pattern * full_chunks) + chunk
+        tl.store(columns_ptr + tile * BLOCK_N + tl.arange(0, BLOCK_N), -d)
+        if is_some:
+            low, high = _window(tables_ptr, d)
+            low, high = tl.where(rank < count, low, 0), tl.where(rank < count, high, 0)
+            store_columns(bitmaps_ptr + tile * (BLOCK_M * 4), low, high, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 @no_type_check
-def _copy_columns(list_ptr, target_ptr, begin, count, q0, COPY: tl.constexpr):
-    """Columns `q0 - d` of `count` distances of a list."""
-    for start in range(0, count, COPY):
-        x = start + tl.arange(0, COPY)
-        d = tl.load(list_ptr + begin + x, mask=x < count, other=0)
-        tl.store(target_ptr + x, q0 - d, mask=x < count)
+def _listed(bits_ptr, before_ptr, place):
+    """How many bits are set before a place."""
+    word = tl.load(bits_ptr + (place >> 5)).to(tl.uint32, bitcast=True)
+    below = (tl.full([], 1, tl.uint32) << (place & 31).to(tl.uint32)) - 1
+    return tl.load(before_ptr + (place >> 5)) + ones_of(word & below)
 
 
 @triton.jit
 @no_type_check
-def _cut_tile(
-    table_ptr, list_ptr, columns_ptr, bitmap_ptr, bitmaps_ptr,
-    chunk, low_end, high_end, q0, rows, tile, own, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """A tile of slash columns some of which, or some rows of which, do not exist; 1 when any score is left, else 0."""
-    x = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
-    ok = (x >= low_end) & (x < high_end)
-    d = tl.load(list_ptr + x, mask=ok, other=0)
-    low, high = _slash_window(table_ptr, d)
-    r = tl.arange(0, BLOCK_M)
-    keep = tl.where(ok[None, :] & (r < rows)[:, None], _slash_bits(low, high, BLOCK_M), 0)
-    live = tl.max(keep, 0) > 0
-    column = q0 - d
-    # Columns that no row sees are not read: another one stands in for them.
-    stand_in = tl.max(tl.where(live, column, -1), 0)
-    if stand_in >= 0:
-        tl.store(columns_ptr + tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N), tl.where(live, column, stand_in))
-        tl.store(bitmap_ptr + tile, own)
-        store_words(bitmaps_ptr + own.to(tl.int64) * (BLOCK_M * 4), keep, BLOCK_M, BLOCK_N)
-    return tl.where(stand_in >= 0, 1, 0)
+def _run(tables_ptr, q0, kv_len, words, KIND: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Columns of a kind that exist for the row block at position q0, as ranks, and the tiles that hold only such."""
+    bits_ptr, before_ptr = tables_ptr + KIND * (words + 1), tables_ptr + (KIND + 2) * (words + 1)
+    low = _listed(bits_ptr, before_ptr, tl.maximum(q0 - kv_len + 1 + SLASH_BASE, 0))
+    high = _listed(bits_ptr, before_ptr, q0 + 1 + SLASH_BASE)
+    begin = (low + BLOCK_N - 1) // BLOCK_N
+    return low, high, begin, tl.maximum(high // BLOCK_N, begin)
 
 
 @triton.jit
 @no_type_check
-def slash_lists(
-    member_ptr,  # [P, size] int8, 1 at the places of slash distances
-    table_ptr,  # [P, size / 32] int32, the same as bits
-    before_ptr,  # [P, size + 1] int32, how many there are before each place
-    full_list_ptr,  # [P, span] int32, distances of columns that all rows of a row block see, ascending
-    some_list_ptr,  # [P, span] int32, of those that some but not all see
-    full_before_ptr,  # [P, span + 1] int32, how many of the full list come before each distance
-    some_before_ptr,  # [P, span + 1] int32
-    size,
-    span,
-    BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Tables of the slash distances of one pattern: which columns, relative to a row block, its rows see."""
-    pattern = tl.program_id(0)
-    member_ptr += pattern * size
-    table_ptr += pattern * (size // 32)
-    before_ptr += pattern * (size + 1)
-    full_list_ptr += pattern * span
-    some_list_ptr += pattern * span
-    full_before_ptr += pattern * (span + 1)
-    some_before_ptr += pattern * (span + 1)
-    bit = tl.arange(0, 32)
-    total = 0
-    for start in range(0, size, CHUNK):
-        x = start + tl.arange(0, CHUNK)
-        member = tl.load(member_ptr + x, mask=x < size, other=0).to(tl.int32)
-        tl.store(before_ptr + x, total + tl.cumsum(member, 0) - member, mask=x < size)
-        total += tl.sum(member, 0)
-        words = tl.sum(tl.reshape(member, (CHUNK // 32, 32)) << bit[None, :], 1)
-        w = start // 32 + tl.arange(0, CHUNK // 32)
-        tl.store(table_ptr + w, words, mask=w < size // 32)
-    tl.store(before_ptr + size, total)
-    tl.debug_barrier()
-    # The column at distance d from a row block's first row is seen by row r when d + r is a slash distance.
-    before_ptr += SLASH_BASE - (BLOCK_M - 1)
-    n_full, n_some = 0, 0
-    for start in range(0, span, CHUNK):
-        x = start + tl.arange(0, CHUNK)
-        ok = x < span
-        seen = tl.load(before_ptr + x + BLOCK_M, mask=ok, other=0) - tl.load(before_ptr + x, mask=ok, other=0)
-        full = (seen == BLOCK_M).to(tl.int32)
-        some = ((seen > 0) & (seen < BLOCK_M)).to(tl.int32)
-        full_at = n_full + tl.cumsum(full, 0) - full
-        some_at = n_some + tl.cumsum(some, 0) - some
-        tl.store(full_before_ptr + x, full_at, mask=ok)
-        tl.store(some_before_ptr + x, some_at, mask=ok)
-        tl.store(full_list_ptr + full_at, x + 1 - BLOCK_M, mask=full != 0)
-        tl.store(some_list_ptr + some_at, x + 1 - BLOCK_M, mask=some != 0)
-        n_full += tl.sum(full, 0)
-        n_some += tl.sum(some, 0)
-    tl.store(full_before_ptr + span, n_full)
-    tl.store(some_before_ptr + span, n_some)
+def _seen(table_ptr, column, vertical, q0, rows):
+    """Rows of a row block that see a column: those at slash distances, or of a vertical column all others after it."""
+    low, high = _window(table_ptr, q0 - column)
+    after_low, after_high = bits_from(tl.maximum(column - q0, 0))
+    past_low, past_high = bits_from(tl.zeros_like(column) + rows)
+    low = tl.where(vertical, (low ^ ALL_BITS) & after_low, low) & (past_low ^ ALL_BITS)
+    high = tl.where(vertical, (high ^ ALL_BITS) & after_high, high) & (past_high ^ ALL_BITS)
+    return low, high
 
 
 @triton.jit
 @no_type_check
-def _slash_ends(before_ptr, q0, kv_len, ok, BLOCK_M: tl.constexpr):
-    """The part of a list of distances whose columns exist for the row block at position q0."""
-    low = tl.load(before_ptr + tl.maximum(q0 - kv_len + BLOCK_M, 0), mask=ok, other=0)
-    return low, tl.load(before_ptr + q0 + BLOCK_M, mask=ok, other=0)
-
-
-@triton.jit
-@no_type_check
-def _tile_counts(
-    full_low, full_high, some_low, some_high, n_vertical, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Whole full tiles, other tiles at most, and bitmaps of its own that a row block needs at most."""
-    whole = tl.maximum(full_high // BLOCK_N - (full_low + BLOCK_N - 1) // BLOCK_N, 0)
-    cut = tl.where(full_low < full_high, (full_high + BLOCK_N - 1) // BLOCK_N - full_low // BLOCK_N - whole, 0)
-    some = tl.where(some_low < some_high, (some_high + BLOCK_N - 1) // BLOCK_N - some_low // BLOCK_N, 0)
-    vertical = (n_vertical + BLOCK_N - 1) // BLOCK_N
-    own = cut + tl.where(rows < BLOCK_M, some, tl.minimum(some, 2)) + vertical
-    return whole, cut + some + vertical, own
-
-
-@triton.jit
-@no_type_check
-def vertical_slash_count(
-    full_before_ptr,  # [P, span + 1] int32
-    some_before_ptr,  # [P, span + 1] int32
-    n_vertical_ptr,  # [P, R] int32, vertical columns that some row of the row block may see
-    bad_ptr,  # [P] int32
-    tiles_ptr,  # [P, R] int32
-    own_ptr,  # [P, R] int32
-    row_blocks,
-    span,
-    q_len,
-    kv_len,
-    offset,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """How many tiles and bitmaps each row block needs at most."""
-    chunks = (row_blocks + ROWS - 1) // ROWS
-    pattern = tl.program_id(0) // chunks
-    row_block = (tl.program_id(0) % chunks) * ROWS + tl.arange(0, ROWS)
-    ok = row_block < row_blocks
-    q0 = row_block * BLOCK_M + offset
-    full_low, full_high = _slash_ends(full_before_ptr + pattern * (span + 1), q0, kv_len, ok, BLOCK_M)
-    some_low, some_high = _slash_ends(some_before_ptr + pattern * (span + 1), q0, kv_len, ok, BLOCK_M)
-    at = pattern * row_blocks + row_block
-    n_vertical = tl.load(n_vertical_ptr + at, mask=ok, other=0)
-    whole, other, own = _tile_counts(
-        full_low, full_high, some_low, some_high, n_vertical, q_len - row_block * BLOCK_M, BLOCK_M, BLOCK_N
-    )
-    good = tl.load(bad_ptr + pattern) == 0
-    tl.store(tiles_ptr + at, tl.where(good, whole + other, 0), mask=ok)
-    tl.store(own_ptr + at, own, mask=ok)
+def _clean(tables_ptr, column, q0, rows, words, BLOCK_M: tl.constexpr):
+    """Whether all rows see a vertical column, and none is at a slash distance of it; else whether some row sees it."""
+    if rows < BLOCK_M:
+        low, high = _seen(tables_ptr, column, True, q0, rows)
+        past_low, past_high = bits_from(tl.zeros_like(column) + rows)
+        clean = (low ^ past_low == ALL_BITS) & (high ^ past_high == ALL_BITS)
+        other = (clean == 0) & ((low | high) != 0)
+    else:
+        # The same of whole row blocks, from one word each.
+        place = q0 - column + SLASH_BASE
+        touched = tl.load(tables_ptr + TOUCHED * (words + 1) + (place >> 5)) >> (place & 31)
+        covered = tl.load(tables_ptr + COVERED * (words + 1) + (place >> 5)) >> (place & 31)
+        clean = ((touched & 1) == 0) & (column <= q0)
+        other = (clean == 0) & ((covered & 1) == 0)
+    return clean, other
 
 
 @triton.jit
 @no_type_check
 def vertical_slash_fill(
-    tiles_end_ptr,  # [P * R] int32, tiles of this and all earlier row blocks
-    own_end_ptr,  # [P * R] int32, bitmaps of their own
-    n_vertical_ptr,  # [P, R] int32
+    vertical_ptr,  # [B | 1, H | 1, verticals] int32 or int64
     bad_ptr,  # [P] int32
-    flags_ptr,  # [P] int32
-    vertical_ptr,  # [P, verticals] int32, ascending
-    table_ptr,  # [P, table_words] int32, slash distances as bits
-    before_ptr,  # [P, 32 table_words + 1] int32, how many slash distances stand before a bit of the table
-    full_list_ptr,  # [P, span] int32, distances of columns that all rows see
-    some_list_ptr,  # [P, span] int32, of those that some but not all see
-    full_before_ptr,  # [P, span + 1] int32
-    some_before_ptr,  # [P, span + 1] int32
+    tables_ptr,  # [P, 7, words + 1] int32
+    slots_ptr,  # [R + 1] int32, where the tiles of each row block begin, among those of its pattern
     items_ptr,
     first_columns_ptr,
-    columns_ptr,  # [T + 2, BLOCK_N] int32, for tiles of both kinds
-    bitmap_ptr,  # [T + 2] int32
+    columns_ptr,  # [T, BLOCK_N] int32
     bitmaps_ptr,
-    row_blocks,
+    stride_b,
+    stride_h,
+    mask_heads,
     verticals,
-    table_words,
-    span,
+    words,
     chunks,
-    shared,
-    tiles,
+    full_chunks,
+    full_base,
+    own_base,  # the first tile that belongs to a row block
+    row_blocks,
     q_len,
     kv_len,
     offset,
-    OVERFLOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EDGES: tl.constexpr,
     COPY: tl.constexpr,
 ):
-    """Work of one row block: columns at slash distances, then vertical columns where no slash distance keeps them."""
-    program = tl.program_id(0)
-    pattern = program // row_blocks
-    row_block = program % row_blocks
+    """Work of one row block: runs of shared tiles, then columns of its own.
+
+    Vertical columns that all rows see, and no row at a slash distance, fill full tiles from the first place of the row
+    block on. All others fill partial tiles from the last place backwards, so that neither needs to know how many there
+    are of the other.
+    """
+    pattern = tl.program_id(0) // row_blocks
+    row_block = tl.program_id(0) % row_blocks
     # Later row blocks see no fewer columns, so the longest come first.
     place = pattern * row_blocks + (row_blocks - 1 - row_block)
-    q0 = row_block * BLOCK_M + offset
-    rows = tl.minimum(BLOCK_M, q_len - row_block * BLOCK_M)
-    full_low, full_high = _slash_ends(full_before_ptr + pattern * (span + 1), q0, kv_len, True, BLOCK_M)
-    some_low, some_high = _slash_ends(some_before_ptr + pattern * (span + 1), q0, kv_len, True, BLOCK_M)
-    n_vertical = tl.load(n_vertical_ptr + program)
-    whole_full, other, n_own = _tile_counts(
-        full_low, full_high, some_low, some_high, n_vertical, rows, BLOCK_M, BLOCK_N
-    )
-    tiles_end = tl.load(tiles_end_ptr + program)
-    bad = tl.load(bad_ptr + pattern)
-    if (bad != 0) | (tiles_end > tiles):
-        if bad == 0:
-            tl.atomic_or(flags_ptr + pattern, OVERFLOW)
+    if tl.load(bad_ptr + pattern) != 0:
         store_poison(items_ptr, place, row_block)
         return
-    full_begin = tiles_end - whole_full
-    partial_begin = full_begin - other
-    tile = partial_begin
-    own = shared + tl.load(own_end_ptr + program) - n_own
-    table_ptr += pattern * table_words
-    full_list_ptr += pattern * span
-    some_list_ptr += pattern * span
+    q0 = row_block * BLOCK_M + offset
+    rows = tl.minimum(BLOCK_M, q_len - row_block * BLOCK_M)
+    pattern_base = own_base + pattern * tl.load(slots_ptr + row_blocks)
+    own_begin = pattern_base + tl.load(slots_ptr + row_block)
+    own_end = pattern_base + tl.load(slots_ptr + row_block + 1)
+    tables_ptr += pattern * TABLES * (words + 1)
+    vertical_ptr += (pattern // mask_heads) * stride_b + (pattern % mask_heads) * stride_h
+    some_tiles, full_tiles = pattern * chunks, full_base + pattern * full_chunks
+    full_low, full_high, full_first, full_last = _run(tables_ptr, q0, kv_len, words, FULL, BLOCK_N)
+    some_low, some_high, some_first, some_last = _run(tables_ptr, q0, kv_len, words, SOME, BLOCK_N)
+    # Of the last row block, columns may be seen only by rows that do not exist: no tile of it is whole.
+    some_last = tl.where(rows < BLOCK_M, some_first, some_last)
+    n_full, n_some = full_last - full_first, some_last - some_first
 
-    whole_begin = (full_low + BLOCK_N - 1) // BLOCK_N
-    _copy_columns(
-        full_list_ptr, columns_ptr + full_begin.to(tl.int64) * BLOCK_N, whole_begin * BLOCK_N,
-        whole_full * BLOCK_N, q0, COPY,
-    )  # fmt: skip
-    # Tiles at either end of the distances that exist.
-    if full_low < full_high:
-        first = full_low // BLOCK_N
-        n_cut = (full_high + BLOCK_N - 1) // BLOCK_N - first - whole_full
-        for i in range(n_cut):
-            chunk = tl.where(first + i < whole_begin, first + i, first + i + whole_full)
-            found = _cut_tile(table_ptr, full_list_ptr, columns_ptr, bitmap_ptr, bitmaps_ptr, chunk, full_low,
-                              full_high, q0, rows, tile, own, BLOCK_M, BLOCK_N)  # fmt: skip
-            tile += found
-            own += found
+    # Slash columns outside whole shared tiles, marked by a complement.
+    full_rest, some_rest = full_high - full_low - n_full * BLOCK_N, some_high - some_low - n_some * BLOCK_N
+    rest_ptr = columns_ptr + own_end * BLOCK_N - 1
+    count = 0
+    for start in range(0, full_rest + some_rest, EDGES):
+        y = start + tl.arange(0, EDGES)
+        in_full = y < full_rest
+        full_rank = full_low + y + tl.where(y >= full_first * BLOCK_N - full_low, n_full * BLOCK_N, 0)
+        z = y - full_rest
+        some_rank = some_low + z + tl.where(z >= some_first * BLOCK_N - some_low, n_some * BLOCK_N, 0)
+        at = tl.where(in_full, full_tiles * BLOCK_N + full_rank, some_tiles * BLOCK_N + some_rank)
+        live = y < full_rest + some_rest
+        column = q0 + tl.load(columns_ptr + at, mask=live, other=0)
+        if rows < BLOCK_M:
+            low, high = _seen(tables_ptr, column, False, q0, rows)
+            live = live & ((low | high) != 0)
+        rank = count + tl.cumsum(live.to(tl.int32), 0) - 1
+        tl.store(rest_ptr - rank, ~column, mask=live)
+        count += tl.sum(live.to(tl.int32), 0)
 
-    if some_low < some_high:
-        first = some_low // BLOCK_N
-        whole_begin = (some_low + BLOCK_N - 1) // BLOCK_N
-        # Of the last row block, columns may be seen only by rows that do not exist: no tile of it is whole.
-        whole = tl.where(rows < BLOCK_M, 0, tl.maximum(some_high // BLOCK_N - whole_begin, 0))
-        _copy_columns(
-            some_list_ptr, columns_ptr + tile.to(tl.int64) * BLOCK_N, whole_begin * BLOCK_N, whole * BLOCK_N, q0, COPY
-        )
-        for start in range(0, whole, COPY):
+    clean_ptr = columns_ptr + own_begin * BLOCK_N
+    n_clean = 0
+    for start in range(0, verticals, COPY):
+        first = tl.load(vertical_ptr + start)
+        if (first >= 0) & (first < q0 + rows):  # else there are no more
             x = start + tl.arange(0, COPY)
-            tl.store(bitmap_ptr + tile + x, pattern * chunks + whole_begin + x, mask=x < whole)
-        tile += whole
-        n_cut = (some_high + BLOCK_N - 1) // BLOCK_N - first - whole
-        for i in range(n_cut):
-            chunk = tl.where(first + i < whole_begin, first + i, first + i + whole)
-            found = _cut_tile(table_ptr, some_list_ptr, columns_ptr, bitmap_ptr, bitmaps_ptr, chunk, some_low,
-                              some_high, q0, rows, tile, own, BLOCK_M, BLOCK_N)  # fmt: skip
-            tile += found
-            own += found
-
-    # Vertical columns that all rows see, and no row at a slash distance, fill full tiles, which go right before the
-    # others. The rest, and what is left over, join the partial tiles where some row sees them at no slash distance.
-    vertical_ptr += pattern * verticals
-    before_ptr += pattern * (32 * table_words + 1) + SLASH_BASE
-    clean_count = 0
-    for start in range(0, n_vertical, COPY):
-        x = start + tl.arange(0, COPY)
-        column = tl.load(vertical_ptr + x, mask=x < n_vertical, other=0)
-        slash = _slash_count(before_ptr, q0 - column, rows, x < n_vertical)
-        clean_count += tl.sum(((x < n_vertical) & (slash == 0) & (column <= q0)).to(tl.int32), 0)
-    n_clean = clean_count // BLOCK_N
-    full_begin -= n_clean
-    clean_ptr = columns_ptr + full_begin.to(tl.int64) * BLOCK_N
-    target_ptr = columns_ptr + tile.to(tl.int64) * BLOCK_N
-    count, clean_count = 0, 0
-    for start in range(0, n_vertical, COPY):
-        x = start + tl.arange(0, COPY)
-        ok = x < n_vertical
-        column = tl.load(vertical_ptr + x, mask=ok, other=0)
-        slash = _slash_count(before_ptr, q0 - column, rows, ok)
-        clean = (ok & (slash == 0) & (column <= q0)).to(tl.int32)
-        rank = clean_count + tl.cumsum(clean, 0) - 1
-        in_full = (clean != 0) & (rank < n_clean * BLOCK_N)
-        tl.store(clean_ptr + rank, column, mask=in_full)
-        clean_count += tl.sum(clean, 0)
-        live = (ok & ~in_full & (rows - tl.maximum(column - q0, 0) > slash)).to(tl.int32)
-        tl.store(target_ptr + count + tl.cumsum(live, 0) - 1, column, mask=live != 0)
-        count += tl.sum(live, 0)
+            column = tl.load(vertical_ptr + x, mask=x < verticals, other=-1).to(tl.int32)
+            exists = (column >= 0) & (column < q0 + rows)
+            column = tl.where(exists, column, 0)
+            clean, other = _clean(tables_ptr, column, q0, rows, words, BLOCK_M)
+            clean, other = clean & exists, other & exists
+            # Two sums at once: there are fewer than 2^16 columns of either kind.
+            ranks = tl.cumsum(clean.to(tl.int32) + (other.to(tl.int32) << 16), 0)
+            tl.store(clean_ptr + n_clean + (ranks & 0xFFFF) - 1, column, mask=clean)
+            tl.store(rest_ptr - (count + (ranks >> 16) - 1), column, mask=other)
+            both = tl.max(ranks, 0)  # the last one
+            n_clean += both & 0xFFFF
+            count += both >> 16
     tl.debug_barrier()
-    r = tl.arange(0, BLOCK_M)
-    for start in range(0, count, BLOCK_N):
-        x = start + tl.arange(0, BLOCK_N)
-        ok = x < count
-        column = tl.load(target_ptr + x, mask=ok, other=0)
-        stand_in = tl.load(target_ptr + start)
-        column = tl.where(ok, column, stand_in)
-        low, high = _slash_window(table_ptr, q0 - column)
-        causal = (q0 + r)[:, None] >= column[None, :]
-        keep = tl.where(causal & ok[None, :] & (r < rows)[:, None], 1 - _slash_bits(low, high, BLOCK_M), 0)
-        tl.store(target_ptr + x, column)
-        tl.store(bitmap_ptr + tile, own)
-        store_words(bitmaps_ptr + own.to(tl.int64) * (BLOCK_M * 4), keep, BLOCK_M, BLOCK_N)
-        tile += 1
-        own += 1
+    # Clean columns that fill no tile join the others.
+    n = tl.arange(0, BLOCK_N)
+    clean_tiles = n_clean // BLOCK_N
+    left = n < n_clean - clean_tiles * BLOCK_N
+    column = tl.load(clean_ptr + clean_tiles * BLOCK_N + n, mask=left, other=0)
     tl.debug_barrier()
-    store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block, partial_begin, tile,
-                full_begin, full_begin + n_clean + whole_full, BLOCK_N)  # fmt: skip
+    tl.store(rest_ptr - (count + n), column, mask=left)
+    count += n_clean - clean_tiles * BLOCK_N
+    tl.debug_barrier()
 
+    rest_tiles = (count + BLOCK_N - 1) // BLOCK_N
+    for i in range(rest_tiles):
+        tile = own_end - 1 - i
+        ok = i * BLOCK_N + BLOCK_N - 1 - n < count
+        column_ptr = columns_ptr + tile * BLOCK_N + n
+        marked = tl.load(column_ptr, mask=ok, other=0)
+        column = tl.where(marked < 0, ~marked, marked)
+        low, high = _seen(tables_ptr, column, marked >= 0, q0, rows)
+        # Places past the last column repeat one of the tile, and keep nothing.
+        tl.store(column_ptr, tl.where(ok, column, tl.max(tl.where(ok, column, 0), 0)))
+        store_columns(bitmaps_ptr + tile * (BLOCK_M * 4), tl.where(ok, low, 0), tl.where(ok, high, 0), BLOCK_M, BLOCK_N)
+    tl.debug_barrier()
 
-@triton.jit
-@no_type_check
-def _slash_count(before_ptr, d, rows, ok):
-    """How many of the distances d .. d + rows - 1 are slash."""
-    return tl.load(before_ptr + d + rows, mask=ok, other=0) - tl.load(before_ptr + d, mask=ok, other=0)
+    own_partial = own_end - rest_tiles
+    shared_partial, shared_full = some_tiles + some_last, full_tiles + full_last
+    first_partial = tl.where(n_some > 0, shared_partial - n_some, own_partial)
+    first_full = tl.where(n_full > 0, shared_full - n_full, own_begin)
+    has_partial = n_some + rest_tiles > 0
+    first = tl.where(has_partial, first_partial, first_full)
+    # An item without tiles reads these columns, and uses none.
+    tl.store(first_columns_ptr + place * BLOCK_N + n, tl.load(columns_ptr + first * BLOCK_N + n))
+    item_ptr = items_ptr + place * ITEM_STRIDE
+    tl.store(item_ptr, row_block)
+    tl.store(item_ptr + 1, own_partial - n_some)
+    tl.store(item_ptr + 2, own_end)
+    tl.store(item_ptr + 3, own_begin - n_full)
+    tl.store(item_ptr + 4, own_begin + clean_tiles)
+    tl.store(item_ptr + 9, first_partial)
+    tl.store(item_ptr + 11, own_partial)
+    tl.store(item_ptr + 12, shared_partial - own_partial)
+    tl.store(item_ptr + 13, own_begin)
+    tl.store(item_ptr + 14, shared_full - own_begin)
+    tl.store(item_ptr + 15, q0)

@@ -42,6 +42,7 @@ class Launch:
         numbers: integers and floats.
         constants: values of the compile-time parameters.
         num_warps, num_stages, max_registers: compile options, 0 registers for no bound.
+        chained: the kernel takes turns (`turns.py`).
         device: where the tensors are.
     """
 
@@ -56,6 +57,7 @@ class Launch:
         num_warps: int,
         num_stages: int,
         max_registers: int = 0,
+        chained: bool = False,
         device: torch.device,
     ) -> None:
         self.kernel, self.grid, self.device = kernel, grid, device
@@ -64,6 +66,8 @@ class Launch:
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
         if max_registers:
             self.options["maxnreg"] = max_registers
+        if chained:
+            self.options["launch_pdl"] = True
         self._pointers = tuple([t.data_ptr() for t in tensors])
         self._static_aligned = not any(pointer % 16 for pointer in self._pointers)
         self._compiled: Any = None

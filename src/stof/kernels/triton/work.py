@@ -17,8 +17,10 @@ from stof.layout.build import PARTIAL_TILE_COST
 
 # int32 fields of a work item: row block, first and last partial tile, first and last full tile, then for split row
 # blocks: chunks it is cut into, slot of its first chunk, number of this chunk, number of the split row block; last the
-# bitmap of the first partial tile, and the first column of the first full tile.
-ITEM_FIELDS = 11
+# bitmap of the first partial tile, and the first column of the first full tile, or where lists hold first columns the
+# last one that some row sees. Where work has shared tiles: the first partial tile of its own, what to add to the
+# numbers of those before it, the same for full tiles, and what to add to shared columns.
+ITEM_FIELDS = 16
 
 # `call(q, k, v, bias, sinks) -> (out, lse)` for tensors like those it was bound to.
 BoundCall = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
@@ -81,6 +83,11 @@ class Work:
         has_partial, has_full: whether there are tiles of that kind.
         full_runs: whether the columns of each item's full tiles follow each other, so that the first one tells all.
         may_poison: whether items may hold row block `-2 - r`, which makes the results of row block r NaN.
+        shared: whether items may begin each kind with a run of tiles that several items use. These hold columns less
+            the position of the item's first row. Tiles of both kinds are then rows of one list, and a partial tile's
+            bitmap has its number.
+        bases: whether the columns of every tile follow each other. Lists of columns are then `[..., 1]`, the first of
+            each tile, and columns past the last one that some row sees are that one.
 
     The last two rows of `partial_*` and `full_columns` are padding: the kernel loads ahead.
     """
@@ -103,6 +110,8 @@ class Work:
     has_full: int
     full_runs: int
     may_poison: int = 0
+    shared: int = 0
+    bases: int = 0
 
     def flatten(self) -> tuple[list[Tensor], list[int]]:
         """Tensors and integers, as operators carry them."""
@@ -251,8 +260,7 @@ def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor
             first_chunk[owner],
             chunk,
             split[owner].clamp(min=0),
-            torch.zeros_like(chunk),
-            torch.zeros_like(chunk),
+            *[torch.zeros_like(chunk)] * (ITEM_FIELDS - 9),
         ],
         1,
     ).int()

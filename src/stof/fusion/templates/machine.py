@@ -1,0 +1,26 @@
+"""What launches need to know of the device."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def machine(index: int) -> tuple[tuple[int, int], int]:
+    """Compute capability and multiprocessors of a CUDA device."""
+    found = torch.cuda.get_device_properties(index)
+    return (found.major, found.minor), found.multi_processor_count
+
+
+def programs(tensor: Tensor) -> int:
+    """Persistent programs: one a multiprocessor. Triton's interpreter takes them one by one: three."""
+    return machine(tensor.device.index or 0)[1] if tensor.device.type == "cuda" else 3
+
+
+def chained(tensor: Tensor) -> dict[str, bool]:
+    """Programmatic dependent launch where there is such a thing."""
+    there = tensor.device.type == "cuda" and machine(tensor.device.index or 0)[0] >= (9, 0)
+    return {"CHAINED": there, "launch_pdl": True} if there else {"CHAINED": False}

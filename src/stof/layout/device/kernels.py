@@ -1,0 +1,378 @@
+"""Triton kernels that build a layout: classify tiles, number their bitmaps, then write both.
+
+Tiles are numbered `row block * tile columns + tile column`, row blocks through all patterns. Bitmaps are told apart by
+128 bits of hash: 64 find a slot in a table, the other 64 are compared with those of the slot's first tile. What is
+known of tiles lies in `known`, which is zero at first, and `scratch`, which may hold anything.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from stof.layout.device.programs import kept_within
+from stof.layout.device.reading import PROGRAM, SIZES, bits_of, start_of
+
+# Codes of tiles: empty ones, full ones, and from 1 on the slots of partial ones.
+_EMPTY = tl.constexpr(0)
+_FULL = tl.constexpr(-1)
+# Columns of a row block, and row blocks, looked at together.
+_CHUNK = tl.constexpr(512)
+
+
+@triton.jit
+@no_type_check
+def _mixed(x):
+    """Every bit of a number depends on all of it: xor-shifts and odd factors, one to one."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+@no_type_check
+def _mixed_64(x):
+    """The same for uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+@no_type_check
+def _hashed(words, at):
+    """Two 64-bit numbers of each word and its place, to be summed; 0 of words that are 0, as rows past the end are."""
+    x = words.to(tl.uint32, bitcast=True)
+    place = _mixed(at.to(tl.uint32) + 1)
+    a = _mixed(x ^ place)
+    b = _mixed(x + place * 5)
+    c = _mixed(a + 0x5BD1E995)
+    d = _mixed(b ^ 0x3C6EF372)
+    key = a.to(tl.int64) + (b.to(tl.int64) << 32)
+    other = c.to(tl.int64) + (d.to(tl.int64) << 32)
+    return tl.where(words != 0, key, 0), tl.where(words != 0, other, 0)
+
+
+@triton.jit
+@no_type_check
+def _rooms(known_ptr, scratch_ptr, blocks, tiles, slots):
+    """Where everything lies: in `known`
+
+    - int64: keys of slots, first and second halves of tiles' hashes;
+    - int32: first tiles of slots, partial and full tiles of row blocks, codes of tiles, what their pieces have found,
+      and how many are queued;
+
+    and in `scratch`, int32: queued tiles, numbers of slots, owners of bitmaps.
+    """
+    keys_ptr = known_ptr.to(tl.pointer_type(tl.int64))
+    hash_ptr = keys_ptr + slots
+    first_ptr = known_ptr + 2 * slots + 4 * tiles
+    partial_ptr = first_ptr + slots
+    code_ptr = partial_ptr + 2 * blocks
+    pieces_ptr = code_ptr + tiles
+    number_ptr = scratch_ptr + tiles
+    return keys_ptr, hash_ptr, first_ptr, partial_ptr, code_ptr, pieces_ptr, number_ptr, number_ptr + slots
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def rule_out_tiles(
+    source_ptr,  # programs
+    entries_ptr,
+    known_ptr,
+    scratch_ptr,
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_k,
+    mask_heads,
+    q_len,
+    kv_len,
+    row_blocks,
+    columns,
+    patterns,
+    slots,
+    SOURCE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Of some tiles of a row block: count those that are certainly full, and queue others not certainly empty."""
+    chunks = (columns + ROWS - 1) // ROWS
+    block = tl.program_id(0) // chunks
+    column = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
+    blocks = patterns * row_blocks
+    tiles = blocks * columns
+    _, _, _, partial_ptr, code_ptr, pieces_ptr, _, _ = _rooms(known_ptr, scratch_ptr, blocks, tiles, slots)
+    q0 = block % row_blocks * BLOCK_M
+    # Past the last column the last one stands in, and is left out again.
+    kv0 = tl.minimum(column, columns - 1) * BLOCK_N
+    start = tl.load(source_ptr + block // row_blocks)
+    last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
+    last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
+    nothing, everything = kept_within(source_ptr, start, q0, last_row, kv0, last_column)
+    full = (everything != 0) & (kv0 + BLOCK_N <= kv_len) & (column < columns)
+    tl.store(code_ptr + block * columns + column, _FULL, mask=full)
+    tl.atomic_add(partial_ptr + blocks + block, tl.sum(full.to(tl.int32), 0))
+    queued = ((nothing == 0) & ~full & (column < columns)).to(tl.int32)
+    place = tl.atomic_add(pieces_ptr + tiles, tl.sum(queued, 0)) + tl.cumsum(queued, 0) - 1
+    tl.store(scratch_ptr + place, block * columns + column, mask=queued != 0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def classify_tiles(
+    source_ptr,  # see SOURCE
+    entries_ptr,  # [P] int32, which entry of a dense mask `[B, H]` each pattern is; read where there are several
+    known_ptr,
+    scratch_ptr,
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_k,
+    mask_heads,
+    q_len,
+    kv_len,
+    row_blocks,  # of one pattern
+    columns,
+    patterns,
+    slots,
+    SOURCE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Whether tiles are empty, full or partial, and for partial ones the slot of their bitmap; a few rows at a time.
+
+    All tiles of a dense mask, else those that were queued.
+    """
+    blocks = patterns * row_blocks
+    tiles = blocks * columns
+    _, hash_ptr, _, _, _, pieces_ptr, _, _ = _rooms(known_ptr, scratch_ptr, blocks, tiles, slots)
+    PIECES: tl.constexpr = (BLOCK_M + ROWS - 1) // ROWS
+    WORDS: tl.constexpr = (BLOCK_N + 31) // 32
+    ALL: tl.constexpr = -1 if BLOCK_N >= 32 else (1 << BLOCK_N) - 1
+    count = tiles
+    if SOURCE == PROGRAM:
+        count = tl.load(pieces_ptr + tiles)
+    for item in range(tl.program_id(0), count * PIECES, tl.num_programs(0)):
+        tile = item // PIECES
+        if SOURCE == PROGRAM:
+            tile = tl.load(scratch_ptr + tile)
+        first = item % PIECES * ROWS
+        block = tile // columns
+        q0 = block % row_blocks * BLOCK_M
+        start = start_of(source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE)
+        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, tile % columns, q_len, kv_len,
+                        SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
+        row = first + tl.arange(0, ROWS)
+        a, b = _hashed(words, row[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
+        missing = ((words ^ ALL) != 0) & (row < tl.minimum(q_len - q0, BLOCK_M))[:, None]
+        some = tl.max(tl.max((words != 0).to(tl.int32), 1), 0)
+        # Pieces that are done, those with any score, and those without some, ten bits each.
+        own = 1 + (some << 10) + (tl.max(tl.max(missing.to(tl.int32), 1), 0) << 20)
+        if some != 0:
+            tl.atomic_add(hash_ptr + tile, tl.sum(tl.sum(a, 1), 0))
+            tl.atomic_add(hash_ptr + tiles + tile, tl.sum(tl.sum(b, 1), 0))
+        done = own + tl.atomic_add(pieces_ptr + tile, own)
+        if (done & 1023) == PIECES:
+            _conclude(known_ptr, scratch_ptr, tile, done, blocks, columns, slots, BLOCK_N, kv_len)
+
+
+@triton.jit
+@no_type_check
+def _conclude(known_ptr, scratch_ptr, tile, done, blocks, columns, slots, BLOCK_N: tl.constexpr, kv_len):
+    """Count a tile all pieces of which are done, and find a slot for its bitmap."""
+    tiles = blocks * columns
+    keys_ptr, hash_ptr, first_ptr, partial_ptr, code_ptr, _, _, _ = _rooms(known_ptr, scratch_ptr, blocks, tiles, slots)
+    block = tile // columns
+    if (done >> 20 == 0) & ((tile % columns + 1) * BLOCK_N <= kv_len):
+        tl.store(code_ptr + tile, _FULL)
+        tl.atomic_add(partial_ptr + blocks + block, 1)
+    elif (done >> 10) & 1023 != 0:
+        # Read where other programs have added.
+        key = tl.atomic_add(hash_ptr + tile, 0)
+        key = tl.where(key == 0, 1, key)  # 0 is a free slot
+        slot = (key & (slots - 1)).to(tl.int32)
+        found = tl.atomic_cas(keys_ptr + slot, key * 0, key)
+        while (found != 0) & (found != key):
+            slot = (slot + 1) & (slots - 1)
+            found = tl.atomic_cas(keys_ptr + slot, key * 0, key)
+        tl.store(code_ptr + tile, slot + 1)
+        tl.atomic_max(first_ptr + slot, tiles - tile)
+        tl.atomic_add(partial_ptr + block, 1)
+
+
+@triton.jit
+@no_type_check
+def _identity(code_ptr, hash_ptr, tiles, first, count, CHUNK: tl.constexpr):
+    """128 bits that tell the tiles of a pattern, `count` from `first` on, from those of another."""
+    a = tl.zeros([CHUNK], tl.uint64)
+    b = tl.zeros([CHUNK], tl.uint64)
+    for start in range(0, count, CHUNK):
+        n = start + tl.arange(0, CHUNK)
+        code = tl.load(code_ptr + first + n, mask=n < count, other=_EMPTY)
+        partial = code > 0
+        key = tl.load(hash_ptr + first + n, mask=partial, other=-1).to(tl.uint64, bitcast=True)
+        own = tl.load(hash_ptr + tiles + first + n, mask=partial, other=-1).to(tl.uint64, bitcast=True)
+        place = (n + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+        a += tl.where(code == _EMPTY, 0, _mixed_64(key ^ place))
+        b += tl.where(code == _EMPTY, 0, _mixed_64(own + place))
+    return tl.sum(a.to(tl.int64, bitcast=True), 0), tl.sum(b.to(tl.int64, bitcast=True), 0)
+
+
+@triton.jit(do_not_specialize=["row_blocks", "columns", "patterns", "slots"])
+@no_type_check
+def number_bitmaps(
+    known_ptr,
+    scratch_ptr,
+    totals_ptr,  # [3 + 2 P] int64
+    row_blocks,
+    columns,
+    patterns,
+    slots,
+    CHUNK: tl.constexpr,
+):
+    """Number bitmaps in the order of their first tiles, in one program.
+
+    Writes how many tiles and bitmaps there are, and whether two bitmaps share the first half of their hash; where there
+    are several patterns, an identity of each as well.
+    """
+    blocks = patterns * row_blocks
+    tiles = blocks * columns
+    _, hash_ptr, first_ptr, partial_ptr, code_ptr, _, number_ptr, owner_ptr = _rooms(
+        known_ptr, scratch_ptr, blocks, tiles, slots
+    )
+    other_ptr = hash_ptr + tiles
+    n = tl.arange(0, CHUNK)
+    count = 0
+    clash = 0
+    for start in range(0, tiles, CHUNK):
+        tile = start + n
+        code = tl.load(code_ptr + tile, mask=tile < tiles, other=_EMPTY)
+        partial = code > 0
+        slot = tl.maximum(code - 1, 0)
+        leader = tiles - tl.load(first_ptr + slot, mask=partial, other=0)
+        leads = partial & (leader == tile)
+        own = tl.load(other_ptr + tile, mask=partial, other=0)
+        clash += tl.sum((own != tl.load(other_ptr + leader, mask=partial, other=0)).to(tl.int32), 0)
+        number = count + tl.cumsum(leads.to(tl.int32), 0) - 1
+        tl.store(number_ptr + slot, number, mask=leads)
+        tl.store(owner_ptr + number, tile, mask=leads)
+        count += tl.sum(leads.to(tl.int32), 0)
+    total = 0
+    for start in range(0, 2 * blocks, CHUNK):  # partial tiles of every row block, then full ones
+        at = start + n
+        total += tl.sum(tl.load(partial_ptr + at, mask=at < 2 * blocks, other=0), 0)
+    tl.store(totals_ptr, total)
+    tl.store(totals_ptr + 1, count)
+    tl.store(totals_ptr + 2, clash)
+    if patterns > 1:
+        for pattern in range(patterns):
+            each = row_blocks * columns
+            a, b = _identity(code_ptr, hash_ptr, tiles, pattern * each, each, CHUNK)
+            tl.store(totals_ptr + 3 + 2 * pattern, a)
+            tl.store(totals_ptr + 4 + 2 * pattern, b)
+
+
+@triton.jit
+@no_type_check
+def _write_row_block(
+    partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr, cost_ptr, order_ptr,
+    row_block, columns, row_blocks, partial_cost, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One row block's tiles, partial ones first, and its place among all."""
+    full_ptr = partial_ptr + row_blocks
+    own_partial = tl.load(partial_ptr + row_block)
+    own_full = tl.load(full_ptr + row_block)
+    own_cost = own_partial * partial_cost + own_full * 100
+    begin = 0
+    place = 0
+    for start in range(0, row_blocks, _CHUNK):
+        other = start + tl.arange(0, _CHUNK)
+        partial = tl.load(partial_ptr + other, mask=other < row_blocks, other=0)
+        full = tl.load(full_ptr + other, mask=other < row_blocks, other=0)
+        cost = partial * partial_cost + full * 100
+        before = other < row_block
+        begin += tl.sum(tl.where(before, partial + full, 0), 0)
+        # Longest first, and of equal ones the first.
+        place += tl.sum(((cost > own_cost) | ((cost == own_cost) & before)).to(tl.int32), 0)
+    tl.store(pointers_ptr + row_block, begin)
+    if row_block == row_blocks - 1:
+        tl.store(pointers_ptr + row_blocks, begin + own_partial + own_full)
+    tl.store(partial_count_ptr + row_block, own_partial)
+    tl.store(cost_ptr + row_block, (own_cost.to(tl.float64) / 100.0).to(tl.float32))
+    tl.store(order_ptr + place, row_block)
+    partial_at = begin
+    full_at = begin + own_partial
+    for start in range(0, columns, _CHUNK):
+        column = start + tl.arange(0, _CHUNK)
+        code = tl.load(code_ptr + row_block * columns + column, mask=column < columns, other=_EMPTY)
+        partial = (code > 0).to(tl.int32)
+        full = (code == _FULL).to(tl.int32)
+        at = tl.where(partial != 0, partial_at + tl.cumsum(partial, 0), full_at + tl.cumsum(full, 0)) - 1
+        number = tl.load(number_ptr + tl.maximum(code - 1, 0), mask=partial != 0, other=-1)
+        tl.store(base_ptr + at, column * BLOCK_N, mask=code != _EMPTY)
+        tl.store(tile_bitmap_ptr + at, number, mask=code != _EMPTY)
+        partial_at += tl.sum(partial, 0)
+        full_at += tl.sum(full, 0)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "partial_cost"])
+@no_type_check
+def write_layout(
+    source_ptr,  # as for `classify_tiles`
+    entries_ptr,
+    known_ptr,
+    scratch_ptr,
+    pointers_ptr,  # [P * R + 1] int32
+    partial_count_ptr,  # [P * R] int32
+    base_ptr,  # [T] int32
+    tile_bitmap_ptr,  # [T] int32
+    bitmaps_ptr,  # [U, BLOCK_M, words] int32
+    cost_ptr,  # [P * R] float32
+    order_ptr,  # [P * R] int32
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_k,
+    mask_heads,
+    q_len,
+    kv_len,
+    row_blocks,
+    columns,
+    patterns,
+    slots,
+    partial_cost,  # of one tile, in hundredths of a full one's
+    SOURCE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One row block's tiles, or some rows of one bitmap: first come programs of the former kind."""
+    program = tl.program_id(0)
+    blocks = patterns * row_blocks
+    _, _, _, partial_ptr, code_ptr, _, number_ptr, owner_ptr = _rooms(
+        known_ptr, scratch_ptr, blocks, blocks * columns, slots
+    )
+    if program < blocks:
+        _write_row_block(
+            partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr, cost_ptr,
+            order_ptr, program, columns, blocks, partial_cost, BLOCK_N,
+        )  # fmt: skip
+        return
+    PIECES: tl.constexpr = (BLOCK_M + ROWS - 1) // ROWS
+    WORDS: tl.constexpr = (BLOCK_N + 31) // 32
+    number = (program - blocks) // PIECES
+    first = (program - blocks) % PIECES * ROWS
+    tile = tl.load(owner_ptr + number)
+    block = tile // columns
+    start = start_of(source_ptr, entries_ptr, block // row_blocks, stride_b, stride_h, mask_heads, patterns, SOURCE)
+    q0 = block % row_blocks * BLOCK_M
+    words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, tile % columns, q_len, kv_len,
+                    SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
+    row = first + tl.arange(0, ROWS)
+    at = number.to(tl.int64) * (BLOCK_M * WORDS) + row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    tl.store(bitmaps_ptr + at, words, mask=(row < BLOCK_M)[:, None])

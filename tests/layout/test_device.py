@@ -1,0 +1,213 @@
+"""Layouts built by Triton kernels are those built by torch, bit for bit."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stof import LayoutConfig, masks
+from stof.layout import Layout, build_layout
+from stof.layout.build import PARTIAL_TILE_COST
+from stof.layout.device import build as device_build
+from stof.layout.device import source as device_source
+from stof.layout.device.build import device_layout
+from stof.layout.device.survey import device_counts
+from stof.layout.survey import survey, tiles_of_slabs
+from stof.masks import Mask
+from stof.masks.program import programs_of
+from tests.strategies import dense_masks, mask_trees
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Triton's interpreter runs on the CPU
+configs = st.builds(LayoutConfig, st.sampled_from([16, 64, 192]), st.sampled_from([16, 32, 128]))
+
+
+def on_device(
+    mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, batch: int = 1, heads: int = 1
+) -> Layout | None:
+    dims = mask.dims(batch, heads)
+    return device_layout(mask, q_len, kv_len, config, dims, round(100 * PARTIAL_TILE_COST), DEVICE)
+
+
+def by_torch(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> Layout:
+    with mock.patch("stof.layout.build.device_layout", return_value=None):
+        return build_layout(mask, q_len, kv_len, config, device=DEVICE, **sizes)
+
+
+def assert_same(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> None:
+    layout, expected = on_device(mask, q_len, kv_len, config, **sizes), by_torch(mask, q_len, kv_len, config, **sizes)
+    assert layout is not None
+    assert (layout.q_len, layout.kv_len, layout.config) == (q_len, kv_len, config)
+    for name, tensor in expected.tensors().items():
+        own = layout.tensors()[name]
+        assert (own.dtype, own.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(own, tensor), name
+
+
+@pytest.fixture
+def tall_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows at once than a GPU's registers hold: the interpreter takes as long for each piece."""
+    monkeypatch.setattr(device_source, "_SCORES_RUN", 2**13)
+
+
+@pytest.mark.usefixtures("tall_pieces")
+@given(data=st.data(), config=configs)
+@settings(max_examples=15)
+def test_expressions(data: st.DataObject, config: LayoutConfig) -> None:
+    length, offset = data.draw(st.sampled_from([48, 75])), data.draw(st.sampled_from([0, 0, 29]))
+    batch = data.draw(st.sampled_from([1, 1, 2]))
+    mask = data.draw(mask_trees(length, batch, leaves=3)).with_query_offset(offset)
+    assert_same(mask, length - offset, length, config, batch=batch)
+
+
+PATTERNS = {
+    "everything": masks.full(),
+    "nothing": ~masks.full(),
+    "window and sinks": masks.sliding_window(20) | masks.sink_tokens(3),
+    "longformer": masks.longformer(5, 9),
+    "listed tokens": masks.longformer(3, [0, 17, 18, 40]),
+    "dilated": masks.dilated_window(30, 7, dilation=5),
+    "strided": masks.strided(8, 11, 3),
+    "strided both ways": masks.strided(3, 9, 2, causal=False),
+    "documents": masks.causal() & masks.documents(cu_seqlens=[0, 20, 33, 90]),
+    "documents in parts": masks.documents([3] * 20 + [-1] * 17 + [3] * 30 + [5] * 23),
+    "random blocks": masks.random_blocks(2, block_size=7) & ~masks.sliding_window(3, 3),
+    "prefix": masks.prefix_lm(25) & masks.padding(80),
+    "neighbourhood": masks.neighborhood_2d(9, 10, (3, 5)),
+    "per head": masks.per_head([masks.causal() | masks.padding(9)]),
+    "negated composition": ~(masks.causal() & ~(masks.sliding_window(9) | masks.padding(40))),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(name: str) -> None:
+    """Queries at the end of a cache, in a shape that no tile divides."""
+    assert_same(PATTERNS[name].with_query_offset(13), 77, 90, LayoutConfig(32, 16))
+
+
+@given(data=st.data(), config=configs)
+@settings(max_examples=10)
+def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
+    """Rows of 96 columns are read four columns at a time, the others one by one."""
+    q_len, kv_len = data.draw(st.sampled_from([1, 33, 70])), data.draw(st.sampled_from([96, 96, 50]))
+    batch, heads = data.draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2)]))
+    keep = data.draw(dense_masks(q_len, kv_len, batch, heads))
+    layout = data.draw(st.sampled_from(["contiguous", "transposed", "wider", "other bytes"]))
+    if layout == "transposed":
+        keep = keep.transpose(2, 3).contiguous().transpose(2, 3)
+    elif layout == "wider":
+        keep = torch.nn.functional.pad(keep, (0, 16), value=True)[..., :kv_len]
+    elif layout == "other bytes":  # true in memory is any byte but 0
+        keep = (keep.to(torch.uint8) * 0x90).view(torch.bool)
+    assert_same(masks.from_dense(keep.to(DEVICE)), q_len, kv_len, config, batch=batch, heads=heads)
+
+
+def test_many_bitmaps_are_numbered_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_build, "_NUMBERED", 16)
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(6, 8, 1, 1, generator=generator) < 0.6
+    kinds = torch.rand(5, 16, 16, generator=generator) < 0.5
+    which = torch.randint(5, (6, 8), generator=generator)
+    keep = (kinds[which] & coarse).transpose(1, 2).reshape(96, 128)
+    assert_same(masks.from_dense(keep.to(DEVICE)), 96, 128, LayoutConfig(16, 16))
+
+
+@st.composite
+def surveyed(draw: st.DrawFn) -> tuple[Mask, int, int]:
+    """A mask of two sequences, or two sequences and heads, and its lengths."""
+    q_len, kv_len = draw(st.sampled_from([(40, 75), (33, 260), (70, 264)]))
+    if draw(st.booleans()):
+        return masks.from_dense(draw(dense_masks(q_len, kv_len, 2, 2)).to(DEVICE)), q_len, kv_len
+    mask = draw(mask_trees(kv_len, 2, leaves=2)).with_query_offset(draw(st.sampled_from([0, kv_len - q_len])))
+    return mask, q_len, kv_len
+
+
+@pytest.mark.usefixtures("tall_pieces")
+@given(problem=surveyed())
+@settings(max_examples=8)
+def test_survey(problem: tuple[Mask, int, int]) -> None:
+    """Tiles counted by a kernel are those counted strip by strip."""
+    mask, q_len, kv_len = problem
+    sizes = ((16, 16, None), (16, 64, 1), (64, 256, None), (64, 128, 16), (192, 64, 8))
+    wanted = [LayoutConfig(*size) for size in sizes]
+    with mock.patch("stof.layout.survey.device_counts", return_value=None):
+        expected = survey(mask, q_len, kv_len, wanted, batch=2, heads=mask.heads, device=DEVICE)
+    shape = (expected.mask_batch, expected.mask_heads)
+    entries = list(range(shape[0] * shape[1]))
+    counted = device_counts(mask, q_len, kv_len, [16, 64, 192], shape[1], entries, DEVICE)
+    assert counted is not None
+    assert torch.equal(counted.kept.long(), expected.kept)
+    for geometry in wanted:
+        partial, full = tiles_of_slabs(counted, geometry)
+        assert torch.equal(full, expected.counts[geometry].full), geometry
+        assert torch.equal(partial, expected.counts[geometry].partial), geometry
+
+
+SEVERAL = {
+    "some alike": masks.padding([50, 20, 50]) & masks.causal(),
+    "all alike": masks.padding([50, 50, 50]) & masks.causal(),
+    # Told apart by their key, but the sinks end before either length.
+    "alike in what they keep": masks.padding([50, 30, 40]) & masks.sink_tokens(4),
+    "heads": masks.per_head([masks.causal(), masks.strided(5, 8), masks.causal(), masks.prefix_lm(0)]),
+    "both": masks.per_head([masks.random_blocks(2, block_size=9), masks.padding([60, 64, 20])]),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_patterns(name: str) -> None:
+    mask = SEVERAL[name]
+    assert_same(mask, 40, 64, LayoutConfig(16, 16), batch=3, heads=mask.heads)
+
+
+def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch() -> None:
+    keep = torch.zeros(32, 32, dtype=torch.bool)
+    keep[0, 0] = keep[17, 20] = True
+    mask = masks.from_dense(keep.to(DEVICE))
+    assert on_device(mask, 32, 32, LayoutConfig(16, 16)) is not None
+    launch = "stof.layout.device.launch.launch"
+
+    def clashing(
+        kernel: object, grid: int, tensors: tuple[torch.Tensor, ...], *rest: object, **options: object
+    ) -> None:
+        if len(tensors) == 3:
+            tensors[2].copy_(torch.tensor([2, 1, 1, 0, 0]))
+
+    with mock.patch(launch, clashing):
+        assert on_device(mask, 32, 32, LayoutConfig(16, 16)) is None
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.from_function(lambda b, h, q, k: q >= k),
+        masks.causal() & masks.from_function(lambda b, h, q, k: q >= k),
+        masks.sliding_window(5).with_query_offset(2**31 - 20),
+        masks.dilated_window(5, dilation=2**31 - 5),
+    ],
+    ids=["function", "composed", "far positions", "far lift"],
+)
+def test_masks_without_a_program(mask: Mask) -> None:
+    assert programs_of(mask, 64, 64, [(0, 0)]) is None
+    assert on_device(mask, 64, 64, LayoutConfig(16, 16)) is None
+
+
+def test_programs_that_need_a_deep_stack() -> None:
+    mask: Mask = masks.causal()
+    for reach in range(40):
+        mask = masks.sliding_window(reach) & ~(masks.padding(30) & mask)
+    assert programs_of(mask, 64, 64, [(0, 0)]) is None
+
+
+def test_problems_left_to_torch() -> None:
+    mask, config = masks.causal(), LayoutConfig(16, 16)
+    assert on_device(mask, 64, 64, LayoutConfig(16, 16, 8)) is None
+    assert on_device(mask, 2**15, 2**15, config) is None
+    assert device_counts(mask, 2**20, 2**20, [16], 1, [0], DEVICE) is None
+    function = masks.from_function(lambda b, h, q, k: q >= k)
+    assert device_counts(function, 64, 64, [16], 1, [0], DEVICE) is None

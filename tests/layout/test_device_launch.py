@@ -1,0 +1,112 @@
+"""Kernels that build layouts are compiled once, then launched directly; where they cannot run, torch builds."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stof.errors import KernelError
+from stof.layout.device import source
+from stof.layout.device.source import on_device
+
+pytest.importorskip("triton")
+
+from triton.runtime.errors import PTXASError
+
+from stof.layout.device import launch
+
+CUDA = torch.device("cuda", 0)
+STREAM = 77
+
+
+class Kernel:
+    """Stands in for a `triton.jit` function and for what it compiles to."""
+
+    __name__ = "some_kernel"
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.through_jit: list[tuple[Any, ...]] = []
+        self.direct: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if self.error is not None:
+                raise self.error
+            self.through_jit.append((grid, args, options))
+            return SimpleNamespace(run=lambda *a: self.direct.append(a), function="function", packed_metadata="meta")
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(source, "_without", set())
+
+
+def run(kernel: Kernel, tensor: torch.Tensor, numbers: tuple[int, ...] = (1, 16), constant: int = 3) -> None:
+    launch.launch(kernel, 5, (tensor,), numbers, (constant,), num_warps=4, device=CUDA)
+
+
+def test_compiled_once_for_all_numbers() -> None:
+    kernel, first, second = Kernel(), torch.zeros(8), torch.zeros(8)
+    run(kernel, first)
+    run(kernel, second, (7, 9))
+    assert kernel.through_jit == [((5,), (first, 1, 16, 3), {"num_warps": 4})]
+    assert kernel.direct == [
+        (5, 1, 1, STREAM, "function", "meta", None, None, None, second.data_ptr(), 7, 9, 3),
+    ]
+
+
+def test_other_constants_are_compiled() -> None:
+    kernel, tensor = Kernel(), torch.zeros(8)
+    for constant in (3, 4, 4):
+        run(kernel, tensor, constant=constant)
+    assert [args[-1] for _, args, _ in kernel.through_jit] == [3, 4]
+    assert len(kernel.direct) == 1
+
+
+def test_unaligned_tensors_take_tritons_path() -> None:
+    kernel, tensor = Kernel(), torch.zeros(8)
+    run(kernel, tensor[1:])
+    run(kernel, tensor)  # what was compiled for it says nothing about alignment
+    run(kernel, tensor[1:])
+    assert (len(kernel.through_jit), len(kernel.direct)) == (3, 0)
+    run(kernel, tensor)
+    assert len(kernel.direct) == 1
+
+
+def test_profilers_see_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, tensor = Kernel(), torch.zeros(8)
+    run(kernel, tensor)
+    monkeypatch.setattr(launch.knobs.runtime.launch_enter_hook, "calls", [print])
+    run(kernel, tensor)
+    assert (len(kernel.through_jit), len(kernel.direct)) == (2, 0)
+
+
+def test_devices_without_triton_are_left_to_torch() -> None:
+    broken = Kernel(PTXASError("no such target"))
+    calls = []
+
+    def make(device: torch.device) -> None:
+        calls.append(device)
+        run(broken, torch.zeros(8))
+
+    with pytest.raises(KernelError, match="some_kernel does not run on this device: PTXASError"):
+        run(broken, torch.zeros(8))
+    with pytest.warns(RuntimeWarning, match="built by torch from now on"):
+        assert on_device(torch.device("cuda"), make) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert on_device(CUDA, make) is None
+    assert calls == [CUDA]
+    assert on_device(torch.device("cpu"), lambda device: device) == torch.device("cpu")
