@@ -24,9 +24,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from stof.fusion.templates import GemmConfig, configs, hopper_pingpong, hopper_together, run, triton_gemm, triton_norm
-from stof.fusion.templates.config import GemmShape
+from stof.fusion.templates.config import ROW_SCALED, GemmShape
 from stof.fusion.templates.norms import Norm
-from stof.fusion.templates.run import Product
+from stof.fusion.templates.run import Product, Rotary
 from tests.kernels.compile_kernels import ARCHS, _resources, _warnings
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
@@ -101,6 +101,8 @@ def cases(every: bool) -> Iterator[Case]:
     turned = GemmShape("linear", 4096, 3072, 768, activation="gelu_tanh", bias=True, transposed=True)
     after = GemmShape("linear_norm", 128, 768, 3072, norm="layer", scaled=True, bias=True, residual=True)
     normed = GemmShape("norm_linear", 4096, 3072, 2048, norm="rms")
+    folded = GemmShape("rms_gated_linear", 4096, 8192, 2048, activation="silu", norm="rms")
+    turning = GemmShape("rotary_linear", 4096, 3072, 2048, norm="rms", head_dim=64, turned=2560)
     layer = GemmShape("norm_linear", 100, 768, 768, norm="layer", scaled=True, bias=True)
 
     def case(name: str, shape: GemmShape, text: str, archs: tuple[int, ...] = (90,), dtype: torch.dtype = half) -> Case:
@@ -116,6 +118,14 @@ def cases(every: bool) -> Iterator[Case]:
     for shape, name in ((plain, "gelu"), (added, "residual"), (turned, "transposed")):
         yield case(name, shape, "128x192x64,5s,together")
     yield case("row scale", normed, _SOME[0])
+    for text in (_SOME[0], _SOME[1]):
+        yield case("rotary", turning, text)
+        yield case("rotary plain", replace(turning, norm="", head_dim=128), text, dtype=bfloat)
+    yield case("rotary", turning, "64x64x64,4w,4s,tile,split4", ARCHS)
+    yield case("rotary", replace(turning, head_dim=128), "128x128x64,8w,3s,tile", (80, 90))
+    for text in (_SOME[0], _SOME[3]):
+        yield case("row scale swiglu", folded, text)
+    yield case("row scale swiglu", folded, "64x64x64,4w,4s,tile", ARCHS)
     yield case("residual", added, "128x128x64,8w,4s,persistent", (90, 120), bfloat)
     yield case("transposed", turned, "128x256x64,8w,3s,persistent")
     yield case("residual", added, "64x64x64,4w,4s,tile,split4", ARCHS, bfloat)
@@ -137,6 +147,7 @@ def product_of(case: Case) -> Product:
         torch.empty(shape.k, rows, dtype=dtype).t() if shape.transposed else torch.empty(rows, shape.k, dtype=dtype)
     )
     norm = norm_of(case, shape.k) if shape.template == "norm_linear" else None
+    angles = torch.empty(shape.m, shape.head_dim, dtype=dtype)
     return run.product(
         shape.template,
         torch.empty(shape.m, shape.k, dtype=dtype),
@@ -145,6 +156,8 @@ def product_of(case: Case) -> Product:
         torch.empty(shape.m, shape.n, dtype=dtype) if shape.residual else None,
         shape.activation,
         norm,
+        torch.empty(shape.m) if shape.template in ROW_SCALED and shape.norm else None,
+        Rotary(angles, angles, shape.turned, shape.head_dim) if shape.head_dim else None,
     )
 
 
@@ -176,7 +189,10 @@ def recorded(case: Case) -> list[Recorder]:
 
 
 def source(record: Recorder, arch: int) -> tuple[ASTSource, dict[str, int]]:
-    """Specialised as Triton does: 1 is a constant, multiples of 16 are known to be, pointers are aligned."""
+    """Specialised as Triton does: 1 is a constant, multiples of 16 are known to be, pointers are aligned.
+
+    But for what the kernel wants no specialisation on.
+    """
     assert record.given is not None
     kernel = record.kernel
     values, named = record.given
@@ -205,7 +221,8 @@ def source(record: Recorder, arch: int) -> tuple[ASTSource, dict[str, int]]:
             layout = f",{value.layout!r}" if kernel.is_gluon() else ""
             signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
             continue
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+        plain = kernel.params[place].do_not_specialize
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0 and not plain):
             attributes[place,] = [["tt.divisibility", 16]]
     make = GluonASTSource if kernel.is_gluon() else ASTSource
     return make(kernel, signature, fixed, attributes), options

@@ -30,9 +30,9 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = False, **k
     return graph
 
 
-def fuse(gm: fx.GraphModule, search: Search | None = None) -> FusionReport:
+def fuse(gm: fx.GraphModule, search: Search | None = None, *, fold: bool = False) -> FusionReport:
     """As on a device that has a kernel for everything: twins stand for them."""
-    return pipeline.fuse(gm, search, twins=True)
+    return pipeline.fuse(gm, search, twins=True, fold=fold)
 
 
 def operators(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Operator]:

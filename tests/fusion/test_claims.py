@@ -312,7 +312,7 @@ NAMED: dict[str, tuple[Callable[[Block, Tensor], Tensor], list[str]]] = {
     "split": (lambda m, x: _gated(torch.split(tensor=m.pair(x), split_size_or_sections=N, dim=-1)), ["gated_linear"]),
     "dropout": (lambda m, x: m.layer(F.dropout(input=m.square(x), p=0.1, training=False)), ["linear_norm"]),
     "reshape": (lambda m, x: F.gelu(torch.reshape(input=m.up(x), shape=(-1, N))), ["linear"]),
-    "mean": (lambda m, x: m.up(x * torch.rsqrt(torch.mean(input=x * x, dim=-1, keepdim=True) + 1e-6)), ["norm_linear"]),
+    "mean": (lambda m, x: m.up(x * torch.rsqrt(torch.mean(input=x * x, dim=-1, keepdim=True) + 1e-6)), ["rms_linear"]),
     "linear": (lambda m, x: _gated([F.linear(x, weight=half) for half in m.pair.weight.chunk(2)]), []),
     "rows": (
         lambda m, x: _gated([F.linear(x, weight=m.pair.weight[i : i + N]) for i in (0, N)]),

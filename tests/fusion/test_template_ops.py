@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof.errors import ArgumentError
-from stof.fusion.templates import GemmConfig, GemmShape, configs, gated_linear, linear, linear_norm, norm_linear, unfit
+from stof.fusion.rotation import COLUMNS, HEAD_DIMS
+from stof.fusion.templates import (
+    GemmConfig,
+    GemmShape,
+    configs,
+    gated_linear,
+    linear,
+    linear_norm,
+    norm_linear,
+    rms_gated_linear,
+    rms_linear,
+    unfit,
+)
 from stof.fusion.templates.config import KINDS, TEMPLATES, default
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -29,10 +41,12 @@ def arguments(op: Any) -> tuple[Any, ...]:
         norm_linear: (x, drawn(12), drawn(12), weight, bias, "layer", 1e-5, "relu", ""),
         gated_linear: (x, drawn(16, 12), drawn(16), "silu", ""),
         linear_norm: (x, weight, bias, residual, drawn(8), None, "rms", 1e-6, ""),
+        rms_linear: (x, drawn(2, 5).square(), drawn(12), weight, bias, "gelu", ""),
+        rms_gated_linear: (x, drawn(2, 5).square(), None, drawn(16, 12), drawn(16), "silu", ""),
     }[op]
 
 
-OPS = (linear, norm_linear, gated_linear, linear_norm)
+OPS = (linear, norm_linear, gated_linear, linear_norm, rms_linear, rms_gated_linear)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -67,7 +81,14 @@ def test_meaning() -> None:
     out = norm_linear(x, scale, None, weight, None, "rms", 1e-5, "none", "")
     torch.testing.assert_close(out, (rms * scale) @ weight.T)
 
+    factors = rms[..., :1] / x[..., :1]
+    out = rms_linear(x, factors.squeeze(-1), scale, weight, bias, "relu", "")
+    torch.testing.assert_close(out, ((rms * scale) @ weight.T + bias).clamp_min(0))
+
     both = drawn(16, 12)
+    normed = rms * scale
+    out = rms_gated_linear(x, factors.squeeze(-1), scale, both, None, "silu", "")
+    torch.testing.assert_close(out, F.silu(normed @ both[:8].T) * (normed @ both[8:].T))
     gate, up = x @ both[:8].T, x @ both[8:].T
     torch.testing.assert_close(gated_linear(x, both, None, "silu", ""), F.silu(gate) * up)
 
@@ -92,6 +113,8 @@ def test_refusals() -> None:
         linear(x, weight, bias, residual, "none", "128x128,fast")
     with pytest.raises(ArgumentError, match="equally many rows"):
         gated_linear(x, drawn(7, 12), None, "silu", "")
+    with pytest.raises(ArgumentError, match="equally many rows"):
+        rms_gated_linear(x, drawn(2, 5), None, drawn(7, 12), None, "silu", "")
 
 
 powers = st.sampled_from([16, 32, 64, 128, 256])
@@ -147,6 +170,25 @@ def test_candidates_and_defaults_fit(shape: GemmShape, capability: tuple[int, in
         assert configs(shape, dtype, capability), "there is always something to measure"
 
 
+@given(
+    capability=st.sampled_from(CAPABILITIES),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    columns=st.tuples(st.integers(1, 40), st.integers(0, 300)),
+    m=st.integers(1, 20000),
+    k=st.integers(1, 9000),
+)
+def test_heads_that_are_claimed_have_a_kernel(
+    capability: tuple[int, int], head_dim: int, columns: tuple[int, int], m: int, k: int
+) -> None:
+    turned = columns[0] * COLUMNS
+    shape = GemmShape("rotary_linear", m, turned + columns[1], k, norm="rms", head_dim=head_dim, turned=turned)
+    chosen = default(shape, torch.bfloat16, capability, 132)
+    assert chosen is not None
+    assert unfit(chosen, shape, torch.bfloat16, capability) == []
+    assert turned % chosen.block_n == chosen.block_n % head_dim == 0
+    assert all(config.kind in ("tile", "pingpong") for config in configs(shape, torch.bfloat16, capability))
+
+
 def test_reasons() -> None:
     """Each rule refuses what it is about, and says so."""
     shape = GemmShape("linear", 4096, 3072, 768, activation="gelu", bias=True)
@@ -175,6 +217,10 @@ def test_reasons() -> None:
     assert "8.0 and up" in why("64x64x64,4w,3s,tile", (7, 5))
     assert "below each other" in why("128x128x64,4s,pingpong", template="gated_linear", transposed=True)
     assert "gated" in why("cublas", template="gated_linear", activation="none")
+    assert "does not rotate" in why("128x128x64,7s,together", head_dim=64, turned=128)
+    assert "whole heads" in why("128x64x64,5s,pingpong", head_dim=128, turned=128)
+    assert "whole heads" in why("128x128x64,5s,pingpong", head_dim=64, turned=192)
+    assert "does not scale rows" in why("cublas", template="rms_linear", norm="rms", activation="none")
     assert "TMA" in why("128x128x64,8w,3s,persistent", (8, 0))
     assert "powers of two" in why("96x128x64,8w,3s,tile")
     assert "more splits" in why("64x64x64,4w,3s,tile,split16")

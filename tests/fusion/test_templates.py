@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stof.fusion.templates import GemmConfig, run, twins
 from stof.fusion.templates.config import ACTIVATIONS, unfit
+from stof.fusion.templates.folding import folded
 from stof.fusion.templates.norms import Norm, normalise
 from stof.testing.oracle import error_budget
 
@@ -115,6 +116,25 @@ def check_normed(text: str, t: dict[str, Tensor], kind: str, scaled: bool, activ
     return check(product, text, twin)
 
 
+def check_folded(text: str, t: dict[str, Tensor], gated: bool, activation: str = "silu") -> Tensor:
+    """An RMSNorm and a product, folded, against both apart; bounded by the error of both apart."""
+    name, twin_of = ("rms_gated_linear", twins.gated_linear) if gated else ("rms_linear", _linear)
+    whole = folded(t["weight"], t["scale"])
+    assert whole is not None
+    rstd = run.row_factors(t["x"], 1e-5)
+    product = run.product(name, t["x"], whole, t["bias"], None, activation, Norm("rms", None, None, 0.0), rstd)
+
+    def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
+        normed = twins.normalised(f(t["x"]), f(t["scale"]), None, "rms", 1e-5)
+        return twin_of(normed, f(t["weight"]), f(t["bias"]), activation)
+
+    return check(product, text, twin)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor, activation: str) -> Tensor:
+    return twins.linear(x, weight, bias, None, activation)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str, dtype: torch.dtype) -> None:
@@ -177,6 +197,67 @@ def test_gated(text: str, transposed: bool) -> None:
 def test_norm_before(kind: str, scaled: bool, text: str) -> None:
     for dtype in DTYPES if text in (TILE, SPLIT) else HALVES:
         check_normed(text, tensors(33, 40, 72, dtype), kind, scaled, "none" if text == "cublas" else "relu")
+
+
+@settings(max_examples=12)
+@given(
+    m=st.integers(1, 50),
+    n=st.integers(1, 40),
+    k=st.integers(48, 90),
+    dtype=st.sampled_from(HALVES),
+    gated=st.booleans(),
+    transposed=st.booleans(),
+    text=st.sampled_from([TILE, SPLIT]),
+    size=st.sampled_from([1e-2, 1.0, 300.0]),
+)
+def test_folded_norms(
+    m: int, n: int, k: int, dtype: torch.dtype, gated: bool, transposed: bool, text: str, size: float
+) -> None:
+    """Rows of any size: products of rows that are not normalised yet go up to what float32 holds."""
+    t = tensors(m, n, k, dtype, gated=gated, transposed=transposed)
+    t["x"] *= size
+    check_folded(text, t, gated)
+
+
+def check_rotary(text: str, t: dict[str, Tensor], head_dim: int, turned: int, positions: int, normed: bool) -> Tensor:
+    """A product and the rotation of its heads, with a folded norm before it or not, against all of them apart."""
+    generator = torch.Generator().manual_seed(1)
+    angles = torch.randn(positions, head_dim, generator=generator, dtype=torch.float64)
+    cos, sin = (table.to(DEVICE, t["x"].dtype) for table in (angles.cos(), angles.sin()))
+    whole = folded(t["weight"], t["scale"]) if normed else t["weight"]
+    assert whole is not None
+    rstd = run.row_factors(t["x"], 1e-5) if normed else None
+    norm = Norm("rms", None, None, 0.0) if normed else None
+    product = run.product(
+        "rotary_linear", t["x"], whole, t["bias"], None, "none", norm, rstd, run.Rotary(cos, sin, turned, head_dim)
+    )
+
+    def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
+        x = f(t["x"])
+        return twins.rotary_linear(
+            x, twins.row_factors(x, 1e-5) if normed else None, f(t["scale"]) if normed else None, f(t["weight"]),
+            f(t["bias"]), f(cos), f(sin), turned, head_dim,
+        )  # fmt: skip
+
+    return check(product, text, twin)
+
+
+@settings(max_examples=12)
+@given(
+    m=st.integers(1, 50),
+    heads=st.integers(1, 4),
+    rest=st.integers(0, 3),
+    positions=st.integers(1, 60),
+    dtype=st.sampled_from(HALVES),
+    head_dim=st.sampled_from([16, 32]),
+    text=st.sampled_from([TILE, "16x32x16,4w,2s,tile,split3"]),
+    normed=st.booleans(),
+)
+def test_rotated_heads(
+    m: int, heads: int, rest: int, positions: int, dtype: torch.dtype, head_dim: int, text: str, normed: bool
+) -> None:
+    t = tensors(m, 32 * heads + 8 * rest, 72, dtype)
+    check_rotary(text, t, head_dim, 32 * heads, positions, normed)
 
 
 def test_norm_of_rows_far_from_zero() -> None:
@@ -279,8 +360,13 @@ def test_hopper(text: str, dtype: torch.dtype) -> None:
             check_linear(text, t, "gelu_tanh", bias=False)
             check_normed(text, t, "rms", False, "silu")
             check_normed(text, t, "layer", True)
+            check_folded(text, t, False, "none")
+            if text.endswith("pingpong") and n > 256:
+                for head_dim in (32, 64, 128)[: GemmConfig.parse(text).block_n // 64 + 1]:
+                    check_rotary(text, t, head_dim, 256, 512, normed=head_dim == 64)
         if GemmConfig.parse(text).block_n in (128, 256):
             check_gated(text, tensors(m, n, k, dtype, gated=True), bias=True)
+            check_folded(text, tensors(m, n, k, dtype, gated=True), True)
 
 
 @pytest.mark.gpu

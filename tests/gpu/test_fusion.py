@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,47 @@ def test_models_by_rule(family: str, dtype: torch.dtype, cuda_graphs: bool) -> N
     assert reports[-1].fused > 0
     assert reports[-1].notes == []
     assert (out - expected).norm() <= 1.5 * (plain - expected).norm()
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_folded_model(dtype: torch.dtype, cuda_graphs: bool) -> None:
+    torch.compiler.reset()
+    module, ids = model("llama"), torch.randint(1, 30000, (2, 200), device="cuda")
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.3)
+    expected = exact(module, ids)
+    reports: list[FusionReport] = []
+    module.to(dtype)
+    with torch.no_grad():
+        plain = module(ids)[0].double()
+        optimised = stof.optimize(module, dynamic=False, cuda_graphs=cuda_graphs, fold=True, report=reports.append)
+        for _ in range(3):
+            out = optimised(ids)[0].double()
+    assert "rms_gated_linear" in {row.template for row in reports[-1].segments}
+    assert (out - expected).norm() <= 1.5 * (plain - expected).norm()
+    if not cuda_graphs:  # which would go on with what they recorded
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if "norm" in name:
+                    parameter.mul_(0.5)
+            plain, out = module(ids)[0].double(), optimised(ids)[0].double()
+        assert torch.nn.functional.cosine_similarity(out.flatten(), plain.flatten(), 0) > 0.9999
+
+
+def test_any_length_runs_the_graph_of_the_first() -> None:
+    torch.compiler.reset()
+    module = model("llama").half()
+    with torch.no_grad():
+        optimised = stof.optimize(copy.deepcopy(module), dynamic=True)
+        for place, length in enumerate((100, 57, 128, 300, 1000, 57)):
+            ids = torch.randint(1, 30000, (2, length), device="cuda")
+            with torch._dynamo.config.patch(error_on_recompile=place > 0):
+                out = optimised(ids)[0].double()
+            expected = module(ids)[0].double()
+            assert torch.nn.functional.cosine_similarity(out.flatten(), expected.flatten(), 0) > 0.9999
 
 
 def test_a_searched_model_is_right_and_its_search_is_kept(tmp_path: Path) -> None:

@@ -237,6 +237,7 @@ def test_a_whole_model_that_is_slower_loses_its_templates(tmp_path: Path, monkey
         ({"effort": "full", "deterministic": True}, "deterministic=True measures nothing"),
         ({"twins": "always"}, "twins is True or False, got 'always'"),
         ({"cuda_graphs": 1}, "cuda_graphs is True or False, got 1"),
+        ({"fold": "norms"}, "fold is True or False, got 'norms'"),
     ],
 )
 def test_options_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:

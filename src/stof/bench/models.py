@@ -49,8 +49,8 @@ CAUSAL = ("gpt2", "llama")
 MASKS = ("full", "window+sinks", "longformer", "bigbird")
 _MODES = {"default": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 PEERS = tuple(f"{mode}-{kind}" for mode in ("eager", *_MODES) for kind in ("sdpa", "flex"))
-# With our attention and no templates, with templates by rule, and with the scheme searched for.
-OURS = ("stof-attention", "stof", "stof-quick", "stof-full")
+# With our attention and no templates, with templates by rule, with norms folded, and with the scheme searched for.
+OURS = ("stof-attention", "stof", "stof-folded", "stof-quick", "stof-full")
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,9 @@ def _ours(model: nn.Module, case: Case, impl: str, budget_s: float | None) -> nn
         stof.optimize(changed, mask=mask_of(case), pack=False)
         compiled: Any = torch.compile(changed, mode="reduce-overhead", dynamic=False)
         return compiled
-    options: dict[str, Any] = {} if impl == "stof" else {"effort": impl.removeprefix("stof-"), "budget_s": budget_s}
+    options: dict[str, Any] = {"fold": impl == "stof-folded"}
+    if impl not in ("stof", "stof-folded"):
+        options |= {"effort": impl.removeprefix("stof-"), "budget_s": budget_s}
     return stof.optimize(changed, mask=mask_of(case), dynamic=False, cuda_graphs=True, report=True, **options)
 
 

@@ -7,7 +7,7 @@ nothing outside needs what lies in between. Every other case has a reason, in wo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -18,8 +18,12 @@ from torch._subclasses import FakeTensor
 
 from stof.fusion.nodes import column_slice, same_size, through_identities, value_of
 from stof.fusion.operators import NORMS, Kind, Operator
-from stof.fusion.templates.config import GemmShape
+from stof.fusion.rotation import cuts, rotations
+from stof.fusion.sizes import Values, is_symbolic, size_hint, values_for
+from stof.fusion.templates.buckets import SMALLEST
+from stof.fusion.templates.config import GATED, ROW_SCALED, GemmShape
 from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template, no_kernel
+from stof.fusion.templates.run import row_factors
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -32,10 +36,13 @@ class Claim:
         template: whose operator is called.
         operators: the segment.
         inside: all nodes that the call makes unnecessary.
-        arguments: of the operator without the configuration, in its order. Tensors are nodes.
+        arguments: of the operator without the configuration, in its order. Tensors are nodes, or `RowFactors`.
         transposed: the argument "weight" is to be transposed first.
         results: the nodes whose values the call computes; with two, the first and the second of its outputs.
-        problem: shapes and options, for configurations and rules. Symbolic sizes appear as their hints.
+        problem: shapes and options, for configurations and rules. Symbolic sizes appear as their values in the call
+            that is being compiled, or `at` others.
+        passed: nodes that the call makes unnecessary, and views of its results that then have their values.
+        at: values of the symbols, for a claim that stands for calls of another size.
     """
 
     template: Template
@@ -45,6 +52,48 @@ class Claim:
     transposed: bool
     results: tuple[fx.Node, ...]
     problem: Problem
+    at: Values | None = None
+    passed: tuple[tuple[fx.Node, fx.Node], ...] = ()
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values others read from the segment."""
+        if not self.passed:
+            return self.results
+        own = {view for _, view in self.passed}
+        read = [user for node in self.results for user in cuts(node) if user not in self.inside]
+        rest = [user for user in read if not any(_leads_to(user, view) for view in own)]
+        return (*(root for root, _ in self.passed), *rest)
+
+    @property
+    def any_rows(self) -> bool:
+        """Whether the graph leaves the number of rows open."""
+        return is_symbolic(self._lead)
+
+    def in_bucket(self, bucket: int) -> Claim | None:
+        """The same claim in calls with as many rows as the bucket takes; None where the graph has no such calls."""
+        values = values_for(self._lead, bucket // 2 if bucket > SMALLEST else 0, bucket)
+        if values is None:
+            return None
+        rows = prod(size_hint(size, values) for size in self._lead)
+        return replace(self, at=values, problem=replace(self.problem, shape=replace(self.problem.shape, m=rows)))
+
+    @property
+    def _lead(self) -> torch.Size:
+        x = value_of(self.arguments["x"])
+        assert x is not None
+        return x.shape[:-1]
+
+
+@dataclass(frozen=True)
+class RowFactors:
+    """An argument that lowering computes: what an RMSNorm multiplies the rows of the claim's x by."""
+
+    eps: float
+
+    def of(self, x: Tensor) -> Tensor:
+        """`[...]` for x `[..., K]`."""
+        return row_factors(x, self.eps)
 
 
 class Refusal(str):
@@ -86,8 +135,9 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     add = next((operator for operator in operators if operator.kind is Kind.RESIDUAL), None)
     inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
     residual: fx.Node | None = None
+    rotaries = [operator for operator in operators if operator.kind is Kind.ROTARY]
     for before, after in pairwise(operators):
-        problem = _connected(before, after, inside, linear)
+        problem = "" if after in rotaries else _connected(before, after, inside, linear)
         if problem:
             return problem
         if after is add:
@@ -95,13 +145,17 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
             if len(others) != 1:
                 return "adds a value to itself"
             residual = others[0]
-    results = _results(template, operators)
-    for node in inside.difference(results):
+    turned = rotations(linear, rotaries) if rotaries else None
+    if isinstance(turned, str):
+        return turned
+    passed = turned.passed if turned is not None else ()
+    results = (linear.root,) if passed else _results(template, operators)
+    for node in inside.difference(results, (root for root, _ in passed)):
         if any(user not in inside for user in node.users):
             owner = next((operator for operator in operators if node in operator.nodes), operators[0])
             return f"the value of {owner.label} is used elsewhere as well"
     x = operators[0].inputs[0]
-    problem = _unfit(x, linear, norm, residual, results)
+    problem = _unfit(x, linear, norm, residual, results) or _unfolded(template, norm, linear)
     if problem:
         return problem
     arguments: dict[str, Any] = {
@@ -113,6 +167,11 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     }
     if norm is not None:
         arguments |= {"norm_weight": norm.weight, "norm_bias": norm.bias, "norm": NORMS[norm.kind], "eps": norm.eps}
+        arguments["rstd"] = RowFactors(norm.eps)
+    else:
+        arguments |= {"norm_weight": None, "rstd": None}
+    if turned is not None:
+        arguments |= {"cos": turned.cos, "sin": turned.sin, "turned": turned.turned, "head_dim": turned.head_dim}
     names = [argument.name for argument in template.operator._schema.arguments if argument.name != "config"]
     return Claim(
         template,
@@ -122,6 +181,7 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
         linear.transposed,
         results,
         _problem(template, linear, arguments),
+        passed=passed,
     )
 
 
@@ -133,17 +193,37 @@ def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) ->
     shape = GemmShape(
         template.name,
         prod(size_hint(size) for size in x.shape[:-1]),
-        n // 2 if template.name == "gated_linear" else n,
+        n // 2 if template.name in GATED else n,
         k,
         arguments["activation"],
         arguments.get("norm", ""),
-        scaled=any(arguments.get(name) is not None for name in ("norm_weight", "norm_bias")),
+        scaled=template.name not in ROW_SCALED
+        and any(arguments.get(name) is not None for name in ("norm_weight", "norm_bias")),
         bias=linear.bias is not None,
         residual=arguments["residual"] is not None,
         transposed=linear.transposed,
+        head_dim=arguments.get("head_dim", 0),
+        turned=arguments.get("turned", 0),
         aligned=all(size * x.element_size() % 16 == 0 for size in (n, k)),
     )
     return Problem(shape, x.dtype, x.device)
+
+
+def _leads_to(node: fx.Node, view: fx.Node) -> bool:
+    """Whether a view is made of a node by views of one reader each."""
+    while node is not view and len(node.users) == 1:
+        node = next(iter(node.users))
+    return node is view
+
+
+def _unfolded(template: Template, norm: Operator | None, linear: Operator) -> str:
+    if template.name not in ROW_SCALED or norm is None or norm.weight is None:
+        return ""
+    if not norm.foldable:
+        return "the norm's weight is not folded into the product's (option fold)"
+    # Compiled code makes views without the version that tells of writes to a tensor.
+    given = all(node is not None and node.op in ("placeholder", "get_attr") for node in (linear.weight, norm.weight))
+    return "" if given and not linear.transposed else "the norm's weight is not folded into a view of a weight"
 
 
 def _connected(before: Operator, after: Operator, inside: set[fx.Node], linear: Operator) -> str:
@@ -198,10 +278,3 @@ def _unfit(
             if vector is not None and not same_size(vector.shape, width.shape[-1:]):
                 return "the norm's weight is not one vector"
     return ""
-
-
-def size_hint(size: int | torch.SymInt) -> int:
-    """A size, or for a symbolic one its value in the call that is being compiled."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 1

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from stof.fusion.claims import Claim, Refusal
+from stof.fusion.claims import Claim, Refusal, RowFactors
 from stof.fusion.nodes import written_floats
 
 
@@ -71,6 +71,9 @@ def lower(graph: fx.Graph, choices: Iterable[Choice]) -> None:
     for (_, choice), results in zip(placed, calls, strict=True):
         for before, after in zip(choice.claim.results, results, strict=True):
             before.replace_all_uses_with(after)
+    for _, choice in placed:
+        for root, view in choice.claim.passed:
+            root.replace_all_uses_with(view)
     inside = {node for _, choice in placed for node in choice.claim.inside}
     for node in sorted(inside, key=order.place.__getitem__, reverse=True):
         if not node.users:
@@ -84,10 +87,21 @@ def _insert(graph: fx.Graph, choice: Choice, spot: fx.Node) -> list[fx.Node]:
     with graph.inserting_before(spot):
         if claim.transposed:
             arguments["weight"] = call(graph, like, "call_method", "t", (arguments["weight"],))
+        for name, value in arguments.items():
+            if isinstance(value, RowFactors):
+                arguments[name] = _row_factors(graph, like, arguments["x"], value.eps)
         out = call(graph, like, "call_function", claim.template.operator, (*arguments.values(), choice.config))
         if len(claim.results) == 1:
             return [out]
         return [call(graph, like, "call_function", getitem, (out, i)) for i in range(len(claim.results))]
+
+
+def _row_factors(graph: fx.Graph, like: fx.Node, x: fx.Node, eps: float) -> fx.Node:
+    """As operators of the graph: Inductor computes them while it computes x, where that is its to compute."""
+    value = x.meta["example_value"]
+    wide = call(graph, like, "call_method", "to", (x, torch.promote_types(value.dtype, torch.float32)))
+    mean = call(graph, like, "call_method", "mean", (call(graph, like, "call_method", "square", (wide,)), -1))
+    return call(graph, like, "call_method", "rsqrt", (call(graph, like, "call_method", "add", (mean, eps)),))
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from stof.fusion.claims import Claim, size_hint
+from stof.fusion.claims import Claim, RowFactors
 from stof.fusion.nodes import value_of
+from stof.fusion.sizes import size_hint
 from stof.tuning.timing import time_calls
 
 # A template's error may be this many times the error of PyTorch's own operators in the same dtype ...
@@ -73,8 +74,8 @@ def random_inputs(claim: Claim) -> dict[fx.Node, Tensor]:
     for node in claim.arguments.values():
         value = value_of(node)
         if isinstance(node, fx.Node) and value is not None and node not in inputs:
-            sizes = [size_hint(size) for size in value.shape]
-            strides = [size_hint(stride) for stride in value.stride()]
+            sizes = [size_hint(size, claim.at) for size in value.shape]
+            strides = [size_hint(stride, claim.at) for stride in value.stride()]
             tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
             if any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True)):
                 tensor = tensor.contiguous()  # an expanded tensor cannot be filled element by element
@@ -96,7 +97,7 @@ def segment_graph(claim: Claim, inputs: dict[fx.Node, Tensor]) -> fx.GraphModule
         if node not in copied:
             value = node.meta.get("example_value")
             if isinstance(value, torch.SymInt):
-                copied[node] = size_hint(value)
+                copied[node] = size_hint(value, claim.at)
             elif isinstance(value, torch.SymFloat):
                 copied[node] = float(value)
             else:
@@ -104,7 +105,7 @@ def segment_graph(claim: Claim, inputs: dict[fx.Node, Tensor]) -> fx.GraphModule
                 copied[node].meta = {}
         return copied[node]
 
-    graph.output(tuple(take(node) for node in claim.results))
+    graph.output(tuple(take(node) for node in claim.outputs))
     return fx.GraphModule({}, graph)
 
 
@@ -119,7 +120,7 @@ def compiled_segment(claim: Claim, inputs: dict[fx.Node, Tensor]) -> Callable[[]
 
 def exact(claim: Claim, inputs: dict[fx.Node, Tensor]) -> tuple[Tensor, ...]:
     """The segment's results by the template's twin in float64."""
-    return _results(claim.template.twin(**_arguments(claim, inputs, torch.float64)))
+    return _results(claim.template.twin(**_computed(_arguments(claim, inputs, torch.float64))))
 
 
 def _arguments(claim: Claim, inputs: dict[fx.Node, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -135,7 +136,14 @@ def _arguments(claim: Claim, inputs: dict[fx.Node, Tensor], dtype: torch.dtype |
 def bound_call(claim: Claim, inputs: dict[fx.Node, Tensor], config: str) -> Callable[[], Any]:
     """A call of the template's operator on these tensors."""
     arguments = _arguments(claim, inputs)
-    return lambda: claim.template.operator(**arguments, config=config)
+    return lambda: claim.template.operator(**_computed(arguments), config=config)
+
+
+def _computed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with what lowering adds to a graph: part of what a template takes."""
+    return {
+        name: value.of(arguments["x"]) if isinstance(value, RowFactors) else value for name, value in arguments.items()
+    }
 
 
 def _results(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -151,7 +159,7 @@ def _checked(
         got = _results(call())
     except Exception as error:  # whatever a compiler or a launch raises for a configuration that does not fit
         return f"does not run: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}", call
-    plain = _results(claim.template.twin(**_arguments(claim, inputs)))
+    plain = _results(claim.template.twin(**_computed(_arguments(claim, inputs))))
     for one, reference, value in zip(got, plain, expected, strict=True):
         off, usual = _distance(one, value), _distance(reference, value)
         ulp = torch.finfo(one.dtype).eps * value.abs().max().item()

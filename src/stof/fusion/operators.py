@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from stof.fusion.nodes import name_of, value_of
+from stof.fusion.sizes import Values, size_hint
 
 
 class Kind(StrEnum):
@@ -49,6 +50,7 @@ class Operator:
         transposed: the weight is stored as `[K, N]`.
         activation: of ACTIVATION and GATE: "gelu", "gelu_tanh", "relu" or "silu".
         eps: of norms.
+        foldable: of norms: whether the weight may be folded into the product that follows.
     """
 
     kind: Kind
@@ -60,6 +62,7 @@ class Operator:
     transposed: bool = False
     activation: str = "none"
     eps: float = 0.0
+    foldable: bool = False
 
     @property
     def value(self) -> Tensor:
@@ -87,13 +90,16 @@ class Operator:
         rows, columns = weight.shape
         return (columns, rows) if self.transposed else (rows, columns)
 
-    def signature(self) -> tuple[Any, ...]:
-        """Equal, in any process, for operators that compute the same function on tensors of equal shapes and dtypes."""
-        shapes = tuple(_form(node) for node in (*self.inputs, self.weight, self.bias))
+    def signature(self, at: Values | None = None) -> tuple[Any, ...]:
+        """Equal, in any process, for operators that compute the same function on tensors of equal shapes and dtypes.
+
+        Symbolic sizes count at the values of `at`, else at those of the call that is being compiled.
+        """
+        shapes = tuple(_form(node, at) for node in (*self.inputs, self.weight, self.bias))
         own: tuple[Any, ...] = (str(self.kind), self.activation, self.eps, self.transposed)
         if self.kind is Kind.OTHER:
             own += (name_of(self.root) or _full_name(self.root.target),)
-        return (*own, shapes, _form(self.root))
+        return (*own, shapes, _form(self.root, at))
 
 
 def _full_name(target: Any) -> str:
@@ -102,8 +108,11 @@ def _full_name(target: Any) -> str:
     return f"{target.__module__}.{target.__qualname__}" if named else str(target)
 
 
-def _form(node: fx.Node | None) -> str:
+def _form(node: fx.Node | None, at: Values | None) -> str:
     if node is None:
         return "-"
     value = value_of(node)
-    return "?" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}@{value.device.type}"
+    if value is None:
+        return "?"
+    sizes = [size_hint(size, at) for size in value.shape]
+    return f"{str(value.dtype).removeprefix('torch.')}{sizes}@{value.device.type}"

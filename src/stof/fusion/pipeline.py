@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from stof.fusion.bucket_search import by_buckets
 from stof.fusion.choices import Choices, Known, choices_path, update_choices
 from stof.fusion.claims import claims, without_kernel
 from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
+from stof.fusion.operators import NORMS
 from stof.fusion.propagate import propagate
 from stof.fusion.replay import Replay, lock_known, replayed
 from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, suggested
 from stof.fusion.scheme import Scheme
 from stof.fusion.search import Budget, Meter, Progress, two_stage
+from stof.fusion.sizes import is_symbolic
 from stof.fusion.store import Contents, Entry, Result, Store, segment_key
+from stof.fusion.templates.buckets import in_bucket
 from stof.fusion.templates.registry import Serving
 from stof.fusion.tune import Ahead, GraphSpace, TimeClaim
 
@@ -56,6 +60,7 @@ def fuse(
     search: Search | None = None,
     *,
     twins: bool = False,
+    fold: bool = False,
     known: Known = lambda text: None,
     replay: Replay | None = None,
 ) -> FusionReport:
@@ -66,6 +71,7 @@ def fuse(
     Args:
         search: measures; without one, or a lock to replay, the rules decide.
         twins: claim templates where they have no kernel as well, and run them as plain PyTorch.
+        fold: RMSNorms' weights may be folded into the products after them.
         known: what was measured before, for the rules.
         replay: a lock that says it all.
     """
@@ -77,7 +83,10 @@ def fuse(
         return report
     _merge(gm, report)
     operators, order = normalise(gm.graph), GraphOrder(gm.graph)
-    report.graph = Scheme(len(operators)).digest(operators)
+    operators = [replace(o, foldable=fold) if o.kind in NORMS else o for o in operators]
+    # Graphs that leave sizes open are others, even where their first call is alike.
+    left_open = any(is_symbolic(operator.value.shape) for operator in operators)
+    report.graph = Scheme(len(operators)).digest(operators) + "-open" * left_open
     report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, serving)]
     timer, ahead = (search.time_claim, search.ahead) if search is not None else (None, None)
     graph = GraphSpace(operators, order, timer, serving, ahead, known)
@@ -127,8 +136,9 @@ def _meter(graph: GraphSpace, search: Search) -> Meter:
     if search.store is None:
         return Meter(space, budget, search.progress)
     held = search.store.load().segments
-    segments = {key: held.get(segment_key(key), Entry()) for key in graph.claimed_keys()}
-    done = [key for key, entry in segments.items() if entry.per_segment >= search.per_segment]
+    done = [
+        key for key in graph.claimed_keys() if held.get(segment_key(key), Entry()).per_segment >= search.per_segment
+    ]
     kept = time.monotonic()
 
     def progress(step: Progress) -> None:
@@ -139,7 +149,7 @@ def _meter(graph: GraphSpace, search: Search) -> Meter:
             _keep(meter, search, {}, {})
             kept = time.monotonic()
 
-    meter = Meter(space, budget, progress, lambda key: segments.get(key, Entry()).times, done)
+    meter = Meter(space, budget, progress, lambda key: held.get(segment_key(key), Entry()).times, done)
     return meter
 
 
@@ -152,7 +162,7 @@ def _remembered(graph: GraphSpace, meter: Meter, search: Search, report: FusionR
     for start, stop, name, config in found.segments:
         claim = graph.claims(start, stop).get(name) if stop <= len(graph.operators) else None
         times = meter.measured(start, stop) if claim is not None else {}
-        if claim is None or None not in times or (name, config) not in times:
+        if claim is None or None not in times or (name, in_bucket(config, claim.problem.shape.m)) not in times:
             return None
         chosen[start] = Choice(claim, config, "measured faster")
     return chosen
@@ -191,15 +201,17 @@ def _searched(
     """The choices a search finds."""
     start = apart(graph.operators, [_range(place, choice) for place, choice in initial.items()])
     found = two_stage(meter.space, meter, start, per_segment=search.per_segment, seed=search.seed)
-    report.measurements = found.measurements
-    if meter.spent:
-        report.notes.append(f"the budget of {search.seconds:g} s was spent after {found.measurements} measurements")
-    report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_claim.failures.items()]
     stops = {segment.start: segment.stop for segment in found.scheme.segments}
-    return {
+    chosen = {
         place: Choice(graph.claims(place, stops[place])[name], config, "measured faster")
         for place, (name, config) in found.chosen.items()
     }
+    chosen = by_buckets(graph, meter, chosen, per_segment=search.per_segment, seed=search.seed)
+    report.measurements = meter.measurements
+    if meter.spent:
+        report.notes.append(f"the budget of {search.seconds:g} s was spent after {meter.measurements} measurements")
+    report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_claim.failures.items()]
+    return chosen
 
 
 def _row(graph: GraphSpace, segment: range, choice: Choice | None, meter: Meter | None, known: Known) -> SegmentReport:
@@ -208,7 +220,7 @@ def _row(graph: GraphSpace, segment: range, choice: Choice | None, meter: Meter 
         why = "; ".join(dict.fromkeys(_why_not(graph, segment, meter, known)))
         return SegmentReport(text, "", "", why, start=segment.start)
     inductor_us = template_us = None
-    name, config = choice.claim.template.name, choice.config
+    name, config = choice.claim.template.name, in_bucket(choice.config, choice.claim.problem.shape.m)
     if meter is not None:
         times = meter.measured(segment.start, segment.stop)
         inductor_us, template_us = times[None], times[name, config]
@@ -216,7 +228,7 @@ def _row(graph: GraphSpace, segment: range, choice: Choice | None, meter: Meter 
         tuned = known(bucket(choice.claim, graph.serving))
         if tuned is not None and tuned.config == config:
             inductor_us, template_us = tuned.inductor_us, tuned.template_us
-    return SegmentReport(text, name, config, choice.why, inductor_us, template_us, segment.start)
+    return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us, segment.start)
 
 
 def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Known) -> Iterator[str]:

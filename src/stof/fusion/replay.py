@@ -12,6 +12,7 @@ from stof.fusion.lower import Choice
 from stof.fusion.report import FusionReport
 from stof.fusion.rules import bucket, suggested
 from stof.fusion.store import Contents, Store, segment_key
+from stof.fusion.templates.buckets import in_bucket
 from stof.fusion.tune import GraphSpace
 
 
@@ -70,7 +71,9 @@ def _fitting(
             claim = graph.claims(segment.start, segment.stop).get(row.template)
             if claim is None:
                 problem = f"{row.template} does not serve it here"
-            elif row.config not in claim.template.configs(claim.problem, graph.serving):
+            elif in_bucket(row.config, claim.problem.shape.m) not in claim.template.configs(
+                claim.problem, graph.serving
+            ):
                 problem = f"{row.template} {row.config or '(default)'} does not fit here"
             else:
                 key = segment_key((graph.key(segment.start, segment.stop), row.template, row.config))

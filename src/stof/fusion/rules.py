@@ -8,10 +8,11 @@ from math import prod
 from torch import fx
 
 from stof.fusion.choices import Known
-from stof.fusion.claims import Claim, claims, size_hint
+from stof.fusion.claims import Claim, claims
 from stof.fusion.lower import Choice, GraphOrder
 from stof.fusion.operators import NORMS, Kind, Operator
 from stof.fusion.scheme import MAX_COMPUTE_INTENSIVE, Scheme
+from stof.fusion.sizes import size_hint
 from stof.fusion.templates.config import GemmShape
 from stof.fusion.templates.registry import Serving
 
@@ -22,7 +23,7 @@ FLOPS_PER_BYTE = 162.0
 # they are copied, is mostly launching, waiting for memory and ending: see "Few rows" in docs/fusion.md.
 FEW_FLOPS = 2e9
 # The longest sequence that any template covers.
-LONGEST = 3
+LONGEST = 4
 
 
 def small(shape: GemmShape, itemsize: int) -> bool:
@@ -36,15 +37,18 @@ def pays(claim: Claim) -> bool:
     """Whether a claim is faster than what Inductor makes of its segment, by shape alone.
 
     A small product: always, for the templates' kernels start while the one before still runs. Else where the memory
-    traffic saved outweighs a product slower than cuBLAS by the template's share; what is saved are passes over the
-    tensors between the product and its neighbours.
+    traffic saved outweighs a product slower than cuBLAS by the template's share. What is saved are passes over the
+    tensors between the product and its neighbours; of a norm's before it only the one that writes it, for the product
+    reads another tensor then.
     """
     if small(claim.problem.shape, claim.problem.dtype.itemsize):
         return True
     inner = claim.operators[:-1]
     between = [o for o in inner if o.kind is Kind.LINEAR or (o.kind in NORMS and o is claim.operators[0])]
     saved = sum(
-        claim.template.passes * prod(size_hint(size) for size in o.value.shape) * o.value.element_size()
+        (1 if o.kind in NORMS else claim.template.passes)
+        * prod(size_hint(size) for size in o.value.shape)
+        * o.value.element_size()
         for o in between
     )
     shape = claim.problem.shape

@@ -123,22 +123,13 @@ class Meter:
 
     def measured(self, start: int, stop: int) -> dict[Candidate | None, float]:
         """All times of a segment so far."""
-        key = self.space.key(start, stop)
-        if key not in self.times:
-            self.times[key] = dict(self.known(key))
-        return self.times[key]
+        return self._times_of(self.space.key(start, stop))
 
     def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> None:
         """Measure what has not been, together, as far as the budget goes."""
-        known = self.measured(start, stop)
-        new = [candidate for candidate in candidates if candidate not in known]
-        room = self.budget.measurements - self.measurements
-        new = new[: int(min(room, len(new)))]
-        if not new or self.spent:
-            return
-        known |= dict(zip(new, self.space.measure(start, stop, new), strict=True))
-        self.measurements += len(new)
-        if self.progress is not None and None in known:
+        before = self.measurements
+        known = self.take(self.space.key(start, stop), candidates, lambda new: self.space.measure(start, stop, new))
+        if self.measurements > before and self.progress is not None and None in known:
             best, best_us = self.best(start, stop)
             left, name = self.budget.left, self.space.label(start, stop)
             self.progress(Progress(start, stop, name, len(known) - 1, best, best_us, known[None], left))
@@ -155,6 +146,27 @@ class Meter:
         new = [(start, stop, [c for c in some if c not in self.measured(start, stop)]) for start, stop, some in wanted]
         if not self.spent and any(some for _, _, some in new):
             self.space.prepare([one for one in new if one[2]])
+
+    def take(
+        self,
+        key: Hashable,
+        candidates: Sequence[Candidate | None],
+        measure: Callable[[Sequence[Candidate | None]], Sequence[float]],
+    ) -> dict[Candidate | None, float]:
+        """All times of what a key stands for, after measuring those candidates that have none, as the budget allows."""
+        known = self._times_of(key)
+        new = [candidate for candidate in candidates if candidate not in known]
+        room = self.budget.measurements - self.measurements
+        new = new[: int(min(room, len(new)))]
+        if new and not self.spent:
+            known |= dict(zip(new, measure(new), strict=True))
+            self.measurements += len(new)
+        return known
+
+    def _times_of(self, key: Hashable) -> dict[Candidate | None, float]:
+        if key not in self.times:
+            self.times[key] = dict(self.known(key))
+        return self.times[key]
 
     def best(self, start: int, stop: int) -> tuple[Candidate | None, float]:
         """The fastest candidate measured, None (Inductor) when that is as fast."""

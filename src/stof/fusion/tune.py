@@ -111,6 +111,11 @@ class GraphSpace:
             key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems, self.serving.name)
         return key
 
+    def bucket_key(self, start: int, stop: int, claim: Claim) -> Hashable:
+        """The key that a graph of fixed sizes would have for a segment, at a claim's sizes."""
+        signatures = tuple(operator.signature(claim.at) for operator in self.operators[start:stop])
+        return signatures, (claim.problem.text(),), self.serving.name
+
     def claimed_keys(self) -> set[Hashable]:
         """The keys of all segments that templates claim."""
         return {self.key(start, stop) for start, stop in self._segments() if self.claims(start, stop)}

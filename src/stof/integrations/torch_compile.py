@@ -52,6 +52,9 @@ class CompileOptions:
             for each of its graphs.
         cuda_graphs: let Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
+        fold: fold the weights of RMSNorms into the products after them, in a copy that takes as much memory as those
+            products' weights. For weights that stay as they are: a change between calls is noticed, but not by a CUDA
+            graph that was recorded before.
         twins: let the templates' PyTorch twins serve where no kernel does, on a CPU for example, to try and test them.
             They fuse nothing; otherwise those operators are left to Inductor, which does.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
@@ -71,6 +74,7 @@ class CompileOptions:
     budget_s: float | None = None
     cuda_graphs: bool = False
     deterministic: bool = False
+    fold: bool = False
     twins: bool = False
     report: bool | Callable[[FusionReport], object] = False
     progress: bool | Callable[[Progress], object] = False
@@ -84,7 +88,7 @@ class CompileOptions:
             raise ArgumentError(f"budget_s must be a positive number of seconds, got {self.budget_s!r}")
         if self.budget_s is not None and self.effort == "none":
             raise ArgumentError("budget_s limits measuring, and effort 'none' measures nothing; use 'quick' or 'full'")
-        for name in ("cuda_graphs", "deterministic", "twins"):
+        for name in ("cuda_graphs", "deterministic", "fold", "twins"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.deterministic and self.effort != "none":
@@ -181,7 +185,9 @@ def stof_backend(
     search = parsed.search(device)
     plain = copy_module(gm) if search is not None else None
     try:
-        report = fuse(gm, search, twins=parsed.twins, known=parsed.known(device), replay=parsed.replay(device))
+        report = fuse(
+            gm, search, twins=parsed.twins, fold=parsed.fold, known=parsed.known(device), replay=parsed.replay(device)
+        )
     finally:
         if search is not None and isinstance(search.ahead, CompileAhead):
             search.ahead.close()

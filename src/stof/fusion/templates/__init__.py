@@ -1,9 +1,30 @@
 """Kernel templates: matrix products together with what surrounds them.
 
-`ops` registers `torch.ops.stof.linear`, `norm_linear`, `gated_linear` and `linear_norm`; `config` says how they run.
+`ops` registers `torch.ops.stof.linear`, `norm_linear`, `gated_linear`, `linear_norm`, `rms_linear`, `rms_gated_linear`
+and `rotary_linear`; `config` says how they run.
 """
 
 from stof.fusion.templates.config import GemmConfig, GemmShape, configs, unfit
-from stof.fusion.templates.ops import gated_linear, linear, linear_norm, norm_linear
+from stof.fusion.templates.ops import (
+    gated_linear,
+    linear,
+    linear_norm,
+    norm_linear,
+    rms_gated_linear,
+    rms_linear,
+    rotary_linear,
+)
 
-__all__ = ["GemmConfig", "GemmShape", "configs", "gated_linear", "linear", "linear_norm", "norm_linear", "unfit"]
+__all__ = [
+    "GemmConfig",
+    "GemmShape",
+    "configs",
+    "gated_linear",
+    "linear",
+    "linear_norm",
+    "norm_linear",
+    "rms_gated_linear",
+    "rms_linear",
+    "rotary_linear",
+    "unfit",
+]

@@ -11,11 +11,17 @@ from stof.errors import ArgumentError
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
-TEMPLATES = ("linear", "norm_linear", "gated_linear", "linear_norm")
+TEMPLATES = (
+    "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear"
+)  # fmt: skip
+# Their weight has the rows of the gate first, then those of what is gated.
+GATED = ("gated_linear", "rms_gated_linear")
+# They may be given an RMSNorm's row factors, whose weight is folded into the product's.
+ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
 # tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. cublas: PyTorch's own product.
 KINDS = ("tile", "persistent", "pingpong", "together", "cublas")
 GLUON = ("pingpong", "together")
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 # cuBLAS has better products than ours: there to be measured, not by default.
 _IF_MEASURED = (torch.float32,)
 _LEAST_CAPABILITY = (8, 0)
@@ -34,11 +40,12 @@ class GemmShape:
 
     Attributes:
         template: one of `TEMPLATES`.
-        m, n, k: rows of x, columns of the result, width of x. For gated_linear the weight has 2 n rows.
+        m, n, k: rows of x, columns of the result, width of x. For gated ones the weight has 2 n rows.
         activation: one of `ACTIVATIONS`.
         norm: "" or one of `NORMS`; scaled: the norm has a weight or a bias.
         bias, residual: whether there is one.
         transposed: the weight's columns are contiguous in memory (`[K, N]` stored, seen as `[N, K]`).
+        head_dim, turned: heads of that width are rotated in the first `turned` columns; 0 for none.
         aligned: TMA can read x, weight and residual (16-byte addresses and row strides) and write the result.
     """
 
@@ -52,16 +59,18 @@ class GemmShape:
     bias: bool = False
     residual: bool = False
     transposed: bool = False
+    head_dim: int = 0
+    turned: int = 0
     aligned: bool = True
 
     @property
     def gated(self) -> bool:
-        return self.template == "gated_linear"
+        return self.template in GATED
 
     @property
     def commutes(self) -> bool:
         """Whether the norm before the product scales rows alone, and so may follow it."""
-        return self.template == "norm_linear" and self.norm == "rms" and not self.scaled
+        return self.template in ("norm_linear", *ROW_SCALED) and self.norm == "rms" and not self.scaled
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class GemmConfig:
     Attributes:
         kind: one of `KINDS`.
         block_m, block_n, block_k: a tile's rows, columns of products (gated: gate and up together) and depth of a step.
-            pingpong's tile belongs to one of its two consumers.
+            pingpong's tile belongs to one of its two consumers. Powers of two; together also has 192 columns.
         warps: of a Triton program (Gluon kernels have nine).
         stages: steps in flight (together: of the columns).
         split: programs that share a tile's depth (tile only).
@@ -176,6 +185,10 @@ _PATTERN = re.compile(
 
 def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[str]:
     """All reasons why a configuration cannot serve a shape; empty when it can."""
+    if shape.template in ROW_SCALED and (dtype not in HALVES or config.kind not in ("tile", *GLUON)):
+        return [f"{config.kind} does not scale rows of {dtype}"]
+    if shape.head_dim and config.kind not in ("tile", "pingpong"):
+        return [f"{config.kind} does not rotate heads"]
     if config.kind == "cublas":
         return _unfit_for_cublas(shape)
     found = []
@@ -194,7 +207,7 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append("only plain tiles are split along their depth")
     if config.split > max(1, shape.k // config.block_k):
         found.append("more splits than steps")
-    if dtype not in _HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
+    if dtype not in HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
         found.append(f"{config.kind} does not compute {dtype}")
     limit = _SHARED.get(capability, _LEAST_SHARED)
     needed = config.shared_memory(shape, dtype.itemsize) + _SHARED_REST
@@ -202,6 +215,8 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append(f"needs {needed} bytes of shared memory, there are {limit}")
     if capability < _LEAST_CAPABILITY:
         found.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
+    if shape.head_dim and (config.block_n % shape.head_dim or shape.turned % config.block_n):
+        found.append("tiles hold whole heads, all of them rotated or none")
     if config.block_m * config.block_n > 128 * 256:
         found.append("the accumulator is larger than the registers")
     if config.kind != "tile":
@@ -255,7 +270,7 @@ def unserved(dtype: torch.dtype, capability: tuple[int, int], *, measured: bool)
     name = str(dtype).removeprefix("torch.")
     if dtype in _IF_MEASURED:
         return "" if measured else f"{name} without measuring"
-    return "" if dtype in _HALVES else name
+    return "" if dtype in HALVES else name
 
 
 def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], processors: int) -> GemmConfig | None:
@@ -275,7 +290,7 @@ def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], p
 def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     """Best first, by what fills the device: few tiles of large ones, or many of small ones, split where too few."""
     large = -(-shape.m // 128) * -(-shape.n // 128) * (2 if shape.gated else 1)
-    tile = GemmConfig("tile", 64, 64, 64, warps=4, stages=4)
+    tile = GemmConfig("tile", 64, max(64, shape.head_dim), 64, warps=4, stages=4)
     if 2 * large < processors:
         small = _for_few_rows(shape, processors)
         return [small, replace(small, stages=2), replace(small, block_k=32, stages=2)]
@@ -295,10 +310,11 @@ def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     """
     if shape.m <= 32:
         small = GemmConfig("tile", 16 if shape.m <= 16 else 32, 64, 64, warps=4, stages=4)
-    elif shape.template == "linear_norm" or shape.gated:
+    elif shape.template == "linear_norm" or shape.gated or shape.head_dim:
         small = GemmConfig("tile", 64, 64, 128, warps=4, stages=3)
     else:
         small = GemmConfig("tile", 64, 32, 128, warps=4, stages=4)
+    small = replace(small, block_n=max(small.block_n, shape.head_dim))  # heads are rotated whole
     width = small.block_n // 2 if shape.gated else small.block_n
     tiles = -(-shape.m // small.block_m) * -(-shape.n // width)
     # A norm afterwards adds up for nothing what programs leave; without one, they do so after a wait for the last.

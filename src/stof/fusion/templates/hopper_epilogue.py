@@ -1,4 +1,4 @@
-"""What the Gluon kernels share: rings of stages, and what becomes of a finished tile (bias, activation, residual)."""
+"""What the Gluon kernels share: rings of stages, and a finished tile's way out (scale, bias, activation, residual)."""
 
 from __future__ import annotations
 
@@ -71,6 +71,35 @@ def halves(acc):
 
 @gluon.jit
 @no_type_check
+def rotated(acc, cos_ptr, sin_ptr, row, rows, positions, HEAD_DIM: gl.constexpr):
+    """Heads side by side in a tile's columns, the halves of each rotated against each other.
+
+    cos_ptr, sin_ptr: `[positions, HEAD_DIM]`; row r of the tile has position `(row + r) % positions`. Both halves of a
+    head lie in the same threads, so nothing moves. Source: Su et al. 2021, equation 34.
+    """
+    ROWS: gl.constexpr = acc.shape[0]
+    HALF: gl.constexpr = HEAD_DIM // 2
+    HEADS: gl.constexpr = acc.shape[1] // HEAD_DIM
+    layout: gl.constexpr = acc.type.layout
+    first, second = acc.reshape([ROWS, HEADS, 2, HALF]).permute((0, 1, 3, 2)).split()
+    cube: gl.constexpr = first.type.layout
+    r = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, cube)))
+    j = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(1, cube)))
+    # Rows that do not exist read the last one's.
+    place = (gl.minimum(r, rows - 1) % positions) * HEAD_DIM
+    at = gl.expand_dims(gl.expand_dims(place, 1), 2) + gl.expand_dims(gl.expand_dims(j, 0), 1)  # [ROWS, 1, HALF]
+    cos = gl.load(cos_ptr + at).to(gl.float32)
+    sin = gl.load(sin_ptr + at).to(gl.float32)
+    left = first * cos - second * sin
+    cos = gl.load(cos_ptr + at + HALF).to(gl.float32)
+    sin = gl.load(sin_ptr + at + HALF).to(gl.float32)
+    right = second * cos + first * sin
+    joined = gl.join(left, right).permute((0, 1, 3, 2)).reshape([ROWS, HEADS * HEAD_DIM])
+    return gl.convert_layout(joined, layout, assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
 def fetch_residual(residual_desc, staged, bar, row, column):
     """Start copying the residual of a piece of a tile into the place of its output, once the one before has left it."""
     tma.store_wait(0)
@@ -111,7 +140,8 @@ def _write(
 def write_tile(
     acc, c_smem, place, c_desc, residual_desc, bars, bias_ptr, row_scale_ptr, row, first, rows, columns, number,
     PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr, cos_ptr=None, sin_ptr=None, positions=0, turned=0,
+    HEAD_DIM: gl.constexpr = 0,
 ):  # fmt: skip
     """Products of a tile become its part of the result, in as many pieces as a place in `c_smem` takes.
 
@@ -119,6 +149,7 @@ def write_tile(
     place: where in `c_smem` the first piece goes. PLACES: 1 when all pieces go there, the first one's residual being
     on its way; else the places this consumer has, one for each piece and all residuals on their way. number: tiles
     that this consumer has written.
+    HEAD_DIM: of heads that are rotated in the first `turned` columns, 0 for none; see `rotated`.
     """
     ROWS: gl.constexpr = acc.shape[0]
     BLOCK_N: gl.constexpr = acc.shape[1]
@@ -135,6 +166,10 @@ def write_tile(
         inside = first + j % WIDTH
         at = inside + (j // WIDTH) * columns
         acc = acc + gl.load(bias_ptr + at, mask=inside < columns, other=0.0).to(gl.float32)[None, :]
+    if HEAD_DIM > 0:
+        # Whole tiles are rotated, or none of their columns.
+        if first < turned:
+            acc = rotated(acc, cos_ptr, sin_ptr, row, rows, positions, HEAD_DIM)
     if GATED:
         acc, up = halves(acc)
     for quarter in gl.static_range(PIECES):

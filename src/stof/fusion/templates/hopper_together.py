@@ -181,7 +181,7 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows"])
 @no_type_check
 def together_gemm_kernel(
     a_desc,

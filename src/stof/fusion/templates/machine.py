@@ -21,6 +21,7 @@ def programs(tensor: Tensor) -> int:
 
 
 def chained(tensor: Tensor) -> dict[str, bool]:
-    """Programmatic dependent launch where there is such a thing."""
-    there = tensor.device.type == "cuda" and machine(tensor.device.index or 0)[0] >= (9, 0)
-    return {"CHAINED": there, "launch_pdl": True} if there else {"CHAINED": False}
+    """Options of kernels that take turns, where there is such a thing."""
+    from stof.kernels.triton.turns import takes_turns
+
+    return {"CHAINED": True, "launch_pdl": True} if takes_turns(tensor.device) else {"CHAINED": False}

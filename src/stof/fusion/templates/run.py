@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,16 +11,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stof.fusion.templates import config as configuration
-from stof.fusion.templates.config import GLUON, GemmConfig, GemmShape, unfit
+from stof.fusion.templates import twins
+from stof.fusion.templates.buckets import bucket_of, in_bucket
+from stof.fusion.templates.config import GATED, GLUON, GemmConfig, GemmShape, unfit
 from stof.fusion.templates.machine import chained, machine, programs
-from stof.fusion.templates.norms import Norm, merge_and_normalise, normalise, row_statistics
+from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
+
+# Asked for in every call: a few buckets of each product of a model.
+_default = functools.lru_cache(maxsize=4096)(configuration.default)
+
+
+class Rotary(NamedTuple):
+    """Heads rotated in the first `turned` columns of a result, each `head_dim` wide.
+
+    cos, sin: `[P, head_dim]`, contiguous; row r of the result has position `r % P`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    turned: int
+    head_dim: int
 
 
 class Product(NamedTuple):
     """The tensors of one call as kernels read them: rows contiguous, weights in either order.
 
-    x `[M, K]`; weight `[N, K]` (gated: `[2 N, K]`), contiguous in either direction; bias `[N]` or `[2 N]`;
-    residual `[M, N]`; lead: the result's shape but for its last dimension.
+    x `[M, K]`; weight `[N, K]` (gated: `[2 N, K]`), contiguous in either direction; bias `[N]` or `[2 N]`; residual
+    `[M, N]`; lead: the result's shape but for its last dimension; row_scale: the norm's 1 / deviation of every row,
+    float32 `[M]`, where the caller has it.
     """
 
     x: Tensor
@@ -29,6 +49,8 @@ class Product(NamedTuple):
     activation: str
     shape: GemmShape
     lead: torch.Size
+    row_scale: Tensor | None = None
+    rotary: Rotary | None = None
 
 
 def product(
@@ -39,10 +61,12 @@ def product(
     residual: Tensor | None,
     activation: str,
     norm: Norm | None = None,
+    row_scale: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> Product:
     """View (or, where strides are too odd, copy) the tensors of a call for the kernels."""
     k = x.shape[-1]
-    n = weight.shape[0] // (2 if template == "gated_linear" else 1)
+    n = weight.shape[0] // (2 if template in GATED else 1)
     flat = _rows_contiguous(x.reshape(-1, k))
     if weight.stride(1) != 1 and weight.stride(0) != 1:
         weight = weight.contiguous()
@@ -62,24 +86,32 @@ def product(
         bias=bias is not None,
         residual=residual is not None,
         transposed=transposed,
+        head_dim=0 if rotary is None else rotary.head_dim,
+        turned=0 if rotary is None else rotary.turned,
         aligned=all(width * x.element_size() % 16 == 0 for width in (n, k)) and all(map(_aligned, read)),
     )
-    return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1])
+    if row_scale is not None:
+        row_scale = row_scale.reshape(-1).contiguous()
+    return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary)
 
 
 def choose(call: Product, text: str) -> GemmConfig | None:
     """The configuration given as text if it fits these tensors, else the default for the shape, else None.
 
+    Both go by the bucket of the rows: a configuration for each bucket if the text has several, and the default is that
+    of the bucket's largest product.
+
     Raises:
         ArgumentError: the text is no configuration.
     """
+    text = in_bucket(text, call.shape.m)
     given = GemmConfig.parse(text) if text else None
     if call.x.device.type != "cuda" or not call.x.numel() or not call.shape.n or not _agree(call):
         return None
     capability, processors = machine(call.x.device.index or 0)
     if given is not None and not unfit(given, call.shape, call.x.dtype, capability):
         return given
-    return configuration.default(call.shape, call.x.dtype, capability, processors)
+    return _default(replace(call.shape, m=bucket_of(call.shape.m)), call.x.dtype, capability, processors)
 
 
 def compute_normed(call: Product, config: GemmConfig, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -98,8 +130,8 @@ def compute_normed(call: Product, config: GemmConfig, norm: Norm) -> tuple[Tenso
 
 def compute(call: Product, config: GemmConfig) -> Tensor:
     """Run a product; result `[..., N]`, contiguous."""
-    mean = rstd = None
-    if call.norm is not None:
+    mean, rstd = None, call.row_scale
+    if call.norm is not None and rstd is None:
         if config.kind == "tile" or (config.kind in GLUON and call.shape.commutes):
             mean, rstd = row_statistics(call.x, call.norm)
         else:
@@ -115,6 +147,13 @@ def compute(call: Product, config: GemmConfig) -> Tensor:
         else:
             _hopper(call, config, out, rstd)
     return out.view(*call.lead, call.shape.n)
+
+
+def row_factors(x: Tensor, eps: float) -> Tensor:
+    """What an RMSNorm multiplies the rows of x `[..., K]` by: `[...]`, float32 (float64 for float64 x)."""
+    if can_normalise(x.shape[-1], x) and x.is_contiguous():
+        return row_statistics(x.view(-1, x.shape[-1]), Norm("rms", None, None, eps))[1].view(x.shape[:-1])
+    return twins.row_factors(x, eps)
 
 
 def _tile(
@@ -142,7 +181,7 @@ def _tile(
         x, weight, out, call.bias, call.residual, mean, rstd,
         None if norm is None else norm.weight, None if norm is None else norm.bias, partial, counters,
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
-        0 if call.residual is None else call.residual.stride(0),
+        0 if call.residual is None else call.residual.stride(0), *_positions(call),
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, SPLITS=config.split,
         EVEN_N=shape.n % width == 0, EVEN_K=shape.k % config.block_k == 0, MERGE=merge,
         GATED=shape.gated, TRANSPOSED=shape.transposed,
@@ -150,7 +189,7 @@ def _tile(
         FAST=x.device.type == "cuda", HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None,
         NORM="none" if norm is None else norm.kind,
         HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
-        HAS_NORM_BIAS=norm is not None and norm.bias is not None,
+        HAS_NORM_BIAS=norm is not None and norm.bias is not None, HEAD_DIM=shape.head_dim,
         num_warps=config.warps, num_stages=config.stages, **chained(x),
     )  # fmt: skip
 
@@ -213,8 +252,9 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
         from stof.fusion.templates.hopper_pingpong import pingpong_gemm_kernel
 
         pingpong_gemm_kernel[grid](
-            x, weights(width), *given, STAGES=config.stages, **common, num_warps=4, launch_pdl=True
-        )
+            x, weights(width), *given, *_positions(call), STAGES=config.stages, HEAD_DIM=shape.head_dim, **common,
+            num_warps=4, launch_pdl=True,
+        )  # fmt: skip
     else:
         from stof.fusion.templates.hopper_together import together_gemm_kernel
 
@@ -222,6 +262,13 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
             x, weights(width - config.side), weights(config.side) if config.side else None, *given, SIDE=config.side,
             A_STAGES=config.row_stages, B_STAGES=config.stages, LAG=config.lag, **common, num_warps=4, launch_pdl=True,
         )  # fmt: skip
+
+
+def _positions(call: Product) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """cos, sin, how many positions they have, and the columns that are rotated; none of it without heads to rotate."""
+    if call.rotary is None:
+        return None, None, 0, 0
+    return call.rotary.cos, call.rotary.sin, call.rotary.cos.shape[0], call.rotary.turned
 
 
 def _cublas(call: Product) -> Tensor:
@@ -239,7 +286,8 @@ def _cublas(call: Product) -> Tensor:
 def _agree(call: Product) -> bool:
     """Whether all tensors have one device, and products one dtype; anything else is PyTorch's to serve or refuse."""
     norm = () if call.norm is None else (call.norm.weight, call.norm.bias)
-    others = [t for t in (call.weight, call.bias, call.residual, *norm) if t is not None]
+    tables = () if call.rotary is None else call.rotary[:2]
+    others = [t for t in (call.weight, call.bias, call.residual, call.row_scale, *norm, *tables) if t is not None]
     return call.weight.dtype == call.x.dtype and all(t.device == call.x.device for t in others)
 
 

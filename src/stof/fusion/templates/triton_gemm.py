@@ -13,6 +13,30 @@ from stof.kernels.triton.turns import take_turn
 
 @triton.jit
 @no_type_check
+def _rotated(acc, cos_ptr, sin_ptr, r, rows, positions, HEAD_DIM: tl.constexpr):
+    """Heads side by side in a tile's columns, the halves of each rotated against each other.
+
+    cos_ptr, sin_ptr: `[positions, HEAD_DIM]`; row r has position `r % positions`. Source: Su et al. 2021, equation 34.
+    """
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    HEADS: tl.constexpr = COLUMNS // HEAD_DIM
+    first, second = tl.split(tl.permute(tl.reshape(acc, [ROWS, HEADS, 2, HALF]), [0, 1, 3, 2]))
+    # Rows that do not exist read the last one's.
+    place = (tl.minimum(r, rows - 1) % positions) * HEAD_DIM
+    at = place[:, None, None] + tl.arange(0, HALF)[None, None, :]  # [ROWS, 1, HALF]
+    cos = tl.load(cos_ptr + at).to(tl.float32)
+    sin = tl.load(sin_ptr + at).to(tl.float32)
+    left = first * cos - second * sin
+    cos = tl.load(cos_ptr + at + HALF).to(tl.float32)
+    sin = tl.load(sin_ptr + at + HALF).to(tl.float32)
+    right = second * cos + first * sin
+    return tl.reshape(tl.permute(tl.join(left, right), [0, 1, 3, 2]), [ROWS, COLUMNS])
+
+
+@triton.jit
+@no_type_check
 def _epilogue(
     acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -54,7 +78,7 @@ def _warm_weights(
             warm(at + up_offset)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "positions"])
 @no_type_check
 def tile_gemm_kernel(
     a_ptr,
@@ -76,6 +100,10 @@ def tile_gemm_kernel(
     stride_bk,
     up_offset,
     stride_rm,
+    cos_ptr,
+    sin_ptr,
+    positions,
+    turned,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -93,6 +121,7 @@ def tile_gemm_kernel(
     NORM: tl.constexpr,
     HAS_NORM_WEIGHT: tl.constexpr,
     HAS_NORM_BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """`C = act(norm(A) @ B.T + bias) + residual`, or act(gate) * up: one program a tile, or SPLITS over its depth.
@@ -100,7 +129,8 @@ def tile_gemm_kernel(
     The programs of a tile leave partial sums in `partial_ptr` (float32); with MERGE the last to end adds them in order:
     equal calls give equal bits. Counters are zero before and after. Without, the next kernel adds them: `partial_ptr`
     is `[SPLITS, rows, columns]`, and nothing else is written. EVEN_N, EVEN_K: no tile reaches beyond the columns, no
-    step beyond the depth.
+    step beyond the depth. HEAD_DIM: of heads that are rotated in the first `turned` columns, whole tiles of them; 0 for
+    none.
     """
     program = tl.program_id(0)
     split = program % SPLITS
@@ -124,6 +154,8 @@ def tile_gemm_kernel(
             _warm_weights(b_ptr, n_tile * BLOCK_N, columns, begin * BLOCK_K, end * BLOCK_K, depth, stride_bn, stride_bk,
                           up_offset, BLOCK_N, GATED, TRANSPOSED)  # fmt: skip
     take_turn(CHAINED)
+    # The scale of a row commutes with the product.
+    SCALE_AFTER: tl.constexpr = NORM == "rms" and not HAS_NORM_WEIGHT and not HAS_NORM_BIAS
     if NORM != "none":
         rstd = tl.load(rstd_ptr + row)
     if NORM == "layer":
@@ -140,7 +172,7 @@ def tile_gemm_kernel(
         else:
             a = tl.load(a_ptrs + start, mask=exists[None, :], other=0.0)
             b = tl.load(b_ptrs, mask=exists[:, None], other=0.0)
-        if NORM != "none":
+        if NORM != "none" and not SCALE_AFTER:
             scaled = a.to(tl.float32)
             if NORM == "layer":
                 scaled = scaled - mean[:, None]
@@ -185,12 +217,19 @@ def tile_gemm_kernel(
     if SPLITS > 1 and not MERGE:
         tl.store(partial_ptr + split.to(tl.int64) * rows * columns + place, acc, mask=kept)
     elif write:
+        if SCALE_AFTER:
+            acc = acc * rstd[:, None]
+            up = up * rstd[:, None]
         out = _epilogue(acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
                         GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
+        if HEAD_DIM > 0:
+            # Whole tiles are rotated, or none of their columns.
+            if n_tile * BLOCK_N < turned:
+                out = _rotated(out, cos_ptr, sin_ptr, r, rows, positions, HEAD_DIM)
         tl.store(c_ptr + place, out.to(c_ptr.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 @no_type_check
 def persistent_gemm_kernel(
     a_desc,
