@@ -63,6 +63,10 @@ class PlanFileError(StofError, ValueError):
     """A plan file that is corrupt, of another version, or does not validate."""
 
 
+class LockFileError(StofError, ValueError):
+    """A lock file that cannot be read, is of another version, or is broken."""
+
+
 class PlanMismatchError(ShapeError):
     """A plan used with lengths, batch or heads other than those it was made for."""
 

@@ -144,7 +144,7 @@ def test_each_bucket_gets_its_fastest_configuration(tmp_path: Path, monkeypatch:
         dict.fromkeys((16, 32, 64, 128), "64x64x64,4w,4s,tile") | dict.fromkeys((256, 512, 1024, 2048), "cublas")
     )
     for timer in (Timer(), Timer()):  # the second search finds everything in the store
-        search = Search(timer, 600, 3, store=Store(tmp_path, {}))
+        search = Search(timer, 600, 3, store=Store(tmp_path, {"device": "x"}))
         gm = capture(model, torch.randn(4, 64, WIDTH), dynamic=True)
         report = fuse(gm, search)
         assert calls(gm) == ["linear", "linear"]
@@ -153,7 +153,7 @@ def test_each_bucket_gets_its_fastest_configuration(tmp_path: Path, monkeypatch:
         assert sorted(set(timer.rows)) == ([16 << i for i in range(8)] if report.measurements else [])
     assert report.measurements == 0
     # A graph of fixed size asks for its own bucket alone, and finds what was measured for it.
-    search = Search(timer, 600, 3, store=Store(tmp_path, {}))
+    search = Search(timer, 600, 3, store=Store(tmp_path, {"device": "x"}))
     report = fuse(capture(model, torch.randn(4, 64, WIDTH)), search)
     assert [row.config for row in report.segments if row.template] == ["cublas"] * 2
     assert timer.rows == []

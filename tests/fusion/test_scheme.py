@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -73,3 +78,33 @@ def test_layers_are_found_between_other_operators(layer: list[int], count: int, 
 def test_nothing_repeats() -> None:
     assert find_layers([1, 2, 3]) == Repetition()
     assert Repetition().count == 0
+
+
+def test_keys_are_equal_in_every_process() -> None:
+    """Caches and locks go by them: no address, no seed of hashes, nothing of one process may be in them."""
+    code = """
+import torch
+from torch import nn
+from stof.fusion.lower import GraphOrder
+from stof.fusion.normalise import normalise
+from stof.fusion.scheme import Scheme
+from stof.fusion.store import segment_key
+from stof.fusion.templates.registry import Serving
+from stof.fusion.tune import GraphSpace
+from tests.fusion.graphs import capture
+embed, layer = nn.Embedding(7, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+gm = capture(lambda i: torch.cumsum(layer(embed(i)) + torch.arange(8.0), 0).tril(), torch.arange(3))
+operators = normalise(gm.graph)
+space = GraphSpace(operators, GraphOrder(gm.graph), None, Serving.TWINS)
+print(Scheme(len(operators)).digest(operators), *sorted(map(segment_key, space.claimed_keys())))
+"""
+    root = Path(__file__).parents[2]
+    seen = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        seen.add(done.stdout)
+    (keys,) = seen
+    assert len(keys.split()) == 3

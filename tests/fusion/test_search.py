@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stof.fusion.baselines import exhaustive, random_search
 from stof.fusion.layers import find_layers
 from stof.fusion.scheme import Scheme
 from stof.fusion.search import (
@@ -18,9 +20,8 @@ from stof.fusion.search import (
     Meter,
     Progress,
     Space,
-    exhaustive,
+    Wanted,
     outcome,
-    random_search,
     stage_one,
     stage_two,
     two_stage,
@@ -223,7 +224,7 @@ def test_budgets_end_a_search_with_what_is_known() -> None:
     assert found.measurements == 4
     assert len(seen) == 2
     assert seen[-1].seconds_left == 0.0
-    shown = str(Progress(1, 3, 1, ("Cr", "a"), 18.0, 20.0, 2.0))
+    shown = str(Progress(1, 3, "operators 1..2", 1, ("Cr", "a"), 18.0, 20.0, 2.0))
     assert shown == "operators 1..2: 1 tried, best Cr a 18.0 us, Inductor 20.0 us, 2 s left"
     assert all(p.inductor_us == INDUCTOR * (p.stop - p.start) and p.tried == 1 for p in seen)
 
@@ -242,3 +243,37 @@ def test_equal_seeds_draw_equally() -> None:
         return tabled.asked
 
     assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_what_will_be_measured_is_announced_before() -> None:
+    tabled = Tabled("e" + LAYER * 2, TABLE)
+    announced: set[tuple[str, Candidate | None]] = set()
+    surprises: list[tuple[str, Candidate | None]] = []
+
+    def prepare(wanted: Sequence[Wanted]) -> None:
+        announced.update((tabled.letters[start:stop], one) for start, stop, some in wanted for one in some)
+        assert all(some for _, _, some in wanted)
+
+    def measure(start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+        asked = {(tabled.letters[start:stop], one) for one in candidates if one is not None}
+        surprises.extend(asked - announced)
+        return tabled.measure(start, stop, candidates)
+
+    space = replace(tabled.space, prepare=prepare, measure=measure)
+    found = two_stage(space, Meter(space), tabled.apart())
+    assert found.measurements > len(TABLE)
+    assert surprises == []
+
+
+def test_what_cannot_be_the_fastest_is_not_measured() -> None:
+    tabled = Tabled("e" + LAYER * 2, TABLE)
+    # All but the true times of the best: a floor that is as high as the best so far excludes.
+    floors = {("Cg", "c"): 30.0, ("Crn", "b"): 24.0}
+    space = replace(tabled.space, floor=lambda start, stop, candidate: floors.get(candidate, 0.0))
+    meter = Meter(space)
+    found = two_stage(space, meter, tabled.apart(), per_segment=5)
+    assert found.saved_us == pytest.approx(4 * (30 - 23) + 2 * (20 - 12))
+    measured = {candidate for _, candidate in tabled.asked}
+    assert measured.isdisjoint(floors)
+    # Nothing is left over that could be tried.
+    assert {space.key(1, 4), space.key(4, 6)} <= meter.searched

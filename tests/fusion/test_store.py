@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from stof.fusion import store as stores
-from stof.fusion.store import Contents, Entry, Store, cache_folder, default_store, segment_key
+from stof.fusion.choices import Tuned, choices_path, read_choices, update_choices
+from stof.fusion.store import Contents, Entry, Result, Store, default_store, segment_key
+from stof.tuning import files
+from stof.tuning.files import cache_folder
 
+RESULT = Result(3, ((0, 2, "linear", ""), (4, 6, "linear", "cublas")))
 ENTRY = Entry({None: 3.5, ("linear", ""): 2.0, ("linear", "64x64x32,4w,3s,tile"): math.inf}, 4)
 
 
 def test_round_trip_and_merge(tmp_path: Path) -> None:
     store = Store(tmp_path / "deep", {"device": "a"})
     assert store.load() == Contents()
-    store.update(Contents({"one": ENTRY}, {"race": (1.0, 2.0)}))
+    store.update(Contents({"one": ENTRY}, {"race": (1.0, 2.0)}, {"right": "", "wrong": "off by 3"}, {"g": RESULT}))
     store.update(Contents({"one": Entry({None: 4.0}, 0), "two": Entry({None: 1.0})}))
     found = Store(tmp_path / "deep", {"device": "a"}).load()
     assert found.segments["one"] == Entry(ENTRY.times | {None: 4.0}, 4)
     assert found.segments["two"] == Entry({None: 1.0})
     assert found.races == {"race": (1.0, 2.0)}
+    assert found.results == {"g": RESULT}
+    assert found.checks == {"right": "", "wrong": "off by 3"}
     assert Store(tmp_path / "deep", {"device": "b"}).load() == Contents()
     assert [file.suffix for file in sorted((tmp_path / "deep").iterdir())] in ([".json"], [".json", ".lock"])
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 1, "segments": 3, "races": {}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 2}', '{"version": 2, "segments": 3, "races": {}}'])
 def test_a_broken_file_is_ignored_with_a_warning_and_replaced(tmp_path: Path, text: str) -> None:
     store = Store(tmp_path, {})
     store.path.write_text(text, encoding="utf-8")
@@ -56,8 +65,10 @@ def test_broken_entries_are_left_out(tmp_path: Path) -> None:
         "empty": {},
     }
     data["races"]["bad"] = [1.0]
+    data["checks"]["bad"] = 1
+    data["results"]["bad"] = {"per_segment": 3, "segments": [[1, 2]]}
     store.path.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.warns(UserWarning, match="4 broken entries"):
+    with pytest.warns(UserWarning, match="6 broken entries"):
         assert store.load() == Contents({"good": ENTRY}, {"good": (1.0, 2.0)})
 
 
@@ -77,13 +88,45 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     assert len(Store(tmp_path, {}).load().segments) == 20
 
 
+def _write_for_ever(folder: Path) -> None:
+    for i in itertools.count():
+        Store(folder, {}).update(Contents({f"{i % 50}": ENTRY}))
+        update_choices(choices_path(folder, "a"), "a", {f"{i % 50}": Tuned("", 1.0 + i, 2.0)})
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.003, 0.01, 0.03, 0.07, 0.11, 0.2])
+def test_a_writer_killed_at_any_moment_leaves_a_readable_store(tmp_path: Path, seconds: float) -> None:
+    writer = multiprocessing.get_context("fork").Process(target=_write_for_ever, args=(tmp_path,))
+    store = Store(tmp_path, {})
+    writer.start()
+    deadline = time.monotonic() + 20
+    while not choices_path(tmp_path, "a").exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(seconds)
+    assert writer.pid is not None
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join()
+    assert store.load().segments["0"] == ENTRY  # a warning would be an error
+    assert read_choices(choices_path(tmp_path, "a"))["0"].inductor_us == 2.0
+    store.update(Contents({"after": ENTRY}))  # the lock is free, whatever the writer held
+    update_choices(choices_path(tmp_path, "a"), "a", {"after": Tuned("", 1.0, 2.0)})
+    assert store.load().segments["after"] == ENTRY
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_what_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.warns(UserWarning, match="nothing is remembered in"):
+        Store(tmp_path / "file" / "below", {}).update(Contents({"one": ENTRY}))
+
+
 def test_folders_and_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(stores.sys, "platform", "linux")
+    monkeypatch.setattr(files.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "stof"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert cache_folder() == Path.home() / ".cache" / "stof"
-    monkeypatch.setattr(stores.sys, "platform", "darwin")
+    monkeypatch.setattr(files.sys, "platform", "darwin")
     assert cache_folder().parts[-3:] == ("Library", "Caches", "stof")
     store = default_store(torch.device("cpu"), tmp_path)
     assert store.path.parent == tmp_path

@@ -14,9 +14,15 @@ pytest.importorskip("transformers")
 
 import stof
 from stof import masks
-from stof.fusion.measure import SegmentTimer
+from stof.fusion.ahead import CompileAhead
+from stof.fusion.claims import claims
+from stof.fusion.lock import Lock
+from stof.fusion.measure import SegmentTimer, check
+from stof.fusion.normalise import normalise
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.report import FusionReport
+from stof.fusion.templates.config import GemmConfig
+from stof.fusion.templates.registry import Serving
 from tests.fusion.graphs import calls, capture
 
 pytestmark = [
@@ -136,15 +142,58 @@ def test_a_searched_model_is_right_and_its_search_is_kept(tmp_path: Path) -> Non
     assert any(note.startswith("whole model:") for note in first.notes)
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(256, 1024), nn.Linear(1024, 256), nn.LayerNorm(256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(torch.nn.functional.gelu(self.up(x))))
+
+
+def test_what_others_compile_is_not_compiled_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    # No other test has this activation: what this process has compiled before would not be compiled at all.
+    layer = nn.Sequential(nn.Linear(256, 1024), nn.ReLU()).eval().half().cuda()
+    gm = capture(layer, torch.randn(512, 256, dtype=torch.half, device="cuda"))
+    ((claim, *_), _) = claims(normalise(gm.graph)[:2], Serving.KERNELS)
+    configs = claim.template.configs(claim.problem, Serving.KERNELS)
+    some = ["", *{GemmConfig.parse(text).kind: text for text in configs if text}.values()]
+    ahead = CompileAhead(4)
+    ahead.start(claim, some)
+    ahead.wait(claim, some)
+    ahead.close()
+    assert ahead.problems == []
+    assert ahead.compiled >= 3
+    compiled: list[str] = []
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = lambda *, src, cache_hit, **rest: compiled.extend(
+            [src.name] * (not cache_hit)
+        )
+        assert [check(claim, config) for config in some] == [""] * len(some)
+    assert compiled == []
+
+
+def test_a_lock_gives_the_same_model(tmp_path: Path) -> None:
+    module, ids = model("bert").half(), torch.randint(1, 30000, (4, 256), device="cuda")
+    reports: list[FusionReport] = []
+    torch.compiler.reset()
+    with torch.no_grad():
+        stof.optimize(module, dynamic=False, effort="quick", budget_s=20, store=tmp_path, report=reports.append)(ids)
+        lock = Lock(torch.cuda.get_device_name())
+        lock.add(reports)
+        lock.write(tmp_path / "bert.lock")
+        torch.compiler.reset()
+        options: dict[str, Any] = {"lock": tmp_path / "bert.lock", "store": False, "report": reports.append}
+        stof.optimize(module, dynamic=False, **options)(ids)
+    tuned, locked = reports
+    assert (locked.measurements, locked.notes) == (0, [])
+    assert [(s.template, s.config) for s in locked.segments] == [(s.template, s.config) for s in tuned.segments]
+
+
 def test_segments_are_timed_under_graph_replay() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down, self.norm = nn.Linear(256, 1024), nn.Linear(1024, 256), nn.LayerNorm(256)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x + self.down(torch.nn.functional.gelu(self.up(x))))
-
     timer = SegmentTimer(rounds=2)
     gm = capture(Layer().eval().half().cuda(), torch.randn(512, 256, dtype=torch.half, device="cuda"))
     report = fuse(gm, Search(timer, seconds=60, per_segment=2))

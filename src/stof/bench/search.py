@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from stof.bench.layer import LayerShape, plain_layer, weights_of
+from stof.fusion.baselines import exhaustive, random_search
 from stof.fusion.lower import GraphOrder
 from stof.fusion.normalise import normalise
 from stof.fusion.rules import apart
@@ -24,9 +25,7 @@ from stof.fusion.search import (
     Meter,
     Outcome,
     Space,
-    exhaustive,
     outcome,
-    random_search,
     stage_one,
     two_stage,
 )

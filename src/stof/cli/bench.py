@@ -9,6 +9,7 @@ import typer
 
 from stof.cli.bench_fusion import gemm, layer
 from stof.cli.bench_models import models, search
+from stof.cli.bench_start import start
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,7 @@ app.command()(gemm)
 app.command()(layer)
 app.command()(models)
 app.command()(search)
+app.command()(start)
 
 
 @app.callback()

@@ -1,4 +1,4 @@
-"""`stof tune --device`: measures this GPU and fits the selector's cost model to it."""
+"""`stof tune`: a model's fusion scheme, or with `--device` the attention selector's cost model of this GPU."""
 
 from __future__ import annotations
 
@@ -7,71 +7,73 @@ from typing import Annotated
 
 import typer
 
+from stof.cli.tune_device import tune_device
+from stof.cli.tune_model import Wanted, tune_model
+
+_MODEL, _DEVICE = "A model", "The attention selector (--device)"
+
 
 def tune(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="bert, gpt2, ..., module:function giving (model, inputs), or a Hugging Face folder."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences, or images.", rich_help_panel=_MODEL)] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.", rich_help_panel=_MODEL)] = 512,
+    mask: Annotated[
+        str,
+        typer.Option(help="full, window+sinks, longformer, bigbird, or a mask expression.", rich_help_panel=_MODEL),
+    ] = "full",
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.", rich_help_panel=_MODEL)] = "float16",
+    effort: Annotated[str, typer.Option(help="quick or full.", rich_help_panel=_MODEL)] = "quick",
+    lock: Annotated[
+        Path | None, typer.Option(help="Write the choices here, to commit and reuse.", rich_help_panel=_MODEL)
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report as a page.", rich_help_panel=_MODEL)] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Write a chart (.png, .svg or .pdf).", rich_help_panel=_MODEL)
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder for measurements; the user's cache otherwise.", rich_help_panel=_MODEL)
+    ] = None,
+    twins: Annotated[
+        bool, typer.Option("--twins", help="Claim templates where no kernel serves: to try it.", rich_help_panel=_MODEL)
+    ] = False,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds for measuring; with --device, after which no cell is begun.")
+    ] = None,
     device: Annotated[
-        bool, typer.Option("--device", help="Measure every candidate on this machine's GPU, and fit the model.")
+        bool,
+        typer.Option("--device", help="Measure every attention kernel here, and fit.", rich_help_panel=_DEVICE),
     ] = False,
     measurements: Annotated[
         list[Path] | None,
-        typer.Option(help="Write the measurements here; without --device, read them from here (may be repeated)."),
+        typer.Option(
+            help="Write the measurements here; without --device, read them from here (may be repeated).",
+            rich_help_panel=_DEVICE,
+        ),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the fitted constants here.")] = None,
-    masks: Annotated[str, typer.Option(help="Only cells with these masks, separated by spaces.")] = "",
-    only: Annotated[str, typer.Option(help="Only candidates of this implementation.")] = "",
-    shapes: Annotated[str, typer.Option(help="Only cells with these shapes, separated by spaces.")] = "",
-    budget: Annotated[float | None, typer.Option(help="Seconds after which no further cell is measured.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that compile ahead.")] = 8,
-    check: Annotated[bool, typer.Option("--check", help="Keep the constants; report their error and regret.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the fitted constants.", rich_help_panel=_DEVICE)] = None,
+    masks: Annotated[str, typer.Option(help="Only cells with these masks.", rich_help_panel=_DEVICE)] = "",
+    only: Annotated[str, typer.Option(help="Only this implementation.", rich_help_panel=_DEVICE)] = "",
+    shapes: Annotated[str, typer.Option(help="Only cells with these shapes.", rich_help_panel=_DEVICE)] = "",
+    workers: Annotated[int, typer.Option(min=1, help="Processes compiling ahead.", rich_help_panel=_DEVICE)] = 8,
+    check: Annotated[
+        bool, typer.Option("--check", help="Keep the constants; report error and regret.", rich_help_panel=_DEVICE)
+    ] = False,
 ) -> None:
-    """Fit the selector's cost model to this GPU, and report how far it is off."""
-    import json
+    """Tune a model: search for what to fuse, show why, and write a lock file. Or, with --device, tune for this GPU.
 
-    import torch
-    from rich.console import Console
-
-    from stof.bench import selector
+    stof tune bert --batch 8 --length 512 --mask bigbird --lock bert.lock
+    """
     from stof.errors import ArgumentError
-    from stof.selection.model import load_model, model_to_dict
 
-    console = Console(stderr=True)
-    if device:
-        if not torch.cuda.is_available():
-            raise ArgumentError("stof tune --device needs an NVIDIA GPU, and torch sees none")
-        cells = [
-            (mask, shape)
-            for mask, shape in selector.CELLS
-            if (not masks or mask in masks.split()) and (not shapes or shape in shapes.split())
-        ]
-        if measurements is not None and len(measurements) > 1:
-            raise ArgumentError("--device writes one file of measurements")
-        rows = selector.measure(
-            cells, workers, budget, lambda line: console.print(line, style="dim", markup=False), only
-        )
-        for file in measurements or ():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(selector.to_json(rows)), encoding="utf-8")
-    elif measurements:
-        rows = [
-            row for file in measurements for row in selector.from_json(json.loads(file.read_text(encoding="utf-8")))
-        ]
-    else:
-        raise ArgumentError("give --device to measure this GPU, or --measurements FILE to fit what was measured")
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
-    base = load_model(name)
-    torch.set_num_threads(1)  # many tiny tensors
-    if check:
-        Console().print(selector.regret_table(rows, base))
+    if model is None:
+        for name, value in (("lock", lock), ("html", html), ("png", png)):
+            if value is not None:
+                raise ArgumentError(f"--{name} is for a model: stof tune MODEL --{name} {value}")
+        tune_device(device, measurements, output, masks, only, shapes, budget, workers, check)
         return
-    if not device or not measurements or output is not None:  # else only measured, to be fitted elsewhere
-        fitted = selector.fit(rows, base)
-        errors, left_out = selector.leave_one_out(rows, base)
-        quality = {"fit": selector.summary(*selector.self_check(rows, fitted))}
-        quality["leave_one_mask_out"] = selector.summary(errors, left_out)
-        Console().print(selector.regret_table(rows, fitted))
-        for kind, line in quality.items():
-            console.print(f"{kind}: {line}")
-        if output is not None:
-            content = json.dumps({**model_to_dict(fitted), "quality": quality}, indent=1)
-            output.write_text(content + "\n", encoding="utf-8")
-            console.print(f"wrote {output}")
+    if device or measurements or check:
+        raise ArgumentError(f"--device, --measurements and --check tune for a GPU, not for the model {model!r}")
+    tune_model(Wanted(model, batch, length, mask, dtype, effort, budget, twins, lock, html, png, store))

@@ -69,6 +69,7 @@ def _fastest(
     name = claim.template.name
 
     def measure(new: Sequence[Candidate | None]) -> Sequence[float]:
+        assert graph.time_claim is not None
         return graph.time_claim(claim, [candidate[1] for candidate in new if candidate is not None])
 
     known = meter.take(key, [(name, config) for config in draws], measure)

@@ -23,10 +23,11 @@ from stof.fusion.nodes import written_floats
 
 @dataclass(frozen=True)
 class Choice:
-    """A claim, and the configuration it runs with ("" for the template's default)."""
+    """A claim, the configuration it runs with ("" for the template's default), and why, in words."""
 
     claim: Claim
     config: str = ""
+    why: str = ""
 
 
 class GraphOrder:

@@ -60,6 +60,13 @@ class SegmentTimer:
         return out
 
 
+def check(claim: Claim, config: str) -> str:
+    """Why a configuration of a claim's template may not be used; "" when it runs and its result is right."""
+    with torch._guards.tracing(None), torch.no_grad():
+        inputs = random_inputs(claim)
+        return _checked(claim, inputs, config, exact(claim, inputs))[0]
+
+
 def random_inputs(claim: Claim) -> dict[fx.Node, Tensor]:
     """A random tensor for each tensor a claim reads, laid out as in the graph."""
     inputs: dict[fx.Node, Tensor] = {}
@@ -126,6 +133,12 @@ def _arguments(claim: Claim, inputs: dict[fx.Node, Tensor], dtype: torch.dtype |
     return given
 
 
+def bound_call(claim: Claim, inputs: dict[fx.Node, Tensor], config: str) -> Callable[[], Any]:
+    """A call of the template's operator on these tensors."""
+    arguments = _arguments(claim, inputs)
+    return lambda: claim.template.operator(**_computed(arguments), config=config)
+
+
 def _computed(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with what lowering adds to a graph: part of what a template takes."""
     return {
@@ -139,18 +152,14 @@ def _results(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _checked(
     claim: Claim, inputs: dict[fx.Node, Tensor], config: str, expected: tuple[Tensor, ...]
-) -> tuple[str, Callable[[], object]]:
+) -> tuple[str, Callable[[], Any]]:
     """A call of the template's operator, and why it may not be used ("" if it may)."""
-    arguments = _arguments(claim, inputs)
-
-    def call() -> Any:
-        return claim.template.operator(**_computed(arguments), config=config)
-
+    call = bound_call(claim, inputs, config)
     try:
         got = _results(call())
     except Exception as error:  # whatever a compiler or a launch raises for a configuration that does not fit
         return f"does not run: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}", call
-    plain = _results(claim.template.twin(**_computed(arguments)))
+    plain = _results(claim.template.twin(**_computed(_arguments(claim, inputs))))
     for one, reference, value in zip(got, plain, expected, strict=True):
         off, usual = _distance(one, value), _distance(reference, value)
         ulp = torch.finfo(one.dtype).eps * value.abs().max().item()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from stof.fusion.nodes import value_of
+from stof.fusion.nodes import name_of, value_of
 from stof.fusion.sizes import Values, size_hint
 
 
@@ -91,15 +91,21 @@ class Operator:
         return (columns, rows) if self.transposed else (rows, columns)
 
     def signature(self, at: Values | None = None) -> tuple[Any, ...]:
-        """Equal for operators that compute the same function on tensors of the same shapes and dtypes.
+        """Equal, in any process, for operators that compute the same function on tensors of equal shapes and dtypes.
 
         Symbolic sizes count at the values of `at`, else at those of the call that is being compiled.
         """
         shapes = tuple(_form(node, at) for node in (*self.inputs, self.weight, self.bias))
         own: tuple[Any, ...] = (str(self.kind), self.activation, self.eps, self.transposed)
         if self.kind is Kind.OTHER:
-            own += (str(self.root.target),)
+            own += (name_of(self.root) or _full_name(self.root.target),)
         return (*own, shapes, _form(self.root, at))
+
+
+def _full_name(target: Any) -> str:
+    """A function that `name_of` does not know: its `str` would hold an address, another one in every process."""
+    named = hasattr(target, "__module__") and hasattr(target, "__qualname__")
+    return f"{target.__module__}.{target.__qualname__}" if named else str(target)
 
 
 def _form(node: fx.Node | None, at: Values | None) -> str:
@@ -109,4 +115,4 @@ def _form(node: fx.Node | None, at: Values | None) -> str:
     if value is None:
         return "?"
     sizes = [size_hint(size, at) for size in value.shape]
-    return f"{str(value.dtype).removeprefix('torch.')}{sizes}@{value.device}"
+    return f"{str(value.dtype).removeprefix('torch.')}{sizes}@{value.device.type}"

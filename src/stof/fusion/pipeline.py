@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from stof.fusion.bucket_search import by_buckets
+from stof.fusion.choices import Choices, Known, choices_path, update_choices
 from stof.fusion.claims import claims, without_kernel
 from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
-from stof.fusion.operators import NORMS, Operator
+from stof.fusion.operators import NORMS
 from stof.fusion.propagate import propagate
+from stof.fusion.replay import Replay, lock_known, replayed
 from stof.fusion.report import FusionReport, SegmentReport
-from stof.fusion.rules import LONGEST, apart, joined, pays, small, suggested
+from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, suggested
+from stof.fusion.scheme import Scheme
 from stof.fusion.search import Budget, Meter, Progress, two_stage
-from stof.fusion.store import Contents, Entry, Store, segment_key
+from stof.fusion.sizes import is_symbolic
+from stof.fusion.store import Contents, Entry, Result, Store, segment_key
 from stof.fusion.templates.buckets import in_bucket
 from stof.fusion.templates.registry import Serving
-from stof.fusion.tune import GraphSpace, TimeClaim
+from stof.fusion.tune import Ahead, GraphSpace, TimeClaim
+
+# Seconds after which a search that goes on writes down what it has.
+_KEEP_EVERY = 5.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class Search:
         progress: called after each measurement.
         seed: of the draws.
         store: where measurements are looked up, and kept; None for none.
+        ahead: compiles candidates before they are measured; None compiles each where it is measured.
     """
 
     time_claim: TimeClaim
@@ -43,15 +52,30 @@ class Search:
     progress: Callable[[Progress], object] | None = None
     seed: int = 0
     store: Store | None = None
+    ahead: Ahead | None = None
 
 
-def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = False, fold: bool = False) -> FusionReport:
+def fuse(
+    gm: fx.GraphModule,
+    search: Search | None = None,
+    *,
+    twins: bool = False,
+    fold: bool = False,
+    known: Known = lambda text: None,
+    replay: Replay | None = None,
+) -> FusionReport:
     """Lower `gm` in place as far as it is safe; the report says what is left to Inductor, and why.
 
-    Nodes need `meta["example_value"]`, as Dynamo leaves it. With `twins`, templates are claimed where they have no
-    kernel as well, and run as plain PyTorch. With `fold`, RMSNorms' weights may be folded into the products after them.
+    Nodes need `meta["example_value"]`, as Dynamo leaves it.
+
+    Args:
+        search: measures; without one, or a lock to replay, the rules decide.
+        twins: claim templates where they have no kernel as well, and run them as plain PyTorch.
+        fold: RMSNorms' weights may be folded into the products after them.
+        known: what was measured before, for the rules.
+        replay: a lock that says it all.
     """
-    serving = Serving.TWINS if twins else Serving.DEFAULTS if search is None else Serving.KERNELS
+    serving = Serving.TWINS if twins else Serving.KERNELS if search or replay else Serving.DEFAULTS
     report = FusionReport()
     reason = untouchable(gm.graph)
     if reason:
@@ -60,19 +84,28 @@ def fuse(gm: fx.GraphModule, search: Search | None = None, *, twins: bool = Fals
     _merge(gm, report)
     operators, order = normalise(gm.graph), GraphOrder(gm.graph)
     operators = [replace(o, foldable=fold) if o.kind in NORMS else o for o in operators]
+    # Graphs that leave sizes open are others, even where their first call is alike.
+    left_open = any(is_symbolic(operator.value.shape) for operator in operators)
+    report.graph = Scheme(len(operators)).digest(operators) + "-open" * left_open
     report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, serving)]
-    chosen = suggested(operators, order, serving)
+    timer, ahead = (search.time_claim, search.ahead) if search is not None else (None, None)
+    graph = GraphSpace(operators, order, timer, serving, ahead, known)
     meter: Meter | None = None
+    if replay is not None:
+        chosen = replayed(graph, replay, report)
+    else:
+        chosen = suggested(operators, order, serving, known)
     if search is not None:
-        graph = GraphSpace(operators, order, search.time_claim, serving)
         meter = _meter(graph, search)
-        chosen = _searched(graph, meter, chosen, search, report)
-        _keep(meter, search)
+        found = _remembered(graph, meter, search, report)
+        chosen = _searched(graph, meter, chosen, search, report) if found is None else found
+        report.choices = graph.choices(meter.measured)
+        if found is None:
+            _keep(meter, search, report.choices, _results(meter, search, report, chosen, serving))
     scheme = joined(operators, [_range(start, choice) for start, choice in chosen.items()])
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
-    report.segments = [
-        _row(operators, segment, chosen.get(segment.start), meter, serving) for segment in scheme.segments
-    ]
+    look_up = known if replay is None else lock_known(graph, replay.lock)
+    report.segments = [_row(graph, segment, chosen.get(segment.start), meter, look_up) for segment in scheme.segments]
     if chosen:
         _apply(gm, list(chosen.values()), report)
     return report
@@ -98,7 +131,7 @@ def _range(start: int, choice: Choice) -> range:
 
 
 def _meter(graph: GraphSpace, search: Search) -> Meter:
-    """A meter that knows what the store holds."""
+    """A meter that knows what the store holds, and adds to it as it goes on: a search may be killed."""
     space, budget = graph.space(), Budget(search.seconds)
     if search.store is None:
         return Meter(space, budget, search.progress)
@@ -106,19 +139,60 @@ def _meter(graph: GraphSpace, search: Search) -> Meter:
     done = [
         key for key in graph.claimed_keys() if held.get(segment_key(key), Entry()).per_segment >= search.per_segment
     ]
-    return Meter(space, budget, search.progress, lambda key: held.get(segment_key(key), Entry()).times, done)
+    kept = time.monotonic()
+
+    def progress(step: Progress) -> None:
+        nonlocal kept
+        if search.progress is not None:
+            search.progress(step)
+        if time.monotonic() - kept > _KEEP_EVERY:
+            _keep(meter, search, {}, {})
+            kept = time.monotonic()
+
+    meter = Meter(space, budget, progress, lambda key: held.get(segment_key(key), Entry()).times, done)
+    return meter
 
 
-def _keep(meter: Meter, search: Search) -> None:
-    """Write what was measured to the store."""
-    if search.store is None or not meter.measurements:
+def _remembered(graph: GraphSpace, meter: Meter, search: Search, report: FusionReport) -> dict[int, Choice] | None:
+    """What a search of this graph, as thorough as this one, chose before; None if there is none that still holds."""
+    found = search.store.load().results.get(_graph_key(report, graph.serving)) if search.store is not None else None
+    if found is None or found.per_segment < search.per_segment:
+        return None
+    chosen: dict[int, Choice] = {}
+    for start, stop, name, config in found.segments:
+        claim = graph.claims(start, stop).get(name) if stop <= len(graph.operators) else None
+        times = meter.measured(start, stop) if claim is not None else {}
+        if claim is None or None not in times or (name, in_bucket(config, claim.problem.shape.m)) not in times:
+            return None
+        chosen[start] = Choice(claim, config, "measured faster")
+    return chosen
+
+
+def _results(
+    meter: Meter, search: Search, report: FusionReport, chosen: dict[int, Choice], serving: Serving
+) -> dict[str, Result]:
+    if meter.spent or not any(meter.times.values()):
+        return {}
+    segments = ((at, at + len(c.claim.operators), c.claim.template.name, c.config) for at, c in chosen.items())
+    return {_graph_key(report, serving): Result(search.per_segment, tuple(segments))}
+
+
+def _graph_key(report: FusionReport, serving: Serving) -> str:
+    return segment_key((report.graph, serving.name))
+
+
+def _keep(meter: Meter, search: Search, choices: Choices, results: dict[str, Result]) -> None:
+    """Write what was measured, and what came of it, to the store."""
+    if search.store is None or not (meter.measurements or results):
         return
     entries = {
         segment_key(key): Entry(times, search.per_segment if key in meter.searched else 0)
         for key, times in meter.times.items()
         if times
     }
-    search.store.update(Contents(entries))
+    search.store.update(Contents(entries, results=results))
+    device = search.store.environment["device"]
+    update_choices(choices_path(search.store.folder, device), device, choices)
 
 
 def _searched(
@@ -129,7 +203,8 @@ def _searched(
     found = two_stage(meter.space, meter, start, per_segment=search.per_segment, seed=search.seed)
     stops = {segment.start: segment.stop for segment in found.scheme.segments}
     chosen = {
-        place: Choice(graph.claims(place, stops[place])[name], config) for place, (name, config) in found.chosen.items()
+        place: Choice(graph.claims(place, stops[place])[name], config, "measured faster")
+        for place, (name, config) in found.chosen.items()
     }
     chosen = by_buckets(graph, meter, chosen, per_segment=search.per_segment, seed=search.seed)
     report.measurements = meter.measurements
@@ -139,39 +214,42 @@ def _searched(
     return chosen
 
 
-def _row(
-    operators: Sequence[Operator], segment: range, choice: Choice | None, meter: Meter | None, serving: Serving
-) -> SegmentReport:
-    inner = operators[segment.start : segment.stop]
-    text = " + ".join(operator.label for operator in inner)
+def _row(graph: GraphSpace, segment: range, choice: Choice | None, meter: Meter | None, known: Known) -> SegmentReport:
+    text = graph.label(segment.start, segment.stop)
     if choice is None:
-        return SegmentReport(text, "", "", "; ".join(dict.fromkeys(_why_not(operators, segment, meter, serving))))
-    name = choice.claim.template.name
-    if meter is None:
-        problem = choice.claim.problem
-        why = "a small product" if small(problem.shape, problem.dtype.itemsize) else "saves memory traffic"
-        return SegmentReport(text, name, choice.config, f"{why}, by rule")
-    known = meter.measured(segment.start, segment.stop)
-    config = in_bucket(choice.config, choice.claim.problem.shape.m)
-    return SegmentReport(text, name, choice.config, "measured faster", known[None], known[name, config])
+        why = "; ".join(dict.fromkeys(_why_not(graph, segment, meter, known)))
+        return SegmentReport(text, "", "", why, start=segment.start)
+    inductor_us = template_us = None
+    name, config = choice.claim.template.name, in_bucket(choice.config, choice.claim.problem.shape.m)
+    if meter is not None:
+        times = meter.measured(segment.start, segment.stop)
+        inductor_us, template_us = times[None], times[name, config]
+    else:
+        tuned = known(bucket(choice.claim, graph.serving))
+        if tuned is not None and tuned.config == config:
+            inductor_us, template_us = tuned.inductor_us, tuned.template_us
+    return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us, segment.start)
 
 
-def _why_not(operators: Sequence[Operator], segment: range, meter: Meter | None, serving: Serving) -> Iterator[str]:
+def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Known) -> Iterator[str]:
     """For what templates nearly or exactly cover inside a segment: why they do not compute it."""
     for start in segment:
         for stop in range(start + 2, min(start + LONGEST, segment.stop) + 1):
-            served, refused = claims(operators[start:stop], serving)
+            served, refused = claims(graph.operators[start:stop], graph.serving)
             yield from refused
             for claim in served:
                 name = claim.template.name
                 if meter is None:
-                    if not pays(claim):
+                    tuned = known(bucket(claim, graph.serving))
+                    if tuned is not None and not tuned.pays:
+                        yield f"{name}: {tuned.template_us:.1f} us at best before, Inductor {tuned.inductor_us:.1f} us"
+                    elif tuned is None and not pays(claim):
                         yield f"{name}: saves too little traffic at K = {claim.problem.shape.k}, by rule"
                     continue
-                known = meter.measured(start, stop)
-                times = [time for candidate, time in known.items() if candidate is not None and candidate[0] == name]
-                if times and None in known:
-                    yield f"{name}: {min(times):.1f} us at best, Inductor {known[None]:.1f} us"
+                times = meter.measured(start, stop)
+                own = [time for candidate, time in times.items() if candidate is not None and candidate[0] == name]
+                if own and None in times:
+                    yield f"{name}: {min(own):.1f} us at best, Inductor {times[None]:.1f} us"
 
 
 def _merge(gm: fx.GraphModule, report: FusionReport) -> None:

@@ -58,6 +58,7 @@ class Race:
 def decide(report: FusionReport, fused_us: float, plain_us: float) -> bool:
     """Whether a model keeps its templates; the report says so."""
     kept = fused_us < plain_us
+    report.whole_us = fused_us, plain_us
     verdict = "templates kept" if kept else "templates taken back"
     report.notes.append(f"whole model: {fused_us:.0f} us with templates, {plain_us:.0f} us without; {verdict}")
     if not kept:

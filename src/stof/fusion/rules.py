@@ -7,6 +7,7 @@ from math import prod
 
 from torch import fx
 
+from stof.fusion.choices import Known
 from stof.fusion.claims import Claim, claims
 from stof.fusion.lower import Choice, GraphOrder
 from stof.fusion.operators import NORMS, Kind, Operator
@@ -55,24 +56,60 @@ def pays(claim: Claim) -> bool:
     return saved * FLOPS_PER_BYTE >= flops * (1 / claim.template.share - 1)
 
 
-def suggested(operators: Sequence[Operator], order: GraphOrder, serving: Serving) -> dict[int, Choice]:
+def suggested(
+    operators: Sequence[Operator],
+    order: GraphOrder,
+    serving: Serving,
+    known: Known = lambda text: None,
+    within: Sequence[range] | None = None,
+) -> dict[int, Choice]:
     """Choices by the first operator of their segments: from the left, the longest sequence whose claim pays.
 
-    A product by itself counts as a sequence; unless it is small, nothing is saved.
+    A product by itself counts as a sequence; unless it is small, nothing is saved. Where it is `known` what a shape
+    takes, that decides: what saves most is chosen, and what saves nothing is not.
+
+    Args:
+        within: stretches of operators to look at; None for all.
     """
     chosen: dict[int, Choice] = {}
-    at = 0
-    while at < len(operators):
-        for length in range(min(LONGEST, len(operators) - at), 0, -1):
-            served = claims(operators[at : at + length], serving)[0]
-            served = [claim for claim in served if pays(claim) and isinstance(order.insertion(claim), fx.Node)]
-            if served:
-                chosen[at] = Choice(served[0])
-                at += length
-                break
-        else:
-            at += 1
+    for stretch in [range(len(operators))] if within is None else within:
+        at = stretch.start
+        while at < stretch.stop:
+            choice = _choice_at(operators[: stretch.stop], at, order, serving, known)
+            if choice is None:
+                at += 1
+            else:
+                chosen[at] = choice
+                at += len(choice.claim.operators)
     return chosen
+
+
+def _choice_at(
+    operators: Sequence[Operator], at: int, order: GraphOrder, serving: Serving, known: Known
+) -> Choice | None:
+    by_rule: Choice | None = None
+    measured: Choice | None = None
+    saved = 0.0
+    for length in range(min(LONGEST, len(operators) - at), 0, -1):
+        for claim in claims(operators[at : at + length], serving)[0]:
+            if not isinstance(order.insertion(claim), fx.Node):
+                continue
+            tuned = known(bucket(claim, serving))
+            if tuned is not None and tuned.config in claim.template.configs(claim.problem, serving):
+                if tuned.inductor_us - tuned.template_us > saved:
+                    saved, measured = (
+                        tuned.inductor_us - tuned.template_us,
+                        Choice(claim, tuned.config, "measured faster before"),
+                    )
+            elif by_rule is None and pays(claim):
+                reason = "a small product" if small(claim.problem.shape, claim.problem.dtype.itemsize) else ""
+                by_rule = Choice(claim, why=f"{reason or 'saves memory traffic'}, by rule")
+    return measured or by_rule
+
+
+def bucket(claim: Claim, serving: Serving) -> str:
+    """What is known of a claim is known by this text; twins have times of their own."""
+    return claim.problem.bucket + (" twins" if serving is Serving.TWINS else "")
 
 
 def apart(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:

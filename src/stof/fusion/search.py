@@ -1,4 +1,4 @@
-"""The two-stage search for a scheme and its parameters, and the searches it is compared with.
+"""The two-stage search for a scheme and its parameters.
 
 Stage 1 walks boundaries with the paper's rules (expand, seize, compete), each move measured and taken back if slower.
 Stage 2 samples configurations of the segments that templates compute, first the same number each, then more where more
@@ -21,6 +21,8 @@ from stof.fusion.scheme import Scheme
 
 # A template and its configuration, e.g. ("linear", "128x128x64,8w,3s,tile"); None is Inductor's own code.
 Candidate = tuple[str, str]
+# Candidates of the segment from one place to another.
+Wanted = tuple[int, int, Sequence[Candidate | None]]
 # What tuning is hoped to leave of a default configuration's time: stage 1 keeps segments whose template loses by less.
 HOPE = 0.8
 
@@ -36,6 +38,9 @@ class Space:
         candidates: the templates' configurations for a segment, defaults first; empty when no template covers it.
         measure: microseconds of a segment with each of some candidates, `math.inf` for one that does not run.
         longest: operators in the longest segment that any template covers.
+        prepare: told which candidates of which segments will be measured soon, so that they can be compiled meanwhile.
+        floor: microseconds that a candidate takes at the least; 0 where nothing is known.
+        label: a segment in words.
     """
 
     intensive: Sequence[bool]
@@ -44,6 +49,9 @@ class Space:
     candidates: Callable[[int, int], Sequence[Candidate]]
     measure: Callable[[int, int, Sequence[Candidate | None]], Sequence[float]]
     longest: int
+    prepare: Callable[[Sequence[Wanted]], object] = lambda wanted: None
+    floor: Callable[[int, int, Candidate], float] = lambda start, stop, candidate: 0.0
+    label: Callable[[int, int], str] = lambda start, stop: f"operators {start}..{stop - 1}"
 
     @property
     def size(self) -> int:
@@ -74,6 +82,7 @@ class Progress:
 
     start: int
     stop: int
+    segment: str
     tried: int
     best: Candidate | None
     best_us: float
@@ -83,7 +92,7 @@ class Progress:
     def __str__(self) -> str:
         by = "Inductor" if self.best is None else " ".join(self.best).strip()
         return (
-            f"operators {self.start}..{self.stop - 1}: {self.tried} tried, best {by} {self.best_us:.1f} us, "
+            f"{self.segment}: {self.tried} tried, best {by} {self.best_us:.1f} us, "
             f"Inductor {self.inductor_us:.1f} us, {self.seconds_left:.0f} s left"
         )
 
@@ -122,8 +131,21 @@ class Meter:
         known = self.take(self.space.key(start, stop), candidates, lambda new: self.space.measure(start, stop, new))
         if self.measurements > before and self.progress is not None and None in known:
             best, best_us = self.best(start, stop)
-            left = self.budget.left
-            self.progress(Progress(start, stop, len(known) - 1, best, best_us, known[None], left))
+            left, name = self.budget.left, self.space.label(start, stop)
+            self.progress(Progress(start, stop, name, len(known) - 1, best, best_us, known[None], left))
+
+    def untried(self, start: int, stop: int) -> list[Candidate]:
+        """Candidates that have not been measured and could be the fastest, as far as their floors tell."""
+        known = self.measured(start, stop)
+        least = min(known.values(), default=math.inf)
+        left = [c for c in self.space.candidates(start, stop) if c not in known]
+        return [c for c in left if self.space.floor(start, stop, c) < least]
+
+    def prepare(self, wanted: Iterable[Wanted]) -> None:
+        """Announce what will be measured soon, as far as it has not been."""
+        new = [(start, stop, [c for c in some if c not in self.measured(start, stop)]) for start, stop, some in wanted]
+        if not self.spent and any(some for _, _, some in new):
+            self.space.prepare([one for one in new if one[2]])
 
     def take(
         self,
@@ -204,9 +226,20 @@ def two_stage(space: Space, meter: Meter, initial: Scheme, *, per_segment: int =
     After each stage the segments measured so far are put together in the best way, which costs no measurement: moves of
     single boundaries cannot cross a valley, and configurations found late may reverse a choice made early.
     """
+    meter.prepare((start, stop, space.candidates(start, stop)[:1]) for start, stop in _covered(space))
     stage_one(space, meter, initial, hope=HOPE)
     stage_two(space, meter, assemble(meter, hope=HOPE), per_segment=per_segment, seed=seed)
     return outcome(meter, assemble(meter))
+
+
+def _covered(space: Space) -> Iterator[tuple[int, int]]:
+    """One segment of each key that a template covers."""
+    seen: set[Hashable] = set()
+    for stop in range(1, space.size + 1):
+        for start in range(max(0, stop - space.longest), stop):
+            if space.candidates(start, stop) and space.key(start, stop) not in seen:
+                seen.add(space.key(start, stop))
+                yield start, stop
 
 
 def assemble(meter: Meter, hope: float = 1.0) -> Scheme:
@@ -241,7 +274,7 @@ def stage_one(space: Space, meter: Meter, initial: Scheme, *, hope: float = 1.0)
     A move concerns all alike places at once, so that equal layers stay equal. `hope` as in `Meter.gain`.
     """
     starts = {space.classes[start] for start in initial.starts}
-    best = _scheme(space, starts)
+    best = scheme_of(space, starts)
     saved = meter.total(best, hope)
     tried = {frozenset(starts)}
     improved = True
@@ -252,7 +285,7 @@ def stage_one(space: Space, meter: Meter, initial: Scheme, *, hope: float = 1.0)
                 if frozenset(move) in tried:  # the same boundary of another layer, or a move taken back before
                     continue
                 tried.add(frozenset(move))
-                scheme = _scheme(space, move)
+                scheme = scheme_of(space, move)
                 total = meter.total(scheme, hope)
                 if total > saved:
                     best, saved, starts, improved = scheme, total, move, True
@@ -262,7 +295,8 @@ def stage_one(space: Space, meter: Meter, initial: Scheme, *, hope: float = 1.0)
     return best
 
 
-def _scheme(space: Space, starts: set[Hashable]) -> Scheme:
+def scheme_of(space: Space, starts: set[Hashable]) -> Scheme:
+    """The scheme with boundaries at all places of these classes."""
     return Scheme.of(space.size, (place for place in range(1, space.size) if space.classes[place] in starts))
 
 
@@ -320,16 +354,20 @@ def stage_two(
         if space.candidates(segment.start, segment.stop) and key not in meter.searched:
             groups.setdefault(key, segment)
             often[key] = often.get(key, 0) + 1
+    # Drawn without replacement: in which order is settled now, so that what comes next can be compiled early.
+    queues = {key: _shuffled(space.candidates(s.start, s.stop), chance) for key, s in groups.items()}
     reward = dict.fromkeys(groups, 1.0)
     sampled, idle = set(groups), 0
     while groups and idle < patience and not meter.spent:
         before = {key: meter.gain(s.start, s.stop) for key, s in groups.items()}
-        for key, count in _shares(reward, per_segment * len(groups)).items():
+        left = {key: _in_order(queues[key], meter.untried(s.start, s.stop)) for key, s in groups.items()}
+        shares = _shares(reward, per_segment * len(groups))
+        meter.prepare((s.start, s.stop, left[key][: shares[key]]) for key, s in groups.items())
+        meter.prepare((s.start, s.stop, left[key][shares[key] :][:per_segment]) for key, s in groups.items())
+        for key, count in shares.items():
             segment = groups[key]
-            known = meter.measured(segment.start, segment.stop)
-            left = [c for c in space.candidates(segment.start, segment.stop) if c not in known]
-            meter.measure(segment.start, segment.stop, chance.sample(left, min(count, len(left))))
-            if len(left) <= count:
+            meter.measure(segment.start, segment.stop, left[key][:count])
+            if not meter.untried(segment.start, segment.stop):
                 del groups[key]
         reward = {k: often[k] * (meter.gain(s.start, s.stop) - before[k]) for k, s in groups.items()}
         gained = any(meter.gain(s.start, s.stop) > before[k] for k, s in groups.items())
@@ -338,40 +376,18 @@ def stage_two(
         meter.searched |= sampled
 
 
+def _shuffled(candidates: Sequence[Candidate], chance: random.Random) -> list[Candidate]:
+    return chance.sample(candidates, len(candidates))
+
+
+def _in_order(queue: Sequence[Candidate], some: Sequence[Candidate]) -> list[Candidate]:
+    wanted = set(some)
+    return [candidate for candidate in queue if candidate in wanted]
+
+
 def _shares(reward: dict[Hashable, float], total: int) -> dict[Hashable, int]:
     """`total` draws in proportion to rewards, evenly when there are none; each segment keeps one draw at least."""
     whole = sum(reward.values())
     even = {key: 1.0 / len(reward) for key in reward}
     share = {key: value / whole for key, value in reward.items()} if whole > 0 else even
     return {key: max(1, round(total * part)) for key, part in share.items()}
-
-
-def random_search(space: Space, meter: Meter, *, schemes: int, seed: int = 0) -> Outcome:
-    """Baseline: random schemes, and a random candidate for each of their segments; the best of all is kept."""
-    chance = random.Random(seed)
-    classes = sorted(set(space.classes), key=repr)
-    best, saved = Scheme(space.size, tuple(range(1, space.size))), 0.0
-    for _ in range(schemes):
-        if meter.spent:
-            break
-        scheme = _scheme(space, {c for c in classes if chance.random() < 0.5})
-        if scheme.problems(space.intensive):
-            continue
-        for segment in scheme.segments:
-            candidates = space.candidates(segment.start, segment.stop)
-            if candidates:
-                meter.measure(segment.start, segment.stop, (None, chance.choice(candidates)))
-        total = sum(meter.known_gain(segment.start, segment.stop) for segment in scheme.segments)
-        if total > saved:
-            best, saved = scheme, total
-    return outcome(meter, best)
-
-
-def exhaustive(space: Space, meter: Meter) -> Outcome:
-    """Baseline: every candidate of every segment that a template covers, put together in the best way."""
-    for stop in range(1, space.size + 1):
-        for start in range(max(0, stop - space.longest), stop):
-            candidates = space.candidates(start, stop)
-            if candidates:
-                meter.measure(start, stop, (None, *candidates))
-    return outcome(meter, assemble(meter))

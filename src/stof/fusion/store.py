@@ -10,10 +10,8 @@ import functools
 import hashlib
 import json
 import math
-import os
-import sys
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,10 @@ from typing import Any
 import torch
 
 from stof.fusion.search import Candidate
+from stof.tuning.files import cache_folder, remembering, replace_whole, sole_writer
 from stof.tuning.machine import device_name, package_version
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
@@ -37,12 +36,29 @@ class Entry:
     per_segment: int = 0
 
 
+@dataclass(frozen=True)
+class Result:
+    """What a search that came to its end chose: `(first operator, end, template, configuration)` of fused segments."""
+
+    per_segment: int
+    segments: tuple[tuple[int, int, str, str], ...]
+
+
 @dataclass
 class Contents:
-    """A store's segments and whole-model comparisons (with templates, without; microseconds), by their keys."""
+    """What a store holds, by keys.
+
+    Attributes:
+        segments: their times.
+        races: of whole models, microseconds with templates and without.
+        checks: of templates in segments why they may not be used, "" where they may.
+        results: of searches, by graphs.
+    """
 
     segments: dict[str, Entry] = field(default_factory=dict)
     races: dict[str, tuple[float, float]] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
 
 
 class Store:
@@ -54,7 +70,7 @@ class Store:
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        self.environment = dict(environment)
+        self.folder, self.environment = folder, dict(environment)
         text = json.dumps(self.environment, sort_keys=True)
         self.path = folder / f"fusion-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
@@ -64,42 +80,34 @@ class Store:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["version"] != VERSION:
                 return Contents()
-            segments, races = dict(data["segments"]), dict(data["races"])
+            parts = {name: dict(data[name]) for name in _PARSERS}
         except FileNotFoundError:
             return Contents()
         except (OSError, ValueError, TypeError, KeyError) as error:
             warnings.warn(f"{self.path} is not readable and is ignored: {error!r}", stacklevel=2)
             return Contents()
         contents, broken = Contents(), 0
-        for key, value in segments.items():
-            try:
-                contents.segments[key] = _entry(value)
-            except (ValueError, TypeError, KeyError, IndexError):
-                broken += 1
-        for key, value in races.items():
-            try:
-                fused, plain = (float(time) for time in value)
-                contents.races[key] = fused, plain
-            except (ValueError, TypeError):
-                broken += 1
+        for name, parse in _PARSERS.items():
+            for key, value in parts[name].items():
+                try:
+                    getattr(contents, name)[key] = parse(value)
+                except (ValueError, TypeError, KeyError, IndexError):
+                    broken += 1
         if broken:
             warnings.warn(f"{self.path}: {broken} broken entries are ignored", stacklevel=2)
         return contents
 
     def update(self, new: Contents) -> None:
         """Add to the file; newer times take the place of older ones."""
-        from filelock import FileLock
-
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.path.with_suffix(".lock")):
+        with remembering(self.path), sole_writer(self.path):
             merged = self.load()
             for key, entry in new.segments.items():
                 old = merged.segments.get(key, Entry())
                 merged.segments[key] = Entry(old.times | entry.times, max(old.per_segment, entry.per_segment))
             merged.races |= new.races
-            half = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-            half.write_text(json.dumps(self._data(merged), indent=1), encoding="utf-8")
-            half.replace(self.path)
+            merged.checks |= new.checks
+            merged.results |= new.results
+            replace_whole(self.path, json.dumps(self._data(merged), indent=1))
 
     def _data(self, contents: Contents) -> dict[str, Any]:
         return {
@@ -113,6 +121,10 @@ class Store:
                 for key, entry in contents.segments.items()
             },
             "races": contents.races,
+            "checks": contents.checks,
+            "results": {
+                key: {"per_segment": one.per_segment, "segments": one.segments} for key, one in contents.results.items()
+            },
         }
 
 
@@ -128,6 +140,30 @@ def _entry(value: Any) -> Entry:
     return Entry(times, int(value["per_segment"]))
 
 
+def _race(value: Any) -> tuple[float, float]:
+    fused, plain = value
+    return float(fused), float(plain)
+
+
+def _check(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a check is text")
+    return value
+
+
+def _result(value: Any) -> Result:
+    segments = ((int(start), int(stop), str(name), str(config)) for start, stop, name, config in value["segments"])
+    return Result(int(value["per_segment"]), tuple(segments))
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "segments": _entry,
+    "races": _race,
+    "checks": _check,
+    "results": _result,
+}
+
+
 def segment_key(key: Hashable) -> str:
     """A search key as text for files: equal in every process for equal segments."""
     return hashlib.sha256(repr(key).encode()).hexdigest()[:32]
@@ -141,23 +177,15 @@ def default_store(device: torch.device, folder: Path | None = None) -> Store:
             "device": device_name(device),
             "torch": torch.__version__,
             "triton": package_version("triton") or "none",
-            "source": source_digest(),
+            "source": source_digest("templates"),
         },
     )
 
 
-def cache_folder() -> Path:
-    """`stof` in the platform's folder for caches (`XDG_CACHE_HOME` on Linux, where it is set)."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "stof"
-    variable, usual = ("LOCALAPPDATA", "AppData/Local") if sys.platform == "win32" else ("XDG_CACHE_HOME", ".cache")
-    return Path(os.environ.get(variable) or Path.home() / usual) / "stof"
-
-
 @functools.cache
-def source_digest() -> str:
-    """A hash of this package's source: what another version of it measured or compiled is not used."""
+def source_digest(part: str = "") -> str:
+    """A hash of this package's source, or of a part of it: what another version measured or compiled is not used."""
     hashed = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
+    for file in sorted((Path(__file__).parent / part).rglob("*.py")):
         hashed.update(file.read_bytes())
     return hashed.hexdigest()[:16]

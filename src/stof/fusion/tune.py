@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import fx
 
+from stof.fusion.choices import Choices, Known, Tuned
 from stof.fusion.claims import Claim, claims
 from stof.fusion.layers import find_layers
 from stof.fusion.lower import GraphOrder
 from stof.fusion.operators import Operator
-from stof.fusion.rules import LONGEST
-from stof.fusion.search import Candidate, Space
+from stof.fusion.rules import LONGEST, bucket
+from stof.fusion.search import Candidate, Space, Wanted
+from stof.fusion.templates.config import GemmConfig
 from stof.fusion.templates.registry import Serving
+from stof.fusion.templates.roofline import floor_us
 
 
 class TimeClaim(Protocol):
@@ -26,14 +31,26 @@ class TimeClaim(Protocol):
         """Microseconds of a claim's segment with each configuration; None is Inductor's code, inf a failure."""
 
 
+class Ahead(Protocol):
+    """Compiles early; `stof.fusion.ahead.CompileAhead` is one."""
+
+    def start(self, claim: Claim, configs: Sequence[str]) -> None:
+        """Begin to compile a claim's configurations."""
+
+    def wait(self, claim: Claim, configs: Sequence[str]) -> None:
+        """Until they are compiled."""
+
+
 @dataclass
 class GraphSpace:
-    """The segments of one graph, what templates claim them, and how they are measured."""
+    """The segments of one graph, what templates claim them, and how they are compiled and measured."""
 
     operators: Sequence[Operator]
     order: GraphOrder
-    time_claim: TimeClaim
+    time_claim: TimeClaim | None
     serving: Serving = Serving.KERNELS
+    ahead: Ahead | None = None
+    known: Known = lambda bucket: None
 
     def __post_init__(self) -> None:
         self.signatures = [operator.signature() for operator in self.operators]
@@ -52,47 +69,92 @@ class GraphSpace:
         return found
 
     def candidates(self, start: int, stop: int) -> list[Candidate]:
-        """Every configuration of every template that claims a segment, the templates' defaults first."""
+        """Every configuration of every template that claims a segment; first what is known to be good, or defaults."""
         found = self._candidates.get((start, stop))
         if found is None:
             served = self.claims(start, stop).values()
-            lists = [[(c.template.name, x) for x in c.template.configs(c.problem, self.serving)] for c in served]
+            lists = [[(c.template.name, config) for config in self._configs(c)] for c in served]
             found = [candidate for one in lists for candidate in one[:1]] + [
                 candidate for one in lists for candidate in one[1:]
             ]
             self._candidates[start, stop] = found
         return found
 
+    def _configs(self, claim: Claim) -> list[str]:
+        configs, tuned = claim.template.configs(claim.problem, self.serving), self.known(bucket(claim, self.serving))
+        if tuned is None or tuned.config not in configs:
+            return configs
+        return [tuned.config, *(config for config in configs if config != tuned.config)]
+
+    def choices(self, times: Callable[[int, int], Mapping[Candidate | None, float]]) -> Choices:
+        """Of each template and shape that has been measured, the fastest configuration."""
+        found: Choices = {}
+        for start, stop in self._segments():
+            served = self.claims(start, stop)
+            taken = times(start, stop) if served else {}
+            for name, claim in served.items() if 0 < taken.get(None, math.inf) < math.inf else ():
+                own = {c[1]: us for c, us in taken.items() if c is not None and c[0] == name and 0 < us < math.inf}
+                if own:
+                    best = min(own, key=own.__getitem__)
+                    found[bucket(claim, self.serving)] = Tuned(best, own[best], taken[None])
+        return found
+
+    def _segments(self) -> list[tuple[int, int]]:
+        places = range(len(self.operators))
+        return [(i, j) for i in places for j in range(i + 1, min(i + LONGEST, len(places)) + 1)]
+
     def key(self, start: int, stop: int) -> Hashable:
         """Signatures of the operators, problems of the claims and who serves: equal segments of all layers are one."""
         key = self._keys.get((start, stop))
         if key is None:
-            problems = tuple(claim.problem for claim in self.claims(start, stop).values())
-            key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems, self.serving)
+            problems = tuple(claim.problem.text() for claim in self.claims(start, stop).values())
+            key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems, self.serving.name)
         return key
 
     def bucket_key(self, start: int, stop: int, claim: Claim) -> Hashable:
         """The key that a graph of fixed sizes would have for a segment, at a claim's sizes."""
         signatures = tuple(operator.signature(claim.at) for operator in self.operators[start:stop])
-        return signatures, (claim.problem,), self.serving
+        return signatures, (claim.problem.text(),), self.serving.name
 
     def claimed_keys(self) -> set[Hashable]:
         """The keys of all segments that templates claim."""
-        places = range(len(self.operators))
-        segments = [(i, j) for i in places for j in range(i + 1, min(i + LONGEST, len(places)) + 1)]
-        return {self.key(start, stop) for start, stop in segments if self.claims(start, stop)}
+        return {self.key(start, stop) for start, stop in self._segments() if self.claims(start, stop)}
 
     def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> list[float]:
         """Times of candidates, template by template, since templates differ in what they read."""
+        assert self.time_claim is not None
         served = self.claims(start, stop)
         times: dict[Candidate | None, float] = {}
         for i, (name, claim) in enumerate(served.items()):
             configs = [c[1] for c in candidates if c is not None and c[0] == name]
             with_inductor = None in candidates and i == 0
             asked: list[str | None] = [*([None] if with_inductor else []), *configs]
+            if self.ahead is not None and configs:
+                self.ahead.wait(claim, configs)
             for config, taken in zip(asked, self.time_claim(claim, asked) if asked else (), strict=True):
                 times[None if config is None else (name, config)] = taken
         return [times[candidate] for candidate in candidates]
+
+    def prepare(self, wanted: Sequence[Wanted]) -> None:
+        """Have candidates compiled that will be measured soon."""
+        for start, stop, candidates in wanted if self.ahead is not None else ():
+            for name, claim in self.claims(start, stop).items():
+                configs = [c[1] for c in candidates if c is not None and c[0] == name]
+                if configs and self.ahead is not None:
+                    self.ahead.start(claim, configs)
+
+    def floor(self, start: int, stop: int, candidate: Candidate) -> float:
+        """Microseconds that a candidate's product takes at the least; 0 for defaults, which are measured anyway."""
+        template, config = candidate
+        problem = self.claims(start, stop)[template].problem
+        if not config or problem.device.type != "cuda":
+            return 0.0
+        device = torch.cuda.get_device_properties(problem.device)
+        capability, processors = (device.major, device.minor), device.multi_processor_count
+        return floor_us(GemmConfig.parse(config), problem.shape, problem.dtype, capability, processors)
+
+    def label(self, start: int, stop: int) -> str:
+        return " + ".join(operator.label for operator in self.operators[start:stop])
 
     def space(self) -> Space:
         return Space(
@@ -102,4 +164,7 @@ class GraphSpace:
             self.candidates,
             self.measure,
             LONGEST,
+            self.prepare,
+            self.floor,
+            self.label,
         )

@@ -17,16 +17,22 @@ from torch import Tensor, fx, nn
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
+from stof.fusion.ahead import CompileAhead
+from stof.fusion.choices import Known, known_choices
+from stof.fusion.lock import read_lock
 from stof.fusion.lower import copy_module
-from stof.fusion.measure import SegmentTimer
+from stof.fusion.measure import SegmentTimer, check
 from stof.fusion.nodes import changes_inputs
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.race import Race, decide
+from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
 from stof.fusion.search import Progress
-from stof.fusion.store import Contents, default_store, segment_key, source_digest
+from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
 from stof.fusion.weights import pack_weights, unpack_weights
 from stof.masks import Mask
+from stof.tuning.files import cache_folder
+from stof.tuning.machine import device_name
 
 __all__ = ["CompileOptions", "FusionReport", "optimize", "pack_weights", "stof_backend", "unpack_weights"]
 
@@ -54,10 +60,14 @@ class CompileOptions:
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
         progress: True prints a line to stderr after each measurement, a callable is called with it.
         store: where measurements are kept for later processes: True for the user's cache folder, a path for another
-            folder, False for nowhere.
+            folder, False for nowhere. Without measuring, what it knows of a shape goes before the rules; what comes
+            with the package does in any case.
+        lock: a lock file (`stof tune MODEL --lock FILE`), whose choices are reproduced with nothing measured; what does
+            not fit is reported, and left to the rules.
 
     Raises:
         ArgumentError: a value that is none of these.
+        LockFileError: a lock that cannot be read.
     """
 
     effort: str = "none"
@@ -69,6 +79,7 @@ class CompileOptions:
     report: bool | Callable[[FusionReport], object] = False
     progress: bool | Callable[[Progress], object] = False
     store: bool | str | Path = True
+    lock: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS:
@@ -83,6 +94,13 @@ class CompileOptions:
         if self.deterministic and self.effort != "none":
             raise ArgumentError(f"deterministic=True measures nothing; effort {self.effort!r} does")
 
+        if self.lock is not None:
+            read_lock(Path(self.lock))
+        if self.lock is not None and self.effort != "none":
+            raise ArgumentError(
+                f"lock reproduces choices, effort {self.effort!r} searches for them; give one of the two"
+            )
+
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> CompileOptions:
         """Options from a mapping.
@@ -96,15 +114,35 @@ class CompileOptions:
             raise ArgumentError(f"no such option: {', '.join(unknown)}; backend 'stof' takes {', '.join(known)}")
         return cls(**dict(options or {}))
 
-    def search(self, example_inputs: Sequence[Any]) -> Search | None:
-        """What the effort asks for, on the device of a graph's inputs."""
+    def search(self, device: torch.device) -> Search | None:
+        """What the effort asks for."""
         if self.effort == "none":
             return None
         seconds, per_segment = EFFORTS[self.effort]
-        devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
-        device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
-        store = default_store(device, Path(self.store) if self.store is not True else None) if self.store else None
-        return Search(SegmentTimer(), self.budget_s or seconds, per_segment, self._shown(), store=store)
+        seconds = self.budget_s or seconds
+        return Search(
+            SegmentTimer(), seconds, per_segment, self._shown(), store=self._store(device), ahead=_compiling(device)
+        )
+
+    def known(self, device: torch.device) -> Known:
+        """What was measured on this device before; with `deterministic` only what comes with the package."""
+        folder = None if self.deterministic else self._folder()
+        return known_choices(device_name(device), folder)
+
+    def replay(self, device: torch.device) -> Replay | None:
+        """The lock, if there is one."""
+        if self.lock is None:
+            return None
+        return Replay(read_lock(Path(self.lock)), device_name(device), check, self._store(device))
+
+    def _folder(self) -> Path | None:
+        if isinstance(self.store, bool):
+            return cache_folder() if self.store else None
+        return Path(self.store)
+
+    def _store(self, device: torch.device) -> Store | None:
+        folder = self._folder()
+        return None if folder is None else default_store(device, folder)
 
     def _shown(self) -> Callable[[Progress], object] | None:
         if callable(self.progress):
@@ -142,9 +180,17 @@ def stof_backend(
     if mode not in (None, "default"):
         raise ArgumentError(f"backend 'stof' has no modes (got mode={mode!r}); use options={{'cuda_graphs': True}}")
     refuse_training(gm)
-    search = parsed.search(example_inputs)
+    devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
+    device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
+    search = parsed.search(device)
     plain = copy_module(gm) if search is not None else None
-    report = fuse(gm, search, twins=parsed.twins, fold=parsed.fold)
+    try:
+        report = fuse(
+            gm, search, twins=parsed.twins, fold=parsed.fold, known=parsed.known(device), replay=parsed.replay(device)
+        )
+    finally:
+        if search is not None and isinstance(search.ahead, CompileAhead):
+            search.ahead.close()
 
     def compiled(module: fx.GraphModule, digest: str) -> Callable[..., Any]:
         return _inductor(module, example_inputs, parsed, digest)
@@ -168,6 +214,14 @@ def stof_backend(
             search.store.update(Contents(races={key: (fused_us, plain_us)}))
 
     return Race(compiled(gm, report.digest), compiled(plain, ""), report, parsed.tell, keep)
+
+
+def _compiling(device: torch.device) -> CompileAhead | None:
+    """As many processes as Inductor has; none where it compiles in this one, or nothing is compiled."""
+    from torch._inductor import config
+
+    threads = int(config.compile_threads)
+    return CompileAhead(threads) if device.type == "cuda" and threads > 1 else None
 
 
 def _inductor(

@@ -7,8 +7,6 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 @no_type_check
@@ -77,7 +75,9 @@ def activate(x, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
         # 0.5 (1 + tanh u) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
         x = _damped(x, x * (-2.302208198 - 0.1029432397 * (x * x)), FAST)
     elif ACTIVATION == "silu":
-        x = _damped(x, x * -LOG2E, FAST)
+        # log2(e), not a global constant: a kernel's key in Triton's cache holds its helpers' constants only where those
+        # helpers had keys before, so a process that compiles in another order would not find it.
+        x = _damped(x, x * -1.4426950408889634, FAST)
     elif ACTIVATION == "relu":
         x = tl.maximum(x, 0.0)
     return x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -59,6 +59,24 @@ class Problem:
     shape: GemmShape
     dtype: torch.dtype
     device: torch.device
+
+    def text(self, rows: int | None = None) -> str:
+        """`linear 4096x3072x768 activation=gelu bias float16`: equal problems, in any process, have equal texts.
+
+        Args:
+            rows: another number of rows to write.
+        """
+        words = [self.shape.template, f"{rows or self.shape.m}x{self.shape.n}x{self.shape.k}"]
+        for field in fields(self.shape):
+            value = getattr(self.shape, field.name)
+            if field.default is not MISSING and value != field.default:
+                words.append(field.name if value is True else f"{field.name}={value}")
+        return " ".join([*words, str(self.dtype).removeprefix("torch.")])
+
+    @property
+    def bucket(self) -> str:
+        """The text with its rows rounded up to a power of two, so that what is measured serves like numbers as well."""
+        return self.text(bucket_of(self.shape.m))
 
 
 @dataclass(frozen=True)

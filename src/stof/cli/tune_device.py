@@ -1,0 +1,71 @@
+"""`stof tune --device`: measures this GPU and fits the selector's cost model to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def tune_device(
+    device: bool,
+    measurements: list[Path] | None,
+    output: Path | None,
+    masks: str,
+    only: str,
+    shapes: str,
+    budget: float | None,
+    workers: int,
+    check: bool,
+) -> None:
+    """Measure this machine's GPU (`device`), or read measurements; fit the cost model and report how far it is off."""
+    import json
+
+    import torch
+    from rich.console import Console
+
+    from stof.bench import selector
+    from stof.errors import ArgumentError
+    from stof.selection.model import load_model, model_to_dict
+
+    console = Console(stderr=True)
+    if device:
+        if not torch.cuda.is_available():
+            raise ArgumentError("stof tune --device needs an NVIDIA GPU, and torch sees none")
+        cells = [
+            (mask, shape)
+            for mask, shape in selector.CELLS
+            if (not masks or mask in masks.split()) and (not shapes or shape in shapes.split())
+        ]
+        if measurements is not None and len(measurements) > 1:
+            raise ArgumentError("--device writes one file of measurements")
+        rows = selector.measure(
+            cells, workers, budget, lambda line: console.print(line, style="dim", markup=False), only
+        )
+        for file in measurements or ():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(selector.to_json(rows)), encoding="utf-8")
+    elif measurements:
+        rows = [
+            row for file in measurements for row in selector.from_json(json.loads(file.read_text(encoding="utf-8")))
+        ]
+    else:
+        raise ArgumentError(
+            "give a MODEL to tune, --device to measure this GPU, or --measurements FILE to fit its times"
+        )
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
+    base = load_model(name)
+    torch.set_num_threads(1)  # many tiny tensors
+    if check:
+        Console().print(selector.regret_table(rows, base))
+        return
+    if not device or not measurements or output is not None:  # else only measured, to be fitted elsewhere
+        fitted = selector.fit(rows, base)
+        errors, left_out = selector.leave_one_out(rows, base)
+        quality = {"fit": selector.summary(*selector.self_check(rows, fitted))}
+        quality["leave_one_mask_out"] = selector.summary(errors, left_out)
+        Console().print(selector.regret_table(rows, fitted))
+        for kind, line in quality.items():
+            console.print(f"{kind}: {line}")
+        if output is not None:
+            content = json.dumps({**model_to_dict(fitted), "quality": quality}, indent=1)
+            output.write_text(content + "\n", encoding="utf-8")
+            console.print(f"wrote {output}")

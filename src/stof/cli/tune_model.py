@@ -1,0 +1,144 @@
+"""`stof tune MODEL`: searches for a model's fusion scheme with progress shown, and writes what it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from stof.fusion.report import FusionReport
+    from stof.fusion.search import Progress
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for."""
+
+    model: str
+    batch: int
+    length: int
+    mask: str
+    dtype: str
+    effort: str
+    budget: float | None
+    twins: bool
+    lock: Path | None
+    html: Path | None
+    png: Path | None
+    store: Path | None
+
+
+class View:
+    """The search as it goes on: one line a segment with the best so far, and what is being done."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, Progress] = {}
+
+    def update(self, step: Progress) -> None:
+        self.steps[step.segment] = step
+
+    def table(self, doing: str) -> Table:
+        """What is known now."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=doing, title_justify="left", title_style="bold")
+        for name in ("segment", "tried", "best so far", "best us", "Inductor us"):
+            table.add_column(name, justify="left" if name in ("segment", "best so far") else "right")
+        for step in self.steps.values():
+            best = "Inductor" if step.best is None else " ".join(step.best).strip()
+            figures = (f"{step.best_us:.1f}", f"{step.inductor_us:.1f}")
+            table.add_row(*(Text(cell) for cell in (step.segment, str(step.tried), best, *figures)))
+        return table
+
+
+def tune_model(wanted: Wanted) -> None:
+    """Search, show, write."""
+    import torch
+    from rich.console import Console
+
+    from stof.bench.load import load
+    from stof.errors import ArgumentError
+    from stof.fusion.lock import read_lock
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if wanted.dtype not in ("float16", "bfloat16", "float32"):
+        raise ArgumentError(f"dtype is float16, bfloat16 or float32, got {wanted.dtype!r}")
+    if wanted.effort not in ("quick", "full"):
+        raise ArgumentError(f"effort is quick or full, got {wanted.effort!r}")
+    if wanted.png is not None and wanted.png.suffix not in (".png", ".svg", ".pdf"):
+        raise ArgumentError(f"a chart is a .png, .svg or .pdf file, got {wanted.png.name}")
+    if wanted.lock is not None and wanted.lock.exists():
+        read_lock(wanted.lock)  # what cannot be read is not written over, after minutes of searching least of all
+    console = Console(stderr=True)
+    with console.status(f"loading {wanted.model}"):
+        precision = getattr(torch, wanted.dtype)
+        loaded = load(wanted.model, wanted.batch, wanted.length, wanted.mask, device, precision)
+    reports = _search(wanted, loaded, device)
+    for report in reports:
+        Console().print(report)
+    if not reports:
+        raise ArgumentError(f"{wanted.model} has no graph that could be tuned: torch.compile captured none")
+    _write(wanted, loaded.name, device, reports, console)
+
+
+def _search(wanted: Wanted, loaded: Any, device: Any) -> list[FusionReport]:
+    """The reports of all graphs of one call of the model."""
+    import time
+
+    import torch
+    from rich.console import Console
+    from rich.live import Live
+
+    import stof
+
+    view, start = View(), time.perf_counter()
+    reports: list[FusionReport] = []
+    with Live(console=Console(stderr=True), refresh_per_second=4) as live:
+
+        def show(doing: str) -> None:
+            live.update(view.table(f"{loaded.name}: {doing}, {time.perf_counter() - start:.0f} s"))
+
+        def progress(step: Progress) -> None:
+            view.update(step)
+            show(f"measuring, {max(0.0, step.seconds_left):.0f} s of the budget left")
+
+        show("capturing the model")
+        fast: Any = stof.optimize(
+            loaded.model, mask=loaded.mask, dynamic=False, cuda_graphs=device.type == "cuda", effort=wanted.effort,
+            budget_s=wanted.budget, twins=wanted.twins, report=reports.append, progress=progress,
+            store=wanted.store or True,
+        )  # fmt: skip
+        with torch.inference_mode():
+            fast(*loaded.args, **loaded.kwargs)
+        show("done")
+    return reports
+
+
+def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], console: Any) -> None:
+    from stof.drawing.tuning import draw_tuning, tuning_html
+    from stof.fusion.lock import Lock, current_versions, read_lock
+    from stof.tuning.files import replace_whole
+    from stof.tuning.machine import device_name
+
+    device_text = device_name(device)
+    if wanted.lock is not None:
+        lock = Lock(device_text)
+        if wanted.lock.exists():
+            old = read_lock(wanted.lock)
+            # Other shapes of the model stay in the lock, as far as they were tuned like this one.
+            if (old.device, old.versions) == (lock.device, lock.versions):
+                lock = old
+        lock.add(reports)
+        lock.write(wanted.lock)
+        console.print(f"wrote {wanted.lock}: {len(lock.graphs)} graphs", markup=False)
+    facts = {"on": device_text, **current_versions(), "dtype": wanted.dtype, "mask": wanted.mask}
+    if wanted.html is not None:
+        replace_whole(wanted.html, tuning_html(f"stof tune {name}", facts, reports))
+        console.print(f"wrote {wanted.html}", markup=False)
+    if wanted.png is not None:
+        draw_tuning(wanted.png, f"{name} on {device_text}, {wanted.dtype}", reports)
+        console.print(f"wrote {wanted.png}", markup=False)

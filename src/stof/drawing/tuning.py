@@ -1,0 +1,107 @@
+"""What tuning a model came to, for sharing: a page of HTML that needs nothing else, or a chart as PNG or SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from stof.errors import ArgumentError, MissingDependencyError
+from stof.fusion.report import FusionReport, SegmentReport
+
+_BEFORE, _AFTER = "#8c8c8c", "#4c72b0"
+_STYLE = f"""
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222; }}
+h1 {{ font-size: 1.4em; }} h2 {{ font-size: 1.1em; margin-top: 2em; }}
+table {{ border-collapse: collapse; width: 100%; }}
+th, td {{ text-align: left; vertical-align: top; padding: .35em .8em .35em 0; border-bottom: 1px solid #ddd; }}
+td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.bar {{ height: .7em; margin: .15em 0; border-radius: 2px; }}
+.before {{ background: {_BEFORE}; }} .after {{ background: {_AFTER}; }}
+code {{ font-size: .92em; }} .why {{ color: #555; }} p.facts {{ color: #555; }}
+@media (prefers-color-scheme: dark) {{
+ body {{ background: #181a1b; color: #ddd; }} th, td {{ border-color: #444; }} .why, p.facts {{ color: #aaa; }} }}
+"""
+
+
+def tuning_html(title: str, facts: Mapping[str, str], reports: Sequence[FusionReport]) -> str:
+    """A whole page: each graph's segments, what computes them and why, their times as numbers and bars."""
+    told = " · ".join(f"{escape(name)} {escape(value)}" for name, value in facts.items())
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
+        f'<p class="facts">{told}</p>',
+    ]
+    for number, report in enumerate(reports, 1):
+        parts.append(_graph(report, f"Graph {number} of {len(reports)}: " if len(reports) > 1 else ""))
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _graph(report: FusionReport, place: str) -> str:
+    longest = max((time for row in report.segments for time in _times(row)), default=1.0)
+    rows = []
+    for row, count in report.grouped().items():
+        by = f"<code>{escape(row.template)} {escape(row.config)}</code>" if row.template else "Inductor"
+        cells = [f"{time:.1f}" if time is not None else "" for time in (row.inductor_us, row.template_us)]
+        rows.append(
+            f'<tr><td>{escape(row.operators)}</td><td class="n">{count}</td><td>{by}</td><td class="n">{cells[0]}</td>'
+            f'<td class="n">{cells[1]}</td><td style="width:16em">{_bars(row, longest)}</td>'
+            f'<td class="why">{escape(row.reason)}</td></tr>'
+        )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
+    return (
+        f"<h2>{escape(place)}{escape(report.headline())}</h2>"
+        '<table><tr><th>segment</th><th class="n">times</th><th>computed by</th><th class="n">before, us</th>'
+        '<th class="n">after, us</th><th></th><th>why</th></tr>' + "".join(rows) + f"</table><ul>{notes}</ul>"
+    )
+
+
+def _times(row: SegmentReport) -> list[float]:
+    return [time for time in (row.inductor_us, row.template_us) if time is not None]
+
+
+def _bars(row: SegmentReport, longest: float) -> str:
+    bars = (("before", row.inductor_us), ("after", row.template_us))
+    return "".join(
+        f'<div class="bar {kind}" style="width:{100 * time / longest:.1f}%"></div>'
+        for kind, time in bars
+        if time is not None
+    )
+
+
+def draw_tuning(path: Path, title: str, reports: Sequence[FusionReport]) -> None:
+    """Write a chart (PNG, SVG or PDF, by the ending): two bars a segment, before and after.
+
+    Raises:
+        ArgumentError: no segment has been measured with a template, or the ending is another one.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ArgumentError(f"a chart is a .png, .svg or .pdf file, got {path.name}")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError('drawing a chart needs matplotlib: pip install "stof[bench]"') from error
+    rows = [(row, count, _times(row)) for report in reports for row, count in report.grouped().items()]
+    rows = [(row, count, times) for row, count, times in rows if len(times) == 2]
+    if not rows:
+        raise ArgumentError("nothing to draw: no segment has a time with a template and one without")
+    figure = Figure(figsize=(9.5, 1.4 + 0.62 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for which, colour, name in ((0, _BEFORE, "Inductor"), (1, _AFTER, "template")):
+        places = [i + 0.4 * which - 0.2 for i in range(len(rows))]
+        axes.barh(places, [times[which] for _, _, times in rows], height=0.38, color=colour, label=name)
+    for i, (_, _, (before, after)) in enumerate(rows):
+        axes.annotate(f"{before / after:.2f}x", (after, i + 0.2), xytext=(4, 0), textcoords="offset points",
+                      va="center", fontsize=8)  # fmt: skip
+    axes.set_yticks(range(len(rows)), [f"{row.operators}  ({count})" for row, count, _ in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("microseconds a segment; in brackets how often it occurs")
+    axes.set_title(title)
+    axes.legend(loc="best", fontsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,188 @@
+"""`stof tune MODEL` on a CPU, where the templates' twins serve: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import stof
+from stof.bench.load import load
+from stof.cli.main import app
+from stof.errors import ArgumentError
+from stof.fusion.lock import read_lock
+from stof.fusion.race import Race
+from stof.fusion.report import FusionReport
+from stof.integrations import torch_compile
+from stof.integrations.torch_compile import CompileOptions
+from tests.fusion.test_measure import Table
+
+MODULE = """
+import torch
+from torch import nn
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+
+    def forward(self, x, scale=1.0):
+        return self.norm(x + self.down(torch.nn.functional.gelu(self.up(x)))) * scale
+
+def small():
+    return Small(), torch.zeros(4, 16)
+
+def named():
+    return Small(), {"x": torch.zeros(4, 16), "scale": 2.0}
+
+def wrong():
+    return 3
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    (tmp_path / "own_small_models.py").write_text(MODULE, encoding="utf-8")
+    __import__("sys").modules.pop("own_small_models", None)
+    return "own_small_models"
+
+
+def run(*words: str) -> Any:
+    torch.compiler.reset()
+    return CliRunner().invoke(app, ["tune", *words])
+
+
+def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
+    own_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(torch_compile, "SegmentTimer", lambda: Table(linear=0.5))
+    faster = functools.partial(lambda calls, device: {"fused": 1.0, "plain": 2.0})
+    monkeypatch.setattr(Race.__init__, "__defaults__", (*Race.__init__.__defaults__[:-1], faster))
+    common = ["--dtype", "float32", "--twins", "--store", "store", "--budget", "60"]
+    done = run(
+        f"{own_module}:small", *common, "--lock", "small.lock", "--html", "out/report.html", "--png", "out/a.svg"
+    )
+    assert done.exit_code == 0, done.output
+    assert "segments computed by templates" in done.output
+    lock = read_lock(tmp_path / "small.lock")
+    ((key, graph),) = lock.graphs.items()
+    assert ("linear 16>32 + gelu", "linear") in [(row.segment, row.template) for row in graph.segments]
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "linear 16&gt;32 + gelu" in page
+    assert "2.00x" in page
+    assert "src=" not in page
+    assert "href=" not in page  # nothing is loaded from elsewhere
+    assert "linear" in (tmp_path / "out" / "a.svg").read_text(encoding="utf-8")
+    # Once more: nothing is measured, and another shape joins the lock.
+    again = run(f"{own_module}:named", *common, "--lock", "small.lock")
+    assert again.exit_code == 0, again.output
+    assert key in read_lock(tmp_path / "small.lock").graphs
+    # The lock alone gives the same scheme.
+    loaded = load(f"{own_module}:small", 1, 1, "full", torch.device("cpu"), torch.float32)
+    reports: list[FusionReport] = []
+    torch.compiler.reset()
+    fast = stof.optimize(loaded.model, lock="small.lock", twins=True, dynamic=False, store=False, report=reports.append)
+    with torch.inference_mode():
+        torch.testing.assert_close(fast(*loaded.args), loaded.model(*loaded.args))
+    (report,) = reports
+    assert (report.measurements, report.notes, report.graph) == (0, [], key)
+    assert [(row.template, row.config) for row in report.segments if row.template] == [
+        (row.template, row.config) for row in graph.segments for _ in row.at
+    ]
+
+
+def test_charts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from stof.drawing.tuning import draw_tuning, tuning_html
+    from stof.fusion.report import SegmentReport
+
+    fused = SegmentReport("linear 8>6 + <gelu>", "linear", "64x64x32", "measured faster", 2.0, 1.0)
+    report = FusionReport([fused, fused, SegmentReport("attention", "", "", "")], "001", "ab", ["a <note>"])
+    report.whole_us = (10.0, 15.0)
+    draw_tuning(tmp_path / "a.png", "title", [report])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    page = tuning_html("ti<tle", {"on": "a&b"}, [report, report])
+    assert "<gelu>" not in page
+    assert "<note>" not in page
+    assert "1.50x" in page
+    assert page.count('class="bar after"') == 2
+    with pytest.raises(ArgumentError, match="nothing to draw"):
+        draw_tuning(tmp_path / "b.png", "title", [FusionReport()])
+    with pytest.raises(ArgumentError, match=r"got b\.gif"):
+        draw_tuning(tmp_path / "b.gif", "title", [report])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no-such-model"], "no model 'no-such-model'"),
+        (["no_such_module:f"], "cannot load no_such_module:f"),
+        (["own_small_models:none"], "cannot load own_small_models:none"),
+        (["own_small_models:constant"], "is no function"),
+        (["own_small_models:wrong"], "must return (model, example inputs), it returned a int"),
+        (["own_small_models:small", "--mask", "no_mask(3)"], "no_mask"),
+        (["bert", "--dtype", "int8"], "dtype is float16"),
+        (["bert", "--effort", "none"], "effort is quick or full"),
+        (["bert", "--png", "a.gif"], "got a.gif"),
+        (["bert", "--device"], "not for the model 'bert'"),
+        (["--lock", "a.lock"], "--lock is for a model"),
+        ([], "give a MODEL to tune"),
+    ],
+)
+@pytest.mark.usefixtures("own_module")
+def test_what_cannot_be_tuned(words: list[str], message: str) -> None:
+    done = run(*words)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+def test_a_broken_lock_is_not_written_over(own_module: str, tmp_path: Path) -> None:
+    (tmp_path / "a.lock").write_text("{", encoding="utf-8")
+    done = run(f"{own_module}:small", "--dtype", "float32", "--lock", "a.lock", "--store", "store")
+    assert done.exit_code == 2
+    assert "is no lock file" in " ".join(done.output.split())
+    assert (tmp_path / "a.lock").read_text(encoding="utf-8") == "{"
+
+
+def test_a_folder_of_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.integrations import models
+
+    models.bert().save_pretrained(tmp_path / "mine")
+    loaded = load(str(tmp_path / "mine"), 2, 5, "causal()", torch.device("cpu"), torch.float32)
+    assert loaded.kwargs["input_ids"].shape == (2, 5)
+    assert loaded.mask == stof.masks.causal()
+    with torch.no_grad():
+        assert loaded.model(**loaded.kwargs)[0].shape[:2] == (2, 5)
+    models.vit().save_pretrained(tmp_path / "seen")
+    images = load(str(tmp_path / "seen"), 2, 5, "full", torch.device("cpu"), torch.float32).kwargs["pixel_values"]
+    assert images.shape == (2, 3, 24, 24)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text(json.dumps({"model_type": "bert"}), encoding="utf-8")
+    with pytest.raises(ArgumentError, match="does not hold a model"):
+        load(str(tmp_path / "empty"), 2, 5, "full", torch.device("cpu"), torch.float32)
+
+
+def test_floating_inputs_take_the_dtype(own_module: str) -> None:
+    loaded = load(f"{own_module}:named", 1, 1, "full", torch.device("cpu"), torch.float64)
+    x: Tensor = loaded.kwargs["x"]
+    assert (x.dtype, loaded.kwargs["scale"]) == (torch.float64, 2.0)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float64}
+    assert isinstance(loaded.model, nn.Module)
+    assert not loaded.model.training
+
+
+def test_the_option_takes_a_path() -> None:
+    assert CompileOptions.parse({"lock": None}).lock is None

@@ -1,0 +1,44 @@
+"""Kernels are compiled in other processes, and found again: nothing is compiled twice, or launched to find out what."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stof.fusion.ahead import CompileAhead
+from tests.fusion.test_measure import segment
+from tests.kernels.test_compile import OLDER, ROOT
+
+
+@pytest.mark.parametrize("version", [pytest.param("3.6", marks=pytest.mark.slow), "installed"])
+def test_what_others_compile_is_found(version: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    if version == "3.6" and not OLDER.is_dir():
+        pytest.skip("Triton 3.6 is not beside the environment; `make test` puts it there")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    if version == "3.6":
+        environment["PYTHONPATH"] = os.pathsep.join([str(OLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "tests.fusion.compile_ahead"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    (problem,) = found.pop("problems")
+    assert "no_such_kernel" in problem
+    assert found == {"kinds": ["pingpong", "tile"], "jobs": 2, "cubins": 2, "new": 0, "compiled": []}
+
+
+def test_a_pool_without_work_and_a_pool_that_has_ended() -> None:
+    claim = segment(slice(0, 2))
+    ahead = CompileAhead(1, ("cuda", 90, 32))
+    ahead.start(claim, [""])  # a twin: there is nothing to compile
+    ahead.wait(claim, ["", "never asked for"])
+    ahead.close()
+    number = ahead.submit("stof.fusion.templates.triton_gemm", "tile_gemm_kernel", "{}")
+    ahead.wait_for({number})  # nobody will answer, and nobody waits
+    assert ahead.compiled == 0

@@ -1,0 +1,248 @@
+"""Locks and choices: written, read and applied elsewhere; what does not fit is told in one line and left to rules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stof.errors import ArgumentError, LockFileError
+from stof.fusion import choices as choice_files
+from stof.fusion.choices import Tuned, choices_path, known_choices, read_choices, update_choices
+from stof.fusion.claims import Claim
+from stof.fusion.lock import Lock, current_versions, read_lock
+from stof.fusion.pipeline import Search, fuse
+from stof.fusion.replay import Replay
+from stof.fusion.report import FusionReport
+from stof.fusion.store import Contents, Result, Store
+from stof.integrations.torch_compile import CompileOptions
+from tests.fusion.graphs import calls, capture
+from tests.fusion.test_measure import Model, Table
+
+LINEAR = Table(linear=0.5, linear_norm=0.9)
+NORMS = Table(linear=0.9, linear_norm=0.5)
+
+
+def graph(rows: int = 3) -> Any:
+    return capture(Model().eval(), torch.randn(2, rows, 8))
+
+
+def tuned(table: Table, store: Store | None = None) -> tuple[Lock, FusionReport, list[str]]:
+    gm = graph()
+    report = fuse(gm, Search(table, seconds=100, store=store), twins=True)
+    lock = Lock("here")
+    lock.add([report])
+    return lock, report, calls(gm)
+
+
+def apply(lock: Lock, rows: int = 3, **changes: Any) -> tuple[FusionReport, list[str]]:
+    gm = graph(rows)
+    replay = replace(Replay(lock, "here", lambda claim, config: ""), **changes)
+    report = fuse(gm, twins=True, replay=replay)
+    return report, calls(gm)
+
+
+@pytest.mark.parametrize("table", [LINEAR, NORMS])
+def test_a_lock_gives_the_same_scheme_with_nothing_measured(table: Table, tmp_path: Path) -> None:
+    lock, report, expected = tuned(table)
+    lock.write(tmp_path / "model.lock")
+    again = read_lock(tmp_path / "model.lock")
+    assert again == lock
+    found, called = apply(again)
+    assert called == expected
+    assert (found.scheme, found.digest, found.measurements, found.notes) == (report.scheme, report.digest, 0, [])
+    assert [(s.template, s.config) for s in found.segments] == [(s.template, s.config) for s in report.segments]
+    assert {s.reason for s in found.segments if s.template} == {"by the lock"}
+
+
+def test_a_lock_that_takes_all_back_fuses_nothing() -> None:
+    _, report, _ = tuned(LINEAR)
+    report.take_back("slower")
+    lock = Lock("here")
+    lock.add([report])
+    found, called = apply(lock)
+    assert (called, found.fused, found.notes) == ([], 0, [])
+
+
+def test_a_lock_of_another_device_is_left_to_the_rules() -> None:
+    found, called = apply(tuned(LINEAR)[0], device="there")
+    assert found.notes == ["the lock is for here, this is there: rules decide"]
+    gm = graph()
+    fuse(gm, twins=True)
+    assert called == calls(gm)
+
+
+def test_a_graph_that_is_not_in_a_lock_takes_its_choices() -> None:
+    lock, _, expected = tuned(NORMS)
+    found, called = apply(lock, rows=4)  # 8 rows instead of 6: the same power of two
+    assert found.notes == ["the lock has no graph like this: rules decide, by its configurations where shapes agree"]
+    assert called == expected
+    far, _ = apply(lock, rows=400)
+    assert "by the lock" not in {row.reason for row in far.segments}
+
+
+def test_what_a_check_refuses_is_told_once_and_remembered(tmp_path: Path) -> None:
+    lock, _, expected = tuned(LINEAR)
+    asked: list[str] = []
+
+    def check(claim: Claim, config: str) -> str:
+        asked.append(claim.problem.text())
+        return "wrong: off by 3" if claim.problem.shape.activation == "gelu" else ""
+
+    store = Store(tmp_path, {"device": "here"})
+    for _ in range(2):  # the second time nothing is asked
+        found, called = apply(lock, check=check, store=store)
+        (note,) = found.notes
+        assert note.endswith("wrong: off by 3; rules decide")
+        assert "\n" not in note
+        # The rules know no better than the same template, as long as nobody measured it.
+        assert called == expected
+        assert len([row for row in found.segments if row.reason == "by the lock"]) == len(expected) - 1
+    assert len(asked) == len(set(asked)) == 3
+
+
+def test_configurations_and_templates_that_are_gone_are_told() -> None:
+    lock, _, _ = tuned(LINEAR)
+    ((key, locked),) = lock.graphs.items()
+    first, second, *rest = locked.segments
+    gone = (replace(first, template="other"), replace(second, config="64x64x32,4w,3s,tile"), *rest)
+    lock.graphs[key] = replace(locked, segments=gone)
+    lock.versions |= {"torch": "1.0"}
+    found, _ = apply(lock)
+    versions, one, two = found.notes
+    assert versions == f"the lock was made with torch 1.0; here: torch {current_versions()['torch']}"
+    assert "other does not serve it here; rules decide" in one
+    assert "linear 64x64x32,4w,3s,tile does not fit here; rules decide" in two
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "is no lock file"),
+        ("", "is no lock file"),
+        ("[]", "is no lock file"),
+        ('{"device": "a"}', "is no lock file"),
+        ('{"stof_lock": 99}', "a lock of version 99, this stof reads version 1"),
+        ('{"stof_lock": 1, "device": "a"}', "is a broken lock file"),
+    ],
+)
+def test_locks_that_cannot_be_read(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "model.lock"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(LockFileError, match=message):
+        read_lock(path)
+    with pytest.raises(LockFileError, match=message):  # before anything is compiled
+        CompileOptions.parse({"lock": path})
+
+
+@pytest.mark.parametrize("change", ["scheme", "at", "choices"])
+def test_locks_whose_parts_do_not_fit_are_broken(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "model.lock"
+    tuned(LINEAR)[0].write(path)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    (held,) = data["graphs"].values()
+    if change == "scheme":
+        held["scheme"] = "0" * len(held["scheme"])
+    elif change == "at":
+        held["segments"][0]["at"] *= 2
+    else:
+        data["choices"]["broken"] = {"config": "", "template_us": -1, "inductor_us": 2}
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(LockFileError, match="broken lock file"):
+        read_lock(path)
+
+
+def test_a_lock_and_a_search_contradict(tmp_path: Path) -> None:
+    tuned(LINEAR)[0].write(tmp_path / "a.lock")
+    with pytest.raises(ArgumentError, match="give one of the two"):
+        CompileOptions.parse({"lock": tmp_path / "a.lock", "effort": "quick"})
+
+
+def test_choices_go_before_rules_and_lead_searches(tmp_path: Path) -> None:
+    store = Store(tmp_path, {"device": "My GPU 3"})
+    _, report, expected = tuned(NORMS, store)
+    assert choices_path(tmp_path, "My GPU 3").name == "choices-my-gpu-3.json"
+    known = known_choices("My GPU 3", tmp_path)
+    gm = graph()
+    found = fuse(gm, twins=True, known=known)
+    assert calls(gm) == expected
+    assert {row.reason for row in found.segments if row.template} == {"measured faster before"}
+    assert (found.measurements, len(report.choices) > 3) == (0, True)
+    slower = {key: Tuned(one.config, 9.0, 8.0) for key, one in report.choices.items()}
+    gm = graph()
+    found = fuse(gm, twins=True, known=slower.get)
+    assert {"linear", "linear_norm"}.isdisjoint(calls(gm))
+    assert "us at best before" in found.segments[0].reason
+
+
+def test_packaged_choices_come_after_the_users(tmp_path: Path) -> None:
+    ours, theirs = Tuned("a", 1.0, 2.0), Tuned("b", 3.0, 4.0)
+    update_choices(choices_path(tmp_path / "packaged", "x"), "x", {"one": ours, "two": ours})
+    update_choices(choices_path(tmp_path / "user", "x"), "x", {"two": theirs})
+    known = known_choices("x", tmp_path / "user", tmp_path / "packaged")
+    assert [known(key) for key in ("one", "two", "three")] == [ours, theirs, None]
+    assert known_choices("x", None, tmp_path / "packaged")("two") == ours
+
+
+def test_broken_choices_are_left_out(tmp_path: Path) -> None:
+    path = choices_path(tmp_path, "x")
+    update_choices(path, "x", {"good": Tuned("a", 1.0, 2.0)})
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["choices"] |= {"none": {}, "negative": {"config": "", "template_us": -1.0, "inductor_us": 1.0}}
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.warns(UserWarning, match="2 broken entries"):
+        assert read_choices(path) == {"good": Tuned("a", 1.0, 2.0)}
+    path.write_text("{", encoding="utf-8")
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert read_choices(path) == {}
+    path.write_text(json.dumps({"version": 0, "choices": {}}), encoding="utf-8")
+    assert read_choices(path) == {}
+
+
+def test_packaged_files_are_whole() -> None:
+    for path in choice_files.PACKAGED.glob("*.json"):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        assert path == choices_path(choice_files.PACKAGED, data["device"])
+        assert len(read_choices(path)) == len(data["choices"]) > 0
+
+
+def test_a_search_that_is_killed_has_kept_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dies(Table):
+        def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            return super().__call__(claim, configs)
+
+    monkeypatch.setattr("stof.fusion.pipeline._KEEP_EVERY", 0.0)
+    store, dies = Store(tmp_path, {"device": "x"}), Dies(linear=0.5)
+    dies.left = 3
+    with pytest.raises(KeyboardInterrupt):
+        fuse(graph(), Search(dies, seconds=100, store=store), twins=True)
+    assert len(store.load().segments) >= 2
+
+
+def test_a_second_search_goes_the_same_way_without_measuring(tmp_path: Path) -> None:
+    """Whatever the first one found out would lead another search elsewhere: its result is kept, too."""
+    store = Store(tmp_path, {"device": "x"})
+    _, first, expected = tuned(NORMS, store)
+    gm = graph()
+    again = fuse(gm, Search(Table(linear=0.1), seconds=100, store=store), twins=True, known=first.choices.get)
+    assert calls(gm) == expected
+    assert (again.measurements, again.segments, again.digest) == (0, first.segments, first.digest)
+    # A search that is more thorough starts from there, and goes on.
+    more = fuse(graph(), Search(NORMS, seconds=100, store=store, per_segment=9), twins=True)
+    assert more.segments == first.segments
+    data = store.load()
+    ((key, result),) = data.results.items()
+    assert result.per_segment == 9
+    # What does not hold any more is searched for again.
+    store.update(Contents(results={key: Result(9, ((0, 2, "gone", ""),))}))
+    anew = fuse(graph(), Search(NORMS, seconds=100, store=store), twins=True)
+    assert anew.segments == first.segments
