@@ -391,6 +391,16 @@ def bert_claim(tokens: int, last: int, width: int) -> Claim:
     return claim
 
 
+def test_a_residual_before_a_norm_saves_one_pass_less() -> None:
+    """As for BERT, 4096 tokens, H200: 38.6 us down-projection and residual, and then the norm; Inductor 35.5 in all."""
+    sizes = ((4096, 3072), (768, 3072), (4096, 768))
+    x, w, r = (torch.empty(size, dtype=torch.float16, device="meta") for size in sizes)
+    operators = normalise(capture(lambda x, w, r: F.layer_norm(F.linear(x, w) + r, (768,)), x, w, r).graph)
+    (claim,) = claims(operators[:2], Serving.TWINS)[0]
+    assert pays(claim)
+    assert not pays(claim, operators[2])
+
+
 @pytest.mark.parametrize(("tokens", "width", "expected"), [(128, 3072, True), (512, 768, True), (65536, 3072, False)])
 def test_small_products_are_claimed_by_shape_alone(tokens: int, width: int, expected: bool) -> None:
     """With an epilogue and without; a large product by itself is never better off with us."""

@@ -243,7 +243,7 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
                     tuned = known(bucket(claim, graph.serving))
                     if tuned is not None and not tuned.pays:
                         yield f"{name}: {tuned.template_us:.1f} us at best before, Inductor {tuned.inductor_us:.1f} us"
-                    elif tuned is None and not pays(claim):
+                    elif tuned is None and not pays(claim, next(iter(graph.operators[stop:]), None)):
                         yield f"{name}: saves too little traffic at K = {claim.problem.shape.k}, by rule"
                     continue
                 times = meter.measured(start, stop)

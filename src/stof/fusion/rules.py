@@ -33,22 +33,23 @@ def small(shape: GemmShape, itemsize: int) -> bool:
     return 2.0 * shape.m * columns * shape.k + moved * FLOPS_PER_BYTE <= FEW_FLOPS
 
 
-def pays(claim: Claim) -> bool:
+def pays(claim: Claim, following: Operator | None = None) -> bool:
     """Whether a claim is faster than what Inductor makes of its segment, by shape alone.
 
     A small product: always, for the templates' kernels start while the one before still runs. Else where the memory
     traffic saved outweighs a product slower than cuBLAS by the template's share. What is saved are passes over the
     tensors between the product and its neighbours; of a norm's before it only the one that writes it, for the product
-    reads another tensor then.
+    reads another tensor then. Of a residual that a norm is `following` on one pass less: Inductor adds it in the norm.
     """
     if small(claim.problem.shape, claim.problem.dtype.itemsize):
         return True
     inner = claim.operators[:-1]
     between = [o for o in inner if o.kind is Kind.LINEAR or (o.kind in NORMS and o is claim.operators[0])]
+    last = claim.operators[-1]
+    normed = following is not None and following.kind in NORMS and last.root in following.inputs
+    passes = claim.template.passes - (normed and last.kind is Kind.RESIDUAL)
     saved = sum(
-        (1 if o.kind in NORMS else claim.template.passes)
-        * prod(size_hint(size) for size in o.value.shape)
-        * o.value.element_size()
+        (1 if o.kind in NORMS else passes) * prod(size_hint(size) for size in o.value.shape) * o.value.element_size()
         for o in between
     )
     shape = claim.problem.shape
@@ -101,7 +102,7 @@ def _choice_at(
                         tuned.inductor_us - tuned.template_us,
                         Choice(claim, tuned.config, "measured faster before"),
                     )
-            elif by_rule is None and pays(claim):
+            elif by_rule is None and pays(claim, next(iter(operators[at + length :]), None)):
                 reason = "a small product" if small(claim.problem.shape, claim.problem.dtype.itemsize) else ""
                 by_rule = Choice(claim, why=f"{reason or 'saves memory traffic'}, by rule")
     return measured or by_rule
