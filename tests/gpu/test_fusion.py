@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 import stof
 from stof import masks
+from stof.fusion import rules
 from stof.fusion.ahead import CompileAhead
 from stof.fusion.claims import claims
 from stof.fusion.lock import Lock
@@ -82,7 +83,9 @@ def test_models_by_rule(family: str, dtype: torch.dtype, cuda_graphs: bool) -> N
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_folded_model(dtype: torch.dtype, cuda_graphs: bool) -> None:
+def test_a_folded_model(dtype: torch.dtype, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small products would take the norms after them.
+    monkeypatch.setattr(rules, "FEW_FLOPS", 0.0)
     torch.compiler.reset()
     module, ids = model("llama"), torch.randint(1, 30000, (2, 200), device="cuda")
     with torch.no_grad():
@@ -97,7 +100,7 @@ def test_a_folded_model(dtype: torch.dtype, cuda_graphs: bool) -> None:
         optimised = stof.optimize(module, dynamic=False, cuda_graphs=cuda_graphs, fold=True, report=reports.append)
         for _ in range(3):
             out = optimised(ids)[0].double()
-    assert "rms_gated_linear" in {row.template for row in reports[-1].segments}
+    assert sum(row.template != "" and row.operators.startswith("rms_norm + ") for row in reports[-1].segments) == 3
     assert (out - expected).norm() <= 1.5 * (plain - expected).norm()
     if not cuda_graphs:  # which would go on with what they recorded
         with torch.no_grad():
