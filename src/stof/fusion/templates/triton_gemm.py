@@ -156,7 +156,7 @@ def tile_gemm_kernel(
     take_turn(CHAINED)
     # The scale of a row commutes with the product.
     SCALE_AFTER: tl.constexpr = NORM == "rms" and not HAS_NORM_WEIGHT and not HAS_NORM_BIAS
-    if NORM != "none":
+    if NORM != "none" and not SCALE_AFTER:
         rstd = tl.load(rstd_ptr + row)
     if NORM == "layer":
         mean = tl.load(mean_ptr + row)
@@ -218,6 +218,7 @@ def tile_gemm_kernel(
         tl.store(partial_ptr + split.to(tl.int64) * rows * columns + place, acc, mask=kept)
     elif write:
         if SCALE_AFTER:
+            rstd = tl.load(rstd_ptr + row)
             acc = acc * rstd[:, None]
             up = up * rstd[:, None]
         out = _epilogue(acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
