@@ -14,8 +14,8 @@ import pytest
 from tests.kernels.test_compile import LIMITS, OLDER, ROOT, UNCOUNTED
 
 # Bytes a thread may spill: what both Triton releases need, rounded up to 32. Blackwell's data-centre GPUs accumulate in
-# tensor memory, which Triton moves through registers at the end of a tile; before Hopper, gate and up with a row's scale
-# need 16 there.
+# tensor memory, which Triton moves through registers at the end of a tile; gate and up with a row's scale need 16 there
+# before Hopper.
 SPILLS = {80: 32, 89: 32, 90: 0, 100: 64, 120: 32}
 
 
