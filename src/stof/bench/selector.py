@@ -36,6 +36,8 @@ _WORTH_MEASURING = 2.5
 _ROUNDS = 4
 _SOLO = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _STARTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+# A start looks much like a longer first item: one is taken only where the error is smaller by this factor.
+_CLEARLY = 0.85
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
             (math.log(estimate_tiles(choice, call, counts, model, times)) - math.log(us + model.launch)) ** 2
             for choice, call, counts, us in cases
         )
-        if error < least:
+        if error < least * (_CLEARLY if persistent else 1.0):
             best, least = times, error
     return best
 
