@@ -24,7 +24,8 @@ from stof.kernels.triton.runtime_slash import SlashRoom, fill_vertical_slash, ve
 from stof.kernels.triton.work import BoundCall
 from stof.layout import Layout, LayoutConfig
 from stof.masks import Mask
-from stof.masks.base import QueryOffset, check_lengths, check_sizes
+from stof.masks.base import check_lengths, check_sizes
+from stof.masks.compose import QueryOffset
 from stof.masks.runtime import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMask, BlockTopK, VerticalSlash, described
 from stof.masks.tensors import DenseMask, as_mask
 from stof.plans import Plan

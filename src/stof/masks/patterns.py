@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stof.errors import MaskError
 from stof.masks import rules
-from stof.masks.base import Mask, PerHead
+from stof.masks.base import Mask
+from stof.masks.compose import PerHead
 
 Ints = Sequence[int] | Tensor
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import MaskError, ShapeError
-from stof.masks.base import Mask, Spans, Wrapped, identity
+from stof.masks.base import Mask, Spans, identity
+from stof.masks.compose import Wrapped
 from stof.masks.index import Index
 
 

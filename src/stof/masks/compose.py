@@ -1,0 +1,274 @@
+"""Masks made of masks: `&`, `|`, `~`, a query offset, and one for each head."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from stof.errors import MaskError, ShapeError
+from stof.masks.base import Mask, Spans, numbered
+from stof.masks.bounds import Kept
+from stof.masks.index import Index
+
+
+def joined_spans(parts: list[Spans]) -> Spans:
+    """All ranges of all parts; anywhere when one of them is."""
+    out: list[tuple[int, int]] = []
+    for part in parts:
+        if part is None:
+            return None
+        out += part
+    return out
+
+
+def _agreed(sizes: Sequence[int], what: str) -> int:
+    """The one size above 1 that all parts of an expression agree on, else 1."""
+    bound = {size for size in sizes if size != 1}
+    if len(bound) > 1:
+        raise ShapeError(f"masks bound to different {what} cannot be combined: {sorted(bound)}")
+    return bound.pop() if bound else 1
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Composite(Mask):
+    """Several masks combined."""
+
+    masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        _agreed([mask.batch for mask in self.masks], "batch sizes")
+        _agreed([mask.heads for mask in self.masks], "numbers of heads")
+        super().__post_init__()
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        for mask in self.masks:
+            mask.check(q_len, kv_len)
+
+    @property
+    def batch(self) -> int:
+        return _agreed([mask.batch for mask in self.masks], "batch sizes")
+
+    @property
+    def heads(self) -> int:
+        return _agreed([mask.heads for mask in self.masks], "numbers of heads")
+
+    @property
+    def versions(self) -> tuple[int, ...] | None:
+        parts = [mask.versions for mask in self.masks]
+        return None if None in parts else tuple(itertools.chain.from_iterable(p for p in parts if p))
+
+    @property
+    def binds_late(self) -> bool:
+        return any(mask.binds_late for mask in self.masks)
+
+    @property
+    def grows(self) -> bool:
+        return all(mask.grows for mask in self.masks)
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(order for mask in self.masks for order in mask.row_orders))
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        super().dims(batch, heads, device)
+        parts = [mask.dims(batch, heads, device) for mask in self.masks]
+        return max(part[0] for part in parts), max(part[1] for part in parts)
+
+    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+        parts = torch.broadcast_tensors(*(mask.numbers(mask_batch, mask_heads) for mask in self.masks))
+        return numbered(list(zip(*(part.flatten().tolist() for part in parts), strict=True))).view(parts[0].shape)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Associative(Composite):
+    """An operator that does not care how its operands are grouped."""
+
+    @classmethod
+    def of(cls, *masks: Mask) -> Self:
+        """Of masks, those of this kind taken apart: an operator does not care how its operands are grouped."""
+        return cls(tuple(part for mask in masks for part in (mask.masks if isinstance(mask, cls) else (mask,))))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class And(Associative):
+    """Kept where every part keeps."""
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        found: Spans = None
+        for mask in self.masks:
+            own = mask.spans(first, last, kv_len)
+            if own is not None and found is not None:
+                pairs = ((max(a, c), min(b, d)) for a, b in found for c, d in own)
+                own = [(low, high) for low, high in pairs if low < high]
+            found = found if own is None else own
+        return found
+
+    def over(self, index: Index) -> Kept:
+        return functools.reduce(operator.and_, (mask.over(index) for mask in self.masks))
+
+    def evaluate(self, index: Index) -> Tensor:
+        out = self.masks[0].evaluate(index)
+        for mask in self.masks[1:]:
+            out = out & mask.evaluate(index)
+        return out
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({m!r})" if isinstance(m, Or) else repr(m) for m in self.masks)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Or(Associative):
+    """Kept where any part keeps."""
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        return joined_spans([mask.spans(first, last, kv_len) for mask in self.masks])
+
+    def over(self, index: Index) -> Kept:
+        return functools.reduce(operator.or_, (mask.over(index) for mask in self.masks))
+
+    def evaluate(self, index: Index) -> Tensor:
+        out = self.masks[0].evaluate(index)
+        for mask in self.masks[1:]:
+            out = out | mask.evaluate(index)
+        return out
+
+    def __repr__(self) -> str:
+        return " | ".join(repr(m) for m in self.masks)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Wrapped(Mask):
+    """A mask that changes one other mask; the base of `Not` and `QueryOffset`."""
+
+    mask: Mask
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        self.mask.check(q_len, kv_len)
+
+    @property
+    def batch(self) -> int:
+        return self.mask.batch
+
+    @property
+    def heads(self) -> int:
+        return self.mask.heads
+
+    @property
+    def versions(self) -> tuple[int, ...] | None:
+        return self.mask.versions
+
+    @property
+    def binds_late(self) -> bool:
+        return self.mask.binds_late
+
+    @property
+    def grows(self) -> bool:
+        return self.mask.grows
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        return self.mask.row_orders
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        return self.mask.dims(batch, heads, device)
+
+    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+        return self.mask.numbers(mask_batch, mask_heads)
+
+    def _operand(self) -> str:
+        """The inner mask's repr, in parentheses where a postfix or prefix operator needs them."""
+        text = repr(self.mask)
+        return f"({text})" if isinstance(self.mask, And | Or) else text
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Not(Wrapped):
+    """Kept where the inner mask drops."""
+
+    def over(self, index: Index) -> Kept:
+        return ~self.mask.over(index)
+
+    def __invert__(self) -> Mask:
+        return self.mask
+
+    def evaluate(self, index: Index) -> Tensor:
+        return ~self.mask.evaluate(index)
+
+    def __repr__(self) -> str:
+        return f"~{self._operand()}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QueryOffset(Wrapped):
+    """The inner mask with query positions moved by `offset` (tokens already in the KV cache)."""
+
+    offset: int
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        return self.mask.spans(first + self.offset, last + self.offset, kv_len)
+
+    def over(self, index: Index) -> Kept:
+        return self.mask.over(index.shifted(self.offset))
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        self.mask.check(q_len + self.offset, kv_len)
+
+    def evaluate(self, index: Index) -> Tensor:
+        return self.mask.evaluate(index.shifted(self.offset))
+
+    def __repr__(self) -> str:
+        inner = f"({self.mask!r})" if isinstance(self.mask, And | Or | Not) else repr(self.mask)
+        return f"{inner}.with_query_offset({self.offset})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PerHead(Composite):
+    """One mask per query head: head `h` uses `masks[h]`."""
+
+    def __post_init__(self) -> None:
+        bound = [repr(mask) for mask in self.masks if mask.heads != 1]
+        if bound:
+            raise MaskError(f"per_head() takes masks that do not depend on the head, got {bound}")
+        super().__post_init__()
+
+    @property
+    def heads(self) -> int:
+        return len(self.masks)
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        return joined_spans([mask.spans(first, last, kv_len) for mask in dict.fromkeys(self.masks)])
+
+    def over(self, index: Index) -> Kept:
+        return self.masks[int(index.h)].over(index)
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        Mask.dims(self, batch, heads, device)
+        return max(mask.dims(batch, 1, device)[0] for mask in self.masks), len(self.masks)
+
+    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+        if self.binds_late:  # a function may look at the head
+            return Mask.numbers(self, mask_batch, mask_heads)
+        own = [mask.numbers(mask_batch, 1).expand(self.batch, 1).flatten().tolist() for mask in self.masks]
+        pairs = [(mask, column[b]) for b in range(self.batch) for mask, column in zip(self.masks, own, strict=True)]
+        return numbered(pairs).view(self.batch, len(self.masks))
+
+    def evaluate(self, index: Index) -> Tensor:
+        kept = {mask: mask.evaluate(index) for mask in dict.fromkeys(self.masks)}
+        sizes = [(t.shape[0], 1, *t.shape[2:]) for t in kept.values()]
+        shape = torch.broadcast_shapes(*sizes, index.q.shape, index.kv.shape)
+        rows = []
+        for place, h in enumerate(index.h.flatten().tolist()):
+            own = kept[self.masks[h]]
+            own = own if own.shape[1] == 1 else own[:, place : place + 1]  # a function that looks at the head
+            rows.append(own.expand(shape[0], 1, *shape[2:]))
+        return torch.cat(rows, dim=1)
+
+    def __repr__(self) -> str:
+        return f"per_head([{', '.join(map(repr, self.masks))}])"
