@@ -36,7 +36,8 @@ def load(text: str, batch: int, length: int, mask: str, device: torch.device, dt
             and its example inputs (a tuple, a mapping of keywords, or one tensor), or a folder that
             `save_pretrained` wrote.
         batch, length: of random tokens; a function of the user's brings its own inputs.
-        mask: "full" for the model's own, a name of `bench.models.MASKS`, or a mask as text ("sliding_window(256)").
+        mask: "full" for the model's own, a mask as text ("sliding_window(256)"), or, for models of that list, a name of
+            `bench.models.MASKS`.
 
     Raises:
         ArgumentError: no such model, or what it gives is none.
@@ -50,6 +51,10 @@ def load(text: str, batch: int, length: int, mask: str, device: torch.device, dt
         inputs = inputs_of(case, device)
         value = mask_of(case) if mask in MASKS else parse(mask)
         return _placed(f"{text}, {batch} x {length}", model, (), inputs, value, device, dtype)
+    if mask in MASKS and mask != "full":
+        raise ArgumentError(
+            f"mask {mask!r} is sized for {', '.join(MODELS)}; give others theirs as text: sliding_window(256)"
+        )
     value = None if mask == "full" else parse(mask)
     if ":" in text:
         module, _, function = text.partition(":")

@@ -22,7 +22,10 @@ def tune(
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.", rich_help_panel=_MODEL)] = 512,
     mask: Annotated[
         str,
-        typer.Option(help="full, window+sinks, longformer, bigbird, or a mask expression.", rich_help_panel=_MODEL),
+        typer.Option(
+            help="full, or a mask expression; for named models also window+sinks, longformer, bigbird.",
+            rich_help_panel=_MODEL,
+        ),
     ] = "full",
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.", rich_help_panel=_MODEL)] = "float16",
     effort: Annotated[str, typer.Option(help="quick or full.", rich_help_panel=_MODEL)] = "quick",

@@ -101,7 +101,7 @@ def fuse(
         chosen = _searched(graph, meter, chosen, search, report) if found is None else found
         report.choices = graph.choices(meter.measured)
         if found is None:
-            _keep(meter, search, report.choices, _results(meter, search, report, chosen, serving))
+            _keep(meter, search, report.choices, _results(graph, meter, search, report, chosen))
     scheme = joined(operators, [_range(start, choice) for start, choice in chosen.items()])
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
     look_up = known if replay is None else lock_known(graph, replay.lock)
@@ -155,7 +155,7 @@ def _meter(graph: GraphSpace, search: Search) -> Meter:
 
 def _remembered(graph: GraphSpace, meter: Meter, search: Search, report: FusionReport) -> dict[int, Choice] | None:
     """What a search of this graph, as thorough as this one, chose before; None if there is none that still holds."""
-    found = search.store.load().results.get(_graph_key(report, graph.serving)) if search.store is not None else None
+    found = search.store.load().results.get(_graph_key(graph, report)) if search.store is not None else None
     if found is None or found.per_segment < search.per_segment:
         return None
     chosen: dict[int, Choice] = {}
@@ -169,16 +169,17 @@ def _remembered(graph: GraphSpace, meter: Meter, search: Search, report: FusionR
 
 
 def _results(
-    meter: Meter, search: Search, report: FusionReport, chosen: dict[int, Choice], serving: Serving
+    graph: GraphSpace, meter: Meter, search: Search, report: FusionReport, chosen: dict[int, Choice]
 ) -> dict[str, Result]:
     if meter.spent or not any(meter.times.values()):
         return {}
     segments = ((at, at + len(c.claim.operators), c.claim.template.name, c.config) for at, c in chosen.items())
-    return {_graph_key(report, serving): Result(search.per_segment, tuple(segments))}
+    return {_graph_key(graph, report): Result(search.per_segment, tuple(segments))}
 
 
-def _graph_key(report: FusionReport, serving: Serving) -> str:
-    return segment_key((report.graph, serving.name))
+def _graph_key(graph: GraphSpace, report: FusionReport) -> str:
+    """What a search's result holds for: the graph, and what templates claim of it."""
+    return segment_key((report.graph, graph.serving.name, sorted(map(segment_key, graph.claimed_keys()))))
 
 
 def _keep(meter: Meter, search: Search, choices: Choices, results: dict[str, Result]) -> None:

@@ -13,6 +13,7 @@ from stof.fusion.lower import Choice, GraphOrder
 from stof.fusion.operators import NORMS, Kind, Operator
 from stof.fusion.scheme import MAX_COMPUTE_INTENSIVE, Scheme
 from stof.fusion.sizes import size_hint
+from stof.fusion.templates.buckets import bucket_of, written
 from stof.fusion.templates.config import GemmShape
 from stof.fusion.templates.registry import Serving
 
@@ -95,14 +96,16 @@ def _choice_at(
         for claim in claims(operators[at : at + length], serving)[0]:
             if not isinstance(order.insertion(claim), fx.Node):
                 continue
-            tuned = known(bucket(claim, serving))
-            if tuned is not None and tuned.config in claim.template.configs(claim.problem, serving):
+            tuned, configs = known(bucket(claim, serving)), claim.template.configs(claim.problem, serving)
+            if tuned is not None and tuned.config in configs:
                 if tuned.inductor_us - tuned.template_us > saved:
-                    saved, measured = (
-                        tuned.inductor_us - tuned.template_us,
-                        Choice(claim, tuned.config, "measured faster before"),
-                    )
-            elif by_rule is None and pays(claim, next(iter(operators[at + length :]), None)):
+                    # Of other numbers of rows nothing is known.
+                    rows = claim.problem.shape.m
+                    config = written({bucket_of(rows): tuned.config}) if claim.any_rows else tuned.config
+                    saved = tuned.inductor_us - tuned.template_us
+                    measured = Choice(claim, config, "measured faster before")
+            # Without a default, only what was measured is faster than Inductor.
+            elif by_rule is None and "" in configs and pays(claim, next(iter(operators[at + length :]), None)):
                 reason = "a small product" if small(claim.problem.shape, claim.problem.dtype.itemsize) else ""
                 by_rule = Choice(claim, why=f"{reason or 'saves memory traffic'}, by rule")
     return measured or by_rule

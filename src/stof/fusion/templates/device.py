@@ -79,5 +79,5 @@ def activate(x, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
         # helpers had keys before, so a process that compiles in another order would not find it.
         x = _damped(x, x * -1.4426950408889634, FAST)
     elif ACTIVATION == "relu":
-        x = tl.maximum(x, 0.0)
+        x = tl.where(x < 0.0, 0.0, x)  # a maximum would drop NaN
     return x

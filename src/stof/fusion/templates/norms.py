@@ -21,6 +21,12 @@ class Norm(NamedTuple):
     bias: Tensor | None
     eps: float
 
+    @staticmethod
+    def of(kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Norm:
+        """With vectors of any stride; kernels read elements one after the other."""
+        weight, bias = (None if vector is None else vector.contiguous() for vector in (weight, bias))
+        return Norm(kind, weight, bias, eps)
+
 
 def can_normalise(width: int, like: Tensor) -> bool:
     """Whether the row kernels serve rows of this width, with dtype and device of a tensor that is not empty."""

@@ -82,7 +82,7 @@ def norm_linear(
         ArgumentError: an unknown activation or norm, or text that is no configuration.
     """
     _known(activation, norm)
-    call = run.product("norm_linear", x, weight, bias, None, activation, Norm(norm, norm_weight, norm_bias, eps))
+    call = run.product("norm_linear", x, weight, bias, None, activation, Norm.of(norm, norm_weight, norm_bias, eps))
     chosen = run.choose(call, config) if can_normalise(x.shape[-1], x) else None
     if chosen is None:
         return twins.norm_linear(x, norm_weight, norm_bias, weight, bias, norm, eps, activation)
@@ -165,7 +165,7 @@ def linear_norm(
     if chosen is None:
         return twins.linear_norm(x, weight, bias, residual, norm_weight, norm_bias, norm, eps)
     if can_normalise(call.shape.n, x):
-        return run.compute_normed(call, chosen, Norm(norm, norm_weight, norm_bias, eps))
+        return run.compute_normed(call, chosen, Norm.of(norm, norm_weight, norm_bias, eps))
     h = run.compute(call, chosen)
     return h, twins.normalised(h, norm_weight, norm_bias, norm, eps)
 
