@@ -336,6 +336,25 @@ def test_like_calls_are_bound_once(
     assert len(bound) == 1
 
 
+def test_like_calls_under_autocast_are_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[None] = []
+    original = IMPLEMENTATIONS[IMPLS[0]]
+
+    def counting(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options) -> Any:
+        bound.append(None)
+        return original.bound(q, k, v, tensors, sizes, options)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, IMPLS[0], replace(original, bind=counting))
+    plan = stof.plan(masks.causal(), 70)
+    for seed in range(3):
+        q, k, v = make_inputs(heads=2, q_len=70, seed=seed).qkv
+        with torch.autocast("cpu", torch.bfloat16):
+            out = stof.attention(q, k, v, plan, implementation=IMPLS[0])
+        half = [x.bfloat16() for x in (q, k, v)]
+        assert torch.equal(out, stof.attention(*half, plan, implementation=IMPLS[0]))
+    assert len(bound) == 1
+
+
 def test_inputs_are_not_written() -> None:
     inputs = make_inputs(q_len=1100, heads=2)
     before = [x.clone() for x in inputs.qkv]

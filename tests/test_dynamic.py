@@ -356,6 +356,7 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         current.pop()
 
     capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
@@ -381,6 +382,13 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         with on(stream):
             plan.bound(*call)
     assert logged() == ["main waits for what side did", "third waits for what side did"]
+    # Two updates with no call between them write the same lists.
+    plan.update(mask, stream=side)
+    logged()
+    plan.update(mask, stream=third)
+    assert logged()[:3] == ["main waits for what side did", "third waits for main", "built on third"]
+    plan.update(mask)
+    assert logged() == ["main waits for what third did", "built on main"]
     plan.update(mask, stream=side)
     logged()
     capturing[0] = True
@@ -393,6 +401,9 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing[0] = False
     plan.bound(*call)
     assert logged() == []
+    # Replays of attention will not ask whether an update has ended.
+    plan.update(mask, stream=side)
+    assert logged()[-2:] == ["side is recorded", "main waits for what side did"]
 
 
 def test_messages_of_masks() -> None:

@@ -180,8 +180,8 @@ def _run(
     implementation: str | None,
     given: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Choose how to run checked arguments, and run them; `given` are the arguments as the user gave them."""
-    ready_call = ready.bound(*given)
+    """Choose how to run checked arguments, and run them; `given` are the same before they were brought into form."""
+    ready_call = ready.kept(*given)
     if ready_call is not None:
         with contextlib.suppress(KernelError):  # as in `attention`
             return ready_call(*given[:5])
@@ -198,13 +198,10 @@ def _run(
                 )  # fmt: skip
             options = Options(scale, softcap, bias, sinks)
             implemented = IMPLEMENTATIONS[choice.implementation]
-            make = partial(implemented.bound, q, k, v, prepared.tensors, prepared.sizes, options)
-            kept = given[0] is q  # autocast makes others in every call
-            bound = lasting(q.device, make) if kept else make()
+            bound = lasting(q.device, partial(implemented.bound, q, k, v, prepared.tensors, prepared.sizes, options))
             found = bound(q, k, v, bias, sinks)
-            if kept:
-                as_given = given[3] is bias and given[4] is sinks
-                ready.bind(given, bound if as_given else partial(_reshaped, bound))
+            as_given = given[3] is bias and given[4] is sinks
+            ready.bind(given, bound if as_given else partial(_reshaped, bound))
             return found
         except KernelError as error:
             # The next best candidate serves, down to plain PyTorch, which compiles nothing.

@@ -54,6 +54,7 @@ class DynamicPlan(Plan):
         self._mask, self._sizes, self._density = mask, sizes, density
         self._room: WorkRoom | None = None
         self._update = _Update()
+        self._replayed = False
         super().__init__(
             repr(mask), lengths, mask.dims(*sizes), device, geometry=self._geometry_of(mask, lengths, device)
         )
@@ -71,7 +72,8 @@ class DynamicPlan(Plan):
             mask: its tensors must not change before the attention calls under it.
             stream: where to build, beside the work that the current stream is given next; None for the current stream.
                 Building begins after the current stream's work so far, which made the mask and may still read the last
-                one, and attention under this plan waits for it. May be captured, fork and join, in a CUDA graph.
+                one, and attention under this plan waits for it. May be captured, fork and join, in a CUDA graph; once
+                attention was captured, updates outside of a graph make the current stream wait at once.
 
         Raises:
             PlanMismatchError: a mask of another kind, or tensors of other shapes.
@@ -90,6 +92,7 @@ class DynamicPlan(Plan):
             self._bound.clear()
         else:
             with torch.cuda.device(self.device):
+                self._update.join()  # or two would write the same lists
                 self._update = _Update()
                 if stream is None:
                     fill_room(self._room, mask)
@@ -100,7 +103,10 @@ class DynamicPlan(Plan):
                     for tensor in _tensors(mask):
                         # Their memory may be given to others when the current stream has passed this point.
                         tensor.record_stream(stream)
-                    self._update = _Update(stream.record_event(), torch.cuda.is_current_stream_capturing())
+                    capturing = torch.cuda.is_current_stream_capturing()
+                    self._update = _Update(stream.record_event(), capturing)
+                    if self._replayed and not capturing:
+                        self._update.join()  # replays of attention ask nobody
 
     def check(self) -> None:
         """Raise if anything could not be computed since the last check; waits for the device.
@@ -110,7 +116,7 @@ class DynamicPlan(Plan):
         """
         if self._room is None:
             return  # `update` has raised already
-        self._update.join()
+        self._wait()
         found = self._room.flags.tolist()
         if not any(found):
             return
@@ -155,7 +161,7 @@ class DynamicPlan(Plan):
         layout = LayoutConfig(problem.block_m, problem.block_n, 1)
         return runtime_choice(call, layout, shared_memory_limit(self.device))
 
-    def bound(
+    def kept(
         self,
         q: Tensor,
         k: Tensor,
@@ -167,8 +173,15 @@ class DynamicPlan(Plan):
         implementation: str | None,
     ) -> BoundCall | None:
         """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
-        self._update.join()
-        return super().bound(q, k, v, bias, sinks, scale, softcap, implementation)
+        self._wait()
+        return super().kept(q, k, v, bias, sinks, scale, softcap, implementation)
+
+    def _wait(self) -> None:
+        """Let the plan's device's current stream wait for the last update."""
+        if self._room is not None and torch.cuda.is_initialized():
+            with torch.cuda.device(self.device):
+                self._replayed = self._replayed or torch.cuda.is_current_stream_capturing()
+                self._update.join()
 
     def candidates(self, call: CallSpec) -> list[Candidate]:
         """The one way to run a call on a GPU."""

@@ -192,8 +192,24 @@ class Plan:
         softcap: float | None,
         implementation: str | None,
     ) -> BoundCall | None:
+        """`kept`, for arguments as the user gave them: autocast would make others of them."""
+        if torch.is_autocast_enabled(self.device.type):
+            return None
+        return self.kept(q, k, v, bias, sinks, scale, softcap, implementation)
+
+    def kept(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+        implementation: str | None,
+    ) -> BoundCall | None:
         """The call kept for tensors and options like these, already checked and chosen for; None when there is none."""
-        if not self._bound or not is_plain(q, k, v, bias, sinks) or torch.is_autocast_enabled(self.device.type):
+        if not self._bound or not is_plain(q, k, v, bias, sinks):
             return None
         try:
             return self._bound.get(_likeness(q, k, v, bias, sinks, scale, softcap, implementation))
