@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,20 +162,10 @@ class DynamicPlan(Plan):
         layout = LayoutConfig(problem.block_m, problem.block_n, 1)
         return runtime_choice(call, layout, shared_memory_limit(self.device))
 
-    def kept(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-        implementation: str | None,
-    ) -> BoundCall | None:
+    def kept(self, *given: Any) -> BoundCall | None:
         """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
         self._wait()
-        return super().kept(q, k, v, bias, sinks, scale, softcap, implementation)
+        return super().kept(*given)
 
     def _wait(self) -> None:
         """Let the plan's device's current stream wait for the last update."""

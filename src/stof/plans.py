@@ -181,38 +181,20 @@ class Plan:
         self._choices.clear()
         self._bound.clear()
 
-    def bound(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-        implementation: str | None,
-    ) -> BoundCall | None:
+    def bound(self, *given: Any) -> BoundCall | None:
         """`kept`, for arguments as the user gave them: autocast would make others of them."""
-        if torch.is_autocast_enabled(self.device.type):
-            return None
-        return self.kept(q, k, v, bias, sinks, scale, softcap, implementation)
+        return None if torch.is_autocast_enabled(self.device.type) else self.kept(*given)
 
-    def kept(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-        implementation: str | None,
-    ) -> BoundCall | None:
-        """The call kept for tensors and options like these, already checked and chosen for; None when there is none."""
-        if not self._bound or not is_plain(q, k, v, bias, sinks):
+    def kept(self, *given: Any) -> BoundCall | None:
+        """The call kept for arguments like these, already checked and chosen for; None when there is none.
+
+        Args:
+            given: q, k, v, bias, sinks, scale, softcap, implementation.
+        """
+        if not self._bound or not is_plain(*given[:5]):
             return None
         try:
-            return self._bound.get(_likeness(q, k, v, bias, sinks, scale, softcap, implementation))
+            return self._bound.get(_likeness(*given))
         except (AttributeError, TypeError):  # no tensor, or a scale that is no number: the checks have the message
             return None
 

@@ -117,7 +117,7 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         yield fill_slash_tables.slash_tables, [kind, kind, *[ints] * 3, *[i] * 10, 1, 2, 64, 2048], {"num_warps": 8}
         yield fill_slash.vertical_slash_fill, [kind, *[ints] * 7, *[i] * 13, 64, 64, 128, 256], {"num_warps": 1}
     yield fill_slash.slash_tiles, [*[ints] * 3, *[i] * 5, 128, 64, 64], {"num_warps": 2}
-    for width, num_warps in ((512, 1), (4096, 4)):
+    for width, num_warps in ((512, 1), (4096, 4), (16384, 16)):
         given = ["*fp32", *[ints] * 4, i, i, i, 1, i, i, i, i, 4, True, width]
         yield fill_blocks.select_blocks, given, {"num_warps": num_warps}
     yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}

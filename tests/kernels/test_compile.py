@@ -37,7 +37,7 @@ SPILLS = {
     "hopper D 128": (96, 0),
     "hopper options": (96, 0),
     "row-wise": (0, 0),
-    "fill": (0, 32),
+    "fill": (0, 64),
     "layout": (32, 32),
 }
 # Shared memory a program may have.

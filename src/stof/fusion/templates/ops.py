@@ -8,6 +8,8 @@ and rounded once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -215,22 +217,12 @@ def rms_linear(
     """
     _known(activation)
     call = _row_scaled("rms_linear", x, rstd, norm_weight, weight, bias, activation)
-    chosen = None if call is None else run.choose(call, config)
-    if call is None or chosen is None:
-        return twins.rms_linear(x, rstd, norm_weight, weight, bias, activation)
-    return run.compute(call, chosen)
+    out = _served(call, config)
+    return twins.rms_linear(x, rstd, norm_weight, weight, bias, activation) if out is None else out
 
 
 @rms_linear.register_fake
-def _rms_linear_fake(
-    x: Tensor,
-    rstd: Tensor,
-    norm_weight: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    config: str,
-) -> Tensor:
+def _rms_linear_fake(x: Tensor, rstd: Tensor | None, norm_weight: Tensor | None, weight: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -259,21 +251,13 @@ def rms_gated_linear(
     _known(activation)
     _paired(weight)
     call = _row_scaled("rms_gated_linear", x, rstd, norm_weight, weight, bias, activation)
-    chosen = None if call is None else run.choose(call, config)
-    if call is None or chosen is None:
-        return twins.rms_gated_linear(x, rstd, norm_weight, weight, bias, activation)
-    return run.compute(call, chosen)
+    out = _served(call, config)
+    return twins.rms_gated_linear(x, rstd, norm_weight, weight, bias, activation) if out is None else out
 
 
 @rms_gated_linear.register_fake
 def _rms_gated_linear_fake(
-    x: Tensor,
-    rstd: Tensor,
-    norm_weight: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    config: str,
+    x: Tensor, rstd: Tensor | None, norm_weight: Tensor | None, weight: Tensor, *rest: Any
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
 
@@ -314,24 +298,15 @@ def rotary_linear(
     tables = [table.reshape(-1, head_dim).contiguous() for table in (cos, sin)]
     rotary = run.Rotary(tables[0], tables[1], turned, head_dim)
     call = _row_scaled("rotary_linear", x, rstd, norm_weight, weight, bias, "none", rotary)
-    chosen = None if call is None else run.choose(call, config)
-    if call is None or chosen is None:
+    out = _served(call, config)
+    if out is None:
         return twins.rotary_linear(x, rstd, norm_weight, weight, bias, cos, sin, turned, head_dim)
-    return run.compute(call, chosen)
+    return out
 
 
 @rotary_linear.register_fake
 def _rotary_linear_fake(
-    x: Tensor,
-    rstd: Tensor | None,
-    norm_weight: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    turned: int,
-    head_dim: int,
-    config: str,
+    x: Tensor, rstd: Tensor | None, norm_weight: Tensor | None, weight: Tensor, *rest: Any
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -356,6 +331,12 @@ def _row_scaled(
         return None
     norm = None if rstd is None else Norm("rms", None, None, 0.0)
     return run.product(template, x, whole, bias, None, activation, norm, rstd, rotary)
+
+
+def _served(call: run.Product | None, config: str) -> Tensor | None:
+    """The product by a kernel; None where there is none for it."""
+    chosen = None if call is None else run.choose(call, config)
+    return None if call is None or chosen is None else run.compute(call, chosen)
 
 
 def _paired(weight: Tensor) -> None:
