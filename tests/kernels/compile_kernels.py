@@ -32,7 +32,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 import stof
 from stof.kernels.hopper import attention as hopper
-from stof.kernels.hopper.jobs import make_tile_lists
+from stof.kernels.hopper.jobs import make_tile_lists, resident
 from stof.kernels.triton import block_wise, row_wise
 from stof.kernels.triton.launch import TensorMap
 from stof.kernels.triton.work import make_work
@@ -42,7 +42,7 @@ from stof.layout.survey import Survey
 from stof.masks.tensors import as_mask
 from stof.selection import CallSpec, Choice
 from stof.selection.gpu import gpu_choices, runtime_choice
-from stof.selection.model import hopper_shared_memory, shared_memory
+from stof.selection.model import head_dim_class, hopper_shared_memory, shared_memory
 
 ARCHS = (80, 89, 90, 100, 120)
 # Ends the name of cases whose work the device makes.
@@ -76,7 +76,8 @@ class Case:
 class Compiled:
     """What a compiled kernel takes: registers and spilled bytes of a thread, shared memory of a program.
 
-    `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile;
+    `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile,
+    `resident` the Hopper kernel's thread blocks that a multiprocessor has to hold at once;
     `warnings` are loops that lost their pipeline, and for kernels that place wgmma and barriers by hand what the
     assembler says of its own losses of speed, and barriers of the hardware that are taken twice.
     """
@@ -90,6 +91,7 @@ class Compiled:
     estimated: int
     wgmma: bool
     block_m: int
+    resident: int
     itemsize: int
     warnings: list[str]
     seconds: float
@@ -213,6 +215,8 @@ def _hopper() -> Iterator[Case]:
         ("hopper D 64", call_of(bfloat, 64), square, ("slabs of 8 split",)),
         ("hopper 64 rows", call_of(half, 64), (64, 128), ("contiguous split",)),
         ("hopper 64 rows", call_of(bfloat, 64), (64, 64), ("slabs of 8 split",)),
+        ("hopper 64 rows", call_of(half, 64), (64, 64), ("contiguous", "evenly spaced")),
+        ("hopper 64 rows", call_of(half, 64, **options), (64, 64), ("slabs of 16 split",)),
         ("hopper 64 rows", call_of(half, 128), (64, 64), ("contiguous",)),
         ("hopper 64 rows", call_of(bfloat, 96, **options), (64, 64), ("slabs of 8 split",)),
         ("hopper 192 rows", call_of(half, 64), (192, 128), ("contiguous", "slabs of 16 split")),
@@ -395,9 +399,11 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
     kernel = triton.compile(source(record, arch), target=GPUTarget("cuda", arch, 32), options=options)
     seconds = time.perf_counter() - start
     registers, spilled = _resources(kernel.asm["cubin"])
-    choice, estimated = case.choice, 0
+    choice, estimated, blocks = case.choice, 0, 1
     if choice.implementation == "hopper" and choice.kernel is not None and choice.layout is not None:
         estimated = hopper_shared_memory(choice.layout, case.call, choice.kernel.num_stages)
+        width = head_dim_class(case.call.head_dim, case.call.value_dim)
+        blocks = resident(choice.layout.block_m, choice.layout.block_n, width)
     elif choice.kernel is not None and choice.layout is not None:
         estimated = shared_memory(choice.layout, case.call, choice.kernel.num_stages, choice.kernel.pack)
     return Compiled(
@@ -410,6 +416,7 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
         estimated=estimated,
         wgmma="wgmma.mma_async" in kernel.asm["ptx"],
         block_m=choice.layout.block_m if choice.kernel is not None and choice.layout is not None else 0,
+        resident=blocks,
         itemsize=case.call.dtype.itemsize,
         warnings=_warnings(kernel.asm["ptx"]) if choice.implementation == "hopper" else _stalls(kernel.asm, options),
         seconds=round(seconds, 2),

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from stof.kernels.hopper.jobs import RESIDENT
-
 ROOT = Path(__file__).resolve().parents[2]
 # `make test` puts the older release beside the environment's own.
 OLDER = Path(sys.prefix) / "triton-3.6"
@@ -88,7 +86,7 @@ def faults(kernel: dict[str, Any]) -> list[str]:
     # The selector refuses by its estimate; what it lets through must fit.
     if kernel["shared"] > limit >= kernel["estimated"]:
         found.append(f"takes {kernel['shared']} bytes of shared memory, the GPU has {limit}")
-    programs = RESIDENT[kernel["block_m"]] if kernel["group"].startswith("hopper") else 1
+    programs = kernel["resident"]
     if programs > 1 and programs * (kernel["shared"] + RESERVED) > limit + RESERVED:
         found.append(f"takes {kernel['shared']} bytes of shared memory, too much for {programs} at once")
     if kernel["arch"] == 90 and kernel["block_m"] >= 64 and kernel["itemsize"] == 2 and not kernel["wgmma"]:

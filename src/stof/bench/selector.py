@@ -24,7 +24,15 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection import CallSpec, Choice
 from stof.selection.implementations import IMPLEMENTATIONS, Options
-from stof.selection.model import DeviceModel, KernelTimes, critical_load, estimate, estimate_tiles, kernel_key
+from stof.selection.model import (
+    DeviceModel,
+    KernelTimes,
+    critical_load,
+    estimate,
+    estimate_tiles,
+    kernel_key,
+    occupancy,
+)
 from stof.tuning.timing import time_calls
 
 if TYPE_CHECKING:
@@ -203,8 +211,10 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
     best, least = start, math.inf
     cases = [(row.choice, call_of_row(row), survey_of(row), row.us - model.launch) for row in rows]
     persistent = rows[0].choice.implementation == "hopper"
-    # Thread blocks that stay have their multiprocessor to themselves, but need time to set up.
-    settings = [(1.0, us) for us in _STARTS] if persistent else [(solo, 0.0) for solo in _SOLO]
+    # Thread blocks that stay need time to set up. Alone on a multiprocessor they are as fast whatever others do.
+    settings = [(1.0, us) for us in _STARTS] if persistent else []
+    if not persistent or occupancy(rows[0].choice, cases[0][1], model) > 1:
+        settings += [(solo, 0.0) for solo in _SOLO]
     for solo, start_us in settings:
         times = replace(start, solo=solo, start=start_us)
         for _ in range(_ROUNDS):

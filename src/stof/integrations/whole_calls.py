@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from stof.tuning.capture import captured
+
 # Combinations of shapes that are kept; each holds its inputs and results, and all share the memory in between.
 MOST_RECORDED = 32
 
@@ -133,7 +135,6 @@ class Recording:
         self._recorder = recorder
         self._inputs = [_memory(x) for x in inputs if isinstance(x, Tensor)]
         self._device = self._inputs[0].device
-        self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             recorder.pool = recorder.pool or torch.cuda.graph_pool_handle()
             side = torch.cuda.Stream()
@@ -143,9 +144,11 @@ class Recording:
             torch.cuda.synchronize()
             if not all(_same(new, old) for new, old in zip(inputs, given, strict=True)):
                 raise RuntimeError("it writes to its arguments")
-            # Other threads may go on using the GPU while this one captures.
-            with torch.cuda.graph(self._graph, pool=recorder.pool, stream=side, capture_error_mode="thread_local"):
-                out = call(*inputs[: len(args)], **named)
+            try:
+                self._graph, out = captured(lambda: call(*inputs[: len(args)], **named), side, recorder.pool)
+            except BaseException:
+                recorder.pool = None  # who knows what is left in it
+                raise
         self._leaves, self._spec = pytree.tree_flatten(out)
         for leaf in self._leaves:
             if not isinstance(leaf, (*_PLAIN, float, Tensor)):
@@ -200,6 +203,7 @@ class _Weights:
         self._module, self._frozen = module, frozen
         self._owners: list[Mapping[str, Tensor]] = []
         self._names: list[str] = []
+        self._versioned: list[Tensor] = []
         self._seen: tuple[int, ...] | None = None
 
     def changed(self) -> bool:
@@ -213,7 +217,10 @@ class _Weights:
             now = self._look()
             seen = tuple(map(Tensor.data_ptr, now))
         if self._frozen:
-            seen += tuple(x._version for x in now if not x.is_inference())
+            if seen != (self._seen or ())[: len(seen)]:
+                # Inference tensors have no version: what is written to them is not noticed.
+                self._versioned = [x for x in now if not x.is_inference()]
+            seen += tuple(map(operator.attrgetter("_version"), self._versioned))
         changed, self._seen = seen != self._seen, seen
         return changed
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stof.kernels.hopper.jobs import RESIDENT
+from stof.kernels.hopper.jobs import resident
 from stof.kernels.triton.work import parts_of
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
@@ -285,7 +285,8 @@ def occupancy(choice: Choice, call: CallSpec, model: DeviceModel) -> int:
     assert choice.kernel is not None
     assert choice.layout is not None
     if choice.implementation == "hopper":
-        return RESIDENT[choice.layout.block_m]
+        width = head_dim_class(call.head_dim, call.value_dim)
+        return resident(choice.layout.block_m, choice.layout.block_n, width)
     kernel = choice.kernel
     by_memory = model.shared_bytes // (shared_memory(choice.layout, call, kernel.num_stages, kernel.pack) + _RESERVED)
     registers = kernel.max_registers or (255 if head_dim_class(call.head_dim, call.value_dim) > 64 else 160)

@@ -19,6 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from stof.tuning.capture import captured
+
 # Larger than the L2 of any current GPU (H200: 60 MB; B200: 126 MB).
 _L2_FLUSH_BYTES = 256 * 2**20
 # A replay holds as many calls as fit in about 2 ms, at most 20: then the jitter of a replay, about 1 us, is 0.05 us a
@@ -201,12 +203,9 @@ def _captured(run: _Run) -> tuple[_Run, bool]:
         run()  # libraries allocate their workspaces for a stream on first use, which a capture forbids
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=side):
-            run()
+        graph, _ = captured(run, side)
     except Exception:  # whatever a callable raises because it synchronises, copies or allocates while captured
-        torch.cuda.synchronize()
         return run, False
     graph.replay()
     torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.hopper.jobs import RESIDENT, RUN, TileLists, job_lists
+from stof.kernels.hopper.jobs import RUN, TileLists, job_lists, resident
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
@@ -22,6 +22,9 @@ from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 _SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 # Rows of Q for one warpgroup, and columns of one TMA box.
 _ROWS, _BOX = 64, 64
+# Registers of a thread, before warps trade them, by thread blocks on a multiprocessor: 256 threads each where there are
+# several, and 65,536 registers for all.
+_REGISTERS = {1: 0, 2: 128, 3: 80}
 # Row blocks whose Q (or output, on its way out) is in shared memory at once.
 _Q_STAGES = 3
 
@@ -104,8 +107,8 @@ def bind_warp_specialized(
     groups = lists.block_m // _ROWS
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     side = min(config.side or batch * heads, batch * heads)
-    resident = RESIDENT[lists.block_m]
-    on_cpu, starts = job_lists(lists, batch, heads, resident * processors, side)
+    blocks = resident(lists.block_m, lists.block_n, width) * processors
+    on_cpu, starts = job_lists(lists, batch, heads, blocks, side)
     jobs = on_cpu.to(device)
     modified = softcap > 0 or scale <= 0
     permuted = lists.row_order.numel() > 0
@@ -113,7 +116,7 @@ def bind_warp_specialized(
     residues = (q.stride(2), out.stride(2)) if lists.row_step > 1 else (width, width)
     ready = Launch(
         warp_specialized_kernel,
-        resident * processors,
+        blocks,
         (jobs, starts.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
          lists.row_order if permuted else jobs),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
@@ -122,7 +125,7 @@ def bind_warp_specialized(
          modified, softcap > 0, sinks is not None, lists.has_full > 0, takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
-        max_registers=128 if resident > 1 else 0,
+        max_registers=_REGISTERS[blocks // processors],
         chained=takes_turns(device),
         device=device,
     )  # fmt: skip

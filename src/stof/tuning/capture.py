@@ -1,0 +1,48 @@
+"""Capturing CUDA graphs, and putting things in order after a capture that failed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def captured(call: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+    """What a call launches, as a CUDA graph of the current device, and what it returned.
+
+    Args:
+        stream: to capture on; the call has run on it before, as libraries allocate a stream's workspaces on first use.
+        pool: where its memory comes from, as from `torch.cuda.graph_pool_handle`; None for memory of its own.
+
+    Raises:
+        Whatever the call raises, or PyTorch because something cannot be captured.
+    """
+    graph = torch.cuda.CUDAGraph()
+    own = torch.cuda.graph_pool_handle() if pool is None else pool
+    try:
+        # Other threads may go on using the GPU while this one captures.
+        with torch.cuda.graph(graph, pool=own, stream=stream, capture_error_mode="thread_local"):
+            out = call()
+    except BaseException:
+        _recover(own)
+        raise
+    return graph, out
+
+
+def _recover(pool: Any) -> None:
+    """Undo what PyTorch leaves undone when a capture fails.
+
+    It notices at the capture's end, and raises before it tells the allocator and the random number generator that
+    the capture is over: the first would keep memory back from then on, the second refuse to draw. A small capture that
+    succeeds brings the generator back.
+    """
+    torch.cuda.synchronize()
+    with contextlib.suppress(RuntimeError, AttributeError):  # PyTorch did it, or has no such function
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    some = torch.zeros(1, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        some.zero_()
