@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from stof.fusion import pipeline
 from stof.fusion.claims import Claim, claims
-from stof.fusion.lower import GraphOrder, copy_graph
+from stof.fusion.lower import GraphOrder, call, copy_graph
 from stof.fusion.nodes import changes_inputs, name_of
 from stof.fusion.normalise import normalise
 from stof.fusion.rules import pays
+from stof.fusion.sizes import is_symbolic
 from stof.fusion.templates.registry import Serving, no_kernel
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse, products
 
@@ -349,6 +350,24 @@ def test_symbolic_sizes_stay_symbolic() -> None:
     assert report.notes == []
     (node,) = (n for n in gm.graph.nodes if "linear_norm" in str(n.target))
     assert not all(isinstance(size, int) for size in node.meta["example_value"][0].shape)
+
+
+def test_new_nodes_and_rewritten_graphs_fix_no_size() -> None:
+    """Padding asks for sizes as numbers unless it is run as Dynamo runs it; so do products under torch 2.11."""
+    gm = capture(Block(lambda m, x: F.pad(F.gelu(m.up(x)), (1, 1))).eval(), torch.randn(5, 7, K), dynamic=True)
+    (pad,) = (node for node in gm.graph.nodes if node.op == "call_function" and "pad" in str(node.target))
+    product = next(node for node in gm.graph.nodes if "linear" in str(node.target))
+    shapes = pad.meta["example_value"].fake_mode.shape_env
+    before = len(shapes.guards)
+    for node in (pad, product):
+        with gm.graph.inserting_before(pad.next):
+            new = call(gm.graph, node, node.op, node.target, node.args)
+        assert is_symbolic(new.meta["example_value"].shape[:1])
+        gm.graph.erase_node(new)
+    report = fuse(gm)
+    assert calls(gm) == ["linear"]
+    assert report.notes == []
+    assert len(shapes.guards) == before
 
 
 def test_copies_of_graphs_know_where_parameters_come_from() -> None:
