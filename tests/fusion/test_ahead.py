@@ -21,7 +21,7 @@ def test_what_others_compile_is_found(version: str, tmp_path: Path) -> None:
     if version == "3.6" and not OLDER.is_dir():
         pytest.skip("Triton 3.6 is not beside the environment; `make test` puts it there")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     if version == "3.6":
         environment["PYTHONPATH"] = os.pathsep.join([str(OLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "tests.fusion.compile_ahead"]

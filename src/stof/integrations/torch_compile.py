@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
-from stof.fusion.ahead import CompileAhead
+from stof.fusion.ahead import CompileAhead, settle_assembler
 from stof.fusion.choices import Known, known_choices
 from stof.fusion.lock import read_lock
 from stof.fusion.lower import copy_module
@@ -182,6 +182,8 @@ def stof_backend(
     refuse_training(gm)
     devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
     device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
+    if device.type == "cuda":
+        settle_assembler()
     search = parsed.search(device)
     plain = copy_module(gm) if search is not None else None
     try:
