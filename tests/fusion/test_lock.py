@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -246,3 +247,25 @@ def test_a_second_search_goes_the_same_way_without_measuring(tmp_path: Path) -> 
     store.update(Contents(results={key: Result(9, ((0, 2, "gone", ""),))}))
     anew = fuse(graph(), Search(NORMS, seconds=100, store=store), twins=True)
     assert anew.segments == first.segments
+
+
+def test_times_that_could_not_be_told_are_not_kept(tmp_path: Path) -> None:
+    class Busy(Table):
+        def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+            times = super().__call__(claim, configs)
+            drowned = claim.problem.shape.activation == "gelu"
+            return [math.nan if drowned and config is None else us for config, us in zip(configs, times, strict=True)]
+
+    store = Store(tmp_path, {"device": "x"})
+    first = fuse(graph(), Search(Busy(linear=0.5), seconds=100, store=store), twins=True)
+    assert not any("gelu" in row.operators and row.template for row in first.segments)
+    (note,) = first.notes
+    assert note.startswith(f"1 of {first.measurements} times could not be told from other work on the device")
+    kept = store.load()  # without a warning
+    assert all(us > 0 for entry in kept.segments.values() for us in entry.times.values())
+    assert kept.results == {}
+    # The device is idle again: what could not be told is measured, and what that leads to.
+    again = fuse(graph(), Search(Table(linear=0.5), seconds=100, store=store), twins=True)
+    assert 0 < again.measurements < first.measurements
+    assert any("gelu" in row.operators and row.template for row in again.segments)
+    assert list(store.load().results.values())

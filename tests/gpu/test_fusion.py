@@ -24,7 +24,7 @@ from stof.fusion.pipeline import Search, fuse
 from stof.fusion.report import FusionReport
 from stof.fusion.templates.config import GemmConfig
 from stof.fusion.templates.registry import Serving
-from tests.fusion.graphs import calls, capture
+from tests.fusion.graphs import calls, capture, products
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,7 +108,9 @@ def test_a_folded_model(dtype: torch.dtype, cuda_graphs: bool, monkeypatch: pyte
                 if "norm" in name:
                     parameter.mul_(0.5)
             plain, out = module(ids)[0].double(), optimised(ids)[0].double()
-        assert torch.nn.functional.cosine_similarity(out.flatten(), plain.flatten(), 0) > 0.9999
+        changed = model("llama")
+        changed.load_state_dict(module.state_dict())
+        assert (out - exact(changed, ids)).norm() <= 1.5 * (plain - exact(changed, ids)).norm()
 
 
 def test_any_length_runs_the_graph_of_the_first() -> None:
@@ -140,7 +142,7 @@ def test_a_searched_model_is_right_and_its_search_is_kept(tmp_path: Path) -> Non
         assert (out - expected).norm() <= 1.5 * (plain - expected).norm()
     first, second = reports
     assert first.measurements > 0
-    if not any("budget" in note for note in first.notes):
+    if not any("budget" in note or "could not be told" in note for note in first.notes):
         assert second.measurements == 0
     assert any(note.startswith("whole model:") for note in first.notes)
 
@@ -202,7 +204,7 @@ def test_segments_are_timed_under_graph_replay() -> None:
     report = fuse(gm, Search(timer, seconds=60, per_segment=2))
     assert report.measurements > 4
     assert not [why for why in timer.failures.values() if why.startswith("wrong")]
-    assert len(calls(gm)) == report.fused
+    assert len(calls(gm)) + products(gm) == report.fused
 
 
 def test_a_sparse_mask_and_templates_together() -> None:

@@ -32,7 +32,10 @@ class SegmentTimer:
         self.failures: dict[tuple[str, str], str] = {}
 
     def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
-        """Microseconds with each configuration of the claim's template, None for Inductor's code; inf for failures."""
+        """Microseconds with each configuration of the claim's template, None for Inductor's code.
+
+        inf for failures, nan for what cannot be told from other work on the GPU.
+        """
         calls: dict[str, Callable[[], object]] = {}
         with torch._guards.tracing(None), torch.no_grad():
             inputs = random_inputs(claim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -171,7 +172,7 @@ def _remembered(graph: GraphSpace, meter: Meter, search: Search, report: FusionR
 def _results(
     graph: GraphSpace, meter: Meter, search: Search, report: FusionReport, chosen: dict[int, Choice]
 ) -> dict[str, Result]:
-    if meter.spent or not any(meter.times.values()):
+    if meter.spent or meter.unclear or not any(meter.times.values()):
         return {}
     segments = ((at, at + len(c.claim.operators), c.claim.template.name, c.config) for at, c in chosen.items())
     return {_graph_key(graph, report): Result(search.per_segment, tuple(segments))}
@@ -188,7 +189,7 @@ def _keep(meter: Meter, search: Search, choices: Choices, results: dict[str, Res
         return
     entries = {
         segment_key(key): Entry(times, search.per_segment if key in meter.searched else 0)
-        for key, times in meter.times.items()
+        for key, times in meter.certain().items()
         if times
     }
     search.store.update(Contents(entries, results=results))
@@ -211,6 +212,11 @@ def _searched(
     report.measurements = meter.measurements
     if meter.spent:
         report.notes.append(f"the budget of {search.seconds:g} s was spent after {meter.measurements} measurements")
+    if meter.unclear:
+        report.notes.append(
+            f"{len(meter.unclear)} of {meter.measurements} times could not be told from other work on the device: they "
+            "are left out, and will be measured again"
+        )
     report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_claim.failures.items()]
     return chosen
 
@@ -249,7 +255,7 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
                     continue
                 times = meter.measured(start, stop)
                 own = [time for candidate, time in times.items() if candidate is not None and candidate[0] == name]
-                if own and None in times:
+                if times.get(None, math.inf) < math.inf and min(own, default=math.inf) < math.inf:
                     yield f"{name}: {min(own):.1f} us at best, Inductor {times[None]:.1f} us"
 
 

@@ -28,7 +28,10 @@ class TimeClaim(Protocol):
     failures: dict[Candidate, str]
 
     def __call__(self, claim: Claim, configs: Sequence[str | None]) -> Sequence[float]:
-        """Microseconds of a claim's segment with each configuration; None is Inductor's code, inf a failure."""
+        """Microseconds of a claim's segment with each configuration; None is Inductor's code.
+
+        inf is a failure, nan a time that could not be told.
+        """
 
 
 class Ahead(Protocol):
