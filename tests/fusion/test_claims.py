@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from stof.fusion import pipeline
 from stof.fusion.claims import Claim, claims
 from stof.fusion.lower import GraphOrder, call, copy_graph
+from stof.fusion.measure import SegmentTimer
 from stof.fusion.nodes import changes_inputs, name_of
 from stof.fusion.normalise import normalise
+from stof.fusion.pipeline import Search
 from stof.fusion.rules import pays
 from stof.fusion.sizes import is_symbolic
 from stof.fusion.templates.registry import Serving, no_kernel
@@ -350,6 +352,17 @@ def test_symbolic_sizes_stay_symbolic() -> None:
     assert report.notes == []
     (node,) = (n for n in gm.graph.nodes if "linear_norm" in str(n.target))
     assert not all(isinstance(size, int) for size in node.meta["example_value"][0].shape)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("k", "n", "shape"), [(0, N, (2, 3, 0)), (K, 0, (2, 3, K)), (K, N, (2, 0, K)), (0, 0, (0, 0))])
+def test_products_without_elements_are_left(k: int, n: int, shape: tuple[int, ...]) -> None:
+    model, x = nn.Sequential(nn.LayerNorm(k), nn.Linear(k, n), nn.GELU()).eval(), torch.randn(shape)
+    gm = capture(model, x)
+    report = fuse(gm, Search(SegmentTimer(rounds=1), 60))
+    assert calls(gm) == []
+    assert "takes no time" in report.segments[0].reason
+    assert (report.measurements, report.notes) == (0, [])
 
 
 def test_new_nodes_and_rewritten_graphs_fix_no_size() -> None:

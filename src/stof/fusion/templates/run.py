@@ -67,10 +67,11 @@ def product(
     """View (or, where strides are too odd, copy) the tensors of a call for the kernels."""
     k = x.shape[-1]
     n = weight.shape[0] // (2 if template in GATED else 1)
-    flat = _rows_contiguous(x.reshape(-1, k))
+    rows = x.shape[:-1].numel()  # of tensors without elements, reshape cannot tell
+    flat = _rows_contiguous(x.reshape(rows, k))
     if weight.stride(1) != 1 and weight.stride(0) != 1:
         weight = weight.contiguous()
-    flat_residual = None if residual is None else _rows_contiguous(residual.reshape(-1, n))
+    flat_residual = None if residual is None else _rows_contiguous(residual.reshape(rows, n))
     bias = None if bias is None else bias.contiguous()
     transposed = weight.stride(1) != 1
     stored = weight.t() if transposed else weight
