@@ -36,6 +36,16 @@ def in_bucket(text: str, rows: int) -> str:
     return _table(text).get(bucket_of(rows), "") if "=" in text else text
 
 
+def nearest_first(text: str, rows: int) -> list[str]:
+    """The configurations that a text has for buckets, those of the buckets nearest to a number of rows first.
+
+    None for text without buckets. Of two buckets equally far the larger comes first.
+    """
+    table = _table(text) if "=" in text else {}
+    own = bucket_of(rows).bit_length()
+    return [table[bucket] for bucket in sorted(table, key=lambda one: (abs(one.bit_length() - own), -one))]
+
+
 @functools.lru_cache(maxsize=1024)
 def _table(text: str) -> dict[int, str]:
     entries = [entry.partition("=") for entry in text.split(";")]
