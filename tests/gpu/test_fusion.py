@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import stof
 from stof import masks
-from stof.fusion import rules
+from stof.fusion import rules, templates
 from stof.fusion.ahead import CompileAhead
 from stof.fusion.claims import claims
 from stof.fusion.lock import Lock
@@ -205,6 +205,20 @@ def test_segments_are_timed_under_graph_replay() -> None:
     assert report.measurements > 4
     assert not [why for why in timer.failures.values() if why.startswith("wrong")]
     assert len(calls(gm)) + products(gm) == report.fused
+
+
+@pytest.mark.parametrize(("n", "shape"), [(64, (3, 0)), (64, (0, 64)), (0, (3, 64))])
+def test_products_without_elements(n: int, shape: tuple[int, ...]) -> None:
+    x, residual = torch.randn(shape, device="cuda").half(), torch.randn(*shape[:-1], n, device="cuda").half()
+    weight, bias = torch.randn(n, shape[-1], device="cuda").half(), torch.randn(n, device="cuda").half()
+    plain = torch.nn.functional.linear(x, weight, bias)
+    assert torch.equal(templates.linear(x, weight, bias, residual, "none", "64x64x64,4w,4s,tile"), plain + residual)
+    h, normed = templates.linear_norm(x, weight, bias, None, None, None, "layer", 1e-5, "")
+    assert torch.equal(h, plain)
+    assert normed.shape == h.shape
+    factors = torch.ones(shape[:-1], device="cuda")
+    folded = templates.rms_linear(x, factors, torch.ones(shape[-1], device="cuda").half(), weight, bias, "none", "")
+    assert torch.equal(folded, plain)
 
 
 def test_a_sparse_mask_and_templates_together() -> None:
