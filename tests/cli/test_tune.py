@@ -86,9 +86,12 @@ def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
     assert "href=" not in page  # nothing is loaded from elsewhere
     assert "linear" in (tmp_path / "out" / "a.svg").read_text(encoding="utf-8")
     # Once more: nothing is measured, and another shape joins the lock.
-    again = run(f"{own_module}:named", *common, "--lock", "small.lock")
+    again = run(f"{own_module}:named", *common, "--fold", "--lock", "small.lock")
     assert again.exit_code == 0, again.output
-    assert key in read_lock(tmp_path / "small.lock").graphs
+    both = read_lock(tmp_path / "small.lock").graphs
+    assert len(both) == 2
+    assert [one.fold for name, one in both.items() if name != key] == [True]
+    assert not both[key].fold
     # The lock alone gives the same scheme.
     loaded = load(f"{own_module}:small", 1, 1, "full", torch.device("cpu"), torch.float32)
     reports: list[FusionReport] = []
@@ -138,6 +141,7 @@ def test_charts(tmp_path: Path) -> None:
         (["bert", "--png", "a.gif"], "got a.gif"),
         (["bert", "--device"], "not for the model 'bert'"),
         (["--lock", "a.lock"], "--lock is for a model"),
+        (["--fold"], "--fold is for a model"),
         ([], "give a MODEL to tune"),
     ],
 )

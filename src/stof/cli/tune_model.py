@@ -24,6 +24,7 @@ class Wanted:
     dtype: str
     effort: str
     budget: float | None
+    fold: bool
     twins: bool
     lock: Path | None
     html: Path | None
@@ -109,7 +110,7 @@ def _search(wanted: Wanted, loaded: Any, device: Any) -> list[FusionReport]:
         show("capturing the model")
         fast: Any = stof.optimize(
             loaded.model, mask=loaded.mask, dynamic=False, cuda_graphs=device.type == "cuda", effort=wanted.effort,
-            budget_s=wanted.budget, twins=wanted.twins, report=reports.append, progress=progress,
+            budget_s=wanted.budget, fold=wanted.fold, twins=wanted.twins, report=reports.append, progress=progress,
             store=wanted.store or True,
         )  # fmt: skip
         with torch.inference_mode():

@@ -72,7 +72,7 @@ def fuse(
     Args:
         search: measures; without one, or a lock to replay, the rules decide.
         twins: claim templates where they have no kernel as well, and run them as plain PyTorch.
-        fold: RMSNorms' weights may be folded into the products after them.
+        fold: RMSNorms' weights may be folded into the products after them; a lock may say so as well.
         known: what was measured before, for the rules.
         replay: a lock that says it all.
     """
@@ -84,10 +84,13 @@ def fuse(
         return report
     _merge(gm, report)
     operators, order = normalise(gm.graph), GraphOrder(gm.graph)
-    operators = [replace(o, foldable=fold) if o.kind in NORMS else o for o in operators]
     # Graphs that leave sizes open are others, even where their first call is alike.
     left_open = any(is_symbolic(operator.value.shape) for operator in operators)
     report.graph = Scheme(len(operators)).digest(operators) + "-open" * left_open
+    report.fold = fold or (replay is not None and replay.folds(report.graph))
+    if report.fold and not fold:
+        report.notes.append("norms' weights are folded into products, as where the lock was made")
+    operators = [replace(o, foldable=report.fold) if o.kind in NORMS else o for o in operators]
     report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, serving)]
     timer, ahead = (search.time_claim, search.ahead) if search is not None else (None, None)
     graph = GraphSpace(operators, order, timer, serving, ahead, known)

@@ -42,6 +42,7 @@ class FusionReport:
         notes: parts of the graph, or the whole of it, that were left alone; one line each.
         measurements: how many times were taken to choose.
         graph: stable hash of the operators alone; "" where they were not looked at.
+        fold: whether weights of norms might be folded into products.
         choices: the best measured configuration of each template and shape (`stof.fusion.choices`).
         whole_us: the whole model's microseconds with templates and without, None where they were not compared.
     """
@@ -52,6 +53,7 @@ class FusionReport:
     notes: list[str] = field(default_factory=list)
     measurements: int = 0
     graph: str = ""
+    fold: bool = False
     choices: Choices = field(default_factory=dict)
     whole_us: tuple[float, float] | None = None
 

@@ -54,7 +54,7 @@ class CompileOptions:
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
         fold: fold the weights of RMSNorms into the products after them, in a copy that takes as much memory as those
             products' weights. For weights that stay as they are: a change between calls is noticed, but not through
-            `.data`, and not by a CUDA graph that was recorded before.
+            `.data`, and not by a CUDA graph that was recorded before. A lock that was tuned so folds as well.
         twins: let the templates' PyTorch twins serve where no kernel does, on a CPU for example, to try and test them.
             They fuse nothing; otherwise those operators are left to Inductor, which does.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
