@@ -49,6 +49,6 @@ def start(
     for one in starts:
         seconds = (f"{value:.2f}" for value in (one.import_s, one.load_s, one.compile_s))
         table.add_row(one.kind, *seconds, f"{one.call_ms:.3f}", str(one.measured), str(one.compiled))
-    Console(width=140).print(table)
+    Console().print(table)
     if output is not None:
         write_json(output, {"meta": provenance(device), "ask": asdict(ask), "rows": [asdict(one) for one in starts]})

@@ -228,7 +228,10 @@ def _row(graph: GraphSpace, segment: range, choice: Choice | None, meter: Meter 
     text = graph.label(segment.start, segment.stop)
     if choice is None:
         why = "; ".join(dict.fromkeys(_why_not(graph, segment, meter, known)))
-        return SegmentReport(text, "", "", why, start=segment.start)
+        taken = meter.measured(segment.start, segment.stop).get(None) if meter is not None else None
+        ours = [operator.our_attention for operator in graph.operators[segment.start : segment.stop]]
+        rest = "stof attention" if all(ours) else "Inductor, stof attention" if any(ours) else "Inductor"
+        return SegmentReport(text, "", "", why, _finite(taken), rest=rest, start=segment.start)
     inductor_us = template_us = None
     name, config = choice.claim.template.name, in_bucket(choice.config, choice.claim.problem.shape.m)
     if meter is not None:
@@ -238,7 +241,11 @@ def _row(graph: GraphSpace, segment: range, choice: Choice | None, meter: Meter 
         tuned = known(bucket(choice.claim, graph.serving))
         if tuned is not None and tuned.config == config:
             inductor_us, template_us = tuned.inductor_us, tuned.template_us
-    return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us, segment.start)
+    return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us, start=segment.start)
+
+
+def _finite(us: float | None) -> float | None:
+    return us if us is not None and us < math.inf else None
 
 
 def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Known) -> Iterator[str]:
@@ -248,7 +255,8 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
             served, refused = claims(graph.operators[start:stop], graph.serving)
             yield from refused
             for claim in served:
-                name = claim.template.name
+                part = "" if len(segment) == stop - start else f"{graph.label(start, stop)} by "
+                name = part + claim.template.name
                 if meter is None:
                     tuned = known(bucket(claim, graph.serving))
                     if tuned is not None and not tuned.pays:
@@ -257,7 +265,11 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
                         yield f"{name}: saves too little traffic at K = {claim.problem.shape.k}, by rule"
                     continue
                 times = meter.measured(start, stop)
-                own = [time for candidate, time in times.items() if candidate is not None and candidate[0] == name]
+                own = [
+                    time
+                    for candidate, time in times.items()
+                    if candidate is not None and candidate[0] == claim.template.name
+                ]
                 if times.get(None, math.inf) < math.inf and min(own, default=math.inf) < math.inf:
                     yield f"{name}: {min(own):.1f} us at best, Inductor {times[None]:.1f} us"
 
