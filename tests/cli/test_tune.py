@@ -20,9 +20,9 @@ from stof.cli.main import app
 from stof.cli.tune_model import View
 from stof.errors import ArgumentError
 from stof.fusion.lock import read_lock
+from stof.fusion.progress import Progress
 from stof.fusion.race import Race
 from stof.fusion.report import FusionReport
-from stof.fusion.search import Progress
 from stof.integrations import torch_compile
 from stof.integrations.torch_compile import CompileOptions
 from tests.fusion.test_measure import Table

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from stof.fusion.baselines import exhaustive, random_search
 from stof.fusion.layers import find_layers
+from stof.fusion.progress import Progress
 from stof.fusion.scheme import Scheme
 from stof.fusion.search import (
     Budget,
     Candidate,
     Meter,
-    Progress,
     Space,
     Wanted,
     outcome,

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from stof.fusion.progress import Progress
     from stof.fusion.report import FusionReport
-    from stof.fusion.search import Progress
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,14 @@ def _graph(report: FusionReport, place: str) -> str:
             f'<td class="bars">{_bars(row, longest)}</td><td class="why">{escape(row.reason)}</td></tr>'
         )
     notes = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
+    notes = f"<ul>{notes}</ul>" if notes else ""
     scheme = f'<p class="facts">scheme {escape(report.digest)}</p>' if report.digest else ""
     keys = [f'<span class="key {kind}"></span>' for kind in ("before", "after")]
     return (
         f"<h2>{escape(place)}{escape(report.headline())}</h2>"
         '<div class="wide"><table><tr><th>segment</th><th class="n">count</th><th>computed by</th>'
         f'<th class="n">{keys[0]} Inductor</th><th class="n">{keys[1]} template</th><th class="n">saved</th><th></th>'
-        "<th>why</th></tr>" + "".join(rows) + f"</table></div><ul>{notes}</ul>{scheme}"
+        "<th>why</th></tr>" + "".join(rows) + f"</table></div>{notes}{scheme}"
     )
 
 

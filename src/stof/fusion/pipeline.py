@@ -17,12 +17,13 @@ from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
 from stof.fusion.operators import NORMS
+from stof.fusion.progress import Progress
 from stof.fusion.propagate import propagate
 from stof.fusion.replay import Replay, lock_known, replayed
 from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, suggested
 from stof.fusion.scheme import Scheme
-from stof.fusion.search import Budget, Meter, Progress, two_stage
+from stof.fusion.search import Budget, Meter, two_stage
 from stof.fusion.sizes import is_symbolic
 from stof.fusion.store import Contents, Entry, Result, Store, segment_key
 from stof.fusion.templates.buckets import in_bucket

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from stof.fusion.progress import Progress
 from stof.fusion.scheme import Scheme
 
 # A template and its configuration, e.g. ("linear", "128x128x64,8w,3s,tile"); None is Inductor's own code.
@@ -75,35 +76,6 @@ class Budget:
     def left(self) -> float:
         """Seconds."""
         return self.seconds - (self.clock() - self.start)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """A measurement, for whoever shows progress: the segment, candidates tried, the best so far, seconds left."""
-
-    start: int
-    stop: int
-    segment: str
-    tried: int
-    best: Candidate | None
-    best_us: float
-    inductor_us: float
-    seconds_left: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.segment}: {self.tried} tried, best {self.by} {_us(self.best_us)}, "
-            f"Inductor {_us(self.inductor_us)}, {self.seconds_left:.0f} s left"
-        )
-
-    @property
-    def by(self) -> str:
-        """What is best, in words."""
-        return "Inductor" if self.best is None else " ".join(self.best).strip()
-
-
-def _us(time: float) -> str:
-    return f"{time:.1f} us" if time < math.inf else "no clear time"
 
 
 class Meter:

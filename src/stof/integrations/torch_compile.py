@@ -24,10 +24,10 @@ from stof.fusion.lower import copy_module
 from stof.fusion.measure import SegmentTimer, check
 from stof.fusion.nodes import changes_inputs
 from stof.fusion.pipeline import Search, fuse
+from stof.fusion.progress import Progress
 from stof.fusion.race import Race, decide
 from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
-from stof.fusion.search import Progress
 from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
 from stof.fusion.weights import pack_weights, unpack_weights
 from stof.masks import Mask
