@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -133,21 +132,22 @@ def test_what_others_do_for_a_while_is_no_time(clock: Clock, disturbed: int, mon
     short, _ = counted(clock, 3.0)
     clock.share(disturbed, monkeypatch)
     found = time_calls({"short": short}, torch.device("cuda"), rounds=5)["short"]
+    assert found.clear
     assert found.gpu_us == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
-def test_a_gpu_that_stays_busy_gives_no_time_that_makes_none(
-    clock: Clock, rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_on_a_gpu_that_stays_busy_are_told(clock: Clock, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     short, _ = counted(clock, 0.1)
     clock.share(10**6, monkeypatch)
-    times = [time_calls({"short": short}, torch.device("cuda"), rounds=rounds)["short"].gpu_us for _ in range(40)]
-    assert all(us is not None and (math.isnan(us) or us > 0) for us in times)
-    assert sum(us is not None and math.isnan(us) for us in times) > 30
+    timings = [time_calls({"short": short}, torch.device("cuda"), rounds=rounds)["short"] for _ in range(40)]
+    assert any(timing.gpu_us is not None and timing.gpu_us <= 0 for timing in timings)
+    assert all(timing.gpu_us is not None and timing.gpu_us > 0 for timing in timings if timing.clear)
+    assert sum(timing.clear for timing in timings) < 10
     long, _ = counted(clock, 9000.0)
-    kept = time_calls({"long": long}, torch.device("cuda"), rounds=rounds)["long"].gpu_us
-    assert kept == pytest.approx(9000.0, abs=1000.0)
+    kept = time_calls({"long": long}, torch.device("cuda"), rounds=rounds)["long"]
+    assert kept.clear
+    assert kept.gpu_us == pytest.approx(9000.0, abs=1000.0)
 
 
 def test_wall_times_follow_the_calls() -> None:

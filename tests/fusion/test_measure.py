@@ -28,6 +28,7 @@ from stof.fusion.search import Candidate
 from stof.fusion.templates.config import GemmShape
 from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template
 from stof.fusion.tune import GraphSpace
+from stof.tuning.timing import Timing
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse
 
 
@@ -65,6 +66,14 @@ def test_times_of_inductor_and_a_template() -> None:
     times = timer(segment(slice(0, 2)), [None, ""])
     assert all(0 < t < math.inf for t in times)
     assert timer.failures == {}
+
+
+def test_a_time_that_cannot_be_told_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"inductor": Timing(9.0, 5.0, True), "=": Timing(9.0, -3.0, True, clear=False)}
+    monkeypatch.setattr(measure, "time_calls", lambda calls, device, rounds: found)
+    inductor, template = measure.SegmentTimer(rounds=1)(segment(slice(0, 2)), [None, ""])
+    assert inductor == 5.0
+    assert math.isnan(template)
 
 
 def test_templates_that_are_wrong_or_do_not_run_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

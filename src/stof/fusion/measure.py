@@ -58,6 +58,8 @@ class SegmentTimer:
             timing = timed.get("inductor" if config is None else f"={config}")
             if timing is None:
                 out.append(math.inf)
+            elif not timing.clear:
+                out.append(math.nan)
             else:
                 out.append(timing.call_us if timing.gpu_us is None else timing.gpu_us)
         return out

@@ -8,12 +8,11 @@ dependent kernels, its one gap between kernels included. All callables are treat
 lies side by side in time, so that a drifting clock cancels as well.
 
 Other work on the GPU does not cancel: a difference of two replays then says little, and may be negative. Differences
-that scatter too much are taken more often, and are no time if that does not help.
+that scatter too much are taken more often, and a timing says so if that does not help.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,13 +43,15 @@ class Timing:
 
     Attributes:
         call_us: wall time of one eager call; on a GPU the time until the call returns, work still queued.
-        gpu_us: GPU time of one call with a cold L2, None on the CPU; nan where other work on the GPU drowns it.
+        gpu_us: GPU time of one call with a cold L2, None on the CPU.
         graphed: whether gpu_us is from CUDA-graph replay (else from eager calls, host time included where longer).
+        clear: whether gpu_us can be told from other work on the GPU; where not, it may even be negative.
     """
 
     call_us: float
     gpu_us: float | None = None
     graphed: bool = False
+    clear: bool = True
 
 
 def time_calls(
@@ -165,8 +166,9 @@ def _time_cuda(
     return {
         name: Timing(
             statistics.median(host[name]) * 1e6,
-            statistics.median(gpu[name]) if _clear(gpu[name]) else math.nan,
+            statistics.median(gpu[name]),
             programs[name][1],
+            _clear(gpu[name]),
         )
         for name in calls
     }
