@@ -193,9 +193,11 @@ def test_a_lock_gives_the_same_model(tmp_path: Path) -> None:
         torch.compiler.reset()
         options: dict[str, Any] = {"lock": tmp_path / "bert.lock", "store": False, "report": reports.append}
         stof.optimize(module, dynamic=False, **options)(ids)
-    tuned, locked = reports
+    locked = reports[1]
     assert (locked.measurements, locked.notes) == (0, [])
-    assert [(s.template, s.config) for s in locked.segments] == [(s.template, s.config) for s in tuned.segments]
+    # If the whole model was not faster with templates, there are none, and nothing that parts the rest.
+    kept = [[(s.start, s.template, s.config) for s in one.segments if s.template] for one in reports]
+    assert kept[0] == kept[1]
 
 
 def test_segments_are_timed_under_graph_replay() -> None:
