@@ -133,7 +133,7 @@ def test_a_searched_model_is_right_and_its_search_is_kept(tmp_path: Path) -> Non
     with torch.no_grad():
         plain = module(ids)[0].double()
     reports: list[FusionReport] = []
-    options: dict[str, Any] = {"effort": "quick", "budget_s": 30, "store": tmp_path, "cuda_graphs": True}
+    options: dict[str, Any] = {"effort": "quick", "budget_s": 15, "store": tmp_path, "cuda_graphs": True}
     for _ in range(2):
         torch.compiler.reset()
         optimised = stof.optimize(module, dynamic=False, report=reports.append, **options)
