@@ -155,7 +155,7 @@ def settle_assembler() -> None:
     """Have Inductor choose the ptxas now, before Triton asks for its version: processes then keep kernels alike."""
     from torch._inductor.runtime import compile_tasks
 
-    settle = getattr(compile_tasks, "_set_triton_ptxas_path", None)  # private: what a process compiles stays its own
+    settle = getattr(compile_tasks, "_set_triton_ptxas_path", None)  # private: another torch may not have it
     if settle is not None:
         settle()
 
