@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import stof
-from stof.bench.start import Ask, run_starts
+from stof.bench.start import Ask, Start, run_starts
 from stof.cli.main import app
 from stof.errors import StofError
 
@@ -41,3 +41,18 @@ def test_a_second_process_starts_warm(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(StofError, match="no model 'nothing'"):
         run_starts(Ask("nothing", 1, 1, "full", "float32", {}), tmp_path, 0)
+
+
+def test_options_reach_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Ask] = []
+
+    def started(ask: Ask, caches: Path, warm: int) -> list[Start]:
+        asked.append(ask)
+        return [Start("cold", 1.0, 2.0, 3.0, 4.0, 5, 6)]
+
+    monkeypatch.setattr("stof.bench.start.run_starts", started)
+    done = CliRunner().invoke(app, ["bench", "start", "llama", "--fold", "--lock", str(tmp_path / "a.lock")])
+    assert done.exit_code == 0, done.output
+    assert asked[0].options == {
+        "effort": "none", "fold": True, "twins": False, "lock": str((tmp_path / "a.lock").resolve()),
+    }  # fmt: skip

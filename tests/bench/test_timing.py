@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -24,6 +25,16 @@ class Clock:
 
     def work(self, us: float) -> None:
         self.us += us
+
+    def share(self, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let others work on the GPU during the first pairs of replays, for a random time."""
+        elapsed, chance, left = timing._elapsed_us, random.Random(0), [2 * rounds]
+
+        def disturbed(run: Callable[[], object]) -> float:
+            left[0] -= 1
+            return elapsed(run) + (chance.uniform(0, 1000) if left[0] >= 0 else 0.0)
+
+        monkeypatch.setattr(timing, "_elapsed_us", disturbed)
 
     def replace_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = self
@@ -114,6 +125,29 @@ def test_what_cannot_be_captured_is_timed_eagerly(clock: Clock) -> None:
     found = time_calls({"eager": synchronises}, torch.device("cuda"), rounds=3)["eager"]
     assert not found.graphed
     assert found.gpu_us == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("disturbed", range(1, 9))
+def test_what_others_do_for_a_while_is_no_time(clock: Clock, disturbed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, _ = counted(clock, 3.0)
+    clock.share(disturbed, monkeypatch)
+    found = time_calls({"short": short}, torch.device("cuda"), rounds=5)["short"]
+    assert found.clear
+    assert found.gpu_us == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_times_on_a_gpu_that_stays_busy_are_told(clock: Clock, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, _ = counted(clock, 0.1)
+    clock.share(10**6, monkeypatch)
+    timings = [time_calls({"short": short}, torch.device("cuda"), rounds=rounds)["short"] for _ in range(40)]
+    assert any(timing.gpu_us is not None and timing.gpu_us <= 0 for timing in timings)
+    assert all(timing.gpu_us is not None and timing.gpu_us > 0 for timing in timings if timing.clear)
+    assert sum(timing.clear for timing in timings) < 10
+    long, _ = counted(clock, 9000.0)
+    kept = time_calls({"long": long}, torch.device("cuda"), rounds=rounds)["long"]
+    assert kept.clear
+    assert kept.gpu_us == pytest.approx(9000.0, abs=1000.0)
 
 
 def test_wall_times_follow_the_calls() -> None:

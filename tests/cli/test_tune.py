@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import stof
 from stof.bench.load import load
 from stof.cli.main import app
+from stof.cli.tune_model import View
 from stof.errors import ArgumentError
 from stof.fusion.lock import read_lock
+from stof.fusion.progress import Progress
 from stof.fusion.race import Race
 from stof.fusion.report import FusionReport
 from stof.integrations import torch_compile
@@ -85,10 +89,14 @@ def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
     assert "src=" not in page
     assert "href=" not in page  # nothing is loaded from elsewhere
     assert "linear" in (tmp_path / "out" / "a.svg").read_text(encoding="utf-8")
-    # Once more: nothing is measured, and another shape joins the lock.
+    assert not graph.fold
+    # Once more: nothing is measured, and the lock keeps what it has.
     again = run(f"{own_module}:named", *common, "--lock", "small.lock")
     assert again.exit_code == 0, again.output
     assert key in read_lock(tmp_path / "small.lock").graphs
+    folded = run(f"{own_module}:small", *common, "--fold", "--lock", "folded.lock")
+    assert folded.exit_code == 0, folded.output
+    assert read_lock(tmp_path / "folded.lock").graphs[key].fold
     # The lock alone gives the same scheme.
     loaded = load(f"{own_module}:small", 1, 1, "full", torch.device("cpu"), torch.float32)
     reports: list[FusionReport] = []
@@ -101,6 +109,40 @@ def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
     assert [(row.template, row.config) for row in report.segments if row.template] == [
         (row.template, row.config) for row in graph.segments for _ in row.at
     ]
+
+
+class Screen(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_in_a_terminal_and_in_a_file(terminal: bool) -> None:
+    stream = Screen() if terminal else StringIO()
+    segment = "linear 3072>768 + residual + layer_norm"
+    steps = [
+        Progress(0, 3, segment, 1, None, 34.5, 34.5, 50.0),
+        Progress(0, 3, segment, 4, None, 34.5, 34.5, 40.0),
+        Progress(0, 3, segment, 9, ("linear_norm", "128x256x64,8w,3s,persistent,halves"), 31.2, 34.5, 30.0),
+    ]
+    with View("bert", Console(file=stream, width=80, force_terminal=terminal)) as view:
+        view.say("capturing the model")
+        for step in steps:
+            view.update(step)
+        view.say("done")
+    lines = stream.getvalue().splitlines()
+    if terminal:
+        assert any("bert: done" in line for line in lines)
+        return
+    first, one, three, last = lines  # nothing is drawn twice, nothing was new the second time
+    assert first.startswith("bert: capturing the model, ")
+    assert one == f"{segment}: 1 tried, best Inductor 34.5 us, Inductor 34.5 us, 50 s left"
+    assert three.startswith(f"{segment}: 9 tried, best linear_norm 128x256x64,8w,3s,persistent,halves 31.2 us")
+    assert last.startswith("bert: done, ")
+    drawn = StringIO()
+    Console(file=drawn, width=80).print(view.table("title"))
+    assert max(map(len, drawn.getvalue().splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in drawn.getvalue()  # nothing is cut
 
 
 def test_charts(tmp_path: Path) -> None:
@@ -118,6 +160,14 @@ def test_charts(tmp_path: Path) -> None:
     assert "<note>" not in page
     assert "1.50x" in page
     assert page.count('class="bar after"') == 2
+    assert page.count('<td class="n">2</td>') == 2 * 2  # both segments of a row save 1 us each
+    table = SegmentReport("linear 8>6", "linear", "16=;64=cublas", "by the lock")
+    page = tuning_html(
+        "title", {}, [FusionReport([table, SegmentReport("attention", "", "", "", rest="stof attention")])]
+    )
+    assert "linear, 2 configurations by rows</code></summary><code>16 rows: (default)</code><br>" in page
+    assert "<td>stof attention</td>" in page
+    assert "Graph 1" not in page
     with pytest.raises(ArgumentError, match="nothing to draw"):
         draw_tuning(tmp_path / "b.png", "title", [FusionReport()])
     with pytest.raises(ArgumentError, match=r"got b\.gif"):
@@ -138,6 +188,7 @@ def test_charts(tmp_path: Path) -> None:
         (["bert", "--png", "a.gif"], "got a.gif"),
         (["bert", "--device"], "not for the model 'bert'"),
         (["--lock", "a.lock"], "--lock is for a model"),
+        (["--fold"], "--fold is for a model"),
         ([], "give a MODEL to tune"),
     ],
 )

@@ -9,18 +9,35 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
-from stof.fusion.ahead import CompileAhead, specializations
+from stof.fusion.ahead import CompileAhead, assembler, specializations
 from stof.fusion.compile_worker import NoDriver
 from stof.fusion.templates import run
 from tests.fusion.compile_templates import cases, product_of
 
 TARGET = ("cuda", 90, 32)
 KINDS = ("tile", "pingpong")
+# Another build of the same release, as far as anybody can tell.
+OTHER = """#!/bin/sh
+if [ "$*" = --version ]; then '{real}' --version; echo "Build other"; else exec '{real}' "$@"; fi
+"""
+
+
+def use_another_assembler(folder: Path) -> None:
+    """What Inductor does when it first compiles, if torch comes with a ptxas: Triton has been asked for its own."""
+    before = assembler(*TARGET[:2])
+    path = folder / "ptxas"
+    path.write_text(OTHER.format(real=get_ptxas(TARGET[1]).path), encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    os.environ["TRITON_PTXAS_PATH"] = str(path)
+    assert before is not None
+    assert assembler(*TARGET[:2]) == (str(path), before[1]), "it is called, and kernels are kept as before"
 
 
 def main() -> None:
@@ -29,6 +46,7 @@ def main() -> None:
     calls = {kind: (lambda case=case: run.compute(product_of(case), case.config)) for kind, case in some.items()}
     found = {kind: specializations(call) for kind, call in calls.items()}
     folder = Path(os.environ["TRITON_CACHE_DIR"])
+    use_another_assembler(folder.parent)
     assert not list(folder.glob("*")), "nothing was compiled to find them"
     ahead = CompileAhead(2, TARGET)
     numbers = {ahead.submit(*one) for one in [job for jobs in found.values() for job in jobs] * 2}

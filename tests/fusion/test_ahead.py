@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stof.fusion.ahead import CompileAhead
+from stof.fusion.ahead import CompileAhead, assembler, settle_assembler
 from tests.fusion.test_measure import segment
 from tests.kernels.test_compile import OLDER, ROOT
 
@@ -21,7 +21,7 @@ def test_what_others_compile_is_found(version: str, tmp_path: Path) -> None:
     if version == "3.6" and not OLDER.is_dir():
         pytest.skip("Triton 3.6 is not beside the environment; `make test` puts it there")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     if version == "3.6":
         environment["PYTHONPATH"] = os.pathsep.join([str(OLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "tests.fusion.compile_ahead"]
@@ -42,3 +42,15 @@ def test_a_pool_without_work_and_a_pool_that_has_ended() -> None:
     number = ahead.submit("stof.fusion.templates.triton_gemm", "tile_gemm_kernel", "{}")
     ahead.wait_for({number})  # nobody will answer, and nobody waits
     assert ahead.compiled == 0
+
+
+def test_the_assembler_is_settled_as_inductor_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime import compile_tasks
+
+    asked: list[str] = []
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: asked.append("ptxas"), raising=False)
+    settle_assembler()
+    assert asked == ["ptxas"]
+    monkeypatch.delattr(compile_tasks, "_set_triton_ptxas_path")
+    settle_assembler()  # a torch without it chooses nothing
+    assert assembler("hip", 90) is None

@@ -71,10 +71,10 @@ def test_one_configuration_for_all_rows_of_a_bucket(n: int, k: int, monkeypatch:
     monkeypatch.setattr(run, "_agree", lambda call: True)
     weight = torch.empty(n, k, dtype=torch.float16)
 
-    def chosen(rows: int, text: str = "") -> str:
+    def chosen(rows: int, text: str = "", dtype: torch.dtype = torch.float16) -> str:
         call = run.product("linear", torch.empty(rows, k, dtype=torch.float16), weight, None, None, "none")
         gpu = SimpleNamespace(type="cuda", index=0)
-        x = SimpleNamespace(device=gpu, dtype=torch.float16, numel=lambda: rows * k)
+        x = SimpleNamespace(device=gpu, dtype=dtype, numel=lambda: rows * k)
         return str(run.choose(call._replace(x=x), text))  # type: ignore[arg-type]
 
     for bucket in (16, 32, 128, 1024):
@@ -84,6 +84,12 @@ def test_one_configuration_for_all_rows_of_a_bucket(n: int, k: int, monkeypatch:
         text = written({bucket: "64x64x64,4w,4s,tile", 4096: "cublas"})
         assert {chosen(m, text) for m in rows} == {"64x64x64,4w,4s,tile"}
         assert chosen(2 * bucket, text) == chosen(2 * bucket)
+    # float32 has no default: the nearest bucket's configuration that serves, rather than the twin.
+    tile = "64x64x64,4w,3s,tile"
+    text = written({16: "64x128x64,5s,pingpong", 32: "", 64: tile, 1024: "cublas"})
+    found = [chosen(rows, text, torch.float32) for rows in (10, 32, 64, 128, 256, 300, 1024, 4096)]
+    assert found == [tile] * 4 + ["cublas"] * 4
+    assert chosen(64, "", torch.float32) == chosen(64, "64x128x64,5s,pingpong", torch.float32) == "None"
 
 
 def segment(*sizes: int) -> Claim:

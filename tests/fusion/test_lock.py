@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from stof.errors import ArgumentError, LockFileError
 from stof.fusion import choices as choice_files
@@ -20,8 +23,10 @@ from stof.fusion.pipeline import Search, fuse
 from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
 from stof.fusion.store import Contents, Result, Store
+from stof.fusion.templates.buckets import written
+from stof.fusion.templates.registry import Template
 from stof.integrations.torch_compile import CompileOptions
-from tests.fusion.graphs import calls, capture
+from tests.fusion.graphs import RMSNorm, calls, capture
 from tests.fusion.test_measure import Model, Table
 
 LINEAR = Table(linear=0.5, linear_norm=0.9)
@@ -71,7 +76,8 @@ def test_a_lock_that_takes_all_back_fuses_nothing() -> None:
 
 def test_a_lock_of_another_device_is_left_to_the_rules() -> None:
     found, called = apply(tuned(LINEAR)[0], device="there")
-    assert found.notes == ["the lock is for here, this is there: rules decide"]
+    (note,) = found.notes
+    assert note.startswith("the lock is for here, this is there: rules decide; `stof tune MODEL --lock FILE`")
     gm = graph()
     fuse(gm, twins=True)
     assert called == calls(gm)
@@ -117,7 +123,95 @@ def test_configurations_and_templates_that_are_gone_are_told() -> None:
     versions, one, two = found.notes
     assert versions == f"the lock was made with torch 1.0; here: torch {current_versions()['torch']}"
     assert "other does not serve it here; rules decide" in one
-    assert "linear 64x64x32,4w,3s,tile does not fit here; rules decide" in two
+    assert "linear 64x64x32,4w,3s,tile: no kernel runs on cpu; rules decide" in two
+
+
+TILE, WIDE = "64x64x64,4w,4s,tile", "128x256x64,5s,together"
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    """Templates believe that their tensors lie on a GPU; everything else runs the twins."""
+    properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for name in ("configs", "refusal"):
+        plain = getattr(Template, name)
+        monkeypatch.setattr(
+            Template,
+            name,
+            lambda self, problem, *rest, plain=plain: plain(
+                self, replace(problem, device=torch.device("cuda"), dtype=torch.float16), *rest
+            ),
+        )
+
+
+def test_every_entry_of_a_table_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_graph() -> Any:
+        return capture(Model().eval(), torch.randn(4, 64, 8), dynamic=True)
+
+    report = fuse(open_graph(), Search(LINEAR, seconds=100), twins=True)
+    lock = Lock("here")
+    lock.add([report])
+    ((key, locked),) = lock.graphs.items()
+    table = written({16: TILE, 64: WIDE, 256: TILE, 1024: "24x64x64,4w,4s,tile", 2048: "fast"})
+    lock.graphs[key] = replace(locked, segments=tuple(replace(one, config=table) for one in locked.segments))
+    on_a_gpu(monkeypatch, (8, 0))
+    asked: list[str] = []
+
+    def check(claim: Claim, config: str) -> str:
+        asked.append(config)
+        return ""
+
+    found = fuse(open_graph(), twins=True, replay=Replay(lock, "here", check))
+    kept = written({16: TILE, 256: TILE})
+    assert {row.config for row in found.segments if row.reason == "by the lock"} == {kept}
+    assert set(asked) == {TILE}
+    for configuration, reason in (
+        (f"linear {WIDE} for 64 rows: ", "TMA needs compute capability 9.0"),
+        ("linear 24x64x64,4w,4s,tile for 1024 rows: ", "tile sizes are powers of two"),
+        ("linear fast for 2048 rows: ", "'fast' is no configuration"),
+    ):
+        said = [note for note in found.notes if configuration in note]
+        assert len(said) == len(locked.segments)
+        assert all(reason in note and note.endswith("left out of the table") for note in said)
+    # The one that the first call runs decides whether the segment is the lock's at all.
+    table = written({16: TILE, 256: WIDE})
+    lock.graphs[key] = replace(locked, segments=tuple(replace(one, config=table) for one in locked.segments))
+    found = fuse(open_graph(), twins=True, replay=Replay(lock, "here", check))
+    assert "by the lock" not in {row.reason for row in found.segments}
+    assert sum(f"linear {WIDE}: needs" in note and note.endswith("; rules decide") for note in found.notes) == 3
+    # Text that is no table is told as well, and ends nothing.
+    lock.graphs[key] = replace(locked, segments=tuple(replace(one, config="24=fast") for one in locked.segments))
+    assert "names no configurations" in fuse(open_graph(), twins=True, replay=Replay(lock, "here", check)).notes[0]
+
+
+def test_a_lock_folds_where_it_was_made_so(tmp_path: Path) -> None:
+    def normed(rows: int = 3) -> Any:
+        model = nn.Sequential(RMSNorm(8), nn.Linear(8, 6), nn.GELU()).eval()
+        return capture(model, torch.randn(2, rows, 8))
+
+    for fold in (True, False):
+        gm = normed()
+        report = fuse(gm, Search(Table(rms_linear=0.5, norm_linear=0.6), seconds=100), twins=True, fold=fold)
+        assert calls(gm) == ["rms_linear" if fold else "norm_linear"]
+        lock = Lock("here")
+        lock.add([report])
+        lock.write(tmp_path / "model.lock")
+        lock = read_lock(tmp_path / "model.lock")
+        for rows in (3, 4):  # its graph, and one that is not in the lock
+            gm = normed(rows)
+            found = fuse(gm, twins=True, replay=Replay(lock, "here", lambda claim, config: ""))
+            assert calls(gm) == ["rms_linear" if fold else "norm_linear"]
+            assert any("weights are folded into products" in note for note in found.notes) == fold
+        gm = normed()
+        fuse(gm, twins=True, replay=Replay(lock, "there", lambda claim, config: ""))
+        assert "rms_linear" not in calls(gm)
+    # Locks from before it was noted do not fold.
+    data = json.loads((tmp_path / "model.lock").read_text(encoding="utf-8"))
+    for one in data["graphs"].values():
+        del one["fold"]
+    (tmp_path / "model.lock").write_text(json.dumps(data), encoding="utf-8")
+    assert read_lock(tmp_path / "model.lock") == lock
 
 
 @pytest.mark.parametrize(
@@ -246,3 +340,25 @@ def test_a_second_search_goes_the_same_way_without_measuring(tmp_path: Path) -> 
     store.update(Contents(results={key: Result(9, ((0, 2, "gone", ""),))}))
     anew = fuse(graph(), Search(NORMS, seconds=100, store=store), twins=True)
     assert anew.segments == first.segments
+
+
+def test_times_that_could_not_be_told_are_not_kept(tmp_path: Path) -> None:
+    class Busy(Table):
+        def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+            times = super().__call__(claim, configs)
+            drowned = claim.problem.shape.activation == "gelu"
+            return [math.nan if drowned and config is None else us for config, us in zip(configs, times, strict=True)]
+
+    store = Store(tmp_path, {"device": "x"})
+    first = fuse(graph(), Search(Busy(linear=0.5), seconds=100, store=store), twins=True)
+    assert not any("gelu" in row.operators and row.template for row in first.segments)
+    (note,) = first.notes
+    assert note.startswith(f"1 of {first.measurements} times could not be told from other work on the device")
+    kept = store.load()  # without a warning
+    assert all(us > 0 for entry in kept.segments.values() for us in entry.times.values())
+    assert kept.results == {}
+    # The device is idle again: what could not be told is measured, and what that leads to.
+    again = fuse(graph(), Search(Table(linear=0.5), seconds=100, store=store), twins=True)
+    assert 0 < again.measurements < first.measurements
+    assert any("gelu" in row.operators and row.template for row in again.segments)
+    assert list(store.load().results.values())

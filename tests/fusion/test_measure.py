@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +14,13 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
+import stof
+from stof import masks
 from stof.fusion import measure, pipeline
 from stof.fusion.claims import Claim, claims
 from stof.fusion.lower import GraphOrder
 from stof.fusion.normalise import normalise
+from stof.fusion.operators import in_words
 from stof.fusion.pipeline import Search
 from stof.fusion.race import Race
 from stof.fusion.report import FusionReport, SegmentReport
@@ -25,6 +28,7 @@ from stof.fusion.search import Candidate
 from stof.fusion.templates.config import GemmShape
 from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template
 from stof.fusion.tune import GraphSpace
+from stof.tuning.timing import Timing
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse
 
 
@@ -62,6 +66,14 @@ def test_times_of_inductor_and_a_template() -> None:
     times = timer(segment(slice(0, 2)), [None, ""])
     assert all(0 < t < math.inf for t in times)
     assert timer.failures == {}
+
+
+def test_a_time_that_cannot_be_told_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"inductor": Timing(9.0, 5.0, True), "=": Timing(9.0, -3.0, True, clear=False)}
+    monkeypatch.setattr(measure, "time_calls", lambda calls, device, rounds: found)
+    inductor, template = measure.SegmentTimer(rounds=1)(segment(slice(0, 2)), [None, ""])
+    assert inductor == 5.0
+    assert math.isnan(template)
 
 
 def test_templates_that_are_wrong_or_do_not_run_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,16 +178,56 @@ def test_the_faster_of_two_models_stays(times: tuple[float, float], kept: bool) 
 
 def test_reports_print_a_row_for_alike_segments() -> None:
     row = SegmentReport("linear 8>6 + gelu", "linear", "64x64x32,4w,3s,tile", "measured faster", 12.34, 10.0)
-    left = SegmentReport("[bold]attention", "", "", "")
-    report = FusionReport([row, left, row], "001", "abcd", ["a note [in brackets]"])
-    stream = StringIO()
-    Console(width=160, file=stream).print(report)
-    text = stream.getvalue()
-    assert "2 of 3 segments computed by templates, scheme abcd" in text
-    assert text.count("linear 8>6 + gelu") == 1
-    assert "12.3" in text
-    assert "[bold]attention" in text
-    assert "a note [in brackets]" in text
+    left = SegmentReport("[bold]attention", "", "", "", rest="stof attention")
+    long = SegmentReport("layer_norm", "", "", "norm_linear: 37.4 us at best, Inductor 34.5 us")
+    report = FusionReport([row, left, row, long], "001", "abcd", ["a note [in brackets]"])
+    for width in (160, 80):
+        stream = StringIO()
+        Console(width=width, file=stream).print(report)
+        text = stream.getvalue()
+        assert "2 of 4 segments computed by templates" in text
+        assert "scheme abcd" in text
+        assert text.count("linear 8>6") == 1
+        assert "12.3" in text
+        assert "[bold]attention" in text
+        assert "stof attention" in text
+        assert "a note [in brackets]" in text
+        assert "- layer_norm: norm_linear: 37.4 us at best" in text
+        assert "\N{HORIZONTAL ELLIPSIS}" not in text  # nothing is cut
+        assert max(map(len, text.splitlines())) <= width
+
+
+def test_what_computes_a_segment_in_words() -> None:
+    def by(template: str, config: str) -> str:
+        return SegmentReport("", template, config, "", rest="stof attention").by
+
+    assert by("", "") == "stof attention"
+    assert by("linear", "") == by("linear", "16=;32=") == "linear (default)"
+    assert by("linear", "cublas") == by("linear", "16=cublas") == "linear cublas"
+    assert by("linear", "16=cublas;32=;64=64x64x32,4w,3s,tile") == "linear, 3 configurations by rows"
+
+
+def test_attention_of_ours_is_not_inductors() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    gm = capture(lambda q: stof.attention(q, q, q, masks.causal()).relu(), q)
+    report = fuse(gm)
+    assert [(row.operators, row.rest) for row in report.segments] == [("attention + relu", "Inductor, stof attention")]
+    gm = capture(lambda q: stof.attention(q, q, q, masks.causal()), q)
+    assert [row.by for row in fuse(gm).segments] == ["stof attention"]
+    gm = capture(lambda q: F.scaled_dot_product_attention(q, q, q), q)
+    assert [row.by for row in fuse(gm).segments] == ["Inductor"]
+
+
+def test_many_operators_in_few_words() -> None:
+    def words(function: Callable[[Tensor], Tensor]) -> str:
+        return in_words(normalise(capture(function, torch.randn(3, 8)).graph))
+
+    assert words(lambda x: x.sin()) == "sin"
+    assert words(lambda x: F.relu(x) + x) == "relu + residual"
+    assert words(lambda x: F.relu(x.sin()) + x) == "3 operators: relu, residual"
+    assert words(lambda x: F.relu(F.relu(F.relu(F.gelu(F.gelu(x)))))) == "5 operators: gelu x 2, relu x 3"
+    assert words(lambda x: x.sin().cos()) == "2 operators: sin, cos"
+    assert words(lambda x: x.sin().cos().tan().exp().log()) == "5 operators: sin, cos, tan, exp, ..."
 
 
 def test_every_template_takes_its_twins_arguments() -> None:

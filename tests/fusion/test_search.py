@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from stof.fusion.baselines import exhaustive, random_search
 from stof.fusion.layers import find_layers
+from stof.fusion.progress import Progress
 from stof.fusion.scheme import Scheme
 from stof.fusion.search import (
     Budget,
     Candidate,
     Meter,
-    Progress,
     Space,
     Wanted,
     outcome,
@@ -119,6 +119,28 @@ def test_no_segment_gets_three_compute_intensive_operators() -> None:
     tabled = Tabled("CDC", {"CDC": {"": 0.1}, "CD": {"": 15.0}})
     found = two_stage(tabled.space, Meter(tabled.space), tabled.apart())
     assert found.saved_us == 5.0
+
+
+@pytest.mark.parametrize("unclear", [(None,), ("Cg", "b"), ("Cg", "")])
+def test_times_that_cannot_be_told_never_win(unclear: tuple[str, ...]) -> None:
+    problem = Tabled(LAYER, TABLE)
+    lost = None if unclear == (None,) else unclear
+
+    def measure(start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+        times = problem.measure(start, stop, candidates)
+        lies = [candidate == lost and problem.key(start, stop) == "Cg" for candidate in candidates]
+        return [math.nan if lie else taken for lie, taken in zip(lies, times, strict=True)]
+
+    meter = Meter(replace(problem.space, measure=measure))
+    found = two_stage(meter.space, meter, problem.apart(), per_segment=4)
+    place = found.chosen.get(3)
+    assert place == {None: None, ("Cg", "b"): ("Cg", "d"), ("Cg", ""): None}[lost]
+    assert math.isfinite(found.saved_us)
+    assert meter.unclear == {("Cg", lost)}
+    assert lost not in meter.certain()["Cg"]
+    assert "Cg" not in meter.searched
+    asked = [one for one in problem.asked if one == ("Cg", lost)]
+    assert len(asked) == 1
 
 
 def test_configurations_that_fail_are_never_chosen() -> None:

@@ -64,11 +64,11 @@ def test_broken_entries_are_left_out(tmp_path: Path) -> None:
         "short": {"times": [[["linear"], 1.0]], "per_segment": 0},
         "empty": {},
     }
-    data["races"]["bad"] = [1.0]
+    data["races"] |= {"bad": [1.0], "none": [0.0, 1.0]}
     data["checks"]["bad"] = 1
     data["results"]["bad"] = {"per_segment": 3, "segments": [[1, 2]]}
     store.path.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.warns(UserWarning, match="6 broken entries"):
+    with pytest.warns(UserWarning, match="7 broken entries"):
         assert store.load() == Contents({"good": ENTRY}, {"good": (1.0, 2.0)})
 
 

@@ -97,10 +97,22 @@ def test_meaning() -> None:
     torch.testing.assert_close(normed, h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt())
 
 
-@pytest.mark.parametrize("shape", [(0, 12), (3, 0, 12), (12,)])
-def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
-    x, weight = drawn(*shape), drawn(8, 12)
-    assert torch.equal(linear(x, weight, None, None, "none", "cublas"), x @ weight.T)
+@pytest.mark.parametrize("n", [8, 0])
+@pytest.mark.parametrize("shape", [(0, 12), (3, 0, 12), (12,), (3, 2, 0), (0, 0), (0,)])
+def test_any_leading_dimensions_and_empty_tensors(shape: tuple[int, ...], n: int) -> None:
+    x, weight, bias, residual = drawn(*shape), drawn(n, shape[-1]), drawn(n), drawn(*shape[:-1], n)
+    plain = F.linear(x, weight, bias)
+    assert torch.equal(linear(x, weight, bias, residual, "none", "cublas"), plain + residual)
+    assert torch.equal(gated_linear(x, weight, bias, "relu", ""), plain[..., : n // 2].relu() * plain[..., n // 2 :])
+    h, normed = linear_norm(x, weight, bias, residual, None, None, "layer", 1e-5, "")
+    assert torch.equal(h, plain + residual)
+    torch.testing.assert_close(normed, F.layer_norm(h, (n,)))
+    before = F.layer_norm(x, x.shape[-1:])
+    torch.testing.assert_close(
+        norm_linear(x, None, None, weight, bias, "layer", 1e-5, "gelu", ""), F.gelu(F.linear(before, weight, bias))
+    )
+    factors = torch.ones(x.shape[:-1], dtype=x.dtype)
+    assert torch.equal(rms_linear(x, factors, None, weight, bias, "none", ""), plain)
 
 
 def test_refusals() -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import stof
 from stof import masks
-from stof.fusion import rules
+from stof.fusion import rules, templates
 from stof.fusion.ahead import CompileAhead
 from stof.fusion.claims import claims
 from stof.fusion.lock import Lock
@@ -24,7 +24,7 @@ from stof.fusion.pipeline import Search, fuse
 from stof.fusion.report import FusionReport
 from stof.fusion.templates.config import GemmConfig
 from stof.fusion.templates.registry import Serving
-from tests.fusion.graphs import calls, capture
+from tests.fusion.graphs import calls, capture, products
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,7 +108,9 @@ def test_a_folded_model(dtype: torch.dtype, cuda_graphs: bool, monkeypatch: pyte
                 if "norm" in name:
                     parameter.mul_(0.5)
             plain, out = module(ids)[0].double(), optimised(ids)[0].double()
-        assert torch.nn.functional.cosine_similarity(out.flatten(), plain.flatten(), 0) > 0.9999
+        changed = model("llama")
+        changed.load_state_dict(module.state_dict())
+        assert (out - exact(changed, ids)).norm() <= 1.5 * (plain - exact(changed, ids)).norm()
 
 
 def test_any_length_runs_the_graph_of_the_first() -> None:
@@ -131,7 +133,7 @@ def test_a_searched_model_is_right_and_its_search_is_kept(tmp_path: Path) -> Non
     with torch.no_grad():
         plain = module(ids)[0].double()
     reports: list[FusionReport] = []
-    options: dict[str, Any] = {"effort": "quick", "budget_s": 30, "store": tmp_path, "cuda_graphs": True}
+    options: dict[str, Any] = {"effort": "quick", "budget_s": 15, "store": tmp_path, "cuda_graphs": True}
     for _ in range(2):
         torch.compiler.reset()
         optimised = stof.optimize(module, dynamic=False, report=reports.append, **options)
@@ -140,7 +142,7 @@ def test_a_searched_model_is_right_and_its_search_is_kept(tmp_path: Path) -> Non
         assert (out - expected).norm() <= 1.5 * (plain - expected).norm()
     first, second = reports
     assert first.measurements > 0
-    if not any("budget" in note for note in first.notes):
+    if not any("budget" in note or "could not be told" in note for note in first.notes):
         assert second.measurements == 0
     assert any(note.startswith("whole model:") for note in first.notes)
 
@@ -191,9 +193,11 @@ def test_a_lock_gives_the_same_model(tmp_path: Path) -> None:
         torch.compiler.reset()
         options: dict[str, Any] = {"lock": tmp_path / "bert.lock", "store": False, "report": reports.append}
         stof.optimize(module, dynamic=False, **options)(ids)
-    tuned, locked = reports
+    locked = reports[1]
     assert (locked.measurements, locked.notes) == (0, [])
-    assert [(s.template, s.config) for s in locked.segments] == [(s.template, s.config) for s in tuned.segments]
+    # If the whole model was not faster with templates, there are none, and nothing that parts the rest.
+    kept = [[(s.start, s.template, s.config) for s in one.segments if s.template] for one in reports]
+    assert kept[0] == kept[1]
 
 
 def test_segments_are_timed_under_graph_replay() -> None:
@@ -202,7 +206,21 @@ def test_segments_are_timed_under_graph_replay() -> None:
     report = fuse(gm, Search(timer, seconds=60, per_segment=2))
     assert report.measurements > 4
     assert not [why for why in timer.failures.values() if why.startswith("wrong")]
-    assert len(calls(gm)) == report.fused
+    assert len(calls(gm)) + products(gm) == report.fused
+
+
+@pytest.mark.parametrize(("n", "shape"), [(64, (3, 0)), (64, (0, 64)), (0, (3, 64))])
+def test_products_without_elements(n: int, shape: tuple[int, ...]) -> None:
+    x, residual = torch.randn(shape, device="cuda").half(), torch.randn(*shape[:-1], n, device="cuda").half()
+    weight, bias = torch.randn(n, shape[-1], device="cuda").half(), torch.randn(n, device="cuda").half()
+    plain = torch.nn.functional.linear(x, weight, bias)
+    assert torch.equal(templates.linear(x, weight, bias, residual, "none", "64x64x64,4w,4s,tile"), plain + residual)
+    h, normed = templates.linear_norm(x, weight, bias, None, None, None, "layer", 1e-5, "")
+    assert torch.equal(h, plain)
+    assert normed.shape == h.shape
+    factors = torch.ones(shape[:-1], device="cuda")
+    folded = templates.rms_linear(x, factors, torch.ones(shape[-1], device="cuda").half(), weight, bias, "none", "")
+    assert torch.equal(folded, plain)
 
 
 def test_a_sparse_mask_and_templates_together() -> None:

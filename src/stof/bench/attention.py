@@ -151,6 +151,7 @@ def _run_cell(
         timing = timings.get(name)
         if timing and timing.gpu_us is not None:
             how = "" if timing.graphed else " (no CUDA graph: from eager calls)"
+            how += "" if timing.clear else " (scatters: is anything else running?)"
             report(f"  {name}: {timing.gpu_us:.1f} us on the GPU{how}, {timing.call_us:.0f} us to call")
         times = (timing.gpu_us, timing.call_us) if timing else (None, None)
         rows.append(

@@ -17,6 +17,7 @@ def start(
     effort: Annotated[str, typer.Option(help="none, quick or full.")] = "none",
     budget: Annotated[float | None, typer.Option(help="Seconds for the search of the cold start.")] = None,
     lock: Annotated[Path | None, typer.Option(help="A lock file to follow.")] = None,
+    fold: Annotated[bool, typer.Option("--fold", help="Fold norms' weights into products (option fold).")] = False,
     twins: Annotated[bool, typer.Option("--twins", help="Claim templates where no kernel serves.")] = False,
     warm: Annotated[int, typer.Option(min=0, help="Processes after the first.")] = 2,
     caches: Annotated[
@@ -36,7 +37,8 @@ def start(
     from stof.bench.start import Ask, run_starts
     from stof.tuning.machine import device_name
 
-    options = {"effort": effort, "budget_s": budget, "twins": twins, "lock": str(lock.resolve()) if lock else None}
+    options = {"effort": effort, "budget_s": budget, "fold": fold, "twins": twins}
+    options["lock"] = str(lock.resolve()) if lock else None
     ask = Ask(model, batch, length, mask, dtype, {name: value for name, value in options.items() if value is not None})
     with TemporaryDirectory() as folder:
         starts = run_starts(ask, caches.resolve() if caches is not None else Path(folder), warm)
@@ -47,6 +49,6 @@ def start(
     for one in starts:
         seconds = (f"{value:.2f}" for value in (one.import_s, one.load_s, one.compile_s))
         table.add_row(one.kind, *seconds, f"{one.call_ms:.3f}", str(one.measured), str(one.compiled))
-    Console(width=140).print(table)
+    Console().print(table)
     if output is not None:
         write_json(output, {"meta": provenance(device), "ask": asdict(ask), "rows": [asdict(one) for one in starts]})

@@ -36,6 +36,12 @@ def tune(
     png: Annotated[
         Path | None, typer.Option(help="Write a chart (.png, .svg or .pdf).", rich_help_panel=_MODEL)
     ] = None,
+    fold: Annotated[
+        bool,
+        typer.Option(
+            "--fold", help="Fold norms' weights into products, for good (option fold).", rich_help_panel=_MODEL
+        ),
+    ] = False,
     store: Annotated[
         Path | None, typer.Option(help="Folder for measurements; the user's cache otherwise.", rich_help_panel=_MODEL)
     ] = None,
@@ -75,8 +81,10 @@ def tune(
         for name, value in (("lock", lock), ("html", html), ("png", png)):
             if value is not None:
                 raise ArgumentError(f"--{name} is for a model: stof tune MODEL --{name} {value}")
+        if fold:
+            raise ArgumentError("--fold is for a model: stof tune MODEL --fold")
         tune_device(device, measurements, output, masks, only, shapes, budget, workers, check)
         return
     if device or measurements or check:
         raise ArgumentError(f"--device, --measurements and --check tune for a GPU, not for the model {model!r}")
-    tune_model(Wanted(model, batch, length, mask, dtype, effort, budget, twins, lock, html, png, store))
+    tune_model(Wanted(model, batch, length, mask, dtype, effort, budget, fold, twins, lock, html, png, store))

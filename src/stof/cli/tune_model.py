@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+    from stof.fusion.progress import Progress
     from stof.fusion.report import FusionReport
-    from stof.fusion.search import Progress
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Wanted:
     dtype: str
     effort: str
     budget: float | None
+    fold: bool
     twins: bool
     lock: Path | None
     html: Path | None
@@ -32,26 +36,58 @@ class Wanted:
 
 
 class View:
-    """The search as it goes on: one line a segment with the best so far, and what is being done."""
+    """The search as it goes on, one row a segment with the best so far: a table in a terminal, lines elsewhere.
 
-    def __init__(self) -> None:
+    A file or a pipe gets a line where a segment is first measured and where its best changes.
+    """
+
+    def __init__(self, name: str, console: Console) -> None:
+        from rich.live import Live
+
+        self.name, self.console, self.start = name, console, time.perf_counter()
         self.steps: dict[str, Progress] = {}
+        self.live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+
+    def __enter__(self) -> View:
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.live is not None:
+            self.live.stop()
 
     def update(self, step: Progress) -> None:
+        """A measurement was taken."""
+        before = self.steps.get(step.segment)
         self.steps[step.segment] = step
+        if self.live is not None:
+            self.say(f"measuring, {max(0.0, step.seconds_left):.0f} s of the budget left")
+        elif before is None or (before.best, before.best_us) != (step.best, step.best_us):
+            self.console.print(str(step), markup=False, highlight=False, soft_wrap=True)
 
-    def table(self, doing: str) -> Table:
-        """What is known now."""
+    def say(self, doing: str) -> None:
+        """What is being done."""
+        title = f"{self.name}: {doing}, {time.perf_counter() - self.start:.0f} s"
+        if self.live is not None:
+            self.live.update(self.table(title))
+        else:
+            self.console.print(title, markup=False, highlight=False, soft_wrap=True)
+
+    def table(self, title: str) -> Table:
+        """What is known now, for 80 columns and more."""
+        from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=doing, title_justify="left", title_style="bold")
-        for name in ("segment", "tried", "best so far", "best us", "Inductor us"):
-            table.add_column(name, justify="left" if name in ("segment", "best so far") else "right")
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        table.pad_edge, table.collapse_padding = False, True
+        for name in ("segment", "tried", "best so far", "best\nus", "Inductor\nus"):
+            left = name in ("segment", "best so far")
+            table.add_column(name, justify="left" if left else "right", overflow="fold")
         for step in self.steps.values():
-            best = "Inductor" if step.best is None else " ".join(step.best).strip()
-            figures = (f"{step.best_us:.1f}", f"{step.inductor_us:.1f}")
-            table.add_row(*(Text(cell) for cell in (step.segment, str(step.tried), best, *figures)))
+            figures = (f"{us:.1f}" if us < math.inf else "" for us in (step.best_us, step.inductor_us))
+            table.add_row(*(Text(cell) for cell in (step.segment, str(step.tried), step.by, *figures)))
         return table
 
 
@@ -87,34 +123,22 @@ def tune_model(wanted: Wanted) -> None:
 
 def _search(wanted: Wanted, loaded: Any, device: Any) -> list[FusionReport]:
     """The reports of all graphs of one call of the model."""
-    import time
-
     import torch
     from rich.console import Console
-    from rich.live import Live
 
     import stof
 
-    view, start = View(), time.perf_counter()
     reports: list[FusionReport] = []
-    with Live(console=Console(stderr=True), refresh_per_second=4) as live:
-
-        def show(doing: str) -> None:
-            live.update(view.table(f"{loaded.name}: {doing}, {time.perf_counter() - start:.0f} s"))
-
-        def progress(step: Progress) -> None:
-            view.update(step)
-            show(f"measuring, {max(0.0, step.seconds_left):.0f} s of the budget left")
-
-        show("capturing the model")
+    with View(loaded.name, Console(stderr=True)) as view:
+        view.say("capturing the model")
         fast: Any = stof.optimize(
             loaded.model, mask=loaded.mask, dynamic=False, cuda_graphs=device.type == "cuda", effort=wanted.effort,
-            budget_s=wanted.budget, twins=wanted.twins, report=reports.append, progress=progress,
+            budget_s=wanted.budget, fold=wanted.fold, twins=wanted.twins, report=reports.append, progress=view.update,
             store=wanted.store or True,
         )  # fmt: skip
         with torch.inference_mode():
             fast(*loaded.args, **loaded.kwargs)
-        show("done")
+        view.say("done")
     return reports
 
 

@@ -88,10 +88,11 @@ class CompileAhead:
         number = self._jobs.get((name, specialization))
         if number is None:
             number = self._jobs[name, specialization] = len(self._jobs)
-            job = {
+            job: dict[str, Any] = {
                 "id": number, "module": module, "name": name, "specialization": specialization,
                 "cache": cache_folder(), "target": self._target or current_target(),
             }  # fmt: skip
+            job["assembler"] = assembler(*job["target"][:2])
             self._send(json.dumps(job))
         return number
 
@@ -134,6 +135,29 @@ def cache_folder() -> str:
     if torch.cuda.is_available():
         os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(torch.cuda.current_device()))
     return str(triton.knobs.cache.dir)
+
+
+def assembler(backend: str, arch: int) -> tuple[str, str] | None:
+    """The path of ptxas, and the version of it that this process's kernels are kept under; None for other backends.
+
+    These may be two programs. Triton asks for the version once in a process, and Inductor may point Triton at the ptxas
+    that comes with torch when it first compiles a kernel. A kernel that another process keeps under another version is
+    not found.
+    """
+    if backend != "cuda":
+        return None
+    from triton.backends.nvidia.compiler import get_ptxas, get_ptxas_version
+
+    return get_ptxas(arch).path, get_ptxas_version(arch)
+
+
+def settle_assembler() -> None:
+    """Have Inductor choose the ptxas now, before Triton asks for its version: processes then keep kernels alike."""
+    from torch._inductor.runtime import compile_tasks
+
+    settle = getattr(compile_tasks, "_set_triton_ptxas_path", None)  # private: another torch may not have it
+    if settle is not None:
+        settle()
 
 
 def current_target() -> tuple[str, int, int]:

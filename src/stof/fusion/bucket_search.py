@@ -35,7 +35,7 @@ def by_buckets(
     """Choices whose configuration depends on the bucket of the rows, where the graph leaves their number open.
 
     In each bucket the default, the choice for the first call and `per_segment` drawn ones are measured. Buckets that
-    the budget does not reach get the default for their size.
+    the budget does not reach get the default for their size, or where there is none (float32) what the nearest one has.
     """
     tables: dict[int, dict[int, str]] = {}
     for start, choice in chosen.items():

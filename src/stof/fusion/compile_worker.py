@@ -43,6 +43,7 @@ def compile_one(line: str) -> str:
     job = json.loads(line)
     try:
         os.environ["TRITON_CACHE_DIR"] = job["cache"]
+        _assemble_with(job["assembler"])
         driver.set_active(NoDriver(*job["target"]))
         kernel = getattr(import_module(job["module"]), job["name"])
         with triton.knobs.runtime.scope():
@@ -51,6 +52,14 @@ def compile_one(line: str) -> str:
     except Exception as error:  # it fails again, visibly, in the process that wants the kernel
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _assemble_with(assembler: tuple[str, str] | None) -> None:
+    """Call the same ptxas as the process that wants the kernels, and keep them under the version that it goes by."""
+    if assembler is not None:
+        path, version = assembler
+        os.environ |= {"TRITON_PTXAS_PATH": path, "TRITON_PTXAS_BLACKWELL_PATH": path}
+        os.environ["TRITON_MOCK_PTX_VERSION"] = version
 
 
 def _end_with_parent() -> None:

@@ -1,12 +1,14 @@
 """Lock files: the schemes and configurations of a model as a small text to commit, which reproduces them elsewhere.
 
     {"stof_lock": 1, "device": "NVIDIA H200", "versions": {"stof": ..., "torch": ..., "triton": ...},
-     "graphs": {KEY: {"scheme": "0110...", "segments": [{"segment": "linear 768>3072 + gelu", "template": "linear",
-                "config": "128x128x64,5s,pingpong", "at": [6, 15, ...]}]}},
+     "graphs": {KEY: {"scheme": "0110...", "fold": false, "segments": [
+                {"segment": "linear 768>3072 + gelu", "template": "linear", "config": "128x128x64,5s,pingpong",
+                 "at": [6, 15, ...]}]}},
      "choices": {"linear 4096x3072x768 activation=gelu bias float16": {"config": ..., "template_us": ..., ...}}}
 
-A graph's key is a hash of its operators, their shapes and dtypes, equal in every process and on every machine. `at` are
-the first operators of the segments. Choices serve graphs that are not in the lock, of another length for example.
+A graph's key is a hash of its operators, their shapes and dtypes, equal in every process and on every machine. `fold`
+is the option of that name, `at` are the first operators of the segments. Choices serve graphs that are not in the lock,
+of another length for example.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ class LockedSegment:
 
 @dataclass(frozen=True)
 class LockedGraph:
-    """A graph's scheme, and its segments that templates compute."""
+    """A graph's scheme, its segments that templates compute, and whether norms' weights were folded for them."""
 
     scheme: Scheme
     segments: tuple[LockedSegment, ...]
+    fold: bool = False
 
 
 @dataclass
@@ -66,14 +69,20 @@ class Lock:
                     at.setdefault((row.operators, row.template, row.config), []).append(row.start)
             segments = tuple(LockedSegment(*names, tuple(places)) for names, places in at.items())
             if report.graph:
-                self.graphs[report.graph] = LockedGraph(Scheme.from_bits(report.scheme), segments)
+                self.graphs[report.graph] = LockedGraph(Scheme.from_bits(report.scheme), segments, report.fold)
             self.choices |= report.choices
+
+    def folds(self, graph: str) -> bool:
+        """Whether norms' weights are to be folded in a graph; in one that is not here if in all that are."""
+        found = self.graphs.get(graph)
+        return found.fold if found is not None else bool(self.graphs) and all(g.fold for g in self.graphs.values())
 
     def write(self, path: Path) -> None:
         """Write it whole."""
         graphs = {
             key: {
                 "scheme": graph.scheme.bits,
+                "fold": graph.fold,
                 "segments": [
                     {"segment": s.segment, "template": s.template, "config": s.config, "at": list(s.at)}
                     for s in graph.segments
@@ -129,7 +138,7 @@ def _graph(value: Any) -> LockedGraph:
     places = [at for segment in segments for at in segment.at]
     if len(set(places)) < len(places) or not first.issuperset(places):
         raise ValueError("segments do not fit their scheme")
-    return LockedGraph(scheme, segments)
+    return LockedGraph(scheme, segments, bool(value.get("fold", False)))  # not in locks from before it was noted
 
 
 def _lines(entries: dict[str, Any]) -> str:
@@ -143,7 +152,8 @@ def _graph_lines(graphs: dict[str, Any]) -> str:
     parts = []
     for key, graph in graphs.items():
         rows = ",\n".join(f"   {json.dumps(row)}" for row in graph["segments"])
-        parts.append(f'  "{key}": {{"scheme": "{graph["scheme"]}", "segments": [\n{rows}]}}')
+        head = f'"scheme": "{graph["scheme"]}", "fold": {json.dumps(graph["fold"])}'
+        parts.append(f'  "{key}": {{{head}, "segments": [\n{rows}]}}')
     return "{\n" + ",\n".join(parts) + "}" if parts else "{}"
 
 

@@ -7,8 +7,8 @@ that reads its results; if the graph writes to a floating-point tensor in betwee
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -128,9 +128,22 @@ def call(graph: fx.Graph, like: fx.Node, op: str, target: Any, args: tuple[Any, 
     node.meta = {key: like.meta[key] for key in ("nn_module_stack", "stack_trace") if key in like.meta}
     fake_args = fx.node.map_arg(args, lambda argument: argument.meta["example_value"])
     function = target if op == "call_function" else getattr(torch.Tensor, target)
-    with torch.no_grad(), fake_mode_of(fake_args):
+    with on_fakes(fake_mode_of(fake_args)):
         node.meta["example_value"] = function(*fake_args)
     return node
+
+
+@contextmanager
+def on_fakes(mode: Any) -> Iterator[None]:
+    """Operators run on fake values of a mode as Dynamo runs them.
+
+    Composite operators do so in Python: in C++ those of torch 2.11 ask for sizes as numbers (`linear`, `matmul`), which
+    makes every symbolic size a fixed one.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with torch.no_grad(), enable_python_dispatcher(), mode:
+        yield
 
 
 def fake_mode_of(values: Any) -> Any:

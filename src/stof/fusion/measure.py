@@ -32,7 +32,10 @@ class SegmentTimer:
         self.failures: dict[tuple[str, str], str] = {}
 
     def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
-        """Microseconds with each configuration of the claim's template, None for Inductor's code; inf for failures."""
+        """Microseconds with each configuration of the claim's template, None for Inductor's code.
+
+        inf for failures, nan for what cannot be told from other work on the GPU.
+        """
         calls: dict[str, Callable[[], object]] = {}
         with torch._guards.tracing(None), torch.no_grad():
             inputs = random_inputs(claim)
@@ -55,6 +58,8 @@ class SegmentTimer:
             timing = timed.get("inductor" if config is None else f"={config}")
             if timing is None:
                 out.append(math.inf)
+            elif not timing.clear:
+                out.append(math.nan)
             else:
                 out.append(timing.call_us if timing.gpu_us is None else timing.gpu_us)
         return out

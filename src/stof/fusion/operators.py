@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -32,6 +34,8 @@ class Kind(StrEnum):
         return self in (Kind.LINEAR, Kind.ATTENTION, Kind.MATMUL)
 
 
+# Operators of a segment that are told one by one.
+_FEW = 4
 NORMS = {Kind.RMS_NORM: "rms", Kind.LAYER_NORM: "layer"}
 
 
@@ -74,13 +78,20 @@ class Operator:
 
     @property
     def label(self) -> str:
-        """Short text for people: `linear 768>3072`, `gelu`, `rms_norm`."""
+        """Short text for people: `linear 768>3072`, `gelu`, `rms_norm`; what is of no known kind by its function."""
         if self.kind is Kind.LINEAR:
             n, k = self.weight_size
             return f"linear {k}>{n}"
         if self.kind is Kind.ACTIVATION:
             return self.activation
+        if self.kind is Kind.OTHER:
+            return name_of(self.root) or _full_name(self.root.target).rpartition(".")[2]
         return f"{self.activation} gate" if self.kind is Kind.GATE else str(self.kind)
+
+    @property
+    def our_attention(self) -> bool:
+        """Whether stof's attention computes it, which is a kernel of its own in any graph."""
+        return self.kind is Kind.ATTENTION and name_of(self.root).startswith("stof.")
 
     @property
     def weight_size(self) -> tuple[int, int]:
@@ -100,6 +111,17 @@ class Operator:
         if self.kind is Kind.OTHER:
             own += (name_of(self.root) or _full_name(self.root.target),)
         return (*own, shapes, _form(self.root, at))
+
+
+def in_words(operators: Sequence[Operator]) -> str:
+    """Operators for people, `linear 768>3072 + gelu`; many, or of no known kind, `9 operators: residual x 2, gelu`."""
+    known = [operator.label for operator in operators if operator.kind is not Kind.OTHER]
+    if len(operators) == 1 or len(operators) == len(known) <= _FEW:
+        return " + ".join(operator.label for operator in operators)
+    names = Counter(known or (operator.label for operator in operators))
+    listed = [f"{name} x {count}" if count > 1 else name for name, count in names.items()]
+    more = ", ..." if len(listed) > _FEW else ""
+    return f"{len(operators)} operators: {', '.join(listed[:_FEW])}{more}"
 
 
 def _full_name(target: Any) -> str:

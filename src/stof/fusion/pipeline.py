@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,12 +17,13 @@ from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
 from stof.fusion.operators import NORMS
+from stof.fusion.progress import Progress
 from stof.fusion.propagate import propagate
 from stof.fusion.replay import Replay, lock_known, replayed
 from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, suggested
 from stof.fusion.scheme import Scheme
-from stof.fusion.search import Budget, Meter, Progress, two_stage
+from stof.fusion.search import Budget, Meter, two_stage
 from stof.fusion.sizes import is_symbolic
 from stof.fusion.store import Contents, Entry, Result, Store, segment_key
 from stof.fusion.templates.buckets import in_bucket
@@ -71,7 +73,7 @@ def fuse(
     Args:
         search: measures; without one, or a lock to replay, the rules decide.
         twins: claim templates where they have no kernel as well, and run them as plain PyTorch.
-        fold: RMSNorms' weights may be folded into the products after them.
+        fold: RMSNorms' weights may be folded into the products after them; a lock may say so as well.
         known: what was measured before, for the rules.
         replay: a lock that says it all.
     """
@@ -83,10 +85,13 @@ def fuse(
         return report
     _merge(gm, report)
     operators, order = normalise(gm.graph), GraphOrder(gm.graph)
-    operators = [replace(o, foldable=fold) if o.kind in NORMS else o for o in operators]
     # Graphs that leave sizes open are others, even where their first call is alike.
     left_open = any(is_symbolic(operator.value.shape) for operator in operators)
     report.graph = Scheme(len(operators)).digest(operators) + "-open" * left_open
+    report.fold = fold or (replay is not None and replay.folds(report.graph))
+    if report.fold and not fold:
+        report.notes.append("norms' weights are folded into products, as where the lock was made")
+    operators = [replace(o, foldable=report.fold) if o.kind in NORMS else o for o in operators]
     report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, serving)]
     timer, ahead = (search.time_claim, search.ahead) if search is not None else (None, None)
     graph = GraphSpace(operators, order, timer, serving, ahead, known)
@@ -171,7 +176,7 @@ def _remembered(graph: GraphSpace, meter: Meter, search: Search, report: FusionR
 def _results(
     graph: GraphSpace, meter: Meter, search: Search, report: FusionReport, chosen: dict[int, Choice]
 ) -> dict[str, Result]:
-    if meter.spent or not any(meter.times.values()):
+    if meter.spent or meter.unclear or not any(meter.times.values()):
         return {}
     segments = ((at, at + len(c.claim.operators), c.claim.template.name, c.config) for at, c in chosen.items())
     return {_graph_key(graph, report): Result(search.per_segment, tuple(segments))}
@@ -188,7 +193,7 @@ def _keep(meter: Meter, search: Search, choices: Choices, results: dict[str, Res
         return
     entries = {
         segment_key(key): Entry(times, search.per_segment if key in meter.searched else 0)
-        for key, times in meter.times.items()
+        for key, times in meter.certain().items()
         if times
     }
     search.store.update(Contents(entries, results=results))
@@ -211,6 +216,11 @@ def _searched(
     report.measurements = meter.measurements
     if meter.spent:
         report.notes.append(f"the budget of {search.seconds:g} s was spent after {meter.measurements} measurements")
+    if meter.unclear:
+        report.notes.append(
+            f"{len(meter.unclear)} of {meter.measurements} times could not be told from other work on the device: they "
+            "are left out, and will be measured again"
+        )
     report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_claim.failures.items()]
     return chosen
 
@@ -219,7 +229,10 @@ def _row(graph: GraphSpace, segment: range, choice: Choice | None, meter: Meter 
     text = graph.label(segment.start, segment.stop)
     if choice is None:
         why = "; ".join(dict.fromkeys(_why_not(graph, segment, meter, known)))
-        return SegmentReport(text, "", "", why, start=segment.start)
+        taken = meter.measured(segment.start, segment.stop).get(None) if meter is not None else None
+        ours = [operator.our_attention for operator in graph.operators[segment.start : segment.stop]]
+        rest = "stof attention" if all(ours) else "Inductor, stof attention" if any(ours) else "Inductor"
+        return SegmentReport(text, "", "", why, _finite(taken), rest=rest, start=segment.start)
     inductor_us = template_us = None
     name, config = choice.claim.template.name, in_bucket(choice.config, choice.claim.problem.shape.m)
     if meter is not None:
@@ -229,7 +242,11 @@ def _row(graph: GraphSpace, segment: range, choice: Choice | None, meter: Meter 
         tuned = known(bucket(choice.claim, graph.serving))
         if tuned is not None and tuned.config == config:
             inductor_us, template_us = tuned.inductor_us, tuned.template_us
-    return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us, segment.start)
+    return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us, start=segment.start)
+
+
+def _finite(us: float | None) -> float | None:
+    return us if us is not None and us < math.inf else None
 
 
 def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Known) -> Iterator[str]:
@@ -239,7 +256,8 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
             served, refused = claims(graph.operators[start:stop], graph.serving)
             yield from refused
             for claim in served:
-                name = claim.template.name
+                part = "" if len(segment) == stop - start else f"{graph.label(start, stop)} by "
+                name = part + claim.template.name
                 if meter is None:
                     tuned = known(bucket(claim, graph.serving))
                     if tuned is not None and not tuned.pays:
@@ -248,8 +266,12 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
                         yield f"{name}: saves too little traffic at K = {claim.problem.shape.k}, by rule"
                     continue
                 times = meter.measured(start, stop)
-                own = [time for candidate, time in times.items() if candidate is not None and candidate[0] == name]
-                if own and None in times:
+                own = [
+                    time
+                    for candidate, time in times.items()
+                    if candidate is not None and candidate[0] == claim.template.name
+                ]
+                if times.get(None, math.inf) < math.inf and min(own, default=math.inf) < math.inf:
                     yield f"{name}: {min(own):.1f} us at best, Inductor {times[None]:.1f} us"
 
 

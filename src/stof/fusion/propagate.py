@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stof.fusion.lower import fake_mode_of
+from stof.fusion.lower import fake_mode_of, on_fakes
 
 
 class _Propagate(fx.Interpreter):
@@ -29,7 +29,7 @@ def propagate(gm: fx.GraphModule) -> str:
     mode = fake_mode_of(inputs)
     shapes = getattr(mode, "shape_env", None)
     try:
-        with torch.no_grad(), mode:
+        with on_fakes(mode):
             if shapes is None:
                 _Propagate(gm).run(*inputs)
             else:

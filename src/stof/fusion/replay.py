@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from stof.errors import ArgumentError
 from stof.fusion.choices import Known, Tuned
 from stof.fusion.claims import Claim
 from stof.fusion.lock import Lock, LockedGraph, current_versions
@@ -12,7 +13,7 @@ from stof.fusion.lower import Choice
 from stof.fusion.report import FusionReport
 from stof.fusion.rules import bucket, suggested
 from stof.fusion.store import Contents, Store, segment_key
-from stof.fusion.templates.buckets import in_bucket
+from stof.fusion.templates.buckets import bucket_of, table, written
 from stof.fusion.tune import GraphSpace
 
 
@@ -30,12 +31,19 @@ class Replay:
     check: Callable[[Claim, str], str]
     store: Store | None = None
 
+    def folds(self, graph: str) -> bool:
+        """Whether the lock folds norms' weights in a graph, on this device."""
+        return self.lock.device == self.device and self.lock.folds(graph)
+
 
 def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[int, Choice]:
     """The lock's choices by first operator; rules decide what it does not say, and the report tells, a line each."""
     lock = replay.lock
     if lock.device != replay.device:
-        report.notes.append(f"the lock is for {lock.device}, this is {replay.device}: rules decide")
+        report.notes.append(
+            f"the lock is for {lock.device}, this is {replay.device}: rules decide; `stof tune MODEL --lock FILE` "
+            "makes one for this device"
+        )
         return suggested(graph.operators, graph.order, graph.serving, graph.known)
     others = {name: found for name, found in current_versions().items() if found != lock.versions.get(name)}
     if others:
@@ -62,34 +70,72 @@ def _fitting(
     chosen: dict[int, Choice] = {}
     left: list[range] = []
     bad: set[tuple[str, str]] = set()
-    checks = dict(replay.store.load().checks) if replay.store is not None else {}
-    before = dict(checks)
+    before = dict(replay.store.load().checks) if replay.store is not None else {}
+    checks = _Checks(graph, replay, dict(before))
     for row in locked.segments:
         problems: dict[str, None] = {}
         for at in row.at:
             segment = segments[at]
             claim = graph.claims(segment.start, segment.stop).get(row.template)
             if claim is None:
-                problem = f"{row.template} does not serve it here"
-            elif in_bucket(row.config, claim.problem.shape.m) not in claim.template.configs(
-                claim.problem, graph.serving
-            ):
-                problem = f"{row.template} {row.config or '(default)'} does not fit here"
-            else:
-                key = segment_key((graph.key(segment.start, segment.stop), row.template, row.config))
-                if key not in checks:
-                    checks[key] = replay.check(claim, row.config)
-                problem = checks[key] and f"{row.template} {row.config} {checks[key]}"
-            if problem or claim is None:
-                problems[problem] = None
+                problems[f"{row.template} does not serve it here; rules decide"] = None
                 left.append(segment)
-                bad |= {(bucket(claim, graph.serving), row.config)} if claim is not None else set()
+                continue
+            config, refused = checks.serving(claim, row.config, segment)
+            own = bucket_of(claim.problem.shape.m)
+            problems |= {
+                f"{row.template} {text or '(default)'} for {rows} rows: {why}; left out of the table": None
+                for rows, (text, why) in refused.items()
+                if rows != own
+            }
+            if own in refused:
+                text, why = refused[own]
+                problems[f"{row.template} {text or '(default)'}: {why}; rules decide"] = None
+                left.append(segment)
+                bad.add((bucket(claim, graph.serving), text))
             else:
-                chosen[at] = Choice(claim, row.config, "by the lock")
-        report.notes += [f"the lock's {row.segment}: {problem}; rules decide" for problem in problems]
-    if replay.store is not None and checks != before:
-        replay.store.update(Contents(checks=checks))
+                chosen[at] = Choice(claim, config, "by the lock")
+        report.notes += [f"the lock's {row.segment}: {problem}" for problem in problems]
+    if replay.store is not None and checks.known != before:
+        replay.store.update(Contents(checks=checks.known))
     return chosen, left, bad
+
+
+@dataclass(frozen=True)
+class _Checks:
+    """Which configurations serve, each checked once; `known` says why not, "" where they do, by key."""
+
+    graph: GraphSpace
+    replay: Replay
+    known: dict[str, str]
+
+    def serving(self, claim: Claim, text: str, segment: range) -> tuple[str, dict[int, tuple[str, str]]]:
+        """The part of a configuration (of a table of them) that serves; the rest by bucket: configuration and why not.
+
+        What a kernel computes does not depend on how many rows there are: each configuration is checked on the rows of
+        the call that is being compiled, and that it fits in its own bucket.
+        """
+        own = bucket_of(claim.problem.shape.m)
+        try:
+            entries = table(text) if "=" in text else {own: text}
+        except ArgumentError as error:
+            return "", {own: (text, str(error))}
+        refused: dict[int, tuple[str, str]] = {}
+        for rows, config in entries.items():
+            there = claim if rows == own else claim.in_bucket(rows)
+            shape = replace(claim.problem.shape, m=rows)
+            problem = there.problem if there is not None else replace(claim.problem, shape=shape)
+            why = claim.template.refusal(problem, config, self.graph.serving) or self._checked(claim, config, segment)
+            if why:
+                refused[rows] = (config, why)
+        kept = {rows: config for rows, config in entries.items() if rows not in refused}
+        return written(kept) if "=" in text else text, refused
+
+    def _checked(self, claim: Claim, config: str, segment: range) -> str:
+        key = segment_key((self.graph.key(segment.start, segment.stop), claim.template.name, config))
+        if key not in self.known:
+            self.known[key] = self.replay.check(claim, config)
+        return self.known[key]
 
 
 def _without(known: Known, bad: set[tuple[str, str]]) -> Known:

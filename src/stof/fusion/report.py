@@ -6,9 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from stof.fusion.choices import Choices
+from stof.fusion.templates.buckets import table
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+# Characters of a reason that has room in a table.
+_SHORT = 32
 
 
 @dataclass(frozen=True)
@@ -17,9 +21,10 @@ class SegmentReport:
 
     Attributes:
         operators: what it holds.
-        template, config: what computes it; both "" for Inductor, and config "" for the template's default.
+        template, config: what computes it; both "" for no template, and config "" for the template's default.
         reason: why.
         inductor_us, template_us: measured microseconds, None where nothing was measured.
+        rest: what computes it where no template does.
         start: its first operator; segments that differ in nothing else are equal.
     """
 
@@ -29,7 +34,18 @@ class SegmentReport:
     reason: str
     inductor_us: float | None = None
     template_us: float | None = None
+    rest: str = "Inductor"
     start: int = field(default=0, compare=False)
+
+    @property
+    def by(self) -> str:
+        """What computes it, in a few words; a table of configurations as how many there are."""
+        if not self.template:
+            return self.rest
+        configs = set(table(self.config).values()) if "=" in self.config else {self.config}
+        if len(configs) > 1:
+            return f"{self.template}, {len(configs)} configurations by rows"
+        return f"{self.template} {configs.pop() or '(default)'}"
 
 
 @dataclass
@@ -42,6 +58,7 @@ class FusionReport:
         notes: parts of the graph, or the whole of it, that were left alone; one line each.
         measurements: how many times were taken to choose.
         graph: stable hash of the operators alone; "" where they were not looked at.
+        fold: whether weights of norms might be folded into products.
         choices: the best measured configuration of each template and shape (`stof.fusion.choices`).
         whole_us: the whole model's microseconds with templates and without, None where they were not compared.
     """
@@ -52,6 +69,7 @@ class FusionReport:
     notes: list[str] = field(default_factory=list)
     measurements: int = 0
     graph: str = ""
+    fold: bool = False
     choices: Choices = field(default_factory=dict)
     whole_us: tuple[float, float] | None = None
 
@@ -75,23 +93,31 @@ class FusionReport:
 
     def headline(self) -> str:
         """What came of it in one line."""
-        text = f"{self.fused} of {len(self.segments)} segments computed by templates, scheme {self.digest or 'none'}"
+        text = f"{self.fused} of {len(self.segments)} segments computed by templates"
         if self.whole_us is not None:
             fused_us, plain_us = self.whole_us
             text += f"; whole model {plain_us:.0f} us without, {fused_us:.0f} us with ({plain_us / fused_us:.2f}x)"
         return text
 
     def __rich__(self) -> Group:
-        """A table; rows that repeat are counted."""
+        """A table for 80 columns and more; rows that repeat are counted, and long reasons follow it."""
+        from rich.box import SIMPLE_HEAD
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=self.headline(), title_justify="left")
-        for name in ("segment", "times", "computed by", "Inductor us", "template us", "why"):
-            table.add_column(name, justify="right" if name.endswith("us") or name == "times" else "left")
+        rows = Table(title=self.headline(), title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+        rows.pad_edge, rows.collapse_padding = False, True
+        rows.caption = f"scheme {self.digest}" if self.digest else None
+        for name in ("segment", "count", "computed by", "Inductor\nus", "template\nus", "why"):
+            figures = name.endswith("us") or name == "count"
+            rows.add_column(name, justify="right" if figures else "left", overflow="fold")
+        notes: list[str] = []
         for row, count in self.grouped().items():
-            by = f"{row.template} {row.config}".strip() or "Inductor"
             times = [f"{t:.1f}" if t is not None else "" for t in (row.inductor_us, row.template_us)]
-            table.add_row(*(Text(cell) for cell in (row.operators, str(count), by, *times, row.reason)))
-        return Group(table, *(Text(f"- {note}") for note in self.notes))
+            why = row.reason
+            if len(why) > _SHORT:
+                notes.append(f"{row.operators}: {why}")
+                why = "see below"
+            rows.add_row(*(Text(cell) for cell in (row.operators, str(count), row.by, *times, why)))
+        return Group(rows, *(Text(f"- {note}") for note in (*notes, *self.notes)))

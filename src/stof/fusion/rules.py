@@ -77,7 +77,7 @@ def suggested(
     for stretch in [range(len(operators))] if within is None else within:
         at = stretch.start
         while at < stretch.stop:
-            choice = _choice_at(operators[: stretch.stop], at, order, serving, known)
+            choice = _choice_at(operators, range(at, stretch.stop), order, serving, known)
             if choice is None:
                 at += 1
             else:
@@ -87,12 +87,14 @@ def suggested(
 
 
 def _choice_at(
-    operators: Sequence[Operator], at: int, order: GraphOrder, serving: Serving, known: Known
+    operators: Sequence[Operator], rest: range, order: GraphOrder, serving: Serving, known: Known
 ) -> Choice | None:
+    """The choice for a segment that begins where `rest` does and ends within it."""
+    at = rest.start
     by_rule: Choice | None = None
     measured: Choice | None = None
     saved = 0.0
-    for length in range(min(LONGEST, len(operators) - at), 0, -1):
+    for length in range(min(LONGEST, len(rest)), 0, -1):
         for claim in claims(operators[at : at + length], serving)[0]:
             if not isinstance(order.insertion(claim), fx.Node):
                 continue

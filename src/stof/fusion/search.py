@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from stof.fusion.progress import Progress
 from stof.fusion.scheme import Scheme
 
 # A template and its configuration, e.g. ("linear", "128x128x64,8w,3s,tile"); None is Inductor's own code.
@@ -36,7 +37,8 @@ class Space:
         classes: for each operator a value that is equal for places that are decided together (alike layers).
         key: equal for segments `start, stop` that cost the same.
         candidates: the templates' configurations for a segment, defaults first; empty when no template covers it.
-        measure: microseconds of a segment with each of some candidates, `math.inf` for one that does not run.
+        measure: microseconds of a segment with each of some candidates, `math.inf` for one that does not run, nan for
+            one whose time could not be told.
         longest: operators in the longest segment that any template covers.
         prepare: told which candidates of which segments will be measured soon, so that they can be compiled meanwhile.
         floor: microseconds that a candidate takes at the least; 0 where nothing is known.
@@ -76,32 +78,12 @@ class Budget:
         return self.seconds - (self.clock() - self.start)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """A measurement, for whoever shows progress: the segment, candidates tried, the best so far, seconds left."""
-
-    start: int
-    stop: int
-    segment: str
-    tried: int
-    best: Candidate | None
-    best_us: float
-    inductor_us: float
-    seconds_left: float
-
-    def __str__(self) -> str:
-        by = "Inductor" if self.best is None else " ".join(self.best).strip()
-        return (
-            f"{self.segment}: {self.tried} tried, best {by} {self.best_us:.1f} us, "
-            f"Inductor {self.inductor_us:.1f} us, {self.seconds_left:.0f} s left"
-        )
-
-
 class Meter:
     """Measures each (segment, candidate) once, counts, and stops when the budget is spent.
 
     `known` gives what was measured before for a key of the space, in another process perhaps; `searched` are the keys
-    whose configurations stage 2 has sampled to its end, then or now.
+    whose configurations stage 2 has sampled to its end, then or now. A candidate whose time cannot be told is not
+    chosen, nor measured again by this meter; `unclear` has it, so that nobody takes it for one that does not run.
     """
 
     def __init__(
@@ -115,6 +97,7 @@ class Meter:
         self.space, self.budget, self.progress, self.known = space, budget or Budget(), progress, known
         self.searched = set(searched)
         self.times: dict[Hashable, dict[Candidate | None, float]] = {}
+        self.unclear: set[tuple[Hashable, Candidate | None]] = set()
         self.measurements = 0
 
     @property
@@ -159,9 +142,18 @@ class Meter:
         room = self.budget.measurements - self.measurements
         new = new[: int(min(room, len(new)))]
         if new and not self.spent:
-            known |= dict(zip(new, measure(new), strict=True))
+            for candidate, taken in zip(new, measure(new), strict=True):
+                known[candidate] = math.inf if math.isnan(taken) else taken
+                self.unclear |= {(key, candidate)} if math.isnan(taken) else set()
             self.measurements += len(new)
         return known
+
+    def certain(self) -> dict[Hashable, dict[Candidate | None, float]]:
+        """All times by key, without those that could not be told."""
+        return {
+            key: {candidate: taken for candidate, taken in times.items() if (key, candidate) not in self.unclear}
+            for key, times in self.times.items()
+        }
 
     def _times_of(self, key: Hashable) -> dict[Candidate | None, float]:
         if key not in self.times:
@@ -193,7 +185,7 @@ class Meter:
             return 0.0
         known = self.measured(start, stop)
         tried = [taken for candidate, taken in known.items() if candidate is not None]
-        if None not in known or not tried:
+        if known.get(None, math.inf) == math.inf or not tried:
             return 0.0
         best = min(tried) * (hope if len(tried) == 1 and len(self.space.candidates(start, stop)) > 1 else 1.0)
         return max(0.0, known[None] - best)
@@ -373,7 +365,7 @@ def stage_two(
         gained = any(meter.gain(s.start, s.stop) > before[k] for k, s in groups.items())
         idle = 0 if gained else idle + 1
     if not meter.spent:
-        meter.searched |= sampled
+        meter.searched |= sampled - {key for key, _ in meter.unclear}
 
 
 def _shuffled(candidates: Sequence[Candidate], chance: random.Random) -> list[Candidate]:

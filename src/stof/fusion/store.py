@@ -141,8 +141,10 @@ def _entry(value: Any) -> Entry:
 
 
 def _race(value: Any) -> tuple[float, float]:
-    fused, plain = value
-    return float(fused), float(plain)
+    fused, plain = (float(time) for time in value)
+    if not (0 < fused < math.inf and 0 < plain < math.inf):
+        raise ValueError("times are positive")
+    return fused, plain
 
 
 def _check(value: Any) -> str:

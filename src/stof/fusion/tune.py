@@ -14,7 +14,7 @@ from stof.fusion.choices import Choices, Known, Tuned
 from stof.fusion.claims import Claim, claims
 from stof.fusion.layers import find_layers
 from stof.fusion.lower import GraphOrder
-from stof.fusion.operators import Operator
+from stof.fusion.operators import Operator, in_words
 from stof.fusion.rules import LONGEST, bucket
 from stof.fusion.search import Candidate, Space, Wanted
 from stof.fusion.templates.config import GemmConfig
@@ -28,7 +28,10 @@ class TimeClaim(Protocol):
     failures: dict[Candidate, str]
 
     def __call__(self, claim: Claim, configs: Sequence[str | None]) -> Sequence[float]:
-        """Microseconds of a claim's segment with each configuration; None is Inductor's code, inf a failure."""
+        """Microseconds of a claim's segment with each configuration; None is Inductor's code.
+
+        inf is a failure, nan a time that could not be told.
+        """
 
 
 class Ahead(Protocol):
@@ -154,7 +157,7 @@ class GraphSpace:
         return floor_us(GemmConfig.parse(config), problem.shape, problem.dtype, capability, processors)
 
     def label(self, start: int, stop: int) -> str:
-        return " + ".join(operator.label for operator in self.operators[start:stop])
+        return in_words(self.operators[start:stop])
 
     def space(self) -> Space:
         return Space(

@@ -17,17 +17,17 @@ from torch import Tensor, fx, nn
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
-from stof.fusion.ahead import CompileAhead
+from stof.fusion.ahead import CompileAhead, settle_assembler
 from stof.fusion.choices import Known, known_choices
 from stof.fusion.lock import read_lock
 from stof.fusion.lower import copy_module
 from stof.fusion.measure import SegmentTimer, check
 from stof.fusion.nodes import changes_inputs
 from stof.fusion.pipeline import Search, fuse
+from stof.fusion.progress import Progress
 from stof.fusion.race import Race, decide
 from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
-from stof.fusion.search import Progress
 from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
 from stof.fusion.weights import pack_weights, unpack_weights
 from stof.integrations.whole_calls import WholeCalls
@@ -60,7 +60,7 @@ class CompileOptions:
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
         fold: fold the weights of RMSNorms into the products after them, in a copy that takes as much memory as those
             products' weights. For weights that stay as they are: a change between calls is noticed, but not through
-            `.data`, and not by a CUDA graph that was recorded before.
+            `.data`, and not by a CUDA graph that was recorded before. A lock that was tuned so folds as well.
         twins: let the templates' PyTorch twins serve where no kernel does, on a CPU for example, to try and test them.
             They fuse nothing; otherwise those operators are left to Inductor, which does.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
@@ -190,6 +190,8 @@ def stof_backend(
     refuse_training(gm)
     devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
     device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
+    if device.type == "cuda":
+        settle_assembler()
     search = parsed.search(device)
     plain = copy_module(gm) if search is not None else None
     try:

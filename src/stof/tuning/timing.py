@@ -6,6 +6,9 @@ N times, each after a kernel that overwrites the L2, and the time of N such kern
 subtracted: the launch of the graph and both events cancel, and what remains over N is what one call adds to a chain of
 dependent kernels, its one gap between kernels included. All callables are treated alike, and each pair of replays
 lies side by side in time, so that a drifting clock cancels as well.
+
+Other work on the GPU does not cancel: a difference of two replays then says little, and may be negative. Differences
+that scatter too much are taken more often, and a timing says so if that does not help.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ _L2_FLUSH_BYTES = 256 * 2**20
 # call where calls are short, and long calls cost no more than they need.
 _REPLAY_US, _MOST_REPEATS = 2000.0, 20
 _CHAIN_REPLAYS = 3
+# Half of a call's times are to lie within this share of their median, far more than a replay's own jitter. Else the
+# rounds asked for are taken again, this often in all.
+_SCATTER, _MOST_TURNS = 0.25, 4
+# Fewer times do not tell how much they scatter.
+_LEAST_TIMES = 3
 
 _Run = Callable[[], object]
 
@@ -39,11 +47,13 @@ class Timing:
         call_us: wall time of one eager call; on a GPU the time until the call returns, work still queued.
         gpu_us: GPU time of one call with a cold L2, None on the CPU.
         graphed: whether gpu_us is from CUDA-graph replay (else from eager calls, host time included where longer).
+        clear: whether gpu_us can be told from other work on the GPU; where not, it may even be negative.
     """
 
     call_us: float
     gpu_us: float | None = None
     graphed: bool = False
+    clear: bool = True
 
 
 def time_calls(
@@ -152,19 +162,34 @@ def _time_cuda(
             baselines[key] = _repeated(None, flush, *key)[0]
     gpu: dict[str, list[float]] = {name: [] for name in calls}
     host: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            call()
-            host[name].append(time.perf_counter() - start)
-            program, graphed = programs[name]
-            idle = _elapsed_us(baselines[repeats[name], graphed])
-            gpu[name].append((_elapsed_us(program) - idle) / repeats[name])
+    for _ in range(_MOST_TURNS):
+        unclear = [name for name in calls if not _clear(gpu[name])]
+        for _ in range(rounds):
+            for name in unclear:
+                torch.cuda.synchronize(device)
+                start = time.perf_counter()
+                calls[name]()
+                host[name].append(time.perf_counter() - start)
+                program, graphed = programs[name]
+                idle = _elapsed_us(baselines[repeats[name], graphed])
+                gpu[name].append((_elapsed_us(program) - idle) / repeats[name])
     return {
-        name: Timing(statistics.median(host[name]) * 1e6, statistics.median(gpu[name]), programs[name][1])
+        name: Timing(
+            statistics.median(host[name]) * 1e6,
+            statistics.median(gpu[name]),
+            programs[name][1],
+            _clear(gpu[name]),
+        )
         for name in calls
     }
+
+
+def _clear(taken: Sequence[float]) -> bool:
+    """Whether differences of times are a time: positive, and about as large each time."""
+    if len(taken) < _LEAST_TIMES:
+        return False
+    middle = statistics.median(taken)
+    return statistics.median(abs(one - middle) for one in taken) < _SCATTER * middle
 
 
 def _elapsed_us(run: _Run) -> float:

@@ -33,16 +33,31 @@ def in_bucket(text: str, rows: int) -> str:
     Raises:
         ArgumentError: buckets that are none.
     """
-    return _table(text).get(bucket_of(rows), "") if "=" in text else text
+    return table(text).get(bucket_of(rows), "") if "=" in text else text
+
+
+def nearest_first(text: str, rows: int) -> list[str]:
+    """The configurations that a text has for buckets, those of the buckets nearest to a number of rows first.
+
+    None for text without buckets. Of two buckets equally far the larger comes first.
+    """
+    found = table(text) if "=" in text else {}
+    own = bucket_of(rows).bit_length()
+    return [found[bucket] for bucket in sorted(found, key=lambda one: (abs(one.bit_length() - own), -one))]
 
 
 @functools.lru_cache(maxsize=1024)
-def _table(text: str) -> dict[int, str]:
+def table(text: str) -> Mapping[int, str]:
+    """The configurations in text with buckets, by bucket.
+
+    Raises:
+        ArgumentError: buckets that are none.
+    """
     entries = [entry.partition("=") for entry in text.split(";")]
-    table = {int(bucket): config for bucket, _, config in entries if bucket.isdecimal()}
-    if len(table) != len(entries) or any(bucket != bucket_of(bucket) for bucket in table):
+    found = {int(bucket): config for bucket, _, config in entries if bucket.isdecimal()}
+    if len(found) != len(entries) or any(bucket != bucket_of(bucket) for bucket in found):
         raise ArgumentError(
             f"{text!r} names no configurations of buckets; expected ROWS=CONFIGURATION separated by ';', "
             f"with ROWS powers of two from {SMALLEST} up"
         )
-    return table
+    return found

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from stof.errors import ArgumentError
 from stof.fusion.operators import NORMS, Kind
 from stof.fusion.templates import ops, twins
 from stof.fusion.templates.buckets import bucket_of
-from stof.fusion.templates.config import GemmShape, configs, default, unserved
+from stof.fusion.templates.config import GemmConfig, GemmShape, configs, default, unfit, unserved
 
 # What the break-even table of docs/fusion.md asks for at K = 1024.
 _ASSUMED_SHARE = 0.76
@@ -124,6 +125,21 @@ class Template:
         usual = default(bucket, problem.dtype, capability, device.multi_processor_count)
         others = [str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual]
         return [*(twin if usual is None else [""]), *others]
+
+    def refusal(self, problem: Problem, config: str, serving: Serving) -> str:
+        """Why a configuration cannot run a problem, in words; "" where it can, whether worth measuring or not."""
+        if config in self.configs(problem, serving):
+            return ""
+        if problem.device.type != "cuda":
+            return f"no kernel runs on {problem.device.type}"
+        if not config:
+            return f"there is no default for {str(problem.dtype).removeprefix('torch.')}"
+        try:
+            given = GemmConfig.parse(config)
+        except ArgumentError as error:
+            return str(error)
+        capability = torch.cuda.get_device_capability(problem.device)
+        return "; ".join(unfit(given, problem.shape, problem.dtype, capability))
 
 
 _OPERATORS = {

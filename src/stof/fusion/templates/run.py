@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stof.fusion.templates import config as configuration
 from stof.fusion.templates import twins
-from stof.fusion.templates.buckets import bucket_of, in_bucket
+from stof.fusion.templates.buckets import bucket_of, in_bucket, nearest_first
 from stof.fusion.templates.config import GATED, GLUON, GemmConfig, GemmShape, unfit
 from stof.fusion.templates.machine import chained, machine, programs
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
@@ -67,10 +67,11 @@ def product(
     """View (or, where strides are too odd, copy) the tensors of a call for the kernels."""
     k = x.shape[-1]
     n = weight.shape[0] // (2 if template in GATED else 1)
-    flat = _rows_contiguous(x.reshape(-1, k))
+    rows = x.shape[:-1].numel()  # of tensors without elements, reshape cannot tell
+    flat = _rows_contiguous(x.reshape(rows, k))
     if weight.stride(1) != 1 and weight.stride(0) != 1:
         weight = weight.contiguous()
-    flat_residual = None if residual is None else _rows_contiguous(residual.reshape(-1, n))
+    flat_residual = None if residual is None else _rows_contiguous(residual.reshape(rows, n))
     bias = None if bias is None else bias.contiguous()
     transposed = weight.stride(1) != 1
     stored = weight.t() if transposed else weight
@@ -99,19 +100,23 @@ def choose(call: Product, text: str) -> GemmConfig | None:
     """The configuration given as text if it fits these tensors, else the default for the shape, else None.
 
     Both go by the bucket of the rows: a configuration for each bucket if the text has several, and the default is that
-    of the bucket's largest product.
+    of the bucket's largest product. Where there is no default, as in float32, the nearest bucket's serves that fits.
 
     Raises:
         ArgumentError: the text is no configuration.
     """
-    text = in_bucket(text, call.shape.m)
-    given = GemmConfig.parse(text) if text else None
+    own = in_bucket(text, call.shape.m)
+    given = GemmConfig.parse(own) if own else None
     if call.x.device.type != "cuda" or not call.x.numel() or not call.shape.n or not _agree(call):
         return None
     capability, processors = machine(call.x.device.index or 0)
     if given is not None and not unfit(given, call.shape, call.x.dtype, capability):
         return given
-    return _default(replace(call.shape, m=bucket_of(call.shape.m)), call.x.dtype, capability, processors)
+    usual = _default(replace(call.shape, m=bucket_of(call.shape.m)), call.x.dtype, capability, processors)
+    if usual is not None:
+        return usual
+    others = (GemmConfig.parse(other) for other in nearest_first(text, call.shape.m) if other)
+    return next((one for one in others if not unfit(one, call.shape, call.x.dtype, capability)), None)
 
 
 def compute_normed(call: Product, config: GemmConfig, norm: Norm) -> tuple[Tensor, Tensor]:

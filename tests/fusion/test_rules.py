@@ -1,0 +1,43 @@
+"""What is claimed where nothing was measured: by the memory traffic it saves, and by the size of its product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stof.fusion.claims import Claim, claims
+from stof.fusion.lower import GraphOrder
+from stof.fusion.normalise import normalise
+from stof.fusion.rules import pays, suggested
+from stof.fusion.templates.registry import Serving
+from tests.fusion.graphs import capture
+
+
+def bert_claim(tokens: int, last: int, width: int) -> Claim:
+    """BERT-base's product into the residual stream and its LayerNorm, up to the `last` of three operators, float16."""
+    sizes = ((tokens, width), (768, width), (tokens, 768))
+    x, w, r = (torch.empty(size, dtype=torch.float16, device="meta") for size in sizes)
+    gm = capture(lambda x, w, r: F.layer_norm(F.linear(x, w) + r, (768,)), x, w, r)
+    (claim,) = claims(normalise(gm.graph)[: last + 1], Serving.TWINS)[0]
+    return claim
+
+
+def test_a_residual_before_a_norm_saves_one_pass_less() -> None:
+    """As for BERT, 4096 tokens, H200: 38.6 us down-projection and residual, and then the norm; Inductor 35.5 in all."""
+    sizes = ((4096, 3072), (768, 3072), (4096, 768))
+    x, w, r = (torch.empty(size, dtype=torch.float16, device="meta") for size in sizes)
+    gm = capture(lambda x, w, r: F.layer_norm(F.linear(x, w) + r, (768,)), x, w, r)
+    operators = normalise(gm.graph)
+    (claim,) = claims(operators[:2], Serving.TWINS)[0]
+    assert pays(claim)
+    assert not pays(claim, operators[2])
+    # So it is where the rules decide on a part of the graph alone, which ends before the norm.
+    assert suggested(operators, GraphOrder(gm.graph), Serving.TWINS, within=[range(2)]) == {}
+
+
+@pytest.mark.parametrize(("tokens", "width", "expected"), [(128, 3072, True), (512, 768, True), (65536, 3072, False)])
+def test_small_products_are_claimed_by_shape_alone(tokens: int, width: int, expected: bool) -> None:
+    """With an epilogue and without; a large product by itself is never better off with us."""
+    assert pays(bert_claim(tokens, 2, width)) == expected
+    assert pays(bert_claim(tokens, 0, width)) == expected
