@@ -18,7 +18,7 @@ from stof.layout.device.build import device_layout
 from stof.layout.device.survey import device_counts
 from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
-from stof.masks.program import programs_of
+from stof.masks.program import DEPTH, programs_of
 from tests.strategies import dense_masks, mask_trees
 
 pytest.importorskip("triton")
@@ -53,7 +53,7 @@ def assert_same(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **siz
 @pytest.fixture
 def tall_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows at once than a GPU's registers hold: the interpreter takes as long for each piece."""
-    monkeypatch.setattr(device_source, "_SCORES_RUN", 2**13)
+    monkeypatch.setattr(device_source, "_SCORES_RUN", 2**16)
 
 
 @pytest.mark.usefixtures("tall_pieces")
@@ -176,7 +176,7 @@ def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch() -> None:
         kernel: object, grid: int, tensors: tuple[torch.Tensor, ...], *rest: object, **options: object
     ) -> None:
         if len(tensors) == 3:
-            tensors[2].copy_(torch.tensor([2, 1, 1, 0, 0]))
+            tensors[2][:3] = torch.tensor([2, 1, 1])
 
     with mock.patch(launch, clashing):
         assert on_device(mask, 32, 32, LayoutConfig(16, 16)) is None
@@ -197,11 +197,22 @@ def test_masks_without_a_program(mask: Mask) -> None:
     assert on_device(mask, 64, 64, LayoutConfig(16, 16)) is None
 
 
-def test_programs_that_need_a_deep_stack() -> None:
+def test_parts_that_need_most_of_the_stack_come_first() -> None:
     mask: Mask = masks.causal()
-    for reach in range(40):
-        mask = masks.sliding_window(reach) & ~(masks.padding(30) & mask)
-    assert programs_of(mask, 64, 64, [(0, 0)]) is None
+    for reach in range(10, 22):
+        mask = masks.sliding_window(reach) & ~(masks.padding(30 + reach) & mask)
+    assert_same(mask, 64, 64, LayoutConfig(32, 32))
+
+
+def test_programs_that_need_a_deep_stack() -> None:
+    def tree(levels: int, reach: int) -> Mask:
+        if levels == 0:
+            return masks.sliding_window(reach)
+        left, right = tree(levels - 1, 2 * reach), tree(levels - 1, 2 * reach + 1)
+        return left & right if levels % 2 else left | right
+
+    assert programs_of(tree(DEPTH, 1), 64, 64, [(0, 0)]) is None
+    assert_same(tree(DEPTH - 1, 1), 64, 64, LayoutConfig(32, 32))
 
 
 def test_problems_left_to_torch() -> None:

@@ -54,14 +54,14 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(kernel: Kernel, tensor: torch.Tensor, numbers: tuple[int, ...] = (1, 16), constant: int = 3) -> None:
-    launch.launch(kernel, 5, (tensor,), numbers, (constant,), num_warps=4, device=CUDA)
+    launch.launch(kernel, 5, (tensor,), numbers, (constant,), device=CUDA)
 
 
 def test_compiled_once_for_all_numbers() -> None:
     kernel, first, second = Kernel(), torch.zeros(8), torch.zeros(8)
     run(kernel, first)
     run(kernel, second, (7, 9))
-    assert kernel.through_jit == [((5,), (first, 1, 16, 3), {"num_warps": 4})]
+    assert kernel.through_jit == [((5,), (first, 1, 16, 3), {})]
     assert kernel.direct == [
         (5, 1, 1, STREAM, "function", "meta", None, None, None, second.data_ptr(), 7, 9, 3),
     ]

@@ -172,6 +172,9 @@ def build(
     flex: Annotated[bool, typer.Option(help="Also time FlexAttention's create_block_mask.")] = True,
     budget: Annotated[float, typer.Option(help="Seconds after which no further peer is started.")] = 80.0,
     known: Annotated[bool, typer.Option(help="Also time building masks that are known ahead of time.")] = True,
+    masks: Annotated[str, typer.Option(help="Names of these masks, separated by commas; all when empty.")] = "",
+    growth: Annotated[bool, typer.Option(help="Also time adding to layouts.")] = True,
+    steps: Annotated[bool, typer.Option(help="Also time masks made at run time.")] = True,
     output: _Output = None,
 ) -> None:
     """Time compiling masks, once and in every step, against FlexAttention's; checked against float64 first."""
@@ -186,19 +189,24 @@ def build(
     deadline = time.monotonic() + budget
     where, _ = _place(device, "")
     on_gpu = where.type == "cuda"
-    steps = list(step_rows(where, length or (32768 if on_gpu else 512), heads or (32 if on_gpu else 2), head_dim))
+    found: list[StepRow] = []
+    if steps:
+        found += step_rows(where, length or (32768 if on_gpu else 512), heads or (32 if on_gpu else 2), head_dim)
     rows: list[BuildRow] = []
     if output is not None:
-        write_json(output, as_json(rows, steps, provenance(where)))
-    growth = growth_rows(where, 2**18 if on_gpu else 2**12)
-    for row in itertools.chain(growth, known_rows(where, not on_gpu, flex, deadline)) if known else ():
+        write_json(output, as_json(rows, found, provenance(where)))
+    growing = growth_rows(where, 2**18 if on_gpu else 2**12) if known and growth else iter(())
+    names = [name.strip() for name in masks.split(",") if name.strip()]
+    building = known_rows(where, not on_gpu, flex, deadline, names) if known else iter(())
+    for row in itertools.chain(growing, building):
         rows.append(row)
         if output is not None:
-            write_json(output, as_json(rows, steps, provenance(where)))
+            write_json(output, as_json(rows, found, provenance(where)))
     console = Console()
     if rows:
         console.print(build_table(rows))
-    console.print(step_table(steps))
+    if found:
+        console.print(step_table(found))
     if output is not None:
         console.print(f"wrote {output}")
 
@@ -347,11 +355,15 @@ def build_table(rows: list[BuildRow]) -> Table:
     from rich.table import Table
 
     table = Table(title="Building masks known ahead of time: wall time, ms")
-    for heading in ("mask", "length", "how", "ms", "first, ms", "peak MB", ""):
-        table.add_column(heading, justify="right" if heading in ("length", "ms", "first, ms", "peak MB") else "left")
+    figured = ("length", "ms", "GPU us", "first, ms", "peak MB")
+    for heading in ("mask", "length", "how", *figured[1:], ""):
+        table.add_column(heading, justify="right" if heading in figured else "left")
     for row in rows:
-        figures = ["-" if value is None else f"{value:.3g}" for value in (row.ms, row.first_ms, row.peak_mb)]
-        table.add_row(row.mask, str(row.q_len), row.how, *figures, row.note)
+        values = (row.ms, row.gpu_us, row.first_ms, row.peak_mb)
+        figures = ["-" if value is None else f"{value:.3g}" for value in values]
+        kernels = sorted(row.kernels.items(), key=lambda kernel: -kernel[1])
+        spent = ", ".join(f"{name[:24]} {us:.1f}" for name, us in kernels[:5])
+        table.add_row(row.mask, str(row.q_len), row.how, *figures, row.note or spent)
     return table
 
 

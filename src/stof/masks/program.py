@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from stof.masks import rules
@@ -19,12 +19,14 @@ from stof.masks.compose import And, Not, Or, PerHead, QueryOffset
 
 # Numbers of an instruction: operation, low, high, then what the operation needs.
 WIDTH = 8
-# Truth values on the stack are bits of an int32.
-DEPTH = 31
+# Truth values on the stack. Parts that need most of it come first, so that n of them are enough for 2**(n - 1) tests.
+DEPTH = 6
 # Numbers of all programs of a mask: beyond, making them costs more than they save.
 LONGEST = 2**18
 
 _MOST = 2**31 - 1
+# Positions, distances and what is added to them stay below 2**31, those of a tile past the last key as well.
+_FURTHEST = _MOST - 2**9
 
 T = TypeVar("T")
 
@@ -60,7 +62,8 @@ class _NotWritableError(Exception):
 class Draw(NamedTuple):
     """A table that the device fills: the key blocks that `rules.RandomBlocks` draws for rows of blocks.
 
-    It begins at number `at` and has `picks` entries for each of `rows` rows, the first of which is row `first`.
+    It begins at number `at` and has `picks` entries for each of `rows` rows, the first of which is row `first`. The
+    lower 32 bits of the seed, as an int32.
     """
 
     at: int
@@ -71,8 +74,7 @@ class Draw(NamedTuple):
     seed: int
 
 
-@dataclass(frozen=True)
-class Programs:
+class Programs(NamedTuple):
     """Programs of some (batch, head) masks.
 
     Attributes:
@@ -131,8 +133,7 @@ class _Writer:
     def write(self, mask: Mask, shift: int) -> int:
         """Add the instructions of `mask` for queries moved by `shift`; returns how deep the stack gets."""
         writer = _WRITERS.get(type(mask))
-        # Positions, distances and what is added to them stay below 2**31.
-        if writer is None or self.q_len + shift + self.kv_len >= _MOST:
+        if writer is None or self.q_len + shift + self.kv_len >= _FURTHEST:
             raise _NotWritableError
         return writer(self, mask, shift)
 
@@ -166,10 +167,18 @@ class _Writer:
 
 
 def _composite(to: _Writer, mask: And | Or, shift: int) -> int:
-    deepest = to.write(mask.masks[0], shift)
-    for part in mask.masks[1:]:
-        deepest = max(deepest, 1 + to.write(part, shift))
-        to.add(Op.AND if type(mask) is And else Op.OR)
+    parts, start = [], len(to.code)
+    for part in mask.masks:
+        depth = to.write(part, shift)
+        parts.append((depth, to.code[start:]))
+        del to.code[start:]
+    parts.sort(key=itemgetter(0), reverse=True)
+    deepest, to.code[start:] = parts[0]
+    op = Op.AND if type(mask) is And else Op.OR
+    for depth, code in parts[1:]:
+        deepest = max(deepest, 1 + depth)
+        to.code += code
+        to.add(op)
     return deepest
 
 
@@ -200,7 +209,7 @@ def _neighborhood_2d(to: _Writer, mask: rules.Neighborhood2D, shift: int) -> int
 
 def _dilated_window(to: _Writer, mask: rules.DilatedWindow, shift: int) -> int:
     lift = -(-to.kv_len // mask.dilation) * mask.dilation
-    if to.q_len + shift + lift >= _MOST:
+    if to.q_len + shift + lift >= _FURTHEST:
         raise _NotWritableError
     to.add(Op.DISTANCE, -mask.right, mask.left, shift=shift)
     to.add(Op.DISTANCE_REMAINDER, 0, 0, size=mask.dilation, extra=lift, shift=shift)
@@ -247,7 +256,8 @@ def _random_blocks(to: _Writer, mask: rules.RandomBlocks, shift: int) -> int:
     key_blocks = -(-to.kv_len // size)
     picks = min(mask.blocks, key_blocks)
     table, to.drawn = to.drawn, to.drawn + (stop - first) * picks
-    to.draws.append(Draw(table, first, stop - first, key_blocks, picks, mask.seed & 0xFFFF_FFFF))
+    seed = (mask.seed & 0xFFFF_FFFF ^ 0x8000_0000) - 0x8000_0000
+    to.draws.append(Draw(table, first, stop - first, key_blocks, picks, seed))
     return to.add(Op.CHOSEN_BLOCK, 1, 1, size=size, shift=shift, table=table, entries=picks, extra=first)
 
 

@@ -5,26 +5,27 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from stof.errors import KernelError
 from stof.masks.base import Mask
-from stof.masks.program import Programs, programs_of
+from stof.masks.program import Draw, programs_of
 from stof.masks.tensors import DenseMask
 
-# Scores that a kernel's program handles at once, and its warps. Running a mask's program, a thread has registers for 8
-# scores; reading a dense mask 16 bytes at a time, for more, and then one warp holds enough rows and needs no barriers.
-_SCORES_RUN, _WARPS_RUN = 2**10, 4
-_SCORES_READ, _WARPS_READ = 2**11, 1
-# Rows of blocks that one program draws.
-_DRAWN = 2**7
+# Scores that a kernel's program handles at once, so that each of its threads has registers for them: running a mask's
+# program a bit takes none, reading a dense mask 16 bytes at a time a byte takes a quarter.
+_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS = 2**14, 2**10, 2**13
+# Numbers that one program of `prepare` clears.
+_CLEARED = 2**10
 
 # Devices whose Triton does not compile the kernels, or has none.
 _without: set[torch.device] = set()
+
+# What a kernel reads: programs, bytes of dense masks, or four of their bytes, four columns, as one int32.
+PROGRAM, BYTES, QUADS = range(3)
 
 T = TypeVar("T")
 
@@ -45,52 +46,60 @@ def on_device(device: torch.device, make: Callable[[torch.device], T | None]) ->
         return None
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
+class Source(NamedTuple):
     """What the kernels read.
 
     Attributes:
-        tensor: programs, int32; or bytes of a dense mask `[.., Sq, Skv]`, as they are or four as one int32.
-        entries: int32 `[P]`, which (batch, head) entry of a dense mask each of several patterns is; else None.
+        dense: bytes of a dense mask `[.., Sq, Skv]`, as they are or four as one int32; None where there are programs.
+        kind: one of the constants of `reading.py`.
+        numbers: programs, as `stof.masks.program` numbers them; or which (batch, head) entry of a dense mask each
+            pattern is.
+        draws: tables that the device adds to the numbers.
+        length: numbers there are with these tables.
         strides: of batch, heads, queries and keys of a dense mask; of four int32 where it is read so.
         heads: entries of a dense mask in one batch entry.
         patterns: masks there are.
     """
 
-    tensor: Tensor
-    entries: Tensor | None
+    dense: Tensor | None
+    kind: int
+    numbers: list[int]
+    draws: list[Draw]
+    length: int
     strides: tuple[int, ...]
     heads: int
     patterns: int
 
-    @property
-    def kind(self) -> int:
-        """One of the constants of `reading.py`."""
-        from stof.layout.device import reading
-
-        if self.tensor.ndim == 1:
-            return int(reading.PROGRAM)
-        return int(reading.QUADS if self.reads_quads else reading.BYTES)
-
-    @property
-    def reads_quads(self) -> bool:
-        """Whether a dense mask is read as int32."""
-        return self.tensor.ndim > 1 and self.tensor.dtype == torch.int32
-
-    @property
-    def num_warps(self) -> int:
-        """Of a program that evaluates scores."""
-        return _WARPS_READ if self.reads_quads else _WARPS_RUN
-
     def rows_at_once(self, block_m: int, columns: int) -> int:
         """Rows of a row block that a program handles together: a power of two that divides them."""
-        scores = _SCORES_READ if self.reads_quads else _SCORES_RUN
+        scores = (_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS)[self.kind]
         return min(block_m & -block_m, max(1, scores // columns))
 
+    def prepared(self, zeros: int, rest: int, found: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+        """What kernels start from, made without waiting for what the device does.
 
-def put(device: torch.device, numbers: list[int]) -> Tensor:
-    """int32, without waiting for what the device does."""
-    return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+        Args:
+            zeros, rest: numbers that are 0 at first, and numbers that may be anything.
+            found: numbers that the device has to tell.
+            device: the current one.
+
+        Returns:
+            int32 on the device, zeros first and this source's numbers last; int32 on the host, where kernels may write
+            the first `found` numbers, and which must live until they have ended; and where the source's numbers begin.
+        """
+        from stof.layout.device.launch import launch
+        from stof.layout.device.reading import prepare
+
+        first = zeros + rest
+        state = torch.empty(first + self.length, dtype=torch.int32, device=device)
+        # A kernel reads pinned memory where it lies, which takes less of the host's time than to have it copied.
+        given = [0] * found + self.numbers
+        for draw in self.draws:
+            given += draw
+        on_host = torch.tensor(given, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        sizes = (found, zeros, first, len(self.numbers), len(self.draws))
+        launch(prepare, -(-max(zeros, self.length) // _CLEARED), (on_host, state), sizes, (), device=device)
+        return state, on_host, first
 
 
 def source_of(
@@ -101,8 +110,7 @@ def source_of(
         programs = programs_of(mask, q_len, kv_len, [divmod(entry, mask_heads) for entry in entries])
         if programs is None:
             return None
-        numbers = _with_draws(programs, device)
-        return Source(numbers, None, (0, 0, 0, 0), 1, len(entries))
+        return Source(None, PROGRAM, *programs, (0, 0, 0, 0), 1, len(entries))
     keep = mask.keep
     if keep.device != device:
         return None
@@ -111,25 +119,9 @@ def source_of(
     strides = keep.stride()
     if max(map(abs, strides)) >= 2**31:
         return None
+    heads = keep.shape[1]
     aligned = not (kv_len % 16 or keep.data_ptr() % 16 or any(n % 16 for n in strides[:3]))
     if aligned and strides[3] == 1:
-        keep, strides = keep.view(torch.int32), (*(n // 16 for n in strides[:3]), 1)
-    else:
-        keep = keep.view(torch.uint8)
-    places = put(device, entries) if len(entries) > 1 else None
-    return Source(keep, places, strides, keep.shape[1], len(entries))
-
-
-def _with_draws(programs: Programs, device: torch.device) -> Tensor:
-    """Programs on the device, followed by the tables that it fills."""
-    if not programs.draws:
-        return put(device, programs.numbers)
-
-    from stof.layout.device.launch import launch
-    from stof.layout.device.programs import draw_blocks
-
-    numbers = torch.empty(programs.length, dtype=torch.int32, device=device)
-    numbers[: len(programs.numbers)].copy_(put(device, programs.numbers))
-    for draw in programs.draws:
-        launch(draw_blocks, -(-draw.rows // _DRAWN), (numbers,), tuple(draw), (_DRAWN,), num_warps=4, device=device)
-    return numbers
+        strides = (*(n // 16 for n in strides[:3]), 1)
+        return Source(keep.view(torch.int32), QUADS, entries, [], len(entries), strides, heads, len(entries))
+    return Source(keep.view(torch.uint8), BYTES, entries, [], len(entries), strides, heads, len(entries))
