@@ -39,6 +39,7 @@ from stof.kernels.triton.work import make_work
 from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.orders import named_order
 from stof.layout.survey import Survey
+from stof.masks.program import Programs
 from stof.masks.tensors import as_mask
 from stof.selection import CallSpec, Choice
 from stof.selection.gpu import gpu_choices, runtime_choice
@@ -135,13 +136,13 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     kinds = ((ints, source.PROGRAM), ("*u8", source.BYTES), (ints, source.QUADS))
     for read, kind in kinds:
         group = build._READ if kind != source.PROGRAM else build._TOGETHER
-        reader = source.Source(None, kind, [], [], 0, (), 1, 1)
+        reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
         for block_m, block_n in ((128, 128), (64, 256)) if kind == source.PROGRAM else ((128, 128),):
             constants = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
-            yield kernels.classify_tiles, [read, ints, ints, *[i] * 12, *constants, group, build._NUMBERED], {}
-            yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 14, *constants], {}
+            yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
+            yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 15, *constants], {}
         rows = min(reader.rows_at_once(64, 256), 16)
-        yield counting.count_slabs, [read, ints, *[i] * 13, kind, 64, 256, rows], {}
+        yield counting.count_slabs, [read, ints, *[i] * 14, kind, 64, 256, rows], {}
     yield reading.prepare, [ints, ints, *[i] * 5], {}
 
 

@@ -35,7 +35,7 @@ class Op(IntEnum):
     """What an instruction does. i is the query position, shifted, and j the key position.
 
     Fields after low and high are `size`, `shift` (added to the query position), `table` (where the instruction's table
-    begins among all numbers), `entries` and `extra`.
+    begins among the numbers, or before them), `entries` and `extra`. Instructions with a table test for 1.
     """
 
     AND = 0
@@ -62,8 +62,8 @@ class _NotWritableError(Exception):
 class Draw(NamedTuple):
     """A table that the device fills: the key blocks that `rules.RandomBlocks` draws for rows of blocks.
 
-    It begins at number `at` and has `picks` entries for each of `rows` rows, the first of which is row `first`. The
-    lower 32 bits of the seed, as an int32.
+    It has `picks` entries for each of `rows` rows, the first of which is row `first`, and begins `-at` numbers before
+    the programs. The lower 32 bits of the seed, as an int32.
     """
 
     at: int
@@ -78,15 +78,17 @@ class Programs(NamedTuple):
     """Programs of some (batch, head) masks.
 
     Attributes:
-        numbers: where the program of each mask begins, the programs, and their tables. The first number of a program
+        numbers: tables; then where the program of each mask begins; then the programs. The first number of a program
             says how many instructions it has.
-        draws: tables that follow, for the device to fill.
-        length: numbers there are with these tables.
+        first: where the programs' places are among the numbers.
+        draws: tables for the device to fill; they come before the numbers, the first of them last.
+        drawn: numbers of these tables.
     """
 
     numbers: list[int]
+    first: int
     draws: list[Draw]
-    length: int
+    drawn: int
 
 
 def programs_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, int]]) -> Programs | None:
@@ -96,21 +98,17 @@ def programs_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int
         codes = [writer.program(mask, b, h) for b, h in entries]
     except _NotWritableError:
         return None
-    starts, at = [], len(codes)
+    first = len(writer.tables)
+    numbers, at = writer.tables, first + len(codes)
     for code in codes:
-        starts.append(at)
-        at += 1 + len(code) * WIDTH
-    drawn = at + len(writer.tables)
-    length = drawn + writer.drawn
-    if length > LONGEST:
+        numbers.append(at)
+        at += 1 + len(code)
+    if at + writer.drawn > LONGEST:
         return None
-    numbers = starts
     for code in codes:
-        numbers.append(len(code))
-        for op, low, high, size, shift, table, count, extra in code:
-            numbers += (op, low, high, size, shift, table + (drawn if op == Op.CHOSEN_BLOCK else at), count, extra)
-    draws = [draw._replace(at=drawn + draw.at) for draw in writer.draws]
-    return Programs(numbers + writer.tables, draws, length)
+        numbers.append(len(code) // WIDTH)
+        numbers += code
+    return Programs(numbers, first, writer.draws, writer.drawn)
 
 
 class _Writer:
@@ -118,12 +116,12 @@ class _Writer:
 
     def __init__(self, q_len: int, kv_len: int) -> None:
         self.q_len, self.kv_len = q_len, kv_len
-        self.code: list[tuple[int, ...]] = []
+        self.code: list[int] = []
         self.tables: list[int] = []
         self.draws: list[Draw] = []
         self.drawn = 0
 
-    def program(self, mask: Mask, b: int, h: int) -> list[tuple[int, ...]]:
+    def program(self, mask: Mask, b: int, h: int) -> list[int]:
         """Instructions of one (batch, head) mask."""
         self.b, self.h, self.code = b, h, []
         if self.write(mask, 0) > DEPTH:
@@ -149,7 +147,7 @@ class _Writer:
         entries: int = 0,
         extra: int = 0,
     ) -> int:
-        self.code.append((op.value, low, high, size, shift, table, entries, extra))
+        self.code += (op, low, high, size, shift, table, entries, extra)
         return 1
 
     def both(self, op: Op) -> int:
@@ -167,18 +165,18 @@ class _Writer:
 
 
 def _composite(to: _Writer, mask: And | Or, shift: int) -> int:
-    parts, start = [], len(to.code)
+    before, parts = to.code, []
     for part in mask.masks:
-        depth = to.write(part, shift)
-        parts.append((depth, to.code[start:]))
-        del to.code[start:]
+        to.code = []
+        parts.append((to.write(part, shift), to.code))
     parts.sort(key=itemgetter(0), reverse=True)
-    deepest, to.code[start:] = parts[0]
-    op = Op.AND if type(mask) is And else Op.OR
+    deepest, code = parts[0]
+    to.code = before
+    before += code
     for depth, code in parts[1:]:
         deepest = max(deepest, 1 + depth)
-        to.code += code
-        to.add(op)
+        before += code
+        to.add(Op.AND if type(mask) is And else Op.OR)
     return deepest
 
 
@@ -255,10 +253,10 @@ def _random_blocks(to: _Writer, mask: rules.RandomBlocks, shift: int) -> int:
     first, stop = shift // size, (to.q_len + shift - 1) // size + 1
     key_blocks = -(-to.kv_len // size)
     picks = min(mask.blocks, key_blocks)
-    table, to.drawn = to.drawn, to.drawn + (stop - first) * picks
+    to.drawn += (stop - first) * picks
     seed = (mask.seed & 0xFFFF_FFFF ^ 0x8000_0000) - 0x8000_0000
-    to.draws.append(Draw(table, first, stop - first, key_blocks, picks, seed))
-    return to.add(Op.CHOSEN_BLOCK, 1, 1, size=size, shift=shift, table=table, entries=picks, extra=first)
+    to.draws.append(Draw(-to.drawn, first, stop - first, key_blocks, picks, seed))
+    return to.add(Op.CHOSEN_BLOCK, 1, 1, size=size, shift=shift, table=-to.drawn, entries=picks, extra=first)
 
 
 # By exact class: other masks, subclasses of these among them, may evaluate in their own way.

@@ -21,8 +21,8 @@ MOST_TILES = 2**20
 # Tiles of a row block that one program looks at: those of masks' programs are ruled out together, those of dense masks
 # are all read.
 _TOGETHER, _READ = 4, 1
-# Tiles whose bitmaps are numbered at once.
-_NUMBERED = 2**10
+# Tiles whose bitmaps are numbered at once: their registers are few enough not to leave other programs without.
+_NUMBERED = 2**9
 
 
 def device_layout(
@@ -103,9 +103,9 @@ class _Build:
         slots = 1 << (2 * tiles - 1).bit_length()
         # See `kernels._rooms`.
         zeros, rest = 3 * slots + 2 * self.blocks + 2, 6 * tiles + slots
-        self.state, self.on_host, first = source.prepared(zeros, rest, 3 + 4 * source.patterns, device)
+        self.state, self.letter, first = source.prepared(zeros, rest, 3 + 4 * source.patterns, device)
         self.tensors = (self.state if source.dense is None else source.dense, self.state)
-        sizes = (self.row_blocks, self.columns, source.patterns, first, slots)
+        sizes = (self.row_blocks, self.columns, source.patterns, first, first + source.programs.first, slots)
         self.numbers = (*source.strides, source.heads, q_len, kv_len, *sizes)
         rows = source.rows_at_once(config.block_m, config.block_n)
         self.constants = (source.kind, config.block_m, config.block_n, rows)
@@ -116,7 +116,7 @@ class _Build:
 
         group = _READ if self.source.dense is not None else _TOGETHER
         launch(
-            classify_tiles, self.blocks * -(-self.columns // group), (*self.tensors, self.on_host), self.numbers,
+            classify_tiles, self.blocks * -(-self.columns // group), (*self.tensors, self.letter.tensor), self.numbers,
             (*self.constants, group, _NUMBERED), device=self.device,
         )  # fmt: skip
 
@@ -124,7 +124,7 @@ class _Build:
         """Tiles, bitmaps, how many hashes clash, and four numbers that identify each of several patterns."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return self.on_host[: 3 + 4 * self.source.patterns].tolist()
+        return self.letter.read(3 + 4 * self.source.patterns)
 
     def write(self, total: int, distinct: int, rows: _Rows, partial_cost: int) -> Layout:
         """The layout of so many tiles and bitmaps."""

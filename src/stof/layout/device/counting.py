@@ -31,6 +31,7 @@ def count_slabs(
     columns,  # programs along the keys
     patterns,
     first_number,
+    first_start,
     first_count,
     first_row,  # place of kept scores of each row [P, q_len]; below 0 they are not counted
     SOURCE: tl.constexpr,
@@ -46,7 +47,7 @@ def count_slabs(
     pattern = block // row_blocks
     rows = tl.minimum(q_len - q0, BLOCK_M)
     numbers_ptr = counts_ptr + first_number
-    start = start_of(numbers_ptr, pattern, stride_b, stride_h, mask_heads, SOURCE)
+    start = start_of(counts_ptr + first_start, pattern, stride_b, stride_h, mask_heads, SOURCE)
     row_ptr = counts_ptr + first_row + pattern.to(tl.int64) * q_len + q0
     count_ptr = counts_ptr + first_count + block.to(tl.int64) * (KINDS * 2)
     if SOURCE == PROGRAM:

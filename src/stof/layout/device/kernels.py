@@ -94,6 +94,7 @@ def classify_tiles(
     columns,
     patterns,
     first_number,
+    first_start,
     slots,
     SOURCE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -114,7 +115,7 @@ def classify_tiles(
     _, _, partial_ptr, done_ptr, _, code_ptr, _, _ = _rooms(state_ptr, blocks, tiles, slots)
     q0 = block % row_blocks * BLOCK_M
     numbers_ptr = state_ptr + first_number
-    start = start_of(numbers_ptr, block // row_blocks, stride_b, stride_h, mask_heads, SOURCE)
+    start = start_of(state_ptr + first_start, block // row_blocks, stride_b, stride_h, mask_heads, SOURCE)
     if SOURCE == PROGRAM:
         source_ptr = numbers_ptr
         column = first_column + tl.arange(0, GROUP)
@@ -327,6 +328,7 @@ def write_layout(
     columns,
     patterns,
     first_number,
+    first_start,
     slots,
     partial_cost,  # of one tile, in hundredths of a full one's
     entries,  # B * H
@@ -355,7 +357,7 @@ def write_layout(
     tile = tl.load(owner_ptr + number)
     block = tile // columns
     numbers_ptr = state_ptr + first_number
-    start = start_of(numbers_ptr, block // row_blocks, stride_b, stride_h, mask_heads, SOURCE)
+    start = start_of(state_ptr + first_start, block // row_blocks, stride_b, stride_h, mask_heads, SOURCE)
     if SOURCE == PROGRAM:
         source_ptr = numbers_ptr
     q0 = block % row_blocks * BLOCK_M

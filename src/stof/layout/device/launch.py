@@ -22,7 +22,7 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 def launch(
     kernel: Any, grid: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], constants: tuple[Any, ...],
-    *, device: torch.device,
+    *, device: torch.device, num_warps: int = 4,
 ) -> None:  # fmt: skip
     """Run a kernel whose parameters are, in this order, tensors, numbers below 2**31, and constants.
 
@@ -36,14 +36,14 @@ def launch(
     low = 0
     for pointer in pointers:
         low |= pointer
-    # A kernel's constants say which types its tensors have.
+    # A kernel's constants say which types its tensors have, and how many warps it runs with.
     key = (kernel.__name__, constants, device.index)
     found = _compiled.get(key)
     # Profilers' hooks want Triton's own path, and so do pointers to other than multiples of 16 bytes.
     hooked = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
     if found is None or low & 15 or hooked:
         try:
-            made = kernel[(grid,)](*tensors, *numbers, *constants)
+            made = kernel[(grid,)](*tensors, *numbers, *constants, num_warps=num_warps)
         except (CompilationError, OutOfResources, PTXASError) as error:
             first = (str(error) or type(error).__name__).strip().splitlines()[-1]
             raise KernelError(

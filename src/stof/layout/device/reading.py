@@ -15,7 +15,7 @@ QUADS = tl.constexpr(source.QUADS)
 # Numbers that kernels take as they come.
 SIZES = [
     "stride_b", "stride_h", "stride_q", "stride_k", "mask_heads", "q_len", "kv_len", "row_blocks", "columns",
-    "patterns", "first_number",
+    "patterns", "first_number", "first_start",
 ]  # fmt: skip
 # Numbers that one program of `prepare` sets to 0 or copies, and rows of blocks that it draws at once.
 _AT_ONCE = tl.constexpr(1024)
@@ -25,15 +25,15 @@ _DRAWN = tl.constexpr(128)
 @triton.jit(do_not_specialize=["first_given", "zeros", "first_number", "numbers", "draws"])
 @no_type_check
 def prepare(
-    given_ptr,  # int32 on the host: from `first_given` on the numbers of a `Source`, then its draws
-    state_ptr,  # int32: `zeros` to set to 0; from `first_number` on room for the numbers and what is drawn
+    given_ptr,  # int32 on the host: from `first_given` on numbers of programs, then what is to be drawn for them
+    state_ptr,  # int32: `zeros` to set to 0; room for the numbers from `first_number` on, and for what is drawn before
     first_given,
     zeros,
     first_number,
     numbers,
     draws,
 ):
-    """What kernels find in memory when they start: zeros, a source's numbers, and the tables that it has drawn."""
+    """What kernels find in memory when they start: zeros, programs' numbers, and the tables that are drawn."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     given_ptr += first_given
@@ -56,9 +56,9 @@ def prepare(
 
 @triton.jit
 @no_type_check
-def start_of(numbers_ptr, pattern, stride_b, stride_h, mask_heads, SOURCE: tl.constexpr):
+def start_of(starts_ptr, pattern, stride_b, stride_h, mask_heads, SOURCE: tl.constexpr):
     """Where a pattern's mask begins: its program among the numbers, or its dense mask in units of the strides."""
-    start = tl.load(numbers_ptr + pattern).to(tl.int64)
+    start = tl.load(starts_ptr + pattern).to(tl.int64)
     if SOURCE != PROGRAM:
         start = start // mask_heads * stride_b + start % mask_heads * stride_h
     return start

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from stof.errors import KernelError
 from stof.masks.base import Mask
-from stof.masks.program import Draw, programs_of
+from stof.masks.program import Programs, programs_of
 from stof.masks.tensors import DenseMask
 
 # Scores that a kernel's program handles at once, so that each of its threads has registers for them: running a mask's
@@ -20,6 +21,9 @@ from stof.masks.tensors import DenseMask
 _SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS = 2**14, 2**10, 2**13
 # Numbers that one program of `prepare` clears.
 _CLEARED = 2**10
+# Numbers of a letter that is kept for the next build, and letters that nobody uses.
+_LETTER = 2**12
+_letters: list[Letter] = []
 
 # Devices whose Triton does not compile the kernels, or has none.
 _without: set[torch.device] = set()
@@ -37,7 +41,9 @@ def on_device(device: torch.device, make: Callable[[torch.device], T | None]) ->
     if device in _without:
         return None
     try:
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return make(device)
+        with torch.cuda.device(device):
             return make(device)
     except (KernelError, ImportError) as error:
         _without.add(device)
@@ -46,16 +52,51 @@ def on_device(device: torch.device, make: Callable[[torch.device], T | None]) ->
         return None
 
 
+class Letter:
+    """Numbers on the host that kernels read and write where they lie: in pinned memory for those of a GPU.
+
+    Having them copied, and making tensors of them, takes several times as long as all kernels of a build. One letter
+    belongs to one build, until it is read.
+
+    Attributes:
+        tensor: int32.
+        numbers: the same memory as a ctypes array.
+    """
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.pinned = pinned
+        self.tensor = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self.numbers = (ctypes.c_int32 * size).from_address(self.tensor.data_ptr())
+
+    @staticmethod
+    def of(found: int, numbers: list[int], pinned: bool) -> Letter:
+        """A letter with room for some numbers, followed by these."""
+        end = found + len(numbers)
+        if not pinned or end > _LETTER:
+            letter = Letter(end, pinned)
+        else:
+            try:
+                letter = _letters.pop()  # by one thread only
+            except IndexError:
+                letter = Letter(_LETTER, pinned)
+        letter.numbers[found:end] = numbers  # type: ignore[assignment]  # they become c_int32
+        return letter
+
+    def read(self, count: int) -> list[int]:
+        """The first numbers. The kernels have ended: the next build may have the letter."""
+        found = self.numbers[:count]
+        if self.pinned and len(self.numbers) == _LETTER:
+            _letters.append(self)
+        return found
+
+
 class Source(NamedTuple):
     """What the kernels read.
 
     Attributes:
         dense: bytes of a dense mask `[.., Sq, Skv]`, as they are or four as one int32; None where there are programs.
-        kind: one of the constants of `reading.py`.
-        numbers: programs, as `stof.masks.program` numbers them; or which (batch, head) entry of a dense mask each
-            pattern is.
-        draws: tables that the device adds to the numbers.
-        length: numbers there are with these tables.
+        kind: PROGRAM, BYTES or QUADS.
+        programs: of the masks; or in their place, which (batch, head) entry of a dense mask each pattern is.
         strides: of batch, heads, queries and keys of a dense mask; of four int32 where it is read so.
         heads: entries of a dense mask in one batch entry.
         patterns: masks there are.
@@ -63,9 +104,7 @@ class Source(NamedTuple):
 
     dense: Tensor | None
     kind: int
-    numbers: list[int]
-    draws: list[Draw]
-    length: int
+    programs: Programs
     strides: tuple[int, ...]
     heads: int
     patterns: int
@@ -75,7 +114,7 @@ class Source(NamedTuple):
         scores = (_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS)[self.kind]
         return min(block_m & -block_m, max(1, scores // columns))
 
-    def prepared(self, zeros: int, rest: int, found: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    def prepared(self, zeros: int, rest: int, found: int, device: torch.device) -> tuple[Tensor, Letter, int]:
         """What kernels start from, made without waiting for what the device does.
 
         Args:
@@ -84,22 +123,21 @@ class Source(NamedTuple):
             device: the current one.
 
         Returns:
-            int32 on the device, zeros first and this source's numbers last; int32 on the host, where kernels may write
-            the first `found` numbers, and which must live until they have ended; and where the source's numbers begin.
+            int32 on the device, zeros first; a letter in which kernels may write the first `found` numbers; and where
+            the numbers of the programs begin.
         """
         from stof.layout.device.launch import launch
         from stof.layout.device.reading import prepare
 
-        first = zeros + rest
-        state = torch.empty(first + self.length, dtype=torch.int32, device=device)
-        # A kernel reads pinned memory where it lies, which takes less of the host's time than to have it copied.
-        given = [0] * found + self.numbers
-        for draw in self.draws:
-            given += draw
-        on_host = torch.tensor(given, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-        sizes = (found, zeros, first, len(self.numbers), len(self.draws))
-        launch(prepare, -(-max(zeros, self.length) // _CLEARED), (on_host, state), sizes, (), device=device)
-        return state, on_host, first
+        numbers, _, draws, drawn = self.programs
+        first, count = zeros + rest + drawn, len(numbers)
+        state = torch.empty(first + count, dtype=torch.int32, device=device)
+        numbers = list(itertools.chain(numbers, *draws))
+        letter = Letter.of(found, numbers, device.type == "cuda")
+        sizes = (found, zeros, first, count, len(draws))
+        programs = -(-max(zeros, count, drawn) // _CLEARED)
+        launch(prepare, programs, (letter.tensor, state), sizes, (), device=device)
+        return state, letter, first
 
 
 def source_of(
@@ -110,7 +148,7 @@ def source_of(
         programs = programs_of(mask, q_len, kv_len, [divmod(entry, mask_heads) for entry in entries])
         if programs is None:
             return None
-        return Source(None, PROGRAM, *programs, (0, 0, 0, 0), 1, len(entries))
+        return Source(None, PROGRAM, programs, (0, 0, 0, 0), 1, len(entries))
     keep = mask.keep
     if keep.device != device:
         return None
@@ -119,9 +157,9 @@ def source_of(
     strides = keep.stride()
     if max(map(abs, strides)) >= 2**31:
         return None
-    heads = keep.shape[1]
+    heads, places = keep.shape[1], Programs(entries, 0, [], 0)
     aligned = not (kv_len % 16 or keep.data_ptr() % 16 or any(n % 16 for n in strides[:3]))
     if aligned and strides[3] == 1:
         strides = (*(n // 16 for n in strides[:3]), 1)
-        return Source(keep.view(torch.int32), QUADS, entries, [], len(entries), strides, heads, len(entries))
-    return Source(keep.view(torch.uint8), BYTES, entries, [], len(entries), strides, heads, len(entries))
+        return Source(keep.view(torch.int32), QUADS, places, strides, heads, len(entries))
+    return Source(keep.view(torch.uint8), BYTES, places, strides, heads, len(entries))

@@ -76,17 +76,27 @@ def _counted(
 
     places = [patterns * blocks * _KINDS * 2 for blocks in row_blocks]
     counted = sum(places) + patterns * q_len
-    state, on_host, first_number = source.prepared(counted, 0, 0, device)
+    state, letter, first = source.prepared(counted, 0, 0, device)
     tensors = (state if source.dense is None else source.dense, state)
     for n, (height, blocks) in enumerate(zip(heights, row_blocks, strict=True)):
         # Every pass sees every score: the first counts those of rows.
         first_row = -1 if n else sum(places)
-        sizes = (*source.strides, source.heads, q_len, kv_len, blocks, columns, patterns, first_number)
+        sizes = (
+            *source.strides,
+            source.heads,
+            q_len,
+            kv_len,
+            blocks,
+            columns,
+            patterns,
+            first,
+            first + source.programs.first,
+        )
         constants = (source.kind, height, _COLUMNS, min(source.rows_at_once(height, _COLUMNS), _ROWS))
         numbers = (*sizes, sum(places[:n]), first_row)
         launch(count_slabs, patterns * blocks * columns, tensors, numbers, constants, device=device)
     counts = state[:counted].cpu()
-    del on_host  # it had to live until now
+    letter.read(0)
     *parts, kept = counts.split([*places, patterns * q_len])
     shaped = {
         height: part.view(patterns, blocks, _KINDS, 2)
