@@ -61,7 +61,7 @@ def test_compiled_once_for_all_numbers() -> None:
     kernel, first, second = Kernel(), torch.zeros(8), torch.zeros(8)
     run(kernel, first)
     run(kernel, second, (7, 9))
-    assert kernel.through_jit == [((5,), (first, 1, 16, 3), {})]
+    assert kernel.through_jit == [((5,), (first, 1, 16, 3), {"num_warps": 4})]
     assert kernel.direct == [
         (5, 1, 1, STREAM, "function", "meta", None, None, None, second.data_ptr(), 7, 9, 3),
     ]
