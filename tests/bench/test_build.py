@@ -34,7 +34,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     growth, built = found["builds"][:4], found["builds"][4:]
     assert [row["how"].split(" by ")[0].split(" with ")[0] for row in growth] == ["extended", "rebuilt"] * 2
     assert [row["how"] for row in built] == ["stof 128x128"] * 11
-    assert {row["mask"] for row in built} >= {*GRID, "documents", "dense", "function", "window + documents"}
+    assert {row["mask"] for row in built} >= {*GRID, "documents", "dense", "function", "long-documents"}
     assert all(row["ms"] > 0 for row in found["builds"])
 
 
@@ -56,7 +56,7 @@ def test_masks_are_chosen_by_name() -> None:
     assert [known.name for known in build.known_masks(CPU, small=True, names=names)] == names
     with pytest.raises(ArgumentError, match="unknown masks nobody; there are full, causal"):
         list(build.known_masks(CPU, small=True, names=["causal", "nobody"]))
-    options = ["--device", "cpu", "--no-steps", "--no-growth", "--no-flex", "--masks", "causal"]
+    options = ["--device", "cpu", "--parts", "known", "--no-flex", "--masks", "causal dense"]
     done = CliRunner().invoke(app, ["bench", "build", *options])
     assert done.exit_code == 0, done.output
     assert "causal" in done.output

@@ -91,6 +91,43 @@ def test_patterns(name: str) -> None:
     assert_same(PATTERNS[name].with_query_offset(13), 77, 90, LayoutConfig(32, 16))
 
 
+MOST = 2**31 - 1
+EXTREME = {
+    "window": masks.sliding_window(MOST, MOST),
+    "window of nothing before": masks.sliding_window(0, MOST) | masks.sink_tokens(MOST),
+    "dilated": masks.dilated_window(MOST, MOST, dilation=33),
+    "strided": masks.strided(1, MOST, MOST - 40, causal=False),
+    "nothing of every stride": masks.strided(0, MOST, 0, causal=False) | masks.strided(0, 1, 0, causal=False),
+    "everything of every stride": masks.strided(0, MOST, MOST),
+    "one wide block": masks.random_blocks(3, block_size=MOST),
+    "listed": masks.global_tokens([0, 31, 32, 74, MOST]),
+    "wide grid": masks.neighborhood_2d(1, 75, (MOST, MOST)),
+    "prefix": masks.prefix_lm(MOST),
+}
+
+
+@pytest.mark.parametrize("offset", [0, 2**30, MOST - 700])
+@pytest.mark.parametrize("name", EXTREME)
+def test_numbers_that_hardly_fit(name: str, offset: int) -> None:
+    mask = EXTREME[name]
+    if offset and name in ("dilated", "wide grid"):
+        offset = 2**30 if name == "dilated" else 10
+    assert_same(mask.with_query_offset(offset), 40, 75, LayoutConfig(64, 128))
+
+
+@given(
+    st.integers(1, 70), st.integers(0, 70), st.integers(0, 40), st.integers(1, 70), st.integers(0, 90), st.booleans()
+)
+@settings(max_examples=25)
+def test_periods(stride: int, width: int, local: int, dilation: int, offset: int, inverted: bool) -> None:
+    """Runs of keys that repeat within a word, or not at all."""
+    mask = masks.strided(local, stride, min(width, stride), causal=False) | masks.dilated_window(
+        70, 9, dilation=dilation
+    )
+    mask = (~mask if inverted else mask).with_query_offset(offset)
+    assert_same(mask, 20, 150, LayoutConfig(32, 256))
+
+
 @given(data=st.data(), config=configs)
 @settings(max_examples=10)
 def test_dense(data: st.DataObject, config: LayoutConfig) -> None:

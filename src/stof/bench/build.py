@@ -168,8 +168,8 @@ def known_masks(device: torch.device, small: bool, names: Sequence[str] = ()) ->
     makers["dense"] = partial(_dense, length, device)
     makers["function"] = partial(_function, 2048 if small else 65536)
     longest, document = (4096, 500) if small else (2**20, 30_000)
-    makers["window + documents"] = partial(
-        _documents, "window + documents", longest, document, masks.sliding_window(4095), device
+    makers["long-documents"] = partial(
+        _documents, "long-documents", longest, document, masks.sliding_window(4095), device
     )
     unknown = [name for name in names if name not in makers]
     if unknown:

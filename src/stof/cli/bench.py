@@ -37,6 +37,7 @@ _DECODE_IMPLS = "stof sdpa-sliced flex flash-4"
 _Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16; default by device.")]
 _Device = Annotated[str, typer.Option(help="cpu or cuda; default the GPU if there is one.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds; medians are reported.")]
+_PARTS = "steps growth known"
 _Output = Annotated[Path | None, typer.Option(help="Write the JSON here, after every cell.")]
 _Merge = Annotated[bool, typer.Option("--merge", help="Keep what the output file holds but is not measured again.")]
 
@@ -171,10 +172,8 @@ def build(
     head_dim: Annotated[int, typer.Option(min=16)] = 128,
     flex: Annotated[bool, typer.Option(help="Also time FlexAttention's create_block_mask.")] = True,
     budget: Annotated[float, typer.Option(help="Seconds after which no further peer is started.")] = 80.0,
-    known: Annotated[bool, typer.Option(help="Also time building masks that are known ahead of time.")] = True,
-    masks: Annotated[str, typer.Option(help="Names of these masks, separated by commas; all when empty.")] = "",
-    growth: Annotated[bool, typer.Option(help="Also time adding to layouts.")] = True,
-    steps: Annotated[bool, typer.Option(help="Also time masks made at run time.")] = True,
+    parts: Annotated[str, typer.Option(help="What to time.")] = _PARTS,
+    masks: Annotated[str, typer.Option(help="Names of masks known ahead, separated by spaces; all when empty.")] = "",
     output: _Output = None,
 ) -> None:
     """Time compiling masks, once and in every step, against FlexAttention's; checked against float64 first."""
@@ -189,24 +188,23 @@ def build(
     deadline = time.monotonic() + budget
     where, _ = _place(device, "")
     on_gpu = where.type == "cuda"
-    found: list[StepRow] = []
-    if steps:
-        found += step_rows(where, length or (32768 if on_gpu else 512), heads or (32 if on_gpu else 2), head_dim)
     rows: list[BuildRow] = []
+    steps: list[StepRow] = []
+    if "steps" in parts:
+        steps += step_rows(where, length or (32768 if on_gpu else 512), heads or (32 if on_gpu else 2), head_dim)
     if output is not None:
-        write_json(output, as_json(rows, found, provenance(where)))
-    growing = growth_rows(where, 2**18 if on_gpu else 2**12) if known and growth else iter(())
-    names = [name.strip() for name in masks.split(",") if name.strip()]
-    building = known_rows(where, not on_gpu, flex, deadline, names) if known else iter(())
-    for row in itertools.chain(growing, building):
+        write_json(output, as_json(rows, steps, provenance(where)))
+    growth = growth_rows(where, 2**18 if on_gpu else 2**12) if "growth" in parts else ()
+    known = known_rows(where, not on_gpu, flex, deadline, masks.split()) if "known" in parts else ()
+    for row in itertools.chain(growth, known):
         rows.append(row)
         if output is not None:
-            write_json(output, as_json(rows, found, provenance(where)))
+            write_json(output, as_json(rows, steps, provenance(where)))
     console = Console()
     if rows:
         console.print(build_table(rows))
-    if found:
-        console.print(step_table(found))
+    if steps:
+        console.print(step_table(steps))
     if output is not None:
         console.print(f"wrote {output}")
 
