@@ -353,15 +353,14 @@ def build_table(rows: list[BuildRow]) -> Table:
     from rich.table import Table
 
     table = Table(title="Building masks known ahead of time: wall time, ms")
-    figured = ("length", "ms", "GPU us", "first, ms", "peak MB")
-    for heading in ("mask", "length", "how", *figured[1:], ""):
-        table.add_column(heading, justify="right" if heading in figured else "left")
+    for heading in ("mask", "length", "how", "ms", "GPU us", "first, ms", "peak MB", ""):
+        table.add_column(heading, justify="left" if heading in ("mask", "how", "") else "right")
     for row in rows:
-        values = (row.ms, row.gpu_us, row.first_ms, row.peak_mb)
-        figures = ["-" if value is None else f"{value:.3g}" for value in values]
-        kernels = sorted(row.kernels.items(), key=lambda kernel: -kernel[1])
-        spent = ", ".join(f"{name[:24]} {us:.1f}" for name, us in kernels[:5])
-        table.add_row(row.mask, str(row.q_len), row.how, *figures, row.note or spent)
+        figures = [
+            "-" if value is None else f"{value:.3g}" for value in (row.ms, row.gpu_us, row.first_ms, row.peak_mb)
+        ]
+        spent = [f"{name[:24]} {us:.1f}" for name, us in sorted(row.kernels.items(), key=lambda kernel: -kernel[1])]
+        table.add_row(row.mask, str(row.q_len), row.how, *figures, row.note or ", ".join(spent[:5]))
     return table
 
 

@@ -10,7 +10,7 @@ import torch
 
 from stof.layout.bits import words
 from stof.layout.config import LayoutConfig
-from stof.layout.device.source import Source, on_device, source_of
+from stof.layout.device.source import Source, on_device, source_of, triton_modules
 from stof.layout.layout import Layout
 from stof.masks.base import Mask, numbered
 from stof.masks.program import programs_of
@@ -111,13 +111,11 @@ class _Build:
         self.constants = (source.kind, config.block_m, config.block_n, rows)
 
     def classify(self) -> None:
-        from stof.layout.device.kernels import classify_tiles
-        from stof.layout.device.launch import launch
-
+        kernels, _, launching = triton_modules()
         group = _READ if self.source.dense is not None else _TOGETHER
-        launch(
-            classify_tiles, self.blocks * -(-self.columns // group), (*self.tensors, self.letter.tensor), self.numbers,
-            (*self.constants, group, _NUMBERED), device=self.device,
+        launching.launch(
+            kernels.classify_tiles, self.blocks * -(-self.columns // group), (*self.tensors, self.letter.tensor),
+            self.numbers, (*self.constants, group, _NUMBERED), device=self.device,
         )  # fmt: skip
 
     def found(self) -> list[int]:
@@ -128,16 +126,14 @@ class _Build:
 
     def write(self, total: int, distinct: int, rows: _Rows, partial_cost: int) -> Layout:
         """The layout of so many tiles and bitmaps."""
-        from stof.layout.device.kernels import write_layout
-        from stof.layout.device.launch import launch
-
+        kernels, _, launching = triton_modules()
         block_m, block_n = self.config.block_m, self.config.block_n
         base = torch.empty(total, dtype=torch.int32, device=self.device)
         tile_bitmap = torch.empty(total, dtype=torch.int32, device=self.device)
         bitmaps = torch.empty((distinct, block_m, words(block_n)), dtype=torch.int32, device=self.device)
         out = (rows.pattern_of, rows.pointers, rows.partial_count, base, tile_bitmap, bitmaps, rows.cost, rows.order)
-        launch(
-            write_layout, self.blocks + distinct, (*self.tensors, *out),
+        launching.launch(
+            kernels.write_layout, self.blocks + distinct, (*self.tensors, *out),
             (*self.numbers, partial_cost, rows.pattern_of.numel()), self.constants, device=self.device,
         )  # fmt: skip
         return Layout(

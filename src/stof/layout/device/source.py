@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -50,6 +52,14 @@ def on_device(device: torch.device, make: Callable[[torch.device], T | None]) ->
         reason = f"stof: layouts are built by torch from now on, which is slower: {error}"
         warnings.warn(reason, RuntimeWarning, stacklevel=4)
         return None
+
+
+@functools.cache
+def triton_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
+    """`kernels`, `reading` and `launch`, imported when first needed; an import statement takes a while every time."""
+    from stof.layout.device import kernels, launch, reading
+
+    return kernels, reading, launch
 
 
 class Letter:
@@ -126,9 +136,7 @@ class Source(NamedTuple):
             int32 on the device, zeros first; a letter in which kernels may write the first `found` numbers; and where
             the numbers of the programs begin.
         """
-        from stof.layout.device.launch import launch
-        from stof.layout.device.reading import prepare
-
+        _, reading, launching = triton_modules()
         numbers, _, draws, drawn = self.programs
         first, count = zeros + rest + drawn, len(numbers)
         state = torch.empty(first + count, dtype=torch.int32, device=device)
@@ -136,7 +144,7 @@ class Source(NamedTuple):
         letter = Letter.of(found, numbers, device.type == "cuda")
         sizes = (found, zeros, first, count, len(draws))
         programs = -(-max(zeros, count, drawn) // _CLEARED)
-        launch(prepare, programs, (letter.tensor, state), sizes, (), device=device)
+        launching.launch(reading.prepare, programs, (letter.tensor, state), sizes, (), device=device)
         return state, letter, first
 
 
