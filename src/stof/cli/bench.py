@@ -37,7 +37,6 @@ _DECODE_IMPLS = "stof sdpa-sliced flex flash-4"
 _Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16; default by device.")]
 _Device = Annotated[str, typer.Option(help="cpu or cuda; default the GPU if there is one.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds; medians are reported.")]
-_PARTS = "steps growth known"
 _Output = Annotated[Path | None, typer.Option(help="Write the JSON here, after every cell.")]
 _Merge = Annotated[bool, typer.Option("--merge", help="Keep what the output file holds but is not measured again.")]
 
@@ -172,7 +171,7 @@ def build(
     head_dim: Annotated[int, typer.Option(min=16)] = 128,
     flex: Annotated[bool, typer.Option(help="Also time FlexAttention's create_block_mask.")] = True,
     budget: Annotated[float, typer.Option(help="Seconds after which no further peer is started.")] = 80.0,
-    parts: Annotated[str, typer.Option(help="What to time.")] = _PARTS,
+    parts: Annotated[str, typer.Option(help="What to time.")] = "steps growth known",
     masks: Annotated[str, typer.Option(help="Names of masks known ahead, separated by spaces; all when empty.")] = "",
     output: _Output = None,
 ) -> None:
@@ -356,9 +355,8 @@ def build_table(rows: list[BuildRow]) -> Table:
     for heading in ("mask", "length", "how", "ms", "GPU us", "first, ms", "peak MB", ""):
         table.add_column(heading, justify="left" if heading in ("mask", "how", "") else "right")
     for row in rows:
-        figures = [
-            "-" if value is None else f"{value:.3g}" for value in (row.ms, row.gpu_us, row.first_ms, row.peak_mb)
-        ]
+        values = (row.ms, row.gpu_us, row.first_ms, row.peak_mb)
+        figures = ["-" if value is None else f"{value:.3g}" for value in values]
         spent = [f"{name[:24]} {us:.1f}" for name, us in sorted(row.kernels.items(), key=lambda kernel: -kernel[1])]
         table.add_row(row.mask, str(row.q_len), row.how, *figures, row.note or ", ".join(spent[:5]))
     return table
