@@ -133,6 +133,7 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     from stof.layout.device import build, counting, kernels, reading, source
 
     ints, i = "*i32", "i32"
+    writing = {"num_warps": build._WRITERS}
     kinds = ((ints, source.PROGRAM), ("*u8", source.BYTES), (ints, source.QUADS))
     for read, kind in kinds:
         group = build._READ if kind != source.PROGRAM else build._TOGETHER
@@ -140,7 +141,7 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         for block_m, block_n in ((128, 128), (64, 256)) if kind == source.PROGRAM else ((128, 128),):
             constants = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
             yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
-            yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 15, *constants], {}
+            yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 15, *constants], writing
         rows = min(reader.rows_at_once(64, 256), 16)
         yield counting.count_slabs, [read, ints, *[i] * 14, kind, 64, 256, rows], {}
     yield reading.prepare, [ints, ints, *[i] * 5], {}

@@ -155,6 +155,13 @@ def test_many_bitmaps_are_numbered_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
     assert_same(masks.from_dense(keep.to(DEVICE)), 96, 128, LayoutConfig(16, 16))
 
 
+@pytest.mark.parametrize("name", ["longformer", "random blocks", "documents in parts"])
+def test_of_many_tiles_more_are_looked_at_together(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(device_build, "_MANY", 1)
+    assert_same(PATTERNS[name].with_query_offset(13), 77, 90, LayoutConfig(64, 16))
+    assert_same(masks.longformer(9, 20), 40, 600, LayoutConfig(16, 16))
+
+
 @st.composite
 def surveyed(draw: st.DrawFn) -> tuple[Mask, int, int]:
     """A mask of two sequences, or two sequences and heads, and its lengths."""
@@ -213,7 +220,7 @@ def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch() -> None:
         kernel: object, grid: int, tensors: tuple[torch.Tensor, ...], *rest: object, **options: object
     ) -> None:
         if len(tensors) == 3:
-            tensors[2][:3] = torch.tensor([2, 1, 1])
+            tensors[2][:3] = torch.tensor([3, 2, 2])
 
     with mock.patch(launch, clashing):
         assert on_device(mask, 32, 32, LayoutConfig(16, 16)) is None

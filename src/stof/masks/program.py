@@ -19,8 +19,8 @@ from stof.masks.compose import And, Not, Or, PerHead, QueryOffset
 
 # Numbers of an instruction: operation, low, high, then what the operation needs.
 WIDTH = 8
-# Truth values on the stack. Parts that need most of it come first, so that n of them are enough for 2**(n - 1) tests.
-DEPTH = 6
+# Truth values on the stack. Parts that need most of it come first, so n of them are enough for fewer than 2**n tests.
+DEPTH = 5
 # Numbers of all programs of a mask: beyond, making them costs more than they save.
 LONGEST = 2**18
 

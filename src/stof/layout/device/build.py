@@ -18,11 +18,14 @@ from stof.masks.tensors import DenseMask
 
 # Each tile is looked at; of larger problems, `stof.layout.tiles` rules out squares of tiles first.
 MOST_TILES = 2**20
-# Tiles of a row block that one program looks at: those of masks' programs are ruled out together, those of dense masks
-# are all read.
-_TOGETHER, _READ = 4, 1
+# Tiles of a row block that one program looks at: those of masks' programs are ruled out together, more of them where
+# there are many; those of dense masks are all read.
+_TOGETHER, _TOGETHER_OF_MANY, _READ = 4, 16, 1
+_MANY = 2**14
 # Tiles whose bitmaps are numbered at once: their registers are few enough not to leave other programs without.
 _NUMBERED = 2**9
+# Warps of a program that writes.
+_WRITERS = 8
 
 
 def device_layout(
@@ -102,7 +105,7 @@ class _Build:
         tiles = self.blocks * self.columns
         slots = 1 << (2 * tiles - 1).bit_length()
         # See `kernels._rooms`.
-        zeros, rest = 3 * slots + 2 * self.blocks + 2, 6 * tiles + slots
+        zeros, rest = 6 * slots + 2 * self.blocks + 4, 5 * tiles + slots
         self.state, self.letter, first = source.prepared(zeros, rest, 3 + 4 * source.patterns, device)
         self.tensors = (self.state if source.dense is None else source.dense, self.state)
         sizes = (self.row_blocks, self.columns, source.patterns, first, first + source.programs.first, slots)
@@ -112,7 +115,9 @@ class _Build:
 
     def classify(self) -> None:
         kernels, _, launching = triton_modules()
-        group = _READ if self.source.dense is not None else _TOGETHER
+        group = _TOGETHER if self.blocks * self.columns <= _MANY else _TOGETHER_OF_MANY
+        if self.source.dense is not None:
+            group = _READ
         launching.launch(
             kernels.classify_tiles, self.blocks * -(-self.columns // group), (*self.tensors, self.letter.tensor),
             self.numbers, (*self.constants, group, _NUMBERED), device=self.device,
@@ -120,9 +125,9 @@ class _Build:
 
     def found(self) -> list[int]:
         """Tiles, bitmaps, how many hashes clash, and four numbers that identify each of several patterns."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return self.letter.read(3 + 4 * self.source.patterns)
+        self.letter.wait(3 if self.source.patterns == 1 else 0, self.device)
+        total, distinct, clash, *identities = self.letter.read(3 + 4 * self.source.patterns)
+        return [total - 1, distinct - 1, clash - 1, *identities]
 
     def write(self, total: int, distinct: int, rows: _Rows, partial_cost: int) -> Layout:
         """The layout of so many tiles and bitmaps."""
@@ -134,7 +139,8 @@ class _Build:
         out = (rows.pattern_of, rows.pointers, rows.partial_count, base, tile_bitmap, bitmaps, rows.cost, rows.order)
         launching.launch(
             kernels.write_layout, self.blocks + distinct, (*self.tensors, *out),
-            (*self.numbers, partial_cost, rows.pattern_of.numel()), self.constants, device=self.device,
+            (*self.numbers, partial_cost, rows.pattern_of.numel()), self.constants, num_warps=_WRITERS,
+            device=self.device,
         )  # fmt: skip
         return Layout(
             q_len=self.q_len,

@@ -1,8 +1,8 @@
 """Triton kernels that build a layout: one classifies tiles and numbers their bitmaps, the other writes both.
 
 Tiles are numbered `row block * tile columns + tile column`, row blocks through all patterns. Bitmaps are told apart by
-128 bits of hash: 64 find a slot in a table, the other 64 are compared with those of the slot's first tile. What is
-known of tiles lies in `state`, the numbers of the source after it.
+128 bits of hash: 64 find a slot in a table, the sum of the other 64 tells whether they are those of the slot's first tile.
+What is known of tiles lies in `state`, the numbers of programs after it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ _EMPTY = tl.constexpr(0)
 _FULL = tl.constexpr(-1)
 # Columns of a row block, and row blocks, looked at together.
 _CHUNK = tl.constexpr(512)
+# Bitmaps that are numbered by comparing them with each other, and how many of them at once with all.
+_FEW = tl.constexpr(128)
+_COMPARED = tl.constexpr(32)
 
 
 @triton.jit
@@ -45,7 +48,7 @@ def _mixed_64(x):
 def _hashed(words, at):
     """Two 64-bit numbers of each word and its place, to be summed; 0 of words that are 0, as rows past the end are."""
     x = words.to(tl.uint32, bitcast=True)
-    place = _mixed(at.to(tl.uint32) + 1)
+    place = (at.to(tl.uint32) + 1) * 0x9E3779B1
     a = _mixed(x ^ place)
     b = _mixed(x + place * 5)
     c = _mixed(a + 0x5BD1E995)
@@ -60,21 +63,21 @@ def _hashed(words, at):
 def _rooms(state_ptr, blocks, tiles, slots):
     """Where everything lies in `state`:
 
-    - zero at first: int64, keys of slots; int32, first tiles of slots, partial and full tiles of row blocks, and how
-      many programs are done;
-    - anything at first: int64, first and second halves of tiles' hashes; int32, codes of tiles, numbers of slots, and
-      owners of bitmaps.
+    - zero at first: int64, keys of slots and sums of the second hashes of their tiles; int32, first tiles of slots and
+      how many tiles were summed, partial and full tiles of row blocks, programs that are done, slots that are taken, and
+      two numbers unused;
+    - anything at first: int64, second hashes of tiles; int32, codes of tiles, numbers of slots, owners of bitmaps, and
+      slots as they were taken.
     """
-    first_ptr = state_ptr + 2 * slots
-    partial_ptr = first_ptr + slots
-    done_ptr = partial_ptr + 2 * blocks
-    hash_ptr = done_ptr + 2
-    code_ptr = hash_ptr + 4 * tiles
-    number_ptr = code_ptr + tiles
     wide: tl.constexpr = tl.pointer_type(tl.int64)
+    first_ptr = state_ptr + 4 * slots
+    partial_ptr = first_ptr + 2 * slots
+    done_ptr = partial_ptr + 2 * blocks
+    hash_ptr = done_ptr + 4
+    code_ptr = hash_ptr + 2 * tiles
+    number_ptr = code_ptr + tiles
     owner_ptr = number_ptr + slots
-    keys_ptr = state_ptr.to(wide)
-    return keys_ptr, first_ptr, partial_ptr, done_ptr, hash_ptr.to(wide), code_ptr, number_ptr, owner_ptr
+    return state_ptr.to(wide), first_ptr, partial_ptr, done_ptr, hash_ptr.to(wide), code_ptr, number_ptr, owner_ptr
 
 
 @triton.jit(do_not_specialize=[*SIZES, "slots"])
@@ -135,19 +138,31 @@ def classify_tiles(
         full = 0
         todo = (1 << tl.minimum(columns - first_column, GROUP)) - 1
     partial = 0
+    # The last bitmap found, and its slot: neighbouring tiles often have the same.
+    last_key = tl.full([], 0, tl.int64)
+    last_other = last_key
+    last_slot = 0
     for n in range(GROUP):
         if (todo >> n) & 1 != 0:
-            code = _classified(
-                source_ptr, state_ptr, start, stride_q, stride_k, q0, block * columns + first_column + n,
-                q_len, kv_len, blocks, columns, slots, SOURCE, BLOCK_M, BLOCK_N, ROWS,
+            tile = block * columns + first_column + n
+            key, other, full_here = _read_tile(
+                source_ptr, start, stride_q, stride_k, q0, tile % columns, q_len, kv_len, SOURCE, BLOCK_M, BLOCK_N, ROWS,
             )  # fmt: skip
-            full += (code == _FULL).to(tl.int32)
-            partial += (code > 0).to(tl.int32)
+            full += full_here
+            code = -full_here
+            if (full_here == 0) & ((key != 0) | (other != 0)):
+                partial += 1
+                key = tl.where(key == 0, 1, key)  # 0 is a free slot
+                if (key != last_key) | (other != last_other):
+                    last_slot = _slot_of(state_ptr, tile, key, other, blocks, tiles, slots)
+                    last_key, last_other = key, other
+                code = last_slot + 1
+            tl.store(code_ptr + tile, code)
     if partial != 0:
-        tl.atomic_add(partial_ptr + block, partial)
+        tl.atomic_add(partial_ptr + block, partial, sem="relaxed")
     if full != 0:
-        tl.atomic_add(partial_ptr + blocks + block, full)
-    # What all threads have stored comes before the count.
+        tl.atomic_add(partial_ptr + blocks + block, full, sem="relaxed")
+    # What all threads have stored comes before the count, which alone orders memory: that costs as much as a tile.
     tl.debug_barrier()
     if tl.atomic_add(done_ptr, 1) == tl.num_programs(0) - 1:
         _numbered(state_ptr, found_ptr, row_blocks, columns, patterns, slots, CHUNK)
@@ -155,60 +170,73 @@ def classify_tiles(
 
 @triton.jit
 @no_type_check
-def _classified(
-    source_ptr, state_ptr, start, stride_q, stride_k, q0, tile, q_len, kv_len, blocks, columns, slots,
-    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Read a tile, find a slot for its bitmap where it is partial, and return its code, which is stored as well."""
-    tiles = blocks * columns
-    keys_ptr, first_ptr, _, _, hash_ptr, code_ptr, _, _ = _rooms(state_ptr, blocks, tiles, slots)
-    WORDS: tl.constexpr = (BLOCK_N + 31) // 32
-    ALL: tl.constexpr = -1 if BLOCK_N >= 32 else (1 << BLOCK_N) - 1
-    rows = tl.minimum(q_len - q0, BLOCK_M)
-    key_sums = tl.zeros([ROWS, WORDS], tl.int64)
-    other_sums = tl.zeros([ROWS, WORDS], tl.int64)
-    missing = tl.zeros([ROWS, WORDS], tl.int32)
-    for first in range(0, BLOCK_M, ROWS):
-        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, tile % columns, q_len, kv_len,
-                        SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
-        row = (first + tl.arange(0, ROWS))[:, None]
-        a, b = _hashed(words, row * WORDS + tl.arange(0, WORDS)[None, :])
-        key_sums += a
-        other_sums += b
-        missing |= tl.where(row < rows, words ^ ALL, 0)
-    key = tl.sum(tl.sum(key_sums, 1), 0)
-    other = tl.sum(tl.sum(other_sums, 1), 0)
-    lacks = tl.max(tl.max((missing != 0).to(tl.int32), 1), 0)
-    code = lacks * 0 + _EMPTY
-    if (lacks == 0) & ((tile % columns + 1) * BLOCK_N <= kv_len):
-        code = lacks * 0 + _FULL
-    elif (key != 0) | (other != 0):
-        key = tl.where(key == 0, 1, key)  # 0 is a free slot
-        slot = (key & (slots - 1)).to(tl.int32)
-        found = tl.atomic_cas(keys_ptr + slot, key * 0, key)
-        while (found != 0) & (found != key):
-            slot = (slot + 1) & (slots - 1)
-            found = tl.atomic_cas(keys_ptr + slot, key * 0, key)
-        tl.atomic_max(first_ptr + slot, tiles - tile)
-        tl.store(hash_ptr + tile, key)
-        tl.store(hash_ptr + tiles + tile, other)
-        code = slot + 1
-    tl.store(code_ptr + tile, code)
-    return code
+def _merged(a, b, lacks, other_a, other_b, other_lacks):
+    return a + other_a, b + other_b, lacks | other_lacks
 
 
 @triton.jit
 @no_type_check
-def _identity(code_ptr, hash_ptr, tiles, first, count, CHUNK: tl.constexpr):
+def _read_tile(
+    source_ptr, start, stride_q, stride_k, q0, tile_column, q_len, kv_len,
+    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Both halves of a tile's hash, and 1 if it is full, else 0."""
+    WORDS: tl.constexpr = (BLOCK_N + 31) // 32
+    ALL: tl.constexpr = -1 if BLOCK_N >= 32 else (1 << BLOCK_N) - 1
+    rows = tl.minimum(q_len - q0, BLOCK_M)
+    a = tl.zeros([ROWS, WORDS], tl.int64)
+    b = tl.zeros([ROWS, WORDS], tl.int64)
+    lacks = tl.zeros([ROWS, WORDS], tl.int32)
+    for first in range(0, BLOCK_M, ROWS):
+        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, tile_column, q_len, kv_len,
+                        SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
+        row = (first + tl.arange(0, ROWS))[:, None]
+        own_a, own_b = _hashed(words, row * WORDS + tl.arange(0, WORDS)[None, :])
+        a += own_a
+        b += own_b
+        lacks |= tl.where(row < rows, words ^ ALL, 0)
+    a = tl.reshape(a, (ROWS * WORDS,), can_reorder=True)
+    b = tl.reshape(b, (ROWS * WORDS,), can_reorder=True)
+    lacks = tl.reshape(lacks, (ROWS * WORDS,), can_reorder=True)
+    key, other, lacks = tl.reduce((a, b, lacks), 0, _merged)
+    return key, other, ((lacks == 0) & ((tile_column + 1) * BLOCK_N <= kv_len)).to(tl.int32)
+
+
+@triton.jit
+@no_type_check
+def _slot_of(state_ptr, tile, key, other, blocks, tiles, slots):
+    """Find or take the slot of a bitmap, and leave there what numbering it takes."""
+    keys_ptr, first_ptr, _, done_ptr, hash_ptr, _, _, owner_ptr = _rooms(state_ptr, blocks, tiles, slots)
+    slot = (key & (slots - 1)).to(tl.int32)
+    found = tl.atomic_cas(keys_ptr + slot, key * 0, key, sem="relaxed")
+    while (found != 0) & (found != key):
+        slot = (slot + 1) & (slots - 1)
+        found = tl.atomic_cas(keys_ptr + slot, key * 0, key, sem="relaxed")
+    if found == 0:
+        tl.store(owner_ptr + tiles + tl.atomic_add(done_ptr + 1, 1, sem="relaxed"), slot)
+    tl.atomic_max(first_ptr + slot, tiles - tile, sem="relaxed")
+    # Sums tell whether all of a slot's tiles have the same second hash.
+    tl.atomic_add(keys_ptr + slots + slot, other, sem="relaxed")
+    tl.atomic_add(first_ptr + slots + slot, 1, sem="relaxed")
+    tl.store(hash_ptr + tile, other)
+    return slot
+
+
+@triton.jit
+@no_type_check
+def _identity(state_ptr, blocks, tiles, slots, first, count, CHUNK: tl.constexpr):
     """128 bits that tell the tiles of a pattern, `count` from `first` on, from those of another."""
+    keys_ptr, first_ptr, _, _, hash_ptr, code_ptr, _, _ = _rooms(state_ptr, blocks, tiles, slots)
     a = tl.zeros([CHUNK], tl.uint64)
     b = tl.zeros([CHUNK], tl.uint64)
     for start in range(0, count, CHUNK):
         n = start + tl.arange(0, CHUNK)
         code = tl.load(code_ptr + first + n, mask=n < count, other=_EMPTY)
         partial = code > 0
-        key = tl.load(hash_ptr + first + n, mask=partial, other=-1).to(tl.uint64, bitcast=True)
-        own = tl.load(hash_ptr + tiles + first + n, mask=partial, other=-1).to(tl.uint64, bitcast=True)
+        slot = tl.maximum(code - 1, 0)
+        leader = tiles - tl.load(first_ptr + slot, mask=partial, other=0)
+        key = tl.load(keys_ptr + slot, mask=partial, other=-1).to(tl.uint64, bitcast=True)
+        own = tl.load(hash_ptr + leader, mask=partial, other=-1).to(tl.uint64, bitcast=True)
         place = (n + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
         a += tl.where(code == _EMPTY, 0, _mixed_64(key ^ place))
         b += tl.where(code == _EMPTY, 0, _mixed_64(own + place))
@@ -217,48 +245,86 @@ def _identity(code_ptr, hash_ptr, tiles, first, count, CHUNK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _numbered(state_ptr, found_ptr, row_blocks, columns, patterns, slots, CHUNK: tl.constexpr):
-    """Number bitmaps in the order of their first tiles, in the program that ends last.
+def _clashes(keys_ptr, first_ptr, hash_ptr, slots, slot, leader, there):
+    """How many slots have tiles with another second hash than their first tile's."""
+    sums = tl.load(keys_ptr + slots + slot, mask=there, other=0)
+    summed = tl.load(first_ptr + slots + slot, mask=there, other=0)
+    return tl.sum((sums != summed * tl.load(hash_ptr + leader, mask=there, other=0)).to(tl.int32), 0)
 
-    Writes how many tiles and bitmaps there are, and how many tiles share only half of their slot's hash; where there
-    are several patterns, an identity of each as well.
-    """
-    blocks = patterns * row_blocks
-    tiles = blocks * columns
-    _, first_ptr, partial_ptr, _, hash_ptr, code_ptr, number_ptr, owner_ptr = _rooms(state_ptr, blocks, tiles, slots)
-    other_ptr = hash_ptr + tiles
-    n = tl.arange(0, CHUNK)
+
+@triton.jit
+@no_type_check
+def _compared(state_ptr, distinct, blocks, tiles, slots):
+    """Number a few bitmaps, each compared with all; how many clash."""
+    keys_ptr, first_ptr, _, _, hash_ptr, _, number_ptr, owner_ptr = _rooms(state_ptr, blocks, tiles, slots)
+    taken_ptr = owner_ptr + tiles
+    n = tl.arange(0, _FEW)
+    slot = tl.load(taken_ptr + n, mask=n < distinct, other=0)
+    leader = tiles - tl.load(first_ptr + slot, mask=n < distinct, other=0)
+    number = n * 0
+    for start in range(0, distinct, _COMPARED):
+        m = start + tl.arange(0, _COMPARED)
+        other = tl.load(taken_ptr + m, mask=m < distinct, other=0)
+        other = tiles - tl.load(first_ptr + other, mask=m < distinct, other=0)
+        number += tl.sum((other[None, :] < leader[:, None]).to(tl.int32), 1)
+    tl.store(number_ptr + slot, number, mask=n < distinct)
+    tl.store(owner_ptr + number, leader, mask=n < distinct)
+    return _clashes(keys_ptr, first_ptr, hash_ptr, slots, slot, leader, n < distinct)
+
+
+@triton.jit
+@no_type_check
+def _counted(state_ptr, blocks, tiles, slots, CHUNK: tl.constexpr):
+    """Number bitmaps by going through all tiles; how many clash."""
+    keys_ptr, first_ptr, _, _, hash_ptr, code_ptr, number_ptr, owner_ptr = _rooms(state_ptr, blocks, tiles, slots)
     count = 0
     clash = 0
     for start in range(0, tiles, CHUNK):
-        tile = start + n
+        tile = start + tl.arange(0, CHUNK)
         code = tl.load(code_ptr + tile, mask=tile < tiles, other=_EMPTY)
-        partial = code > 0
-        slot = tl.maximum(code - 1, 0)
-        leader = tiles - tl.load(first_ptr + slot, mask=partial, other=0)
-        leads = partial & (leader == tile)
-        own = tl.load(other_ptr + tile, mask=partial, other=0)
-        clash += tl.sum((own != tl.load(other_ptr + leader, mask=partial, other=0)).to(tl.int32), 0)
-        number = count + tl.cumsum(leads.to(tl.int32), 0) - 1
-        tl.store(number_ptr + slot, number, mask=leads)
-        tl.store(owner_ptr + number, tile, mask=leads)
-        count += tl.sum(leads.to(tl.int32), 0)
+        if tl.max(code, 0) > 0:
+            slot = tl.maximum(code - 1, 0)
+            leads = (code > 0) & (tile == tiles - tl.load(first_ptr + slot, mask=code > 0, other=0))
+            number = count + tl.cumsum(leads.to(tl.int32), 0) - 1
+            tl.store(number_ptr + slot, number, mask=leads)
+            tl.store(owner_ptr + number, tile, mask=leads)
+            count += tl.sum(leads.to(tl.int32), 0)
+            clash += _clashes(keys_ptr, first_ptr, hash_ptr, slots, slot, tile, leads)
+    return clash
+
+
+@triton.jit
+@no_type_check
+def _numbered(state_ptr, found_ptr, row_blocks, columns, patterns, slots, CHUNK: tl.constexpr):
+    """Number bitmaps in the order of their first tiles, in the program that ends last.
+
+    Writes how many tiles and bitmaps there are, and how many bitmaps share only half of their slot's hash, each plus 1:
+    the host waits until none is 0. Where there are several patterns, an identity of each as well, before these.
+    """
+    blocks = patterns * row_blocks
+    tiles = blocks * columns
+    _, _, partial_ptr, done_ptr, _, _, _, _ = _rooms(state_ptr, blocks, tiles, slots)
+    distinct = tl.load(done_ptr + 1)
+    if distinct <= _FEW:
+        clash = _compared(state_ptr, distinct, blocks, tiles, slots)
+    else:
+        clash = _counted(state_ptr, blocks, tiles, slots, CHUNK)
     total = 0
     for start in range(0, 2 * blocks, CHUNK):  # partial tiles of every row block, then full ones
-        at = start + n
+        at = start + tl.arange(0, CHUNK)
         total += tl.sum(tl.load(partial_ptr + at, mask=at < 2 * blocks, other=0), 0)
-    tl.store(found_ptr, total)
-    tl.store(found_ptr + 1, count)
-    tl.store(found_ptr + 2, clash)
     if patterns > 1:
         for pattern in range(patterns):
             each = row_blocks * columns
-            a, b = _identity(code_ptr, hash_ptr, tiles, pattern * each, each, CHUNK)
+            a, b = _identity(state_ptr, blocks, tiles, slots, pattern * each, each, CHUNK)
             identity_ptr = found_ptr + 3 + 4 * pattern
             tl.store(identity_ptr, a.to(tl.int32))
             tl.store(identity_ptr + 1, (a >> 32).to(tl.int32))
             tl.store(identity_ptr + 2, b.to(tl.int32))
             tl.store(identity_ptr + 3, (b >> 32).to(tl.int32))
+    tl.store(found_ptr, total + 1)
+    tl.store(found_ptr + 1, distinct + 1)
+    tl.store(found_ptr + 2, clash + 1)
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def kept(numbers_ptr, start, q, kv):
     """
     none = q * 0 + kv * 0
     # The stack, from its top; as many as `stof.masks.program.DEPTH`.
-    s0, s1, s2, s3, s4, s5 = none, none, none, none, none, none
+    s0, s1, s2, s3, s4 = none, none, none, none, none
     for n in range(tl.load(numbers_ptr + start)):
         code_ptr = numbers_ptr + start + 1 + n * _WIDTH
         op = tl.load(code_ptr)
@@ -59,9 +59,9 @@ def kept(numbers_ptr, start, q, kv):
             s0 = ~s0
         elif op < _DISTANCE:
             s0 = tl.where(op == _AND, s0 & s1, s0 | s1)
-            s1, s2, s3, s4 = s2, s3, s4, s5
+            s1, s2, s3 = s2, s3, s4
         else:
-            s1, s2, s3, s4, s5 = s0, s1, s2, s3, s4
+            s1, s2, s3, s4 = s0, s1, s2, s3
             s0 = _word(numbers_ptr, code_ptr, op, q + tl.load(code_ptr + 4), kv)
     return s0
 

@@ -25,6 +25,8 @@ _SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS = 2**14, 2**10, 2**13
 _CLEARED = 2**10
 # Numbers of a letter that is kept for the next build, and letters that nobody uses.
 _LETTER = 2**12
+# Glances at a letter, some 0.2 ms, before the host waits like everybody.
+_GLANCES = 1000
 _letters: list[Letter] = []
 
 # Devices whose Triton does not compile the kernels, or has none.
@@ -80,7 +82,7 @@ class Letter:
 
     @staticmethod
     def of(found: int, numbers: list[int], pinned: bool) -> Letter:
-        """A letter with room for some numbers, followed by these."""
+        """A letter with room for some numbers, 0 until they are written, followed by these."""
         end = found + len(numbers)
         if not pinned or end > _LETTER:
             letter = Letter(end, pinned)
@@ -89,8 +91,19 @@ class Letter:
                 letter = _letters.pop()  # by one thread only
             except IndexError:
                 letter = Letter(_LETTER, pinned)
-        letter.numbers[found:end] = numbers  # type: ignore[assignment]  # they become c_int32
+        letter.numbers[:end] = [0] * found + numbers  # type: ignore[assignment]  # they become c_int32
         return letter
+
+    def wait(self, count: int, device: torch.device) -> None:
+        """Wait until kernels have written the first `count` numbers, none of them 0, or until they have ended."""
+        if device.type != "cuda":
+            return
+        if count:
+            # A number is seen much earlier than the driver says that its kernel has ended.
+            for _ in range(_GLANCES):
+                if 0 not in self.numbers[:count]:
+                    return
+        torch.cuda.current_stream(device).synchronize()
 
     def read(self, count: int) -> list[int]:
         """The first numbers. The kernels have ended: the next build may have the letter."""
