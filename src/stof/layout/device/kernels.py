@@ -1,8 +1,8 @@
 """Triton kernels that build a layout: one classifies tiles and numbers their bitmaps, the other writes both.
 
 Tiles are numbered `row block * tile columns + tile column`, row blocks through all patterns. Bitmaps are told apart by
-128 bits of hash: 64 find a slot in a table, the sum of the other 64 tells whether they are those of the slot's first tile.
-What is known of tiles lies in `state`, the numbers of programs after it.
+128 bits of hash: 64 find a slot in a table, the sum of the other 64 tells whether they are those of the slot's first
+tile. What is known of tiles lies in `state`, the numbers of programs after it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _rooms(state_ptr, blocks, tiles, slots):
     """Where everything lies in `state`:
 
     - zero at first: int64, keys of slots and sums of the second hashes of their tiles; int32, first tiles of slots and
-      how many tiles were summed, partial and full tiles of row blocks, programs that are done, slots that are taken, and
-      two numbers unused;
+      how many tiles were summed, partial and full tiles of row blocks, how many programs are done and slots are taken,
+      and two numbers unused;
     - anything at first: int64, second hashes of tiles; int32, codes of tiles, numbers of slots, owners of bitmaps, and
       slots as they were taken.
     """
@@ -146,7 +146,8 @@ def classify_tiles(
         if (todo >> n) & 1 != 0:
             tile = block * columns + first_column + n
             key, other, full_here = _read_tile(
-                source_ptr, start, stride_q, stride_k, q0, tile % columns, q_len, kv_len, SOURCE, BLOCK_M, BLOCK_N, ROWS,
+                source_ptr, start, stride_q, stride_k, q0, first_column + n, q_len, kv_len,
+                SOURCE, BLOCK_M, BLOCK_N, ROWS,
             )  # fmt: skip
             full += full_here
             code = -full_here

@@ -55,6 +55,8 @@ def kept(numbers_ptr, start, q, kv):
     for n in range(tl.load(numbers_ptr + start)):
         code_ptr = numbers_ptr + start + 1 + n * _WIDTH
         op = tl.load(code_ptr)
+        low, high = tl.load(code_ptr + 1), tl.load(code_ptr + 2)
+        size, shift = tl.load(code_ptr + 3), tl.load(code_ptr + 4)
         if op == _NOT:
             s0 = ~s0
         elif op < _DISTANCE:
@@ -62,7 +64,7 @@ def kept(numbers_ptr, start, q, kv):
             s1, s2, s3 = s2, s3, s4
         else:
             s1, s2, s3, s4 = s0, s1, s2, s3
-            s0 = _word(numbers_ptr, code_ptr, op, q + tl.load(code_ptr + 4), kv)
+            s0 = _word(numbers_ptr, code_ptr, op, low, high, size, q + shift, kv)
     return s0
 
 
@@ -80,11 +82,8 @@ def run_of_bits(first, last):
 
 @triton.jit
 @no_type_check
-def _word(numbers_ptr, code_ptr, op, i, j):
+def _word(numbers_ptr, code_ptr, op, low, high, size, i, j):
     """Where an instruction's test holds: it keeps runs of a row's keys, seldom more than two of them in a word."""
-    low = tl.load(code_ptr + 1)
-    high = tl.load(code_ptr + 2)
-    size = tl.load(code_ptr + 3)
     none = i * 0 + j * 0
     word = none
     if op >= _QUERY_LISTED:
@@ -172,6 +171,8 @@ def kept_within(numbers_ptr, start, q_low, q_high, kv_low, kv_high):
     for n in range(tl.load(numbers_ptr + start)):
         code_ptr = numbers_ptr + start + 1 + n * _WIDTH
         op = tl.load(code_ptr)
+        low, high = tl.load(code_ptr + 1), tl.load(code_ptr + 2)
+        size, shift = tl.load(code_ptr + 3), tl.load(code_ptr + 4)
         if op == _NOT:
             top = nothing & 1
             nothing = (nothing & ~1) | (everything & 1)
@@ -185,10 +186,7 @@ def kept_within(numbers_ptr, start, q_low, q_high, kv_low, kv_high):
             joined = tl.where(op == _AND, everything & below, everything | below)
             everything = (below & ~1) | (joined & 1)
         else:
-            shift = tl.load(code_ptr + 4)
-            least, most = _range(numbers_ptr, code_ptr, op, q_low + shift, q_high + shift, kv_low, kv_high)
-            low = tl.load(code_ptr + 1)
-            high = tl.load(code_ptr + 2)
+            least, most = _range(numbers_ptr, code_ptr, op, size, q_low + shift, q_high + shift, kv_low, kv_high)
             nothing = (nothing << 1) | ((most < low) | (least > high)).to(tl.int32)
             everything = (everything << 1) | ((least >= low) & (most <= high)).to(tl.int32)
     return nothing & 1, everything & 1
@@ -231,9 +229,8 @@ def _one_document(table_ptr, entries, steps, distinct, i_low, i_high, j_low, j_h
 
 @triton.jit
 @no_type_check
-def _range(numbers_ptr, code_ptr, op, i_low, i_high, j_low, j_high):
+def _range(numbers_ptr, code_ptr, op, size, i_low, i_high, j_low, j_high):
     """Bounds of what an instruction tests within rectangles, as for `kept_within`."""
-    size = tl.load(code_ptr + 3)
     extra = tl.load(code_ptr + 7)
     least = i_low - j_high
     most = i_high - j_low
