@@ -19,9 +19,9 @@ from stof.masks.tensors import DenseMask
 # Each tile is looked at; of larger problems, `stof.layout.tiles` rules out squares of tiles first.
 MOST_TILES = 2**20
 # Tiles of a row block that one program looks at: those of masks' programs are ruled out together, more of them where
-# there are many; those of dense masks are all read.
+# there are so many that it is worth another kernel; those of dense masks are all read.
 _TOGETHER, _TOGETHER_OF_MANY, _READ = 4, 16, 1
-_MANY = 2**14
+_MANY = 2**17
 # Tiles whose bitmaps are numbered at once: their registers are few enough not to leave other programs without.
 _NUMBERED = 2**9
 # Warps of a program that writes.
@@ -105,7 +105,7 @@ class _Build:
         tiles = self.blocks * self.columns
         slots = 1 << (2 * tiles - 1).bit_length()
         # See `kernels._rooms`.
-        zeros, rest = 6 * slots + 2 * self.blocks + 4, 5 * tiles + slots
+        zeros, rest = 6 * slots + 2 * self.blocks + 2, 5 * tiles + slots
         self.state, self.letter, first = source.prepared(zeros, rest, 3 + 4 * source.patterns, device)
         self.tensors = (self.state if source.dense is None else source.dense, self.state)
         sizes = (self.row_blocks, self.columns, source.patterns, first, first + source.programs.first, slots)

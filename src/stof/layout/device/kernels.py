@@ -64,8 +64,7 @@ def _rooms(state_ptr, blocks, tiles, slots):
     """Where everything lies in `state`:
 
     - zero at first: int64, keys of slots and sums of the second hashes of their tiles; int32, first tiles of slots and
-      how many tiles were summed, partial and full tiles of row blocks, how many programs are done and slots are taken,
-      and two numbers unused;
+      how many tiles were summed, partial and full tiles of row blocks, how many programs are done and slots are taken;
     - anything at first: int64, second hashes of tiles; int32, codes of tiles, numbers of slots, owners of bitmaps, and
       slots as they were taken.
     """
@@ -73,7 +72,7 @@ def _rooms(state_ptr, blocks, tiles, slots):
     first_ptr = state_ptr + 4 * slots
     partial_ptr = first_ptr + 2 * slots
     done_ptr = partial_ptr + 2 * blocks
-    hash_ptr = done_ptr + 4
+    hash_ptr = done_ptr + 2
     code_ptr = hash_ptr + 2 * tiles
     number_ptr = code_ptr + tiles
     owner_ptr = number_ptr + slots
