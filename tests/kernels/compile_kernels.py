@@ -39,6 +39,7 @@ from stof.kernels.triton.work import make_work
 from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.orders import named_order
 from stof.layout.survey import Survey
+from stof.masks.program import Programs
 from stof.masks.tensors import as_mask
 from stof.selection import CallSpec, Choice
 from stof.selection.gpu import gpu_choices, runtime_choice
@@ -131,21 +132,21 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 
 def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
-    from stof.layout.device import counting, kernels, programs, reading
+    from stof.layout.device import build, counting, kernels, reading, source
 
     ints, i = "*i32", "i32"
-    for read, kind, scores, warps in (
-        (ints, reading.PROGRAM, 1024, 4), ("*u8", reading.BYTES, 1024, 4), (ints, reading.QUADS, 2048, 1),
-    ):  # fmt: skip
-        options = {"num_warps": warps}
-        for block_m, block_n in ((128, 128), (64, 256)) if kind == reading.PROGRAM else ((128, 128),):
-            constants = [int(kind), block_m, block_n, scores // block_n]
-            yield kernels.classify_tiles, [read, *[ints] * 3, *[i] * 11, *constants], options
-            yield kernels.write_layout, [read, *[ints] * 8, "*fp32", ints, *[i] * 12, *constants], options
-        yield counting.count_slabs, [read, ints, ints, *[i] * 12, int(kind), 64, 256, scores // 256], options
-    yield kernels.rule_out_tiles, [*[ints] * 4, *[i] * 11, int(reading.PROGRAM), 128, 128, 128], {}
-    yield kernels.number_bitmaps, [ints, ints, "*i64", *[i] * 4, 4096], {"num_warps": 8}
-    yield programs.draw_blocks, [ints, *[i] * 6, 128], {}
+    writing = {"num_warps": build._WRITERS}
+    kinds = ((ints, source.PROGRAM), ("*u8", source.BYTES), (ints, source.QUADS))
+    for read, kind in kinds:
+        group = build._READ if kind != source.PROGRAM else build._TOGETHER
+        reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
+        for block_m, block_n in ((128, 128), (64, 256)) if kind == source.PROGRAM else ((128, 128),):
+            constants = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
+            yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
+            yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 15, *constants], writing
+        rows = min(reader.rows_at_once(64, 256), 16)
+        yield counting.count_slabs, [read, ints, *[i] * 14, kind, 64, 256, rows], {}
+    yield reading.prepare, [ints, ints, *[i] * 5], {}
 
 
 def compiled_fill(group: str, kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:

@@ -18,7 +18,7 @@ from stof.layout.device.build import device_layout
 from stof.layout.device.survey import device_counts
 from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
-from stof.masks.program import programs_of
+from stof.masks.program import DEPTH, programs_of
 from tests.strategies import dense_masks, mask_trees
 
 pytest.importorskip("triton")
@@ -53,7 +53,7 @@ def assert_same(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **siz
 @pytest.fixture
 def tall_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows at once than a GPU's registers hold: the interpreter takes as long for each piece."""
-    monkeypatch.setattr(device_source, "_SCORES_RUN", 2**13)
+    monkeypatch.setattr(device_source, "_SCORES_RUN", 2**16)
 
 
 @pytest.mark.usefixtures("tall_pieces")
@@ -91,6 +91,43 @@ def test_patterns(name: str) -> None:
     assert_same(PATTERNS[name].with_query_offset(13), 77, 90, LayoutConfig(32, 16))
 
 
+MOST = 2**31 - 1
+EXTREME = {
+    "window": masks.sliding_window(MOST, MOST),
+    "window of nothing before": masks.sliding_window(0, MOST) | masks.sink_tokens(MOST),
+    "dilated": masks.dilated_window(MOST, MOST, dilation=33),
+    "strided": masks.strided(1, MOST, MOST - 40, causal=False),
+    "nothing of every stride": masks.strided(0, MOST, 0, causal=False) | masks.strided(0, 1, 0, causal=False),
+    "everything of every stride": masks.strided(0, MOST, MOST),
+    "one wide block": masks.random_blocks(3, block_size=MOST),
+    "listed": masks.global_tokens([0, 31, 32, 74, MOST]),
+    "wide grid": masks.neighborhood_2d(1, 75, (MOST, MOST)),
+    "prefix": masks.prefix_lm(MOST),
+}
+
+
+@pytest.mark.parametrize("offset", [0, 2**30, MOST - 700])
+@pytest.mark.parametrize("name", EXTREME)
+def test_numbers_that_hardly_fit(name: str, offset: int) -> None:
+    mask = EXTREME[name]
+    if offset and name in ("dilated", "wide grid"):
+        offset = 2**30 if name == "dilated" else 10
+    assert_same(mask.with_query_offset(offset), 40, 75, LayoutConfig(64, 128))
+
+
+@given(
+    st.integers(1, 70), st.integers(0, 70), st.integers(0, 40), st.integers(1, 70), st.integers(0, 90), st.booleans()
+)
+@settings(max_examples=25)
+def test_periods(stride: int, width: int, local: int, dilation: int, offset: int, inverted: bool) -> None:
+    """Runs of keys that repeat within a word, or not at all."""
+    mask = masks.strided(local, stride, min(width, stride), causal=False) | masks.dilated_window(
+        70, 9, dilation=dilation
+    )
+    mask = (~mask if inverted else mask).with_query_offset(offset)
+    assert_same(mask, 20, 150, LayoutConfig(32, 256))
+
+
 @given(data=st.data(), config=configs)
 @settings(max_examples=10)
 def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
@@ -116,6 +153,13 @@ def test_many_bitmaps_are_numbered_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
     which = torch.randint(5, (6, 8), generator=generator)
     keep = (kinds[which] & coarse).transpose(1, 2).reshape(96, 128)
     assert_same(masks.from_dense(keep.to(DEVICE)), 96, 128, LayoutConfig(16, 16))
+
+
+@pytest.mark.parametrize("name", ["longformer", "random blocks", "documents in parts"])
+def test_of_many_tiles_more_are_looked_at_together(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(device_build, "_MANY", 1)
+    assert_same(PATTERNS[name].with_query_offset(13), 77, 90, LayoutConfig(64, 16))
+    assert_same(masks.longformer(9, 20), 40, 600, LayoutConfig(16, 16))
 
 
 @st.composite
@@ -165,21 +209,25 @@ def test_several_patterns(name: str) -> None:
     assert_same(mask, 40, 64, LayoutConfig(16, 16), batch=3, heads=mask.heads)
 
 
-def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch() -> None:
-    keep = torch.zeros(32, 32, dtype=torch.bool)
-    keep[0, 0] = keep[17, 20] = True
-    mask = masks.from_dense(keep.to(DEVICE))
-    assert on_device(mask, 32, 32, LayoutConfig(16, 16)) is not None
-    launch = "stof.layout.device.launch.launch"
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="changes what the interpreter runs")
+@pytest.mark.parametrize("tiles", [4, 140])
+def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, tiles: int) -> None:
+    """Few bitmaps are numbered in one way, more of them in another."""
+    from stof.layout.device import kernels
 
-    def clashing(
-        kernel: object, grid: int, tensors: tuple[torch.Tensor, ...], *rest: object, **options: object
-    ) -> None:
-        if len(tensors) == 3:
-            tensors[2].copy_(torch.tensor([2, 1, 1, 0, 0]))
+    keep = torch.rand(16, 16 * tiles, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask, config = masks.from_dense(keep.to(DEVICE)), LayoutConfig(16, 16)
+    assert on_device(mask, 16, 16 * tiles, config) is not None
+    same = masks.from_dense(keep[:, :16].repeat(1, tiles).to(DEVICE))
+    original = kernels._hashed.fn
 
-    with mock.patch(launch, clashing):
-        assert on_device(mask, 32, 32, LayoutConfig(16, 16)) is None
+    def half(words: object, at: object) -> tuple[object, object]:
+        key, other = original(words, at)
+        return key * 0 + 1, other
+
+    monkeypatch.setattr(kernels, "_hashed", half)
+    assert on_device(mask, 16, 16 * tiles, config) is None
+    assert on_device(same, 16, 16 * tiles, config) is not None
 
 
 @pytest.mark.parametrize(
@@ -197,11 +245,22 @@ def test_masks_without_a_program(mask: Mask) -> None:
     assert on_device(mask, 64, 64, LayoutConfig(16, 16)) is None
 
 
-def test_programs_that_need_a_deep_stack() -> None:
+def test_parts_that_need_most_of_the_stack_come_first() -> None:
     mask: Mask = masks.causal()
-    for reach in range(40):
-        mask = masks.sliding_window(reach) & ~(masks.padding(30) & mask)
-    assert programs_of(mask, 64, 64, [(0, 0)]) is None
+    for reach in range(10, 22):
+        mask = masks.sliding_window(reach) & ~(masks.padding(30 + reach) & mask)
+    assert_same(mask, 64, 64, LayoutConfig(32, 32))
+
+
+def test_programs_that_need_a_deep_stack() -> None:
+    def tree(levels: int, reach: int) -> Mask:
+        if levels == 0:
+            return masks.sliding_window(reach)
+        left, right = tree(levels - 1, 2 * reach), tree(levels - 1, 2 * reach + 1)
+        return left & right if levels % 2 else left | right
+
+    assert programs_of(tree(DEPTH, 1), 64, 64, [(0, 0)]) is None
+    assert_same(tree(DEPTH - 1, 1), 64, 64, LayoutConfig(32, 32))
 
 
 def test_problems_left_to_torch() -> None:

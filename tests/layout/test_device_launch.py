@@ -54,7 +54,7 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(kernel: Kernel, tensor: torch.Tensor, numbers: tuple[int, ...] = (1, 16), constant: int = 3) -> None:
-    launch.launch(kernel, 5, (tensor,), numbers, (constant,), num_warps=4, device=CUDA)
+    launch.launch(kernel, 5, (tensor,), numbers, (constant,), device=CUDA)
 
 
 def test_compiled_once_for_all_numbers() -> None:

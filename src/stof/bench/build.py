@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 import stof
 from stof import LayoutConfig, masks
 from stof.bench.check import TOLERANCE, relative_error
+from stof.bench.grid import GRID
 from stof.dynamic import DynamicPlan
+from stof.errors import ArgumentError
 from stof.kernels.reference import reference_attention
 from stof.layout import build_layout
 from stof.layout.grow import extend_layout
@@ -25,6 +28,9 @@ from stof.tuning.timing import time_calls
 # Tiles that suit most calls on a Hopper GPU; FlexAttention's blocks have the same size.
 _CONFIG = LayoutConfig(128, 128)
 _ROUNDS = 5
+# Builds run for so long before they are timed: a GPU that has had little to do is slow. Those that take longer need no
+# waking, and those that take very long are run once more only.
+_AWAKE_MS, _LONG_MS = 100.0, 2000.0
 # Layouts of up to this many queries and keys are compared with their masks, score by score.
 _CHECKED = 8192
 
@@ -39,6 +45,8 @@ class BuildRow:
         how: what builds it.
         ms: median wall time of a build that has run before, the host's included; None when it failed.
         first_ms: wall time of the first build in this process: compiling and warming up.
+        gpu_us: GPU time of its kernels and copies, by themselves; the rest of `ms` is the host's, or waiting.
+        kernels: the same by name.
         peak_mb: memory of the device used on top of what was allocated before.
         note: why it failed.
     """
@@ -50,6 +58,8 @@ class BuildRow:
     first_ms: float | None = None
     peak_mb: float | None = None
     note: str = ""
+    gpu_us: float | None = None
+    kernels: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ def _synchronized(device: torch.device) -> None:
 
 
 def timed_build(mask: str, q_len: int, how: str, build: Callable[[], object], device: torch.device) -> BuildRow:
-    """Run a build once, then several times, and take the median; a failure is a row too."""
+    """Run a build once, then for a while to wake the device up, then take the median; a failure is a row too."""
 
     def once() -> float:
         _synchronized(device)
@@ -117,9 +127,16 @@ def timed_build(mask: str, q_len: int, how: str, build: Callable[[], object], de
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-        rounds = [once() for _ in range(_ROUNDS if first < 2000 else 1)]
+        rounds = [once()]
+        while sum(rounds) < _AWAKE_MS and rounds[0] < _AWAKE_MS:
+            rounds.append(once())
+        if rounds[0] < _LONG_MS:
+            rounds = [once() for _ in range(max(_ROUNDS, min(int(_AWAKE_MS / rounds[-1]), 10 * _ROUNDS)))]
         peak = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if device.type == "cuda" else None
-        return BuildRow(mask, q_len, how, statistics.median(rounds), first, peak)
+        ms = statistics.median(rounds)
+        kernels = kernel_us(build, device) if ms < _AWAKE_MS else {}
+        gpu_us = sum(kernels.values()) if kernels else None
+        return BuildRow(mask, q_len, how, ms, first, peak, gpu_us=gpu_us, kernels=kernels)
     except Exception as error:  # whatever a builder raises is its result; the first line says enough
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -139,39 +156,60 @@ class Known:
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def known_masks(device: torch.device, small: bool) -> Iterator[Known]:
-    """Masks of the issue's targets; `small` ones for machines without a GPU."""
-    length = 1024 if small else 8192
-    w = length // 128
-    yield Known("causal", length, masks.causal(), lambda b, h, q, k: q >= k)
-    yield Known("window 512", length, masks.sliding_window(511), lambda b, h, q, k: (q >= k) & (q - k < 512))
-    yield Known(
-        "Longformer", length, masks.longformer(w, w), lambda b, h, q, k: ((q - k).abs() <= w) | (q < w) | (k < w)
-    )
-    dense = (torch.rand(length, length, device=device) < 0.01).tril()
-    yield Known("dense", length, masks.from_dense(dense), lambda b, h, q, k: dense[q, k])
+def known_masks(device: torch.device, small: bool, names: Sequence[str] = ()) -> Iterator[Known]:
+    """Masks of the grid and of the issue's targets, or those named; `small` ones for machines without a GPU.
 
+    Raises:
+        ArgumentError: no mask has one of these names.
+    """
+    length = 1024 if small else 8192
+    makers: dict[str, Callable[[], Known]] = {name: partial(_of_grid, name, length, device) for name in GRID}
+    makers["documents"] = partial(_documents, "documents", length, length // 10, masks.causal(), device)
+    makers["dense"] = partial(_dense, length, device)
+    makers["function"] = partial(_function, 2048 if small else 65536)
+    longest, document = (4096, 500) if small else (2**20, 30_000)
+    makers["long-documents"] = partial(
+        _documents, "long-documents", longest, document, masks.sliding_window(4095), device
+    )
+    unknown = [name for name in names if name not in makers]
+    if unknown:
+        raise ArgumentError(f"unknown masks {', '.join(unknown)}; there are {', '.join(makers)}")
+    for name in names or makers:
+        yield makers[name]()
+
+
+def _of_grid(name: str, length: int, device: torch.device) -> Known:
+    grid = GRID[name]
+    return Known(name, length, grid.mask(length), grid.mask_mod(length, length, device))
+
+
+def _dense(length: int, device: torch.device) -> Known:
+    dense = (torch.rand(length, length, device=device) < 0.01).tril()
+    return Known("dense", length, masks.from_dense(dense), lambda b, h, q, k: dense[q, k])
+
+
+def _function(length: int) -> Known:
     def window_and_sinks(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & ((q - k < 4096) | (k < 16))
 
-    length = 2048 if small else 65536
-    yield Known("function: window + sinks", length, masks.from_function(window_and_sinks), window_and_sinks)
-    length, document = (4096, 500) if small else (2**20, 30_000)
-    ends = [*range(0, length, document), length]
+    return Known("function", length, masks.from_function(window_and_sinks), window_and_sinks)
+
+
+def _documents(name: str, length: int, document: int, band: Mask, device: torch.device) -> Known:
+    """Documents of equal length within a band: causal, or the last 4096 keys."""
+    reach = length if band == masks.causal() else 4096
     ids = (torch.arange(length, device=device) // document).int()
-    yield Known(
-        "window + documents",
-        length,
-        masks.sliding_window(4095) & masks.documents(cu_seqlens=ends),
-        lambda b, h, q, k: (q >= k) & (q - k < 4096) & (ids[q] == ids[k]),
-    )
+    mask = band & masks.documents(cu_seqlens=[*range(0, length, document), length])
+    return Known(name, length, mask, lambda b, h, q, k: (q >= k) & (q - k < reach) & (ids[q] == ids[k]))
 
 
-def known_rows(device: torch.device, small: bool, flex: bool, deadline: float) -> Iterator[BuildRow]:
-    """Builds of masks known ahead of time; after the deadline, ours alone."""
+def known_rows(
+    device: torch.device, small: bool, flex: bool, deadline: float, names: Sequence[str] = ()
+) -> Iterator[BuildRow]:
+    """Builds of masks known ahead of time, as for `known_masks`; after the deadline, ours alone."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    for known in known_masks(device, small):
+    for known in known_masks(device, small, names):
         length = known.q_len
 
         def ours(known: Known = known, length: int = length) -> object:

@@ -171,7 +171,8 @@ def build(
     head_dim: Annotated[int, typer.Option(min=16)] = 128,
     flex: Annotated[bool, typer.Option(help="Also time FlexAttention's create_block_mask.")] = True,
     budget: Annotated[float, typer.Option(help="Seconds after which no further peer is started.")] = 80.0,
-    known: Annotated[bool, typer.Option(help="Also time building masks that are known ahead of time.")] = True,
+    parts: Annotated[str, typer.Option(help="What to time.")] = "steps growth known",
+    masks: Annotated[str, typer.Option(help="Names of masks known ahead, separated by spaces; all when empty.")] = "",
     output: _Output = None,
 ) -> None:
     """Time compiling masks, once and in every step, against FlexAttention's; checked against float64 first."""
@@ -186,19 +187,23 @@ def build(
     deadline = time.monotonic() + budget
     where, _ = _place(device, "")
     on_gpu = where.type == "cuda"
-    steps = list(step_rows(where, length or (32768 if on_gpu else 512), heads or (32 if on_gpu else 2), head_dim))
     rows: list[BuildRow] = []
+    steps: list[StepRow] = []
+    if "steps" in parts:
+        steps += step_rows(where, length or (32768 if on_gpu else 512), heads or (32 if on_gpu else 2), head_dim)
     if output is not None:
         write_json(output, as_json(rows, steps, provenance(where)))
-    growth = growth_rows(where, 2**18 if on_gpu else 2**12)
-    for row in itertools.chain(growth, known_rows(where, not on_gpu, flex, deadline)) if known else ():
+    growth = growth_rows(where, 2**18 if on_gpu else 2**12) if "growth" in parts else ()
+    known = known_rows(where, not on_gpu, flex, deadline, masks.split()) if "known" in parts else ()
+    for row in itertools.chain(growth, known):
         rows.append(row)
         if output is not None:
             write_json(output, as_json(rows, steps, provenance(where)))
     console = Console()
     if rows:
         console.print(build_table(rows))
-    console.print(step_table(steps))
+    if steps:
+        console.print(step_table(steps))
     if output is not None:
         console.print(f"wrote {output}")
 
@@ -347,11 +352,13 @@ def build_table(rows: list[BuildRow]) -> Table:
     from rich.table import Table
 
     table = Table(title="Building masks known ahead of time: wall time, ms")
-    for heading in ("mask", "length", "how", "ms", "first, ms", "peak MB", ""):
-        table.add_column(heading, justify="right" if heading in ("length", "ms", "first, ms", "peak MB") else "left")
+    for heading in ("mask", "length", "how", "ms", "GPU us", "first, ms", "peak MB", ""):
+        table.add_column(heading, justify="left" if heading in ("mask", "how", "") else "right")
     for row in rows:
-        figures = ["-" if value is None else f"{value:.3g}" for value in (row.ms, row.first_ms, row.peak_mb)]
-        table.add_row(row.mask, str(row.q_len), row.how, *figures, row.note)
+        values = (row.ms, row.gpu_us, row.first_ms, row.peak_mb)
+        figures = ["-" if value is None else f"{value:.3g}" for value in values]
+        spent = [f"{name[:24]} {us:.1f}" for name, us in sorted(row.kernels.items(), key=lambda kernel: -kernel[1])]
+        table.add_row(row.mask, str(row.q_len), row.how, *figures, row.note or ", ".join(spent[:5]))
     return table
 
 

@@ -43,19 +43,18 @@ class Composite(Mask):
     masks: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        _agreed([mask.batch for mask in self.masks], "batch sizes")
-        _agreed([mask.heads for mask in self.masks], "numbers of heads")
+        _ = self.batch, self.heads  # they must agree
         super().__post_init__()
 
     def check(self, q_len: int, kv_len: int) -> None:
         for mask in self.masks:
             mask.check(q_len, kv_len)
 
-    @property
+    @functools.cached_property
     def batch(self) -> int:
         return _agreed([mask.batch for mask in self.masks], "batch sizes")
 
-    @property
+    @functools.cached_property
     def heads(self) -> int:
         return _agreed([mask.heads for mask in self.masks], "numbers of heads")
 
@@ -64,7 +63,7 @@ class Composite(Mask):
         parts = [mask.versions for mask in self.masks]
         return None if None in parts else tuple(itertools.chain.from_iterable(p for p in parts if p))
 
-    @property
+    @functools.cached_property
     def binds_late(self) -> bool:
         return any(mask.binds_late for mask in self.masks)
 
@@ -77,7 +76,9 @@ class Composite(Mask):
         return tuple(dict.fromkeys(order for mask in self.masks for order in mask.row_orders))
 
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
-        super().dims(batch, heads, device)
+        own = super().dims(batch, heads, device)
+        if not self.binds_late:
+            return own
         parts = [mask.dims(batch, heads, device) for mask in self.masks]
         return max(part[0] for part in parts), max(part[1] for part in parts)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from stof.masks import rules
@@ -19,12 +19,14 @@ from stof.masks.compose import And, Not, Or, PerHead, QueryOffset
 
 # Numbers of an instruction: operation, low, high, then what the operation needs.
 WIDTH = 8
-# Truth values on the stack are bits of an int32.
-DEPTH = 31
+# Truth values on the stack. Parts that need most of it come first, so n of them are enough for fewer than 2**n tests.
+DEPTH = 5
 # Numbers of all programs of a mask: beyond, making them costs more than they save.
 LONGEST = 2**18
 
 _MOST = 2**31 - 1
+# Positions, distances and what is added to them stay below 2**31, those of a tile past the last key as well.
+_FURTHEST = _MOST - 2**9
 
 T = TypeVar("T")
 
@@ -33,7 +35,7 @@ class Op(IntEnum):
     """What an instruction does. i is the query position, shifted, and j the key position.
 
     Fields after low and high are `size`, `shift` (added to the query position), `table` (where the instruction's table
-    begins among all numbers), `entries` and `extra`.
+    begins among the numbers, or before them), `entries` and `extra`. Instructions with a table test for 1.
     """
 
     AND = 0
@@ -60,7 +62,8 @@ class _NotWritableError(Exception):
 class Draw(NamedTuple):
     """A table that the device fills: the key blocks that `rules.RandomBlocks` draws for rows of blocks.
 
-    It begins at number `at` and has `picks` entries for each of `rows` rows, the first of which is row `first`.
+    It has `picks` entries for each of `rows` rows, the first of which is row `first`, and begins `-at` numbers before
+    the programs. The lower 32 bits of the seed, as an int32.
     """
 
     at: int
@@ -71,20 +74,21 @@ class Draw(NamedTuple):
     seed: int
 
 
-@dataclass(frozen=True)
-class Programs:
+class Programs(NamedTuple):
     """Programs of some (batch, head) masks.
 
     Attributes:
-        numbers: where the program of each mask begins, the programs, and their tables. The first number of a program
+        numbers: tables; then where the program of each mask begins; then the programs. The first number of a program
             says how many instructions it has.
-        draws: tables that follow, for the device to fill.
-        length: numbers there are with these tables.
+        first: where the programs' places are among the numbers.
+        draws: tables for the device to fill; they come before the numbers, the first of them last.
+        drawn: numbers of these tables.
     """
 
     numbers: list[int]
+    first: int
     draws: list[Draw]
-    length: int
+    drawn: int
 
 
 def programs_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, int]]) -> Programs | None:
@@ -94,21 +98,17 @@ def programs_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int
         codes = [writer.program(mask, b, h) for b, h in entries]
     except _NotWritableError:
         return None
-    starts, at = [], len(codes)
+    first = len(writer.tables)
+    numbers, at = writer.tables, first + len(codes)
     for code in codes:
-        starts.append(at)
-        at += 1 + len(code) * WIDTH
-    drawn = at + len(writer.tables)
-    length = drawn + writer.drawn
-    if length > LONGEST:
+        numbers.append(at)
+        at += 1 + len(code)
+    if at + writer.drawn > LONGEST:
         return None
-    numbers = starts
     for code in codes:
-        numbers.append(len(code))
-        for op, low, high, size, shift, table, count, extra in code:
-            numbers += (op, low, high, size, shift, table + (drawn if op == Op.CHOSEN_BLOCK else at), count, extra)
-    draws = [draw._replace(at=drawn + draw.at) for draw in writer.draws]
-    return Programs(numbers + writer.tables, draws, length)
+        numbers.append(len(code) // WIDTH)
+        numbers += code
+    return Programs(numbers, first, writer.draws, writer.drawn)
 
 
 class _Writer:
@@ -116,12 +116,12 @@ class _Writer:
 
     def __init__(self, q_len: int, kv_len: int) -> None:
         self.q_len, self.kv_len = q_len, kv_len
-        self.code: list[tuple[int, ...]] = []
+        self.code: list[int] = []
         self.tables: list[int] = []
         self.draws: list[Draw] = []
         self.drawn = 0
 
-    def program(self, mask: Mask, b: int, h: int) -> list[tuple[int, ...]]:
+    def program(self, mask: Mask, b: int, h: int) -> list[int]:
         """Instructions of one (batch, head) mask."""
         self.b, self.h, self.code = b, h, []
         if self.write(mask, 0) > DEPTH:
@@ -131,8 +131,7 @@ class _Writer:
     def write(self, mask: Mask, shift: int) -> int:
         """Add the instructions of `mask` for queries moved by `shift`; returns how deep the stack gets."""
         writer = _WRITERS.get(type(mask))
-        # Positions, distances and what is added to them stay below 2**31.
-        if writer is None or self.q_len + shift + self.kv_len >= _MOST:
+        if writer is None or self.q_len + shift + self.kv_len >= _FURTHEST:
             raise _NotWritableError
         return writer(self, mask, shift)
 
@@ -148,7 +147,7 @@ class _Writer:
         entries: int = 0,
         extra: int = 0,
     ) -> int:
-        self.code.append((op.value, low, high, size, shift, table, entries, extra))
+        self.code += (op, low, high, size, shift, table, entries, extra)
         return 1
 
     def both(self, op: Op) -> int:
@@ -166,9 +165,17 @@ class _Writer:
 
 
 def _composite(to: _Writer, mask: And | Or, shift: int) -> int:
-    deepest = to.write(mask.masks[0], shift)
-    for part in mask.masks[1:]:
-        deepest = max(deepest, 1 + to.write(part, shift))
+    before, parts = to.code, []
+    for part in mask.masks:
+        to.code = []
+        parts.append((to.write(part, shift), to.code))
+    parts.sort(key=itemgetter(0), reverse=True)
+    deepest, code = parts[0]
+    to.code = before
+    before += code
+    for depth, code in parts[1:]:
+        deepest = max(deepest, 1 + depth)
+        before += code
         to.add(Op.AND if type(mask) is And else Op.OR)
     return deepest
 
@@ -200,7 +207,7 @@ def _neighborhood_2d(to: _Writer, mask: rules.Neighborhood2D, shift: int) -> int
 
 def _dilated_window(to: _Writer, mask: rules.DilatedWindow, shift: int) -> int:
     lift = -(-to.kv_len // mask.dilation) * mask.dilation
-    if to.q_len + shift + lift >= _MOST:
+    if to.q_len + shift + lift >= _FURTHEST:
         raise _NotWritableError
     to.add(Op.DISTANCE, -mask.right, mask.left, shift=shift)
     to.add(Op.DISTANCE_REMAINDER, 0, 0, size=mask.dilation, extra=lift, shift=shift)
@@ -246,9 +253,10 @@ def _random_blocks(to: _Writer, mask: rules.RandomBlocks, shift: int) -> int:
     first, stop = shift // size, (to.q_len + shift - 1) // size + 1
     key_blocks = -(-to.kv_len // size)
     picks = min(mask.blocks, key_blocks)
-    table, to.drawn = to.drawn, to.drawn + (stop - first) * picks
-    to.draws.append(Draw(table, first, stop - first, key_blocks, picks, mask.seed & 0xFFFF_FFFF))
-    return to.add(Op.CHOSEN_BLOCK, 1, 1, size=size, shift=shift, table=table, entries=picks, extra=first)
+    to.drawn += (stop - first) * picks
+    seed = (mask.seed & 0xFFFF_FFFF ^ 0x8000_0000) - 0x8000_0000
+    to.draws.append(Draw(-to.drawn, first, stop - first, key_blocks, picks, seed))
+    return to.add(Op.CHOSEN_BLOCK, 1, 1, size=size, shift=shift, table=-to.drawn, entries=picks, extra=first)
 
 
 # By exact class: other masks, subclasses of these among them, may evaluate in their own way.

@@ -7,11 +7,10 @@ Contiguous tiles of masks given as programs (`stof.masks.program`) or as a dense
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from stof.layout.bits import words
 from stof.layout.config import LayoutConfig
-from stof.layout.device.source import Source, on_device, put, source_of
+from stof.layout.device.source import Source, on_device, source_of, triton_modules
 from stof.layout.layout import Layout
 from stof.masks.base import Mask, numbered
 from stof.masks.program import programs_of
@@ -19,10 +18,14 @@ from stof.masks.tensors import DenseMask
 
 # Each tile is looked at; of larger problems, `stof.layout.tiles` rules out squares of tiles first.
 MOST_TILES = 2**20
-# Tiles that one program rules out, and tiles whose bitmaps are numbered at once.
-_RULED_OUT, _NUMBERED = 128, 2**12
-# Programs that share the queued tiles: as many as a large GPU runs at once, with some to spare.
-_RESIDENT = 1024
+# Tiles of a row block that one program looks at: those of masks' programs are ruled out together, more of them where
+# there are so many that it is worth another kernel; those of dense masks are all read.
+_TOGETHER, _TOGETHER_OF_MANY, _READ = 4, 16, 1
+_MANY = 2**17
+# Tiles whose bitmaps are numbered at once: their registers are few enough not to leave other programs without.
+_NUMBERED = 2**9
+# Warps of a program that writes.
+_WRITERS = 8
 
 
 def device_layout(
@@ -65,16 +68,17 @@ def _layout(
         source = source_of(mask, q_len, kv_len, mask_dims[1], entries, device)
         if source is None:
             return None
-        build = _Build(source, q_len, kv_len, config)
-        totals = build.classify()
+        build = _Build(source, q_len, kv_len, config, device)
+        build.classify()
         # The device is busy: what does not depend on its answer is made meanwhile.
-        rows, pattern_of = _Rows(build), _pattern_of(which, mask_dims, device)
-        total, distinct, clash, *identities = totals.tolist()
+        rows = _Rows(build, which, mask_dims)
+        total, distinct, clash, *identities = build.found()
         if clash:
             return None
-        alike = numbered(list(zip(identities[::2], identities[1::2], strict=True))).tolist()
-        if source.patterns == 1 or alike == list(range(source.patterns)):
-            return build.write(total, distinct, rows, pattern_of, partial_cost)
+        quads = [tuple(identities[n : n + 4]) for n in range(0, 4 * source.patterns, 4)]
+        alike = [0] if source.patterns == 1 else numbered(quads).tolist()
+        if alike == list(range(source.patterns)):
+            return build.write(total, distinct, rows, partial_cost)
         which = [alike[n] for n in which]  # masks told apart may keep the same scores
     return None
 
@@ -91,97 +95,81 @@ def _patterns(mask: Mask, q_len: int, kv_len: int, mask_dims: tuple[int, int]) -
     return numbered(mask.numbers(*mask_dims).expand(mask_dims).flatten().tolist()).tolist()
 
 
-def _pattern_of(which: list[int], mask_dims: tuple[int, int], device: torch.device) -> Tensor:
-    if max(which) == 0:
-        return torch.zeros(mask_dims, dtype=torch.int32, device=device)
-    return put(device, which).view(mask_dims)
-
-
 class _Build:
     """The kernels' calls for one problem."""
 
-    def __init__(self, source: Source, q_len: int, kv_len: int, config: LayoutConfig) -> None:
-        self.source, self.q_len, self.kv_len, self.config = source, q_len, kv_len, config
-        self.device = source.tensor.device
+    def __init__(self, source: Source, q_len: int, kv_len: int, config: LayoutConfig, device: torch.device) -> None:
+        self.source, self.q_len, self.kv_len, self.config, self.device = source, q_len, kv_len, config, device
         self.row_blocks, self.columns = -(-q_len // config.block_m), -(-kv_len // config.block_n)
         self.blocks = source.patterns * self.row_blocks
-        self.tiles = self.blocks * self.columns
-        slots = 1 << (2 * self.tiles - 1).bit_length()
-        self.sizes = (self.row_blocks, self.columns, source.patterns, slots)
-        self.numbers = (*source.strides, source.heads, q_len, kv_len, *self.sizes)
-        self.rows = source.rows_at_once(config.block_m, config.block_n)
-        self.pieces = config.block_m // self.rows
+        tiles = self.blocks * self.columns
+        slots = 1 << (2 * tiles - 1).bit_length()
         # See `kernels._rooms`.
-        known = torch.zeros(3 * slots + 6 * self.tiles + 2 * self.blocks + 1, dtype=torch.int32, device=self.device)
-        scratch = self.empty(2 * self.tiles + slots)
-        self.tensors = (source.tensor, known if source.entries is None else source.entries, known, scratch)
+        zeros, rest = 6 * slots + 2 * self.blocks + 2, 5 * tiles + slots
+        self.state, self.letter, first = source.prepared(zeros, rest, 3 + 4 * source.patterns, device)
+        self.tensors = (self.state if source.dense is None else source.dense, self.state)
+        sizes = (self.row_blocks, self.columns, source.patterns, first, first + source.programs.first, slots)
+        self.numbers = (*source.strides, source.heads, q_len, kv_len, *sizes)
+        rows = source.rows_at_once(config.block_m, config.block_n)
+        self.constants = (source.kind, config.block_m, config.block_n, rows)
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def constants(self, rows: int) -> tuple[int, ...]:
-        return (self.source.kind, self.config.block_m, self.config.block_n, rows)
-
-    def classify(self) -> Tensor:
-        """Tiles, bitmaps, whether hashes clash, and two numbers that identify each of several patterns: int64."""
-        from stof.layout.device import kernels, reading
-        from stof.layout.device.launch import launch
-
-        programs = self.tiles * self.pieces
-        if self.source.kind == reading.PROGRAM:
-            programs = min(programs, _RESIDENT)
-            launch(
-                kernels.rule_out_tiles, self.blocks * -(-self.columns // _RULED_OUT), self.tensors, self.numbers,
-                self.constants(_RULED_OUT), num_warps=_RULED_OUT // 32, device=self.device,
-            )  # fmt: skip
-        launch(
-            kernels.classify_tiles, programs, self.tensors, self.numbers, self.constants(self.rows),
-            num_warps=self.source.num_warps, device=self.device,
+    def classify(self) -> None:
+        kernels, _, launching = triton_modules()
+        group = _TOGETHER if self.blocks * self.columns <= _MANY else _TOGETHER_OF_MANY
+        if self.source.dense is not None:
+            group = _READ
+        launching.launch(
+            kernels.classify_tiles, self.blocks * -(-self.columns // group), (*self.tensors, self.letter.tensor),
+            self.numbers, (*self.constants, group, _NUMBERED), device=self.device,
         )  # fmt: skip
-        totals = self.empty(3 + 2 * self.source.patterns, dtype=torch.int64)
-        launch(
-            kernels.number_bitmaps, 1, (*self.tensors[2:], totals), self.sizes, (_NUMBERED,), num_warps=8,
+
+    def found(self) -> list[int]:
+        """Tiles, bitmaps, how many hashes clash, and four numbers that identify each of several patterns."""
+        self.letter.wait(3 if self.source.patterns == 1 else 0, self.device)
+        total, distinct, clash, *identities = self.letter.read(3 + 4 * self.source.patterns)
+        return [total - 1, distinct - 1, clash - 1, *identities]
+
+    def write(self, total: int, distinct: int, rows: _Rows, partial_cost: int) -> Layout:
+        """The layout of so many tiles and bitmaps."""
+        kernels, _, launching = triton_modules()
+        block_m, block_n = self.config.block_m, self.config.block_n
+        base = torch.empty(total, dtype=torch.int32, device=self.device)
+        tile_bitmap = torch.empty(total, dtype=torch.int32, device=self.device)
+        bitmaps = torch.empty((distinct, block_m, words(block_n)), dtype=torch.int32, device=self.device)
+        out = (rows.pattern_of, rows.pointers, rows.partial_count, base, tile_bitmap, bitmaps, rows.cost, rows.order)
+        launching.launch(
+            kernels.write_layout, self.blocks + distinct, (*self.tensors, *out),
+            (*self.numbers, partial_cost, rows.pattern_of.numel()), self.constants, num_warps=_WRITERS,
             device=self.device,
         )  # fmt: skip
-        return totals
-
-    def write(self, total: int, distinct: int, rows: _Rows, pattern_of: Tensor, partial_cost: int) -> Layout:
-        """The layout of so many tiles and bitmaps."""
-        from stof.layout.device import kernels
-        from stof.layout.device.launch import launch
-
-        block_m, block_n = self.config.block_m, self.config.block_n
-        layout = Layout(
+        return Layout(
             q_len=self.q_len,
             kv_len=self.kv_len,
             config=self.config,
-            pattern_of=pattern_of,
+            pattern_of=rows.pattern_of,
             row_block_ptr=rows.pointers,
             partial_count=rows.partial_count,
-            tile_base=self.empty(total),
+            tile_base=base,
             gathered=rows.gathered,
-            tile_bitmap=self.empty(total),
-            bitmaps=self.empty(distinct, block_m, words(block_n)),
+            tile_bitmap=tile_bitmap,
+            bitmaps=bitmaps,
             cost=rows.cost,
             order=rows.order,
         )
-        out = (
-            layout.row_block_ptr, layout.partial_count, layout.tile_base, layout.tile_bitmap, layout.bitmaps,
-            layout.cost, layout.order,
-        )  # fmt: skip
-        launch(
-            kernels.write_layout, self.blocks + distinct * self.pieces, (*self.tensors, *out),
-            (*self.numbers, partial_cost), self.constants(self.rows), num_warps=self.source.num_warps,
-            device=self.device,
-        )  # fmt: skip
-        return layout
 
 
 class _Rows:
-    """Tensors of a layout whose sizes are known before its tiles are."""
+    """Tensors of a layout whose sizes are known before its tiles are; `write_layout` fills them."""
 
-    def __init__(self, build: _Build) -> None:
-        self.pointers = build.empty(build.blocks + 1)
-        self.partial_count, self.order = build.empty(build.blocks), build.empty(build.blocks)
-        self.cost = build.empty(build.blocks, dtype=torch.float32)
-        self.gathered = build.empty(0, 1)
+    def __init__(self, build: _Build, which: list[int], mask_dims: tuple[int, int]) -> None:
+        blocks, device = build.blocks, build.device
+        self.pointers = torch.empty(blocks + 1, dtype=torch.int32, device=device)
+        self.partial_count = torch.empty(blocks, dtype=torch.int32, device=device)
+        self.order = torch.empty(blocks, dtype=torch.int32, device=device)
+        self.cost = torch.empty(blocks, dtype=torch.float32, device=device)
+        self.gathered = torch.empty((0, 1), dtype=torch.int32, device=device)
+        if build.source.patterns == 1:
+            self.pattern_of = torch.empty(mask_dims, dtype=torch.int32, device=device)
+        else:
+            numbers = torch.tensor(which, dtype=torch.int32, device="cpu").view(mask_dims)
+            self.pattern_of = numbers.to(device, non_blocking=True)

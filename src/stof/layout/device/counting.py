@@ -12,14 +12,13 @@ from stof.layout.device.reading import PROGRAM, SIZES, bits_of, start_of
 
 # Kinds of slabs: every power of two of columns up to the 256 of a program.
 KINDS = tl.constexpr(9)
-_NUMBERS = [*(name for name in SIZES if name != "slots"), "first_count", "first_row"]
+_NUMBERS = [*SIZES, "first_count", "first_row"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 @no_type_check
 def count_slabs(
     source_ptr,  # as for `classify_tiles`
-    entries_ptr,
     counts_ptr,  # int32, zeros: at `first_count` [P * R, KINDS, 2], slabs that are needed and slabs that are full
     stride_b,
     stride_h,
@@ -31,6 +30,8 @@ def count_slabs(
     row_blocks,
     columns,  # programs along the keys
     patterns,
+    first_number,
+    first_start,
     first_count,
     first_row,  # place of kept scores of each row [P, q_len]; below 0 they are not counted
     SOURCE: tl.constexpr,
@@ -45,13 +46,15 @@ def count_slabs(
     kv0 = program % columns * BLOCK_N
     pattern = block // row_blocks
     rows = tl.minimum(q_len - q0, BLOCK_M)
-    start = start_of(source_ptr, entries_ptr, pattern, stride_b, stride_h, mask_heads, patterns, SOURCE)
+    numbers_ptr = counts_ptr + first_number
+    start = start_of(counts_ptr + first_start, pattern, stride_b, stride_h, mask_heads, SOURCE)
     row_ptr = counts_ptr + first_row + pattern.to(tl.int64) * q_len + q0
     count_ptr = counts_ptr + first_count + block.to(tl.int64) * (KINDS * 2)
     if SOURCE == PROGRAM:
+        source_ptr = numbers_ptr
         one = kv0 + tl.arange(0, 1)
         last_column = tl.minimum(one + BLOCK_N, kv_len) - 1
-        nothing, everything = kept_within(source_ptr, start, q0, q0 + rows - 1, one, last_column)
+        nothing, everything = kept_within(numbers_ptr, start, q0, q0 + rows - 1, one, last_column)
         if tl.max(nothing, 0) != 0:
             return
         if (tl.max(everything, 0) != 0) & (kv0 + BLOCK_N <= kv_len):

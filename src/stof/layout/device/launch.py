@@ -22,7 +22,7 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 def launch(
     kernel: Any, grid: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], constants: tuple[Any, ...],
-    *, num_warps: int, device: torch.device,
+    *, device: torch.device, num_warps: int = 4,
 ) -> None:  # fmt: skip
     """Run a kernel whose parameters are, in this order, tensors, numbers below 2**31, and constants.
 
@@ -36,9 +36,8 @@ def launch(
     low = 0
     for pointer in pointers:
         low |= pointer
-    current = torch.cuda.current_device()
     # A kernel's constants say which types its tensors have, and how many warps it runs with.
-    key = (kernel.__name__, constants, current)
+    key = (kernel.__name__, constants, device.index)
     found = _compiled.get(key)
     # Profilers' hooks want Triton's own path, and so do pointers to other than multiples of 16 bytes.
     hooked = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
@@ -54,6 +53,6 @@ def launch(
             _compiled[key] = made
         return
     found.run(
-        grid, 1, 1, torch._C._cuda_getCurrentRawStream(current), found.function, found.packed_metadata,
+        grid, 1, 1, torch._C._cuda_getCurrentRawStream(device.index), found.function, found.packed_metadata,
         None, None, None, *pointers, *numbers, *constants,
     )  # fmt: skip

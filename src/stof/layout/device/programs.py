@@ -45,58 +45,118 @@ def _at_most(table_ptr, entries, steps, x):
 @triton.jit
 @no_type_check
 def kept(numbers_ptr, start, q, kv):
-    """Where the program at `start` keeps scores of queries `[M, 1]` and keys `[1, N]`, all in range: int32, 0 or 1."""
-    stack = q * 0 + kv * 0
+    """Bits of the scores that the program at `start` keeps, of queries `[M, 1]` and 32 keys from each of `[1, W]` on.
+
+    int32 `[M, W]`. Queries are in range; what keys past the last one get means nothing.
+    """
+    none = q * 0 + kv * 0
+    # The stack, from its top; as many as `stof.masks.program.DEPTH`.
+    s0, s1, s2, s3, s4 = none, none, none, none, none
     for n in range(tl.load(numbers_ptr + start)):
         code_ptr = numbers_ptr + start + 1 + n * _WIDTH
         op = tl.load(code_ptr)
-        if op < _DISTANCE:
-            rest = stack >> 1
-            both = tl.where(op == _AND, stack & rest, stack | rest)
-            stack = tl.where(op == _NOT, stack ^ 1, (rest & ~1) | (both & 1))
+        low, high = tl.load(code_ptr + 1), tl.load(code_ptr + 2)
+        size, shift = tl.load(code_ptr + 3), tl.load(code_ptr + 4)
+        if op == _NOT:
+            s0 = ~s0
+        elif op < _DISTANCE:
+            s0 = tl.where(op == _AND, s0 & s1, s0 | s1)
+            s1, s2, s3 = s2, s3, s4
         else:
-            x = _value(numbers_ptr, code_ptr, op, q + tl.load(code_ptr + 4), kv)
-            test = (x >= tl.load(code_ptr + 1)) & (x <= tl.load(code_ptr + 2))
-            stack = (stack << 1) | test.to(tl.int32)
-    return stack & 1
+            s1, s2, s3, s4 = s0, s1, s2, s3
+            s0 = _word(numbers_ptr, code_ptr, op, low, high, size, q + shift, kv)
+    return s0
 
 
 @triton.jit
 @no_type_check
-def _value(numbers_ptr, code_ptr, op, i, j):
-    """What an instruction tests, for every pair of positions."""
-    size = tl.load(code_ptr + 3)
+def run_of_bits(first, last):
+    """A word with bits `first` to `last`, both included, as far as it has them."""
+    first = tl.maximum(first, 0)
+    last = tl.minimum(last, 31)
+    # Shifts by 32 or more mean nothing.
+    above = tl.full([], -1, tl.int32) << tl.minimum(first, 31)
+    below = (tl.full([], 0xFFFFFFFF, tl.uint32) >> (31 - tl.maximum(last, 0)).to(tl.uint32)).to(tl.int32, bitcast=True)
+    return tl.where(first <= last, above & below, 0)
+
+
+@triton.jit
+@no_type_check
+def _word(numbers_ptr, code_ptr, op, low, high, size, i, j):
+    """Where an instruction's test holds: it keeps runs of a row's keys, seldom more than two of them in a word."""
+    none = i * 0 + j * 0
+    word = none
+    if op >= _QUERY_LISTED:
+        word = _word_of_table(numbers_ptr, code_ptr, op, size, i, j)
+    elif (op == _DISTANCE_REMAINDER) | (op == _KEY_REMAINDER) | (op == _GRID_COLUMN):
+        remainder = j % size + none
+        least = low + none
+        most = tl.minimum(high, size - 1) + none
+        if op == _DISTANCE_REMAINDER:
+            # It falls from key to key: counted from the other end it rises.
+            remainder = size - 1 - (i - j + tl.load(code_ptr + 7)) % size
+            least, most = size - 1 - most, size - 1 - least
+        elif op == _GRID_COLUMN:
+            # The key's column lies between the query's less `high` and less `low`; in an order that cannot overflow.
+            column = i % size
+            least = column - tl.minimum(high, column) + none
+            most = tl.minimum(column, size - 1 + low) - low + none
+        for turn in range(30 // size + 2):
+            word |= run_of_bits(turn * size - remainder + least, turn * size - remainder + most)
+    else:
+        # Differences are taken in an order that cannot overflow.
+        away = i - j
+        first = away - tl.minimum(high, away)
+        last = away - tl.maximum(low, away - 31)
+        if op == _QUERY:
+            first = none
+            last = tl.where((i >= low) & (i <= high), 31, -1) + none
+        elif op == _KEY:
+            first = tl.maximum(low, j) - j + none
+            last = tl.minimum(high, j + 31) - j + none
+        elif op == _GRID_ROW:
+            row = (i // size).to(tl.int64)
+            first = tl.maximum((row - high) * size - j, 0)
+            last = tl.minimum((row - low + 1) * size - 1 - j, 31)
+            first, last = tl.minimum(first, 32).to(tl.int32), tl.maximum(last, -1).to(tl.int32)
+        word = run_of_bits(first, last)
+    return word
+
+
+@triton.jit
+@no_type_check
+def _word_of_table(numbers_ptr, code_ptr, op, size, i, j):
+    """The same for instructions with a table, which all test for 1."""
+    table_ptr = numbers_ptr + tl.load(code_ptr + 5)
+    entries = tl.load(code_ptr + 6)
     extra = tl.load(code_ptr + 7)
-    x = i - j
-    if op == _QUERY:
-        x = i + j * 0
-    elif op == _KEY:
-        x = j + i * 0
-    elif op == _DISTANCE_REMAINDER:
-        x = (x + extra) % size
-    elif op == _KEY_REMAINDER:
-        x = j % size + i * 0
-    elif op == _GRID_ROW:
-        x = i // size - j // size
-    elif op == _GRID_COLUMN:
-        x = i % size - j % size
-    elif op >= _QUERY_LISTED:
-        table_ptr = numbers_ptr + tl.load(code_ptr + 5)
-        entries = tl.load(code_ptr + 6)
-        if op == _QUERY_LISTED:
-            x = _at_most(table_ptr, entries, size, i) - _at_most(table_ptr, entries, size, i - 1) + j * 0
-        elif op == _KEY_LISTED:
-            x = _at_most(table_ptr, entries, size, j) - _at_most(table_ptr, entries, size, j - 1) + i * 0
-        elif op == _DOCUMENT:
-            row = tl.load(table_ptr + entries + _at_most(table_ptr, entries, size, i))
-            column = tl.load(table_ptr + entries + _at_most(table_ptr, entries, size, j))
-            x = ((row == column) & (row >= 0)).to(tl.int32)
-        else:
-            row_ptr = table_ptr + (i // size - extra) * entries
-            x = x * 0
-            for n in range(entries):
-                x = x | (tl.load(row_ptr + n) == j // size).to(tl.int32)
-    return x
+    word = i * 0 + j * 0
+    if op == _QUERY_LISTED:
+        count = _at_most(table_ptr, entries, size, i) - _at_most(table_ptr, entries, size, i - 1)
+        word -= count
+    elif op == _KEY_LISTED:
+        at = _at_most(table_ptr, entries, size, j - 1)
+        for _ in range(tl.minimum(entries, 32)):
+            bit = tl.load(table_ptr + tl.minimum(at, entries - 1)) - j
+            word |= tl.where(at < entries, run_of_bits(bit, bit), 0)
+            at += 1
+    elif op == _DOCUMENT:
+        own = tl.load(table_ptr + entries + _at_most(table_ptr, entries, size, i))
+        run = _at_most(table_ptr, entries, size, j)
+        runs = _at_most(table_ptr, entries, size, j + 31) - run + 1
+        for _ in range(tl.max(runs)):
+            inside = run < entries
+            begin = tl.load(table_ptr + tl.minimum(run, entries) - 1, mask=run > 0, other=0)
+            end = tl.load(table_ptr + run, mask=inside, other=0)
+            document = tl.load(table_ptr + entries + run, mask=inside, other=-1)
+            word |= tl.where((document == own) & (own >= 0), run_of_bits(begin - j, end - 1 - j), 0)
+            run += 1
+    else:
+        row_ptr = table_ptr + (i // size - extra) * entries
+        for n in range(entries):
+            first = tl.load(row_ptr + n) * size - j
+            word |= run_of_bits(first, first + size - 1)
+    return word
 
 
 @triton.jit
@@ -111,6 +171,8 @@ def kept_within(numbers_ptr, start, q_low, q_high, kv_low, kv_high):
     for n in range(tl.load(numbers_ptr + start)):
         code_ptr = numbers_ptr + start + 1 + n * _WIDTH
         op = tl.load(code_ptr)
+        low, high = tl.load(code_ptr + 1), tl.load(code_ptr + 2)
+        size, shift = tl.load(code_ptr + 3), tl.load(code_ptr + 4)
         if op == _NOT:
             top = nothing & 1
             nothing = (nothing & ~1) | (everything & 1)
@@ -124,10 +186,7 @@ def kept_within(numbers_ptr, start, q_low, q_high, kv_low, kv_high):
             joined = tl.where(op == _AND, everything & below, everything | below)
             everything = (below & ~1) | (joined & 1)
         else:
-            shift = tl.load(code_ptr + 4)
-            least, most = _range(numbers_ptr, code_ptr, op, q_low + shift, q_high + shift, kv_low, kv_high)
-            low = tl.load(code_ptr + 1)
-            high = tl.load(code_ptr + 2)
+            least, most = _range(numbers_ptr, code_ptr, op, size, q_low + shift, q_high + shift, kv_low, kv_high)
             nothing = (nothing << 1) | ((most < low) | (least > high)).to(tl.int32)
             everything = (everything << 1) | ((least >= low) & (most <= high)).to(tl.int32)
     return nothing & 1, everything & 1
@@ -170,9 +229,8 @@ def _one_document(table_ptr, entries, steps, distinct, i_low, i_high, j_low, j_h
 
 @triton.jit
 @no_type_check
-def _range(numbers_ptr, code_ptr, op, i_low, i_high, j_low, j_high):
+def _range(numbers_ptr, code_ptr, op, size, i_low, i_high, j_low, j_high):
     """Bounds of what an instruction tests within rectangles, as for `kept_within`."""
-    size = tl.load(code_ptr + 3)
     extra = tl.load(code_ptr + 7)
     least = i_low - j_high
     most = i_high - j_low
@@ -224,20 +282,19 @@ def _mixed_31(x):
     return x ^ (x >> 15)
 
 
-@triton.jit(do_not_specialize=["at", "first", "rows", "key_blocks", "picks", "seed"])
+@triton.jit
 @no_type_check
-def draw_blocks(numbers_ptr, at, first, rows, key_blocks, picks, seed, ROWS: tl.constexpr):
-    """Draw the key blocks of some rows, as `rules.RandomBlocks.choose` does."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def draw_blocks(table_ptr, row, first, rows, key_blocks, picks, seed):
+    """Draw the key blocks of some rows of a table that begins with row `first`, as `rules.RandomBlocks.choose` does."""
     ok = row < rows
-    table_ptr = numbers_ptr + at + row * picks
+    row_ptr = table_ptr + row * picks
     own = (first + row).to(tl.int64) * 1000003 + seed.to(tl.int64) * 104729
     for turn in range(picks):
         top = key_blocks - picks + turn
         draw = (_mixed_31(_mixed_31((own + turn * 7919) & 0x7FFFFFFF) + 0x9E3779B) % (top + 1)).to(tl.int32)
         taken = draw < 0
         for earlier in range(turn):
-            taken = taken | (tl.load(table_ptr + earlier, mask=ok, other=0) == draw)
-        tl.store(table_ptr + turn, tl.where(taken, top, draw), mask=ok)
+            taken = taken | (tl.load(row_ptr + earlier, mask=ok, other=0) == draw)
+        tl.store(row_ptr + turn, tl.where(taken, top, draw), mask=ok)
         # Later turns may read it by another thread.
         tl.debug_barrier()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import functools
+import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from types import ModuleType
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,15 +18,22 @@ from stof.masks.base import Mask
 from stof.masks.program import Programs, programs_of
 from stof.masks.tensors import DenseMask
 
-# Scores that a kernel's program handles at once, and its warps. Running a mask's program, a thread has registers for 8
-# scores; reading a dense mask 16 bytes at a time, for more, and then one warp holds enough rows and needs no barriers.
-_SCORES_RUN, _WARPS_RUN = 2**10, 4
-_SCORES_READ, _WARPS_READ = 2**11, 1
-# Rows of blocks that one program draws.
-_DRAWN = 2**7
+# Scores that a kernel's program handles at once, so that each of its threads has registers for them: running a mask's
+# program a bit takes none, reading a dense mask 16 bytes at a time a byte takes a quarter.
+_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS = 2**14, 2**10, 2**13
+# Numbers that one program of `prepare` clears.
+_CLEARED = 2**10
+# Numbers of a letter that is kept for the next build, and letters that nobody uses.
+_LETTER = 2**12
+# Glances at a letter, some 0.2 ms, before the host waits like everybody.
+_GLANCES = 1000
+_letters: list[Letter] = []
 
 # Devices whose Triton does not compile the kernels, or has none.
 _without: set[torch.device] = set()
+
+# What a kernel reads: programs, bytes of dense masks, or four of their bytes, four columns, as one int32.
+PROGRAM, BYTES, QUADS = range(3)
 
 T = TypeVar("T")
 
@@ -36,7 +45,9 @@ def on_device(device: torch.device, make: Callable[[torch.device], T | None]) ->
     if device in _without:
         return None
     try:
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return make(device)
+        with torch.cuda.device(device):
             return make(device)
     except (KernelError, ImportError) as error:
         _without.add(device)
@@ -45,52 +56,109 @@ def on_device(device: torch.device, make: Callable[[torch.device], T | None]) ->
         return None
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
+@functools.cache
+def triton_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
+    """`kernels`, `reading` and `launch`, imported when first needed; an import statement takes a while every time."""
+    from stof.layout.device import kernels, launch, reading
+
+    return kernels, reading, launch
+
+
+class Letter:
+    """Numbers on the host that kernels read and write where they lie: in pinned memory for those of a GPU.
+
+    Having them copied, and making tensors of them, takes several times as long as all kernels of a build. One letter
+    belongs to one build, until it is read.
+
+    Attributes:
+        tensor: int32.
+        numbers: the same memory as a ctypes array.
+    """
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.pinned = pinned
+        self.tensor = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self.numbers = (ctypes.c_int32 * size).from_address(self.tensor.data_ptr())
+
+    @staticmethod
+    def of(found: int, numbers: list[int], pinned: bool) -> Letter:
+        """A letter with room for some numbers, 0 until they are written, followed by these."""
+        end = found + len(numbers)
+        if not pinned or end > _LETTER:
+            letter = Letter(end, pinned)
+        else:
+            try:
+                letter = _letters.pop()  # by one thread only
+            except IndexError:
+                letter = Letter(_LETTER, pinned)
+        letter.numbers[:end] = [0] * found + numbers  # type: ignore[assignment]  # they become c_int32
+        return letter
+
+    def wait(self, count: int, device: torch.device) -> None:
+        """Wait until kernels have written the first `count` numbers, none of them 0, or until they have ended."""
+        if device.type != "cuda":
+            return
+        if count:
+            # A number is seen much earlier than the driver says that its kernel has ended.
+            for _ in range(_GLANCES):
+                if 0 not in self.numbers[:count]:
+                    return
+        torch.cuda.current_stream(device).synchronize()
+
+    def read(self, count: int) -> list[int]:
+        """The first numbers. The kernels have ended: the next build may have the letter."""
+        found = self.numbers[:count]
+        if self.pinned and len(self.numbers) == _LETTER:
+            _letters.append(self)
+        return found
+
+
+class Source(NamedTuple):
     """What the kernels read.
 
     Attributes:
-        tensor: programs, int32; or bytes of a dense mask `[.., Sq, Skv]`, as they are or four as one int32.
-        entries: int32 `[P]`, which (batch, head) entry of a dense mask each of several patterns is; else None.
+        dense: bytes of a dense mask `[.., Sq, Skv]`, as they are or four as one int32; None where there are programs.
+        kind: PROGRAM, BYTES or QUADS.
+        programs: of the masks; or in their place, which (batch, head) entry of a dense mask each pattern is.
         strides: of batch, heads, queries and keys of a dense mask; of four int32 where it is read so.
         heads: entries of a dense mask in one batch entry.
         patterns: masks there are.
     """
 
-    tensor: Tensor
-    entries: Tensor | None
+    dense: Tensor | None
+    kind: int
+    programs: Programs
     strides: tuple[int, ...]
     heads: int
     patterns: int
 
-    @property
-    def kind(self) -> int:
-        """One of the constants of `reading.py`."""
-        from stof.layout.device import reading
-
-        if self.tensor.ndim == 1:
-            return int(reading.PROGRAM)
-        return int(reading.QUADS if self.reads_quads else reading.BYTES)
-
-    @property
-    def reads_quads(self) -> bool:
-        """Whether a dense mask is read as int32."""
-        return self.tensor.ndim > 1 and self.tensor.dtype == torch.int32
-
-    @property
-    def num_warps(self) -> int:
-        """Of a program that evaluates scores."""
-        return _WARPS_READ if self.reads_quads else _WARPS_RUN
-
     def rows_at_once(self, block_m: int, columns: int) -> int:
         """Rows of a row block that a program handles together: a power of two that divides them."""
-        scores = _SCORES_READ if self.reads_quads else _SCORES_RUN
+        scores = (_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS)[self.kind]
         return min(block_m & -block_m, max(1, scores // columns))
 
+    def prepared(self, zeros: int, rest: int, found: int, device: torch.device) -> tuple[Tensor, Letter, int]:
+        """What kernels start from, made without waiting for what the device does.
 
-def put(device: torch.device, numbers: list[int]) -> Tensor:
-    """int32, without waiting for what the device does."""
-    return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+        Args:
+            zeros, rest: numbers that are 0 at first, and numbers that may be anything.
+            found: numbers that the device has to tell.
+            device: the current one.
+
+        Returns:
+            int32 on the device, zeros first; a letter in which kernels may write the first `found` numbers; and where
+            the numbers of the programs begin.
+        """
+        _, reading, launching = triton_modules()
+        numbers, _, draws, drawn = self.programs
+        first, count = zeros + rest + drawn, len(numbers)
+        state = torch.empty(first + count, dtype=torch.int32, device=device)
+        numbers = list(itertools.chain(numbers, *draws))
+        letter = Letter.of(found, numbers, device.type == "cuda")
+        sizes = (found, zeros, first, count, len(draws))
+        programs = -(-max(zeros, count, drawn) // _CLEARED)
+        launching.launch(reading.prepare, programs, (letter.tensor, state), sizes, (), device=device)
+        return state, letter, first
 
 
 def source_of(
@@ -101,8 +169,7 @@ def source_of(
         programs = programs_of(mask, q_len, kv_len, [divmod(entry, mask_heads) for entry in entries])
         if programs is None:
             return None
-        numbers = _with_draws(programs, device)
-        return Source(numbers, None, (0, 0, 0, 0), 1, len(entries))
+        return Source(None, PROGRAM, programs, (0, 0, 0, 0), 1, len(entries))
     keep = mask.keep
     if keep.device != device:
         return None
@@ -111,25 +178,9 @@ def source_of(
     strides = keep.stride()
     if max(map(abs, strides)) >= 2**31:
         return None
+    heads, places = keep.shape[1], Programs(entries, 0, [], 0)
     aligned = not (kv_len % 16 or keep.data_ptr() % 16 or any(n % 16 for n in strides[:3]))
     if aligned and strides[3] == 1:
-        keep, strides = keep.view(torch.int32), (*(n // 16 for n in strides[:3]), 1)
-    else:
-        keep = keep.view(torch.uint8)
-    places = put(device, entries) if len(entries) > 1 else None
-    return Source(keep, places, strides, keep.shape[1], len(entries))
-
-
-def _with_draws(programs: Programs, device: torch.device) -> Tensor:
-    """Programs on the device, followed by the tables that it fills."""
-    if not programs.draws:
-        return put(device, programs.numbers)
-
-    from stof.layout.device.launch import launch
-    from stof.layout.device.programs import draw_blocks
-
-    numbers = torch.empty(programs.length, dtype=torch.int32, device=device)
-    numbers[: len(programs.numbers)].copy_(put(device, programs.numbers))
-    for draw in programs.draws:
-        launch(draw_blocks, -(-draw.rows // _DRAWN), (numbers,), tuple(draw), (_DRAWN,), num_warps=4, device=device)
-    return numbers
+        strides = (*(n // 16 for n in strides[:3]), 1)
+        return Source(keep.view(torch.int32), QUADS, places, strides, heads, len(entries))
+    return Source(keep.view(torch.uint8), BYTES, places, strides, heads, len(entries))

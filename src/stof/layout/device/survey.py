@@ -16,6 +16,8 @@ _MOST = 2**22
 # Columns of a program, and kinds of slabs: powers of two up to them.
 _COLUMNS = 256
 _KINDS = _COLUMNS.bit_length()
+# Rows at once at most: a thread has registers for 32 scores.
+_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -73,23 +75,29 @@ def _counted(
     from stof.layout.device.launch import launch
 
     places = [patterns * blocks * _KINDS * 2 for blocks in row_blocks]
-    counts = torch.zeros(sum(places) + patterns * q_len, dtype=torch.int32, device=device)
-    tensors = (source.tensor, counts if source.entries is None else source.entries, counts)
+    counted = sum(places) + patterns * q_len
+    state, letter, first = source.prepared(counted, 0, 0, device)
+    tensors = (state if source.dense is None else source.dense, state)
     for n, (height, blocks) in enumerate(zip(heights, row_blocks, strict=True)):
         # Every pass sees every score: the first counts those of rows.
         first_row = -1 if n else sum(places)
-        numbers = (*source.strides, source.heads, q_len, kv_len, blocks, columns, patterns, sum(places[:n]), first_row)
-        constants = (source.kind, height, _COLUMNS, source.rows_at_once(height, _COLUMNS))
-        launch(
-            count_slabs,
-            patterns * blocks * columns,
-            tensors,
-            numbers,
-            constants,
-            num_warps=source.num_warps,
-            device=device,
+        sizes = (
+            *source.strides,
+            source.heads,
+            q_len,
+            kv_len,
+            blocks,
+            columns,
+            patterns,
+            first,
+            first + source.programs.first,
         )
-    *parts, kept = counts.cpu().split([*places, patterns * q_len])
+        constants = (source.kind, height, _COLUMNS, min(source.rows_at_once(height, _COLUMNS), _ROWS))
+        numbers = (*sizes, sum(places[:n]), first_row)
+        launch(count_slabs, patterns * blocks * columns, tensors, numbers, constants, device=device)
+    counts = state[:counted].cpu()
+    letter.read(0)
+    *parts, kept = counts.split([*places, patterns * q_len])
     shaped = {
         height: part.view(patterns, blocks, _KINDS, 2)
         for height, blocks, part in zip(heights, row_blocks, parts, strict=True)
