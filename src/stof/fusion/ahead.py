@@ -41,6 +41,14 @@ class CompileAhead:
         self._ended = False
         self._answered = threading.Condition()
 
+    @staticmethod
+    def on(device: torch.device) -> CompileAhead | None:
+        """As many processes as Inductor has; none where it compiles in this one, or nothing is compiled."""
+        from torch._inductor import config
+
+        threads = int(config.compile_threads)
+        return CompileAhead(threads) if device.type == "cuda" and threads > 1 else None
+
     def start(self, claim: Claim, configs: Sequence[str]) -> None:
         """Have the kernels of a claim's configurations compiled."""
         new = [config for config in configs if (claim.problem.text(), config) not in self._wanted]

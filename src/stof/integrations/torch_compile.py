@@ -121,7 +121,12 @@ class CompileOptions:
         seconds, per_segment = EFFORTS[self.effort]
         seconds = self.budget_s or seconds
         return Search(
-            SegmentTimer(), seconds, per_segment, self._shown(), store=self._store(device), ahead=_compiling(device)
+            SegmentTimer(),
+            seconds,
+            per_segment,
+            self._shown(),
+            store=self._store(device),
+            ahead=CompileAhead.on(device),
         )
 
     def known(self, device: torch.device) -> Known:
@@ -214,14 +219,6 @@ def stof_backend(
             search.store.update(Contents(races={key: (fused_us, plain_us)}))
 
     return Race(compiled(gm, report.digest), compiled(plain, ""), report, parsed.tell, keep)
-
-
-def _compiling(device: torch.device) -> CompileAhead | None:
-    """As many processes as Inductor has; none where it compiles in this one, or nothing is compiled."""
-    from torch._inductor import config
-
-    threads = int(config.compile_threads)
-    return CompileAhead(threads) if device.type == "cuda" and threads > 1 else None
 
 
 def _inductor(
