@@ -17,11 +17,11 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from stof.fusion.nodes import column_slice, same_size, through_identities, value_of
-from stof.fusion.operators import NORMS, Kind, Operator
+from stof.fusion.operators import NORMS, Kind, Operator, dtype_name
 from stof.fusion.rotation import cuts, rotations
 from stof.fusion.sizes import Values, is_symbolic, size_hint, values_for
 from stof.fusion.templates.buckets import SMALLEST
-from stof.fusion.templates.config import GATED, ROW_SCALED, GemmShape
+from stof.fusion.templates.config import GATED, ROW_SCALED, SCALED, GemmShape
 from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template, no_kernel
 from stof.fusion.templates.run import row_factors
 
@@ -111,7 +111,7 @@ def claims(operators: Sequence[Operator], serving: Serving) -> tuple[list[Claim]
     refused: list[Refusal] = []
     kinds = tuple(operator.kind for operator in operators)
     for template in TEMPLATES:
-        if not template.covers(kinds):
+        if not template.covers(kinds) or (template.name == SCALED and not any(o.quantised for o in operators)):
             continue
         found = _claim(template, operators)
         if isinstance(found, Claim):
@@ -133,6 +133,9 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     norm = next((operator for operator in operators if operator.kind in NORMS), None)
     act = next((operator for operator in operators if operator.kind in (Kind.ACTIVATION, Kind.GATE)), None)
     add = next((operator for operator in operators if operator.kind is Kind.RESIDUAL), None)
+    quantised = linear.quantised if template.name == SCALED else None
+    if quantised is None and linear.quantised is not None and linear.quantised.late:
+        return "the result's columns are scaled"
     inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
     residual: fx.Node | None = None
     rotaries = [operator for operator in operators if operator.kind is Kind.ROTARY]
@@ -155,12 +158,14 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
             owner = next((operator for operator in operators if node in operator.nodes), operators[0])
             return f"the value of {owner.label} is used elsewhere as well"
     x = operators[0].inputs[0]
-    problem = _unfit(x, linear, norm, residual, results) or _unfolded(template, norm, linear)
+    weights = [linear.weight] if quantised is None else [quantised.values, quantised.scale]
+    problem = _unfit(x, linear, weights, norm, residual, results) or _unfolded(template, norm, linear)
     if problem:
         return problem
     arguments: dict[str, Any] = {
         "x": x,
-        "weight": linear.weight,
+        "weight": linear.weight if quantised is None else quantised.values,
+        "scale": None if quantised is None else quantised.scale,
         "bias": linear.bias,
         "residual": residual,
         "activation": act.activation if act is not None else "none",
@@ -204,6 +209,7 @@ def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) ->
         transposed=linear.transposed,
         head_dim=arguments.get("head_dim", 0),
         turned=arguments.get("turned", 0),
+        stored="" if arguments["scale"] is None else dtype_name(arguments["weight"]),
         aligned=all(size * x.element_size() % 16 == 0 for size in (n, k)),
     )
     return Problem(shape, x.dtype, x.device)
@@ -251,10 +257,15 @@ def _results(template: Template, operators: Sequence[Operator]) -> tuple[fx.Node
 
 
 def _unfit(
-    x: fx.Node, linear: Operator, norm: Operator | None, residual: fx.Node | None, results: tuple[fx.Node, ...]
+    x: fx.Node,
+    linear: Operator,
+    weights: Sequence[fx.Node | None],
+    norm: Operator | None,
+    residual: fx.Node | None,
+    results: tuple[fx.Node, ...],
 ) -> str:
     """A reason when tensors are not what the operators take: plain, of one dtype and device, norms over one vector."""
-    nodes = [x, linear.weight, linear.bias, residual, *results]
+    nodes = [x, *weights, linear.bias, residual, *results]
     nodes += [norm.weight, norm.bias] if norm is not None else []
     values = [value_of(node) for node in nodes if node is not None]
     if any(value is None for value in values):
@@ -263,7 +274,9 @@ def _unfit(
     kinds = {type(value) for value in tensors} - {FakeTensor, Tensor, torch.nn.Parameter}
     if kinds:
         return f"an operand is a {', '.join(kind.__name__ for kind in kinds)}"
-    dtypes = {value.dtype for value in tensors}
+    # Values and factors of a quantised weight have dtypes of their own, which were looked at where it was recognised.
+    other = [value_of(node) for node in weights] if len(weights) > 1 else []
+    dtypes = {value.dtype for value in tensors if all(value is not one for one in other)}
     if len(dtypes) > 1:
         return f"dtypes differ: {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
     if tensors[0].dtype not in _DTYPES:

@@ -11,8 +11,9 @@ from stof.errors import ArgumentError
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
+SCALED = "scaled_linear"  # its weight is of 8-bit values
 TEMPLATES = (
-    "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear"
+    "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear", SCALED
 )  # fmt: skip
 # Their weight has the rows of the gate first, then those of what is gated.
 GATED = ("gated_linear", "rms_gated_linear")
@@ -22,6 +23,8 @@ ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
 KINDS = ("tile", "persistent", "pingpong", "together", "cublas")
 GLUON = ("pingpong", "together")
 HALVES = (torch.float16, torch.bfloat16)
+# What weights may be stored as, and the least compute capability that converts it.
+STORED = {torch.int8: (8, 0), torch.float8_e4m3fn: (8, 9)}
 # cuBLAS has better products than ours: there to be measured, not by default.
 _IF_MEASURED = (torch.float32,)
 _LEAST_CAPABILITY = (8, 0)
@@ -46,6 +49,7 @@ class GemmShape:
         bias, residual: whether there is one.
         transposed: the weight's columns are contiguous in memory (`[K, N]` stored, seen as `[N, K]`).
         head_dim, turned: heads of that width are rotated in the first `turned` columns; 0 for none.
+        stored: the dtype of the weight's values, "int8", where that is not the product's; each column has a factor.
         aligned: TMA can read x, weight and residual (16-byte addresses and row strides) and write the result.
     """
 
@@ -61,11 +65,16 @@ class GemmShape:
     transposed: bool = False
     head_dim: int = 0
     turned: int = 0
+    stored: str = ""
     aligned: bool = True
 
     @property
     def gated(self) -> bool:
         return self.template in GATED
+
+    def weight_size(self, itemsize: int) -> int:
+        """Bytes of one of the weight's values; `itemsize` of x's."""
+        return getattr(torch, self.stored).itemsize if self.stored else itemsize
 
     @property
     def commutes(self) -> bool:
@@ -137,9 +146,9 @@ class GemmConfig:
     def shared_memory(self, shape: GemmShape, itemsize: int) -> int:
         """Bytes that one program takes, compiler's extras left out."""
         width = self.block_n // 2 if shape.gated else self.block_n
-        loads = self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
         if self.kind == "tile":
-            return loads
+            return self.stages * (self.block_m * itemsize + self.block_n * shape.weight_size(itemsize)) * self.block_k
+        loads = self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
         if self.kind == "persistent":
             # The result on its way out; a residual is read in rows and goes the same way to the accumulator's order.
             tile = self.block_m * width * itemsize // (2 if self.halves else 1)
@@ -189,6 +198,10 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         return [f"{config.kind} does not scale rows of {dtype}"]
     if shape.head_dim and config.kind not in ("tile", "pingpong"):
         return [f"{config.kind} does not rotate heads"]
+    if shape.stored and (
+        config.kind != "tile" or dtype not in HALVES or capability < STORED[getattr(torch, shape.stored)]
+    ):
+        return [f"{config.kind} does not multiply {dtype} by {shape.stored} on compute capability {capability}"]
     if config.kind == "cublas":
         return _unfit_for_cublas(shape)
     found = []
@@ -291,7 +304,7 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     """Best first, by what fills the device: few tiles of large ones, or many of small ones, split where too few."""
     large = -(-shape.m // 128) * -(-shape.n // 128) * (2 if shape.gated else 1)
     tile = GemmConfig("tile", 64, max(64, shape.head_dim), 64, warps=4, stages=4)
-    if 2 * large < processors:
+    if 2 * large < processors or (shape.stored and shape.m <= 64):
         small = _for_few_rows(shape, processors)
         return [small, replace(small, stages=2), replace(small, block_k=32, stages=2)]
     return [
@@ -309,7 +322,10 @@ def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     As found on an H200 for BERT's products at 128 tokens, one call after the other; `stof bench gemm --chain` times
     them so, no file records it yet. Up to 32 rows are not measured.
     """
-    if shape.m <= 32:
+    if shape.stored:
+        rows = 16 if shape.m <= 16 else 32 if shape.m <= 32 else 64
+        small = GemmConfig("tile", rows, 64, 128, warps=4, stages=4)
+    elif shape.m <= 32:
         small = GemmConfig("tile", 16 if shape.m <= 16 else 32, 64, 64, warps=4, stages=4)
     elif shape.template == "linear_norm" or shape.gated or shape.head_dim:
         small = GemmConfig("tile", 64, 64, 128, warps=4, stages=3)
@@ -321,68 +337,3 @@ def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     # A norm afterwards adds up for nothing what programs leave; without one, they do so after a wait for the last.
     least = 768 if small.block_n == 32 else 256
     return replace(small, split=max(1, min(8, processors // tiles, shape.k // least)))
-
-
-def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[GemmConfig]:
-    """Configurations worth measuring for a shape: those of the list below that fit and do not waste most of a tile."""
-    found = []
-    for config in _CANDIDATES:
-        tall = config.block_m > 16 and config.block_m >= 4 * shape.m
-        wide = config.block_n > 32 and config.block_n >= 4 * shape.n * (2 if shape.gated else 1)
-        # Splitting pays where the tiles alone leave most of a device idle.
-        tiles = -(-shape.m // config.block_m) * -(-shape.n // config.block_n) if config.block_m else 1
-        idle = config.split == 1 or tiles * config.split <= 512
-        # Fewer programs than that leave nine tenths of a large GPU idle; small tiles do not.
-        small = config.block_m * config.block_n <= 64 * 64
-        few = tiles * config.split < 13 and not small
-        many = tiles > 2048 and small and config.kind != "cublas"
-        if not (tall or wide or few or many) and idle and not unfit(config, shape, dtype, capability):
-            found.append(config)
-    return found
-
-
-_CANDIDATES = (
-    GemmConfig("cublas"),
-    GemmConfig("pingpong", 128, 128, 64, stages=5),
-    GemmConfig("pingpong", 128, 128, 64, stages=6),
-    GemmConfig("pingpong", 64, 256, 64, stages=4),
-    GemmConfig("pingpong", 64, 128, 64, stages=7),
-    GemmConfig("together", 256, 128, 64, stages=6),
-    GemmConfig("together", 256, 128, 64, stages=5),
-    GemmConfig("together", 256, 128, 64, stages=3),
-    GemmConfig("together", 256, 128, 64, stages=6, group=4),
-    GemmConfig("together", 128, 256, 64, stages=5),
-    GemmConfig("together", 128, 256, 64, stages=3),
-    GemmConfig("together", 128, 128, 64, stages=7),
-    GemmConfig("together", 128, 192, 64, stages=5),
-    GemmConfig("together", 128, 192, 64, stages=4),
-    GemmConfig("persistent", 128, 256, 64, warps=8, stages=3),
-    GemmConfig("persistent", 128, 256, 64, warps=8, stages=3, halves=True),
-    GemmConfig("persistent", 128, 128, 64, warps=8, stages=4),
-    GemmConfig("persistent", 128, 128, 64, warps=4, stages=3, halves=True),
-    GemmConfig("tile", 128, 256, 64, warps=8, stages=3),
-    GemmConfig("tile", 128, 128, 64, warps=8, stages=3),
-    GemmConfig("tile", 128, 128, 64, warps=4, stages=3),
-    GemmConfig("tile", 128, 128, 32, warps=4, stages=3),
-    GemmConfig("tile", 128, 64, 64, warps=4, stages=4),
-    GemmConfig("tile", 64, 128, 64, warps=4, stages=4),
-    GemmConfig("tile", 64, 64, 64, warps=4, stages=4),
-    GemmConfig("tile", 64, 64, 32, warps=4, stages=3),
-    GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=2),
-    GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=4),
-    GemmConfig("tile", 64, 64, 64, warps=4, stages=4, split=8),
-    GemmConfig("tile", 64, 64, 64, warps=4, stages=6),
-    GemmConfig("tile", 64, 64, 64, warps=4, stages=6, split=5),
-    GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=3),
-    GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=5),
-    GemmConfig("persistent", 64, 64, 128, warps=4, stages=3),
-    GemmConfig("tile", 64, 32, 128, warps=4, stages=4),
-    GemmConfig("tile", 64, 32, 128, warps=4, stages=4, split=2),
-    GemmConfig("tile", 64, 32, 128, warps=4, stages=4, split=4),
-    GemmConfig("tile", 32, 64, 128, warps=4, stages=4),
-    GemmConfig("tile", 32, 64, 128, warps=4, stages=4, split=4),
-    GemmConfig("tile", 16, 32, 128, warps=4, stages=3),
-    GemmConfig("tile", 16, 64, 128, warps=4, stages=4),
-    GemmConfig("tile", 16, 64, 128, warps=4, stages=4, split=4),
-    GemmConfig("tile", 16, 32, 256, warps=4, stages=3, split=2),
-)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from stof.fusion.operators import NORMS, Kind
-from stof.fusion.templates import ops, twins
+from stof.fusion.templates import ops, scaled, twins
 from stof.fusion.templates.buckets import bucket_of
-from stof.fusion.templates.config import GemmShape, configs, default, unserved
+from stof.fusion.templates.candidates import configs
+from stof.fusion.templates.config import GemmShape, default, unserved
 
 # What the break-even table of docs/fusion.md asks for at K = 1024.
 _ASSUMED_SHARE = 0.76
@@ -134,9 +135,17 @@ _OPERATORS = {
     "rms_linear": ops.rms_linear,
     "rms_gated_linear": ops.rms_gated_linear,
     "rotary_linear": ops.rotary_linear,
+    "scaled_linear": scaled.scaled_linear,
 }
 
 TEMPLATES: tuple[Template, ...] = (
+    # By rule only where a product takes as long as its weight is copied, whatever share of cuBLAS's speed that is.
+    Template(
+        "scaled_linear",
+        (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
+        twins.scaled_linear,
+        passes=2,
+    ),
     Template(
         "linear",
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),

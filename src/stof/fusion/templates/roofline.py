@@ -33,5 +33,6 @@ def floor_us(
     depth = -(-shape.k // config.split)
     rate = _PER_CYCLE.get(capability, _MOST_PER_CYCLE) * 2 / max(2, dtype.itemsize)
     multiply = 2.0 * config.block_m * config.block_n * depth / rate
-    read = (config.block_m + config.block_n) * depth * dtype.itemsize / _L2_BYTES.get(capability, _MOST_L2_BYTES)
+    row_bytes = config.block_m * dtype.itemsize + config.block_n * shape.weight_size(dtype.itemsize)
+    read = row_bytes * depth / _L2_BYTES.get(capability, _MOST_L2_BYTES)
     return -(-programs // processors) * max(multiply, read) / _CYCLES.get(capability, _MOST_CYCLES)
