@@ -50,8 +50,8 @@ class CompileAhead:
         return CompileAhead(threads) if device.type == "cuda" and threads > 1 else None
 
     def start(self, claim: Claim, configs: Sequence[str]) -> None:
-        """Have the kernels of a claim's configurations compiled."""
-        new = [config for config in configs if (claim.problem.text(), config) not in self._wanted]
+        """Have the kernels of a claim's configurations compiled; TileLang's are compiled where they are measured."""
+        new = [c for c in configs if (claim.problem.text(), c) not in self._wanted and "tilelang" not in c]
         if not new:
             return
         with torch._guards.tracing(None), torch.no_grad():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from stof.errors import ArgumentError
+from stof.fusion.templates.machine import tilelang_installed
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
@@ -19,8 +20,9 @@ TEMPLATES = (
 GATED = ("gated_linear", "rms_gated_linear")
 # They may be given an RMSNorm's row factors, whose weight is folded into the product's.
 ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
-# tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. cublas: PyTorch's own product.
-KINDS = ("tile", "persistent", "pingpong", "together", "cublas")
+# tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. tilelang: TileLang, where it is
+# installed. cublas: PyTorch's own product.
+KINDS = ("tile", "persistent", "pingpong", "together", "tilelang", "cublas")
 GLUON = ("pingpong", "together")
 HALVES = (torch.float16, torch.bfloat16)
 # What weights may be stored as, and the least compute capability that converts it.
@@ -146,7 +148,7 @@ class GemmConfig:
     def shared_memory(self, shape: GemmShape, itemsize: int) -> int:
         """Bytes that one program takes, compiler's extras left out."""
         width = self.block_n // 2 if shape.gated else self.block_n
-        if self.kind == "tile":
+        if self.kind in ("tile", "tilelang"):
             return self.stages * (self.block_m * itemsize + self.block_n * shape.weight_size(itemsize)) * self.block_k
         loads = self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
         if self.kind == "persistent":
@@ -187,7 +189,7 @@ class GemmConfig:
 
 
 _PATTERN = re.compile(
-    r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(,(?P<warps>\d+)w)?,(?P<stages>\d+)s,(?P<kind>tile|persistent|pingpong|together)"
+    r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(,(?P<warps>\d+)w)?,(?P<stages>\d+)s,(?P<kind>tilelang|tile|persistent|pingpong|together)"
     r"(,split(?P<split>\d+))?(,group(?P<group>\d+))?(?P<halves>,halves)?"
 )
 
@@ -232,8 +234,19 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append("tiles hold whole heads, all of them rotated or none")
     if config.block_m * config.block_n > 128 * 256:
         found.append("the accumulator is larger than the registers")
-    if config.kind != "tile":
+    if config.kind == "tilelang":
+        found += _unfit_for_tilelang(shape)
+    elif config.kind != "tile":
         found += _unfit_for_tma(config, shape, capability)
+    return found
+
+
+def _unfit_for_tilelang(shape: GemmShape) -> list[str]:
+    found = []
+    if not tilelang_installed():
+        found.append("TileLang is not installed (pip install 'stof[tilelang]')")
+    if shape.template != "linear" or shape.transposed or not shape.aligned:
+        found.append("TileLang computes plain products of rows and weights aligned to 16 bytes")
     return found
 
 

@@ -148,6 +148,8 @@ def compute(call: Product, config: GemmConfig) -> Tensor:
             _tile(call, config, out, None, mean, rstd)
         elif config.kind == "persistent":
             _persistent(call, config, out)
+        elif config.kind == "tilelang":
+            _tilelang(call, config, out)
         else:
             _hopper(call, config, out, rstd)
     return out.view(*call.lead, call.shape.n)
@@ -266,6 +268,13 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
             x, weights(width - config.side), weights(config.side) if config.side else None, *given, SIDE=config.side,
             A_STAGES=config.row_stages, B_STAGES=config.stages, LAG=config.lag, **common, num_warps=4, launch_pdl=True,
         )  # fmt: skip
+
+
+def _tilelang(call: Product, config: GemmConfig, out: Tensor) -> None:
+    from stof.fusion.templates.tilelang_gemm import launch
+
+    residual = None if call.residual is None else call.residual.contiguous()
+    launch(config, call.x.contiguous(), call.weight.contiguous(), call.bias, residual, call.activation, out)
 
 
 def _positions(call: Product) -> tuple[Tensor | None, Tensor | None, int, int]:
