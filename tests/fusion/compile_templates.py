@@ -23,7 +23,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stof.fusion.templates import GemmConfig, configs, hopper_pingpong, hopper_together, run, triton_gemm, triton_norm
+from stof.fusion.templates import (
+    GemmConfig,
+    chain,
+    configs,
+    hopper_pingpong,
+    hopper_together,
+    run,
+    triton_chain,
+    triton_gemm,
+    triton_norm,
+)  # fmt: skip
 from stof.fusion.templates.config import ROW_SCALED, GemmShape
 from stof.fusion.templates.norms import Norm
 from stof.fusion.templates.run import Product, Rotary
@@ -145,8 +155,21 @@ def cases(every: bool) -> Iterator[Case]:
         yield case("int8", stored, text, (80, 90), bfloat)
         yield case("float8", floats, text, (89, 90, 100, 120))
         yield case("float8", floats, text, (90,), bfloat)
+    chained = GemmShape("chain_linear", 128, 768, 768, activation="gelu", bias=True, residual=True, inner=64)
+    for text in ("16x64x128,4w,3s,tile,split8", "64x128x64,4w,3s,tile,split2"):
+        yield case("chain", chained, text, ARCHS)
+        yield case("chain", replace(chained, inner=16), text, (80, 90), bfloat)
+    yield case("chain", replace(chained, inner=256), "64x64x32,4w,2s,tile", (80, 90))
     yield case("layer norm", layer, "64x64x64,4w,2s,tile", (80, 90))
     yield case("gelu", plain, "64x64x32,4w,3s,tile", (80,), torch.float32)
+
+
+def chain_of(case: Case) -> chain.Chain:
+    """The same of a chain."""
+    shape, dtype = case.shape, case.dtype
+    sizes = (shape.m, shape.k), (shape.inner, shape.k), (shape.inner,), (shape.n, shape.inner), (shape.n,)
+    given = [torch.empty(size, dtype=dtype) for size in sizes]
+    return chain.chain(*given, torch.empty(shape.m, shape.n, dtype=dtype), shape.activation)
 
 
 def product_of(case: Case) -> Product:
@@ -186,6 +209,7 @@ def recorded(case: Case) -> list[Recorder]:
         triton_norm: ("row_norm_kernel", "merged_norm_kernel", "row_statistics_kernel"),
         hopper_pingpong: ("pingpong_gemm_kernel",),
         hopper_together: ("together_gemm_kernel",),
+        triton_chain: ("chain_kernel",),
     }
     recorders: list[Recorder] = []
     with contextlib.ExitStack() as patched:
@@ -193,7 +217,9 @@ def recorded(case: Case) -> list[Recorder]:
             for name in kernels:
                 recorders.append(Recorder(getattr(module, name)))
                 patched.enter_context(mock.patch.object(module, name, recorders[-1]))
-        if case.shape.template == "linear_norm":
+        if case.shape.inner:
+            chain.compute(chain_of(case), case.config)
+        elif case.shape.template == "linear_norm":
             run.compute_normed(product_of(case), case.config, norm_of(case, case.shape.n))
         else:
             run.compute(product_of(case), case.config)
@@ -245,7 +271,7 @@ def compiled(case: Case, record: Recorder, arch: int) -> Compiled:
     made, options = source(record, arch)
     kernel = triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = _resources(kernel.asm["cubin"])
-    product = record.kernel.__name__.endswith("gemm_kernel")
+    product = record.kernel.__name__.endswith(("gemm_kernel", "chain_kernel"))
     return Compiled(
         kernel=record.kernel.__name__,
         name=f"{case.name} {str(case.dtype).removeprefix('torch.')}",

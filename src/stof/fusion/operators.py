@@ -54,6 +54,7 @@ class Operator:
         foldable: of norms: whether the weight may be folded into the product that follows.
         quantised: of LINEAR: what the weight is made of, if that is 8-bit values and factors; when those follow the
             product, `weight` has the values alone.
+        chainable: of LINEAR: whether it may be one of two products in a kernel (experimental).
     """
 
     kind: Kind
@@ -67,6 +68,7 @@ class Operator:
     eps: float = 0.0
     foldable: bool = False
     quantised: Quantised | None = None
+    chainable: bool = False
 
     @property
     def value(self) -> Tensor:

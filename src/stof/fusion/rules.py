@@ -57,6 +57,8 @@ def pays(claim: Claim, following: Operator | None = None) -> bool:
     A weight of 8-bit values: with few rows, where it is read as such and nothing but its bytes counts. What reads it
     dequantised pays only with more.
     """
+    if not claim.template.by_rule:
+        return False
     quantised = any(operator.quantised is not None for operator in claim.operators)
     if claim.problem.shape.stored:
         return bytes_bound(claim.problem.shape, claim.problem.dtype.itemsize)

@@ -55,6 +55,7 @@ class CompileOptions:
         fold: fold the weights of RMSNorms into the products after them, in a copy that takes as much memory as those
             products' weights. For weights that stay as they are: a change between calls is noticed, but not through
             `.data`, and not by a CUDA graph that was recorded before.
+        experimental: let a search try templates whose gain is not settled: two products in one kernel (adapters).
         twins: let the templates' PyTorch twins serve where no kernel does, on a CPU for example, to try and test them.
             They fuse nothing; otherwise those operators are left to Inductor, which does.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
@@ -75,6 +76,7 @@ class CompileOptions:
     cuda_graphs: bool = False
     deterministic: bool = False
     fold: bool = False
+    experimental: bool = False
     twins: bool = False
     report: bool | Callable[[FusionReport], object] = False
     progress: bool | Callable[[Progress], object] = False
@@ -88,7 +90,7 @@ class CompileOptions:
             raise ArgumentError(f"budget_s must be a positive number of seconds, got {self.budget_s!r}")
         if self.budget_s is not None and self.effort == "none":
             raise ArgumentError("budget_s limits measuring, and effort 'none' measures nothing; use 'quick' or 'full'")
-        for name in ("cuda_graphs", "deterministic", "fold", "twins"):
+        for name in ("cuda_graphs", "deterministic", "fold", "experimental", "twins"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.deterministic and self.effort != "none":
@@ -191,7 +193,13 @@ def stof_backend(
     plain = copy_module(gm) if search is not None else None
     try:
         report = fuse(
-            gm, search, twins=parsed.twins, fold=parsed.fold, known=parsed.known(device), replay=parsed.replay(device)
+            gm,
+            search,
+            twins=parsed.twins,
+            fold=parsed.fold,
+            experimental=parsed.experimental,
+            known=parsed.known(device),
+            replay=parsed.replay(device),
         )
     finally:
         if search is not None and isinstance(search.ahead, CompileAhead):

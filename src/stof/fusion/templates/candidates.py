@@ -9,6 +9,8 @@ from stof.fusion.templates.config import GemmConfig, GemmShape, unfit
 
 def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[GemmConfig]:
     """Configurations worth measuring for a shape: those of the lists below that fit and do not waste most of a tile."""
+    if shape.inner:
+        return [c for c in _FOR_CHAINS if c.block_m < 4 * shape.m + 16 and not unfit(c, shape, dtype, capability)]
     found = []
     for config in (*_CANDIDATES, *(_FOR_STORED if shape.stored else ())):
         tall = config.block_m > 16 and config.block_m >= 4 * shape.m
@@ -87,4 +89,12 @@ _FOR_STORED = (
     GemmConfig("tile", 32, 64, 128, warps=4, stages=4, split=8),
     GemmConfig("tile", 64, 64, 128, warps=4, stages=4),
     GemmConfig("tile", 64, 64, 128, warps=4, stages=4, split=8),
+)
+_FOR_CHAINS = (
+    *(GemmConfig("tile", 16, 64, 128, warps=4, stages=3, split=split) for split in (1, 4, 8, 16, 32)),
+    *(GemmConfig("tile", 32, 64, 64, warps=4, stages=4, split=split) for split in (1, 4, 8)),
+    *(GemmConfig("tile", 64, 128, 64, warps=4, stages=3, split=split) for split in (1, 2, 4)),
+    GemmConfig("tile", 16, 64, 32, warps=4, stages=2, split=4),
+    GemmConfig("tile", 64, 64, 32, warps=4, stages=2),
+    GemmConfig("tile", 128, 128, 64, warps=8, stages=3),
 )

@@ -13,8 +13,10 @@ from stof.fusion.templates.machine import tilelang_installed
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
 SCALED = "scaled_linear"  # its weight is of 8-bit values
+CHAIN = "chain_linear"  # two products
 TEMPLATES = (
-    "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear", SCALED
+    "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear",
+    SCALED, CHAIN,
 )  # fmt: skip
 # Their weight has the rows of the gate first, then those of what is gated.
 GATED = ("gated_linear", "rms_gated_linear")
@@ -39,6 +41,15 @@ _SHARED_BY_ALL = 233_472
 _SHARED_REST = 2048
 
 
+# Of a chain: what lies between has room in a program's registers.
+MOST_INNER = 256
+
+
+def whole(columns: int) -> int:
+    """Columns rounded up to what tensor cores take at the least, and a power of two."""
+    return max(16, 1 << max(0, columns - 1).bit_length())
+
+
 @dataclass(frozen=True)
 class GemmShape:
     """What a template is asked to compute.
@@ -52,6 +63,7 @@ class GemmShape:
         transposed: the weight's columns are contiguous in memory (`[K, N]` stored, seen as `[N, K]`).
         head_dim, turned: heads of that width are rotated in the first `turned` columns; 0 for none.
         stored: the dtype of the weight's values, "int8", where that is not the product's; each column has a factor.
+        inner: columns between the two products of a chain; k are of the first one's, n of the second one's result.
         aligned: TMA can read x, weight and residual (16-byte addresses and row strides) and write the result.
     """
 
@@ -68,6 +80,7 @@ class GemmShape:
     head_dim: int = 0
     turned: int = 0
     stored: str = ""
+    inner: int = 0
     aligned: bool = True
 
     @property
@@ -94,7 +107,7 @@ class GemmConfig:
             pingpong's tile belongs to one of its two consumers. Powers of two; together also has 192 columns.
         warps: of a Triton program (Gluon kernels have nine).
         stages: steps in flight (together: of the columns).
-        split: programs that share a tile's depth (tile only).
+        split: programs that share a tile's depth (tile only), or the columns of a chain's rows.
         group: rows of tiles that are walked side by side.
         halves: the result leaves in halves, one written while the other is computed (persistent only).
     """
@@ -147,6 +160,10 @@ class GemmConfig:
 
     def shared_memory(self, shape: GemmShape, itemsize: int) -> int:
         """Bytes that one program takes, compiler's extras left out."""
+        if shape.inner:
+            between, step = whole(shape.inner), (self.block_m + whole(shape.inner)) * self.block_k
+            steps = self.stages * max(step, between * self.block_n)
+            return (steps + self.block_m * max(between, self.block_n)) * itemsize
         width = self.block_n // 2 if shape.gated else self.block_n
         if self.kind in ("tile", "tilelang"):
             return self.stages * (self.block_m * itemsize + self.block_n * shape.weight_size(itemsize)) * self.block_k
@@ -204,6 +221,8 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         config.kind != "tile" or dtype not in HALVES or capability < STORED[getattr(torch, shape.stored)]
     ):
         return [f"{config.kind} does not multiply {dtype} by {shape.stored} on compute capability {capability}"]
+    if shape.inner and (config.kind != "tile" or dtype not in HALVES or shape.inner > MOST_INNER):
+        return [f"{config.kind} does not chain products of {dtype} with {shape.inner} columns between them"]
     if config.kind == "cublas":
         return _unfit_for_cublas(shape)
     found = []
@@ -220,7 +239,8 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append("halves are for persistent programs")
     if config.split > 1 and config.kind != "tile":
         found.append("only plain tiles are split along their depth")
-    if config.split > max(1, shape.k // config.block_k):
+    steps = -(-shape.n // config.block_n) if shape.inner else max(1, shape.k // config.block_k)
+    if config.split > steps:
         found.append("more splits than steps")
     if dtype not in HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
         found.append(f"{config.kind} does not compute {dtype}")
@@ -232,7 +252,7 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
     if shape.head_dim and (config.block_n % shape.head_dim or shape.turned % config.block_n):
         found.append("tiles hold whole heads, all of them rotated or none")
-    if config.block_m * config.block_n > 128 * 256:
+    if config.block_m * max(config.block_n, whole(shape.inner)) > 128 * 256:
         found.append("the accumulator is larger than the registers")
     if config.kind == "tilelang":
         found += _unfit_for_tilelang(shape)
@@ -316,6 +336,8 @@ def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], p
 def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     """Best first, by what fills the device: few tiles of large ones, or many of small ones, split where too few."""
     large = -(-shape.m // 128) * -(-shape.n // 128) * (2 if shape.gated else 1)
+    if shape.inner:
+        return _for_chains(shape, processors)
     tile = GemmConfig("tile", 64, max(64, shape.head_dim), 64, warps=4, stages=4)
     if 2 * large < processors or (shape.stored and shape.m <= 64):
         small = _for_few_rows(shape, processors)
@@ -327,6 +349,13 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
         replace(tile, block_k=32, stages=3),
         replace(tile, block_k=32, stages=2),
     ]
+
+
+def _for_chains(shape: GemmShape, processors: int) -> list[GemmConfig]:
+    """Low blocks of rows where there are few, and as many programs for each as there are multiprocessors left."""
+    low = GemmConfig("tile", 16 if shape.m < 32 * processors else 64, 64, 64, warps=4, stages=3)
+    split = max(1, min(-(-shape.n // low.block_n), processors // -(-shape.m // low.block_m)))
+    return [replace(low, split=split), replace(low, split=split, block_k=32, stages=2)]
 
 
 def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:

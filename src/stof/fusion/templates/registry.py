@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stof.fusion.operators import NORMS, Kind
-from stof.fusion.templates import ops, scaled, twins
+from stof.fusion.templates import chain, ops, scaled, twins
 from stof.fusion.templates.buckets import bucket_of
 from stof.fusion.templates.candidates import configs
 from stof.fusion.templates.config import GemmShape, default, unserved
@@ -98,6 +98,7 @@ class Template:
     twin: Callable[..., Any]
     passes: int
     share: float = _ASSUMED_SHARE
+    by_rule: bool = True
 
     @property
     def operator(self) -> torch._ops.OpOverload:
@@ -136,6 +137,7 @@ _OPERATORS = {
     "rms_gated_linear": ops.rms_gated_linear,
     "rotary_linear": ops.rotary_linear,
     "scaled_linear": scaled.scaled_linear,
+    "chain_linear": chain.chain_linear,
 }
 
 TEMPLATES: tuple[Template, ...] = (
@@ -187,5 +189,13 @@ TEMPLATES: tuple[Template, ...] = (
         twins.linear_norm,
         passes=1,
         share=0.69,  # BERT's down-projection, residual and LayerNorm, 4096 tokens, H200: 41.1 us, cuBLAS without 28.3
+    ),
+    # What it saves is a kernel's start: what lies between is small beside the rows and the result.
+    Template(
+        "chain_linear",
+        (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_LINEAR), Slot(_RESIDUAL, optional=True)),
+        twins.chain_linear,
+        passes=2,
+        by_rule=False,
     ),
 )

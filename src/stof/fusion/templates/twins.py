@@ -121,3 +121,16 @@ def scaled_linear(
     out = F.linear(x, weight.to(x.dtype)) * scale.reshape(-1).to(x.dtype)
     out = activated(out if bias is None else out + bias, activation)
     return out if residual is None else out + residual
+
+
+def chain_linear(
+    x: Tensor,
+    down: Tensor,
+    down_bias: Tensor | None,
+    up: Tensor,
+    up_bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """`act(x @ down.T + down_bias) @ up.T + up_bias + residual`."""
+    return linear(linear(x, down, down_bias, None, activation), up, up_bias, residual, "none")
