@@ -42,6 +42,8 @@ _CANDIDATES = (
     GemmConfig("together", 128, 128, 64, stages=7),
     GemmConfig("together", 128, 192, 64, stages=5),
     GemmConfig("together", 128, 192, 64, stages=4),
+    GemmConfig("together", 192, 128, 64, stages=5),
+    GemmConfig("together", 192, 128, 64, stages=4),
     GemmConfig("persistent", 128, 256, 64, warps=8, stages=3),
     GemmConfig("persistent", 128, 256, 64, warps=8, stages=3, halves=True),
     GemmConfig("persistent", 128, 128, 64, warps=8, stages=4),
