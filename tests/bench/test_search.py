@@ -15,7 +15,7 @@ from stof.bench.search import Segment, Table, compare, layer_graph, measured, re
 from stof.errors import ArgumentError
 from stof.fusion import claims
 from stof.fusion.claims import Claim
-from stof.fusion.search import Candidate
+from stof.fusion.space import Candidate
 from stof.fusion.store import Store
 from stof.fusion.templates.registry import Template
 
@@ -82,8 +82,12 @@ def test_everything_is_measured_once_and_in_pieces(tmp_path: Path, monkeypatch: 
 
 def test_searches_see_the_same_times() -> None:
     """Two segments contest an operator; one configuration in forty is the best of its segment."""
-    left, right = ({("linear", f"{i}"): 30.0 - 10 * math.cos(i) for i in range(40)} for _ in range(2))
-    right |= {("linear", "17"): 4.0, ("linear", "3"): math.inf}
+
+    def text(i: int) -> str:
+        return f"64x64x64,4w,{i}s,tile"
+
+    left, right = ({("linear", text(i)): 30.0 - 10 * math.cos(i) for i in range(40)} for _ in range(2))
+    right |= {("linear", text(17)): 4.0, ("linear", text(3)): math.inf}
     segments = [
         Segment(name, (place,), {None: 25.0, **times}, dict.fromkeys(times, 0.0))
         for name, place, times in (("left", (0, 2), left), ("right", (1, 3), right))

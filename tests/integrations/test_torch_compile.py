@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import stof
 from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.claims import Claim
-from stof.fusion.search import Progress
+from stof.fusion.space import Progress
 from stof.integrations import torch_compile
 from stof.integrations.torch_compile import CompileOptions, FusionReport, stof_backend
 from tests.integrations import models

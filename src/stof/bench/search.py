@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -25,18 +25,10 @@ from stof.fusion.baselines import exhaustive, random_search
 from stof.fusion.lower import GraphOrder
 from stof.fusion.normalise import normalise
 from stof.fusion.scheme import Scheme
-from stof.fusion.search import (
-    Budget,
-    Candidate,
-    Meter,
-    Outcome,
-    Space,
-    outcome,
-    stage_one,
-    two_stage,
-)
+from stof.fusion.search import Outcome, outcome, stage_one, two_stage
+from stof.fusion.space import Budget, Candidate, Meter, Space
 from stof.fusion.store import Contents, Entry, Store, segment_key
-from stof.fusion.tune import Ahead, GraphSpace, TimeClaim
+from stof.fusion.tune import Ahead, GraphSpace, TimeClaim, kind_of
 
 # Of the exhaustive search's measurements, what the others may take.
 SHARES = (0.1, 0.2)
@@ -94,7 +86,7 @@ class Table:
         def floor(start: int, stop: int, candidate: Candidate) -> float:
             return at[start, stop].floors[candidate]
 
-        return Space(self.intensive, self.classes, key, candidates, measure, self.longest, floor=floor)
+        return Space(self.intensive, self.classes, key, candidates, measure, self.longest, floor=floor, kind=kind_of)
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads."""
@@ -170,13 +162,19 @@ def layer_graph(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> 
 
 
 def measured(
-    gm: fx.GraphModule, timer: TimeClaim, store: Store | None, seconds: float, ahead: Closing | None = None
+    gm: fx.GraphModule,
+    timer: TimeClaim,
+    store: Store | None,
+    seconds: float,
+    ahead: Closing | None = None,
+    *,
+    experimental: bool = False,
 ) -> tuple[Table | None, int]:
     """Measure all that `store` lacks, for `seconds`, and how many times that gave; no table before all are there.
 
-    `ahead` compiles all of it from the start, and is closed when it is done.
+    `ahead` compiles all of it from the start, and is closed when it is done. `experimental` as for the backend.
     """
-    operators = normalise(gm.graph)
+    operators = [replace(o, chainable=experimental) for o in normalise(gm.graph)]
     graph = GraphSpace(operators, GraphOrder(gm.graph), timer, ahead=ahead)
     held = store.load().segments if store is not None else {}
     found = {key: (places, dict(held.get(segment_key(key), Entry()).times)) for key, places in _segments(graph).items()}

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from stof.fusion.report import FusionReport
-    from stof.fusion.search import Progress
+    from stof.fusion.space import Progress
 
 
 @dataclass(frozen=True)

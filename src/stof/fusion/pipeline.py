@@ -21,8 +21,9 @@ from stof.fusion.replay import Replay, lock_known, replayed
 from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, suggested
 from stof.fusion.scheme import Scheme
-from stof.fusion.search import Budget, Meter, Progress, two_stage
+from stof.fusion.search import two_stage
 from stof.fusion.sizes import is_symbolic
+from stof.fusion.space import Budget, Meter, Progress
 from stof.fusion.store import Contents, Entry, Result, Store, segment_key
 from stof.fusion.templates.buckets import in_bucket
 from stof.fusion.templates.registry import Serving

@@ -27,7 +27,7 @@ from stof.fusion.pipeline import Search, fuse
 from stof.fusion.race import Race, decide
 from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
-from stof.fusion.search import Progress
+from stof.fusion.space import Progress
 from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
 from stof.fusion.weights import pack_weights, unpack_weights
 from stof.integrations.whole_calls import WholeCalls
