@@ -288,14 +288,15 @@ def check_scaled(text: str, t: dict[str, Tensor], stored: torch.dtype, activatio
     dtype=st.sampled_from(HALVES),
     stored=st.sampled_from([torch.int8, torch.float8_e4m3fn]),
     bias=st.booleans(),
+    transposed=st.booleans(),
     text=st.sampled_from([TILE, SPLIT]),
 )
 def test_weights_of_eight_bits(
-    m: int, n: int, k: int, dtype: torch.dtype, stored: torch.dtype, bias: bool, text: str
+    m: int, n: int, k: int, dtype: torch.dtype, stored: torch.dtype, bias: bool, transposed: bool, text: str
 ) -> None:
     if ON_GPU and unfit(GemmConfig.parse(text), scaled_shape(stored), dtype, torch.cuda.get_device_capability()):
         pytest.skip("float8 is not converted here")
-    check_scaled(text, tensors(m, n, k, dtype), stored, "gelu", bias)
+    check_scaled(text, tensors(m, n, k, dtype, transposed=transposed), stored, "gelu", bias)
 
 
 def scaled_shape(stored: torch.dtype) -> GemmShape:
