@@ -144,6 +144,13 @@ def test_few_rows_read_the_values_by_rule_and_many_the_weight(rows: int, expecte
     assert [claim.template.name for claim in found if pays(claim)] == [expected]
 
 
+def test_many_rows_read_the_widened_weight() -> None:
+    """Which stays where it was computed, for the product's call reads it."""
+    called, out, expected = lowered(RECOGNISED["gelu"], tensors(rows=200, n=900, k=900))
+    assert called == ["linear"]
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
+
+
 def test_a_scaled_result_is_no_other_templates() -> None:
     found = claim_of(product_first, rows=4096, n=3072, k=768, dtype=torch.float16)
     assert [claim.template.name for claim in found] == ["scaled_linear"]
