@@ -151,9 +151,10 @@ def stage_two(
     """Sample configurations of the scheme's segments into the meter.
 
     A round draws `per_segment` times the number of segments, the first round evenly, later ones in proportion to what
-    each segment gained in the round before (times how often it occurs). Ends when nothing is left, when the budget is
-    spent, or after `patience` rounds without a gain. Segments in `meter.searched` are left as they are; those that were
-    sampled to the end join them.
+    each segment gained in the round before (times how often it occurs). One of each kind is drawn before the second of
+    any, and what is fastest in one segment so far before all else in the others: products of a model are alike. Ends
+    when nothing is left, when the budget is spent, or after `patience` rounds without a gain. Segments in
+    `meter.searched` are left as they are; those that were sampled to the end join them.
     """
     chance = random.Random(seed)
     groups: dict[Hashable, range] = {}
@@ -163,7 +164,7 @@ def stage_two(
         if space.candidates(segment.start, segment.stop) and key not in meter.searched:
             groups.setdefault(key, segment)
             often[key] = often.get(key, 0) + 1
-    # Drawn without replacement: in which order is settled now, so that what comes next can be compiled early.
+    # Drawn without replacement, in an order that is settled now, so that what comes next can be compiled early.
     queues = {key: _shuffled(space.candidates(s.start, s.stop), space.kind, chance) for key, s in groups.items()}
     reward = dict.fromkeys(groups, 1.0)
     sampled, idle = set(groups), 0
@@ -189,7 +190,7 @@ def stage_two(
 def _shuffled(
     candidates: Sequence[Candidate], kind: Callable[[Candidate], Hashable], chance: random.Random
 ) -> list[Candidate]:
-    """In random order, but one of each kind before the second of any: those differ most."""
+    """In random order, one of each kind before the second of any: those differ most."""
     drawn = chance.sample(candidates, len(candidates))
     before: Counter[Hashable] = Counter()
     turns = []
