@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from stof.bench.layer import LayerShape
-from stof.bench.search import Segment, Table, compare, layer_graph, measured, read_table
+from stof.bench.search import SHARES, Segment, Table, compare, layer_graph, measured, read_table
+from stof.cli.bench_models import search
 from stof.errors import ArgumentError
 from stof.fusion import claims
 from stof.fusion.claims import Claim
@@ -19,6 +20,7 @@ from stof.fusion.space import Candidate
 from stof.fusion.store import Store
 from stof.fusion.templates.registry import Template
 
+ROOT = Path(__file__).parents[2]
 SHAPE = LayerShape("bert", 1, 8, 32, 64, 4, 4)
 
 
@@ -102,6 +104,22 @@ def test_searches_see_the_same_times() -> None:
         assert row.worst_us <= row.saved_us <= row.best_us == 21.0
     assert rows[1].saved_us >= rows[2].saved_us
     assert compare(table, seeds=4, shares=(0.2, 1.0)) == rows
+
+
+def test_measured_times_searched_again(tmp_path: Path) -> None:
+    """What docs/fusion.md says of the stages, on the times of an H200 that it says it of."""
+    results = ROOT / "benchmarks" / "results" / "h200-search.json"
+    search(replay=results, output=tmp_path / "again.json")
+    content, table = read_table(tmp_path / "again.json")
+    assert table == read_table(results)[1]
+    rows = {(row["search"], row["share"]): row for row in content["rows"]}
+    best = rows["exhaustive", 1.0]
+    for share in SHARES:
+        two, one, drawn = (rows[name, share] for name in ("two stages", "stage 1 alone", "random"))
+        assert two["measurements"] <= share * best["measurements"]
+        assert one["saved_us"] < two["saved_us"] <= best["saved_us"]
+        assert drawn["saved_us"] < 0.8 * two["saved_us"]
+    assert rows["two stages", 0.2]["saved_us"] > 0.9 * best["saved_us"]
 
 
 def test_files_that_are_no_results(tmp_path: Path) -> None:

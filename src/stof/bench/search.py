@@ -234,15 +234,15 @@ def _places(space: Space) -> Iterator[tuple[int, int]]:
             yield start, stop
 
 
-def read_table(path: Path) -> tuple[str, Table]:
-    """What was measured, in words, and all of it.
+def read_table(path: Path) -> tuple[dict[str, Any], Table]:
+    """A file of `stof bench search`: all it holds, and the times among it.
 
     Raises:
         ArgumentError: there is no such file, or it is not one of `stof bench search`.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return data["case"], Table.from_json(data["table"])
+        return {"case": str(data["case"]), **data}, Table.from_json(data["table"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentError(f"{path} is no result of `stof bench search`: {type(error).__name__}: {error}") from None
 

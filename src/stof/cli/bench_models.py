@@ -86,7 +86,8 @@ def search(
     store: Annotated[Path | None, typer.Option(help="Folder for measurements; the user's cache otherwise.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
     replay: Annotated[
-        Path | None, typer.Option(help="Search the times in a JSON that this command wrote; nothing is measured.")
+        Path | None,
+        typer.Option(help="Search times that this command wrote again; nothing is measured."),
     ] = None,
 ) -> None:
     """Compare the searches for a fusion scheme on one layer, after measuring all there is to measure."""
@@ -101,28 +102,28 @@ def search(
     from stof.fusion.store import default_store
     from stof.tuning.machine import device_name
 
-    if replay is not None:
-        case, table = read_table(replay)
-        Console(width=100).print(_searches(compare(table), case))
-        return
-    if model not in ("bert", "llama"):
-        raise ArgumentError(f"model is bert or llama, got {model!r}")
-    device, precision = gpu(dtype)
-    gm, timer = layer_graph(layer_shape(model, batch, length), device, precision), SegmentTimer()
-    start = time.monotonic()
-    all_times, taken = measured(gm, timer, default_store(device, store), budget, CompileAhead.on(device))
     console = Console(width=100)
-    console.print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
-    for (name, config), why in timer.failures.items():
-        console.print(f"{name} {config}: {why}", soft_wrap=True)
-    if all_times is None:
-        console.print("not everything is measured yet; run the command again to go on")
-        return
-    rows, case = compare(all_times), f"{model} layer {batch} x {length} on {device_name(device)}, {dtype}"
+    if replay is not None:
+        content, table = read_table(replay)
+    else:
+        if model not in ("bert", "llama"):
+            raise ArgumentError(f"model is bert or llama, got {model!r}")
+        device, precision = gpu(dtype)
+        gm, timer = layer_graph(layer_shape(model, batch, length), device, precision), SegmentTimer()
+        start = time.monotonic()
+        found, taken = measured(gm, timer, default_store(device, store), budget, CompileAhead.on(device))
+        console.print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
+        for (name, config), why in timer.failures.items():
+            console.print(f"{name} {config}: {why}", soft_wrap=True)
+        if found is None:
+            console.print("not everything is measured yet; run the command again to go on")
+            return
+        case, table = f"{model} layer {batch} x {length} on {device_name(device)}, {dtype}", found
+        content = {"meta": provenance(device), "case": case, "table": table.to_json()}
+    rows = compare(table)
     if output is not None:
-        content = {"meta": provenance(device), "case": case, "rows": [asdict(row) for row in rows]}
-        write_json(output, content | {"table": all_times.to_json()})
-    console.print(_searches(rows, case))
+        write_json(output, content | {"rows": [asdict(row) for row in rows]})
+    console.print(_searches(rows, content["case"]))
 
 
 def _searches(rows: list[Searched], case: str) -> Table:
