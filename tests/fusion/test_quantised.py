@@ -21,7 +21,7 @@ from stof.fusion.templates.config import default
 from stof.fusion.templates.registry import Serving
 from tests.fusion.graphs import capture, fuse
 
-K, N = 8, 6
+K, N = 192, 160
 Body = Callable[..., Any]
 
 
@@ -83,7 +83,7 @@ def test_both_ways_of_writing_it(name: str, stored: torch.dtype) -> None:
         pytest.skip("PyTorch does not promote float8")
     called, out, expected = lowered(RECOGNISED[name], t)
     assert called == ["scaled_linear"]
-    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
 
 
 def tied(x: Tensor, q: Tensor, s: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def test_anything_else_stays_right(name: str) -> None:
         out = gm(*(t[key].clone() for key in order))
     expected = body(**{key: value.clone() for key, value in t.items()})
     for got, want in zip(out, expected if isinstance(expected, tuple) else (expected,), strict=True):
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
 
 
 def claim_of(body: Body, **sizes: Any) -> list[Claim]:
@@ -142,6 +142,12 @@ def test_few_rows_read_the_values_by_rule_and_many_the_weight(rows: int, expecte
     found = claim_of(RECOGNISED["gelu"], rows=rows, n=3072, k=768, dtype=torch.float16)
     assert [claim.template.name for claim in found] == ["scaled_linear", "linear"]
     assert [claim.template.name for claim in found if pays(claim)] == [expected]
+
+
+def test_few_columns_are_not_few_rows() -> None:
+    """Copying takes longer than computing there too, but it is not the weight that is copied."""
+    found = claim_of(product_first, rows=4096, n=16, k=768, dtype=torch.float16)
+    assert [pays(claim) for claim in found] == [False]
 
 
 def test_many_rows_read_the_widened_weight() -> None:
@@ -172,7 +178,7 @@ def test_what_is_measured_are_values_of_all_sizes() -> None:
 def test_any_number_of_rows() -> None:
     called, out, expected = lowered(product_first, tensors(rows=5), dynamic=True)
     assert called == ["scaled_linear"]
-    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
 
 
 def test_equal_graphs_of_other_values_are_others() -> None:
@@ -209,7 +215,7 @@ def test_operator() -> None:
     torch.testing.assert_close(scaled_linear(*given), expected)
     with pytest.raises(ArgumentError, match=r"is torch\.int8 or"):
         scaled_linear(t["x"], t["q"].to(torch.int16), *given[2:])
-    with pytest.raises(ArgumentError, match="6 factors"):
+    with pytest.raises(ArgumentError, match="160 factors"):
         scaled_linear(*given[:2], t["s"][:5], *given[3:])
     with pytest.raises(ArgumentError, match="activation is one of"):
         scaled_linear(*given[:5], "swish", "")

@@ -39,6 +39,12 @@ def bytes_bound(shape: GemmShape, itemsize: int) -> bool:
     return flops <= moved * FLOPS_PER_BYTE
 
 
+def weight_bound(shape: GemmShape, itemsize: int) -> bool:
+    """The same where it is the weight that is copied: few rows."""
+    weight = shape.n * shape.k * shape.weight_size(itemsize)
+    return bytes_bound(shape, itemsize) and 2 * weight >= _work(shape, itemsize)[1]
+
+
 def _work(shape: GemmShape, itemsize: int) -> tuple[float, int]:
     """Operations, and bytes of operands and result."""
     columns = shape.n * (2 if shape.gated else 1)
@@ -61,7 +67,7 @@ def pays(claim: Claim, following: Operator | None = None) -> bool:
         return False
     quantised = any(operator.quantised is not None for operator in claim.operators)
     if claim.problem.shape.stored:
-        return bytes_bound(claim.problem.shape, claim.problem.dtype.itemsize)
+        return weight_bound(claim.problem.shape, claim.problem.dtype.itemsize)
     if quantised and bytes_bound(claim.problem.shape, 1):
         return False
     if small(claim.problem.shape, claim.problem.dtype.itemsize):
