@@ -21,7 +21,7 @@ from stof.fusion.bucket_search import buckets_around
 from stof.fusion.claims import Claim, claims
 from stof.fusion.normalise import normalise
 from stof.fusion.pipeline import Search
-from stof.fusion.search import Budget
+from stof.fusion.space import Budget
 from stof.fusion.store import Store
 from stof.fusion.templates import run
 from stof.fusion.templates.buckets import bucket_of, in_bucket, written

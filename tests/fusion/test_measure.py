@@ -24,7 +24,7 @@ from stof.fusion.operators import in_words
 from stof.fusion.pipeline import Search
 from stof.fusion.race import Race
 from stof.fusion.report import FusionReport, SegmentReport
-from stof.fusion.search import Candidate
+from stof.fusion.space import Candidate
 from stof.fusion.templates.config import GemmShape
 from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template
 from stof.fusion.tune import GraphSpace

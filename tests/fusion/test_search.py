@@ -15,17 +15,8 @@ from stof.fusion.baselines import exhaustive, random_search
 from stof.fusion.layers import find_layers
 from stof.fusion.progress import Progress
 from stof.fusion.scheme import Scheme
-from stof.fusion.search import (
-    Budget,
-    Candidate,
-    Meter,
-    Space,
-    Wanted,
-    outcome,
-    stage_one,
-    stage_two,
-    two_stage,
-)
+from stof.fusion.search import outcome, stage_one, stage_two, two_stage
+from stof.fusion.space import Budget, Candidate, Meter, Space, Wanted
 
 # One letter an operator: C and D are compute-intensive.
 Table = dict[str, dict[str, float]]
@@ -299,3 +290,27 @@ def test_what_cannot_be_the_fastest_is_not_measured() -> None:
     assert measured.isdisjoint(floors)
     # Nothing is left over that could be tried.
     assert {space.key(1, 4), space.key(4, 6)} <= meter.searched
+
+
+def test_what_is_fast_in_one_segment_is_tried_next_in_the_others() -> None:
+    """Two segments, one configuration of forty is the fastest in both; the second tries it once the first has."""
+    table = {name: {f"{i}": 19.0 + i / 100 for i in range(40)} | {"best": 5.0} for name in ("Cr", "Dn")}
+    tried = []
+    for seed in range(20):
+        tabled = Tabled("CrDn", table)
+        meter = Meter(tabled.space)
+        stage_two(tabled.space, meter, Scheme.from_bits("0011"), per_segment=2, seed=seed, patience=99)
+        at = [place for place, (_, candidate) in enumerate(tabled.asked) if candidate and candidate[1] == "best"]
+        tried.append(at[1] - at[0])
+    # Both segments are measured in turn, two to four candidates a round.
+    assert max(tried) <= 2 * 4
+
+
+def test_one_of_each_kind_comes_first() -> None:
+    table = {"Cr": {f"{kind}{i}": 19.0 for kind in "abc" for i in range(10)}}
+    for seed in range(5):
+        tabled = Tabled("Cr", table)
+        space = replace(tabled.space, kind=lambda candidate: candidate[1][0])
+        stage_two(space, Meter(space), Scheme(2), per_segment=3, seed=seed)
+        drawn = [candidate[1][0] for _, candidate in tabled.asked[2:] if candidate]
+        assert sorted(drawn[:3]) == sorted(drawn[3:6]) == ["a", "b", "c"]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stof.cli.bench_fusion import gpu
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from stof.bench.search import Row as Searched
 
 
 def models(
@@ -26,7 +32,6 @@ def models(
 ) -> None:
     """Time models from transformers with random weights, after checking their outputs against float32."""
     import json
-    from dataclasses import asdict
 
     from rich.console import Console
     from rich.table import Table
@@ -80,39 +85,55 @@ def search(
     budget: Annotated[float, typer.Option(help="Seconds for measuring; run again to go on.")] = 80.0,
     store: Annotated[Path | None, typer.Option(help="Folder for measurements; the user's cache otherwise.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Search times that this command wrote again; nothing is measured."),
+    ] = None,
 ) -> None:
     """Compare the searches for a fusion scheme on one layer, after measuring all there is to measure."""
-    import json
-    from dataclasses import asdict
-
     from rich.console import Console
-    from rich.table import Table
 
     from stof.bench.layer import layer_shape
-    from stof.bench.results import provenance
-    from stof.bench.search import compare, layer_graph
+    from stof.bench.results import provenance, write_json
+    from stof.bench.search import compare, layer_graph, measured, read_table
     from stof.errors import ArgumentError
+    from stof.fusion.ahead import CompileAhead
     from stof.fusion.measure import SegmentTimer
     from stof.fusion.store import default_store
     from stof.tuning.machine import device_name
 
-    if model not in ("bert", "llama"):
-        raise ArgumentError(f"model is bert or llama, got {model!r}")
-    device, precision = gpu(dtype)
-    gm = layer_graph(layer_shape(model, batch, length), device, precision)
-    rows = compare(gm, SegmentTimer(), default_store(device, store), budget)
-    if not rows:
-        Console().print("not everything is measured yet; run the command again to go on")
-        return
-    table = Table(title=f"{model} layer {batch} x {length} on {device_name(device)}, {dtype}")
-    for heading in ("search", "us saved", "of the best", "measurements", "of all"):
+    console = Console(width=100)
+    if replay is not None:
+        content, table = read_table(replay)
+    else:
+        if model not in ("bert", "llama"):
+            raise ArgumentError(f"model is bert or llama, got {model!r}")
+        device, precision = gpu(dtype)
+        gm, timer = layer_graph(layer_shape(model, batch, length), device, precision), SegmentTimer()
+        start = time.monotonic()
+        found, taken = measured(gm, timer, default_store(device, store), budget, CompileAhead.on(device))
+        console.print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
+        for (name, config), why in timer.failures.items():
+            console.print(f"{name} {config}: {why}", soft_wrap=True)
+        if found is None:
+            console.print("not everything is measured yet; run the command again to go on")
+            return
+        case, table = f"{model} layer {batch} x {length} on {device_name(device)}, {dtype}", found
+        content = {"meta": provenance(device), "case": case, "table": table.to_json()}
+    rows = compare(table)
+    if output is not None:
+        write_json(output, content | {"rows": [asdict(row) for row in rows]})
+    console.print(_searches(rows, content["case"]))
+
+
+def _searches(rows: list[Searched], case: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=case)
+    for heading in ("search", "us saved", "of the best", "worst draw", "measurements", "of all"):
         table.add_column(heading, justify="left" if heading == "search" else "right")
     for row in rows:
-        best = f"{row.saved_us / row.best_us:.1%}" if row.best_us else ""
+        best, worst = ((f"{us / row.best_us:.1%}" if row.best_us else "") for us in (row.saved_us, row.worst_us))
         share = f"{row.measurements / row.all_measurements:.1%}" if row.all_measurements else ""
-        table.add_row(row.search, f"{row.saved_us:.1f}", best, str(row.measurements), share)
-    Console(width=100).print(table)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        content = {"meta": provenance(device), "case": [model, batch, length], "rows": [asdict(row) for row in rows]}
-        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        table.add_row(row.search, f"{row.saved_us:.1f}", best, worst, str(row.measurements), share)
+    return table

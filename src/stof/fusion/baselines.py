@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from stof.fusion.scheme import Scheme
-from stof.fusion.search import Meter, Outcome, Space, assemble, outcome, scheme_of
+from stof.fusion.search import Outcome, assemble, outcome, scheme_of
+from stof.fusion.space import Meter, Space
 
 
 def random_search(space: Space, meter: Meter, *, schemes: int, seed: int = 0) -> Outcome:

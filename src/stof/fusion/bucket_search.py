@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from stof.fusion.claims import Claim
 from stof.fusion.lower import Choice
-from stof.fusion.search import Candidate, Meter
+from stof.fusion.space import Candidate, Meter
 from stof.fusion.store import segment_key
 from stof.fusion.templates.buckets import SMALLEST, bucket_of, written
 from stof.fusion.tune import GraphSpace

@@ -17,15 +17,15 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from stof.fusion.nodes import column_slice, same_size, through_identities, value_of
-from stof.fusion.operators import NORMS, Kind, Operator
+from stof.fusion.operators import NORMS, Kind, Operator, dtype_name
 from stof.fusion.rotation import cuts, rotations
 from stof.fusion.sizes import Values, is_symbolic, size_hint, values_for
 from stof.fusion.templates.buckets import SMALLEST
-from stof.fusion.templates.config import GATED, ROW_SCALED, GemmShape
+from stof.fusion.templates.config import CHAIN, GATED, MOST_INNER, ROW_SCALED, SCALED, GemmShape
 from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template, no_kernel
 from stof.fusion.templates.run import row_factors
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +111,14 @@ def claims(operators: Sequence[Operator], serving: Serving) -> tuple[list[Claim]
     refused: list[Refusal] = []
     kinds = tuple(operator.kind for operator in operators)
     for template in TEMPLATES:
-        if not template.covers(kinds):
+        if not template.covers(kinds) or (template.name == SCALED and not any(o.quantised for o in operators)):
             continue
-        found = _claim(template, operators)
+        if template.name == CHAIN:
+            if not all(o.chainable for o in operators if o.kind is Kind.LINEAR):
+                continue
+            found = _chain(template, operators)
+        else:
+            found = _claim(template, operators)
         if isinstance(found, Claim):
             served.append(found)
         else:
@@ -133,6 +138,9 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     norm = next((operator for operator in operators if operator.kind in NORMS), None)
     act = next((operator for operator in operators if operator.kind in (Kind.ACTIVATION, Kind.GATE)), None)
     add = next((operator for operator in operators if operator.kind is Kind.RESIDUAL), None)
+    quantised = linear.quantised if template.name == SCALED else None
+    if quantised is None and linear.quantised is not None and linear.quantised.late:
+        return "the result's columns are scaled"
     inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
     residual: fx.Node | None = None
     rotaries = [operator for operator in operators if operator.kind is Kind.ROTARY]
@@ -155,12 +163,16 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
             owner = next((operator for operator in operators if node in operator.nodes), operators[0])
             return f"the value of {owner.label} is used elsewhere as well"
     x = operators[0].inputs[0]
-    problem = _unfit(x, linear, norm, residual, results) or _unfolded(template, norm, linear)
+    weights = [linear.weight] if quantised is None else [quantised.values, quantised.scale]
+    problem = _unfit([x, *weights, linear.bias, residual, *results], norm, weights if quantised else ()) or _unfolded(
+        template, norm, linear
+    )
     if problem:
         return problem
     arguments: dict[str, Any] = {
         "x": x,
-        "weight": linear.weight,
+        "weight": linear.weight if quantised is None else quantised.values,
+        "scale": None if quantised is None else quantised.scale,
         "bias": linear.bias,
         "residual": residual,
         "activation": act.activation if act is not None else "none",
@@ -188,6 +200,48 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     )
 
 
+def _chain(template: Template, operators: Sequence[Operator]) -> Claim | str:
+    """Two products, the second of what the first one (and an activation) makes."""
+    down, up = (operator for operator in operators if operator.kind is Kind.LINEAR)
+    act = next((operator for operator in operators if operator.kind is Kind.ACTIVATION), None)
+    add = operators[-1] if operators[-1].kind is Kind.RESIDUAL else None
+    inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
+    residual: fx.Node | None = None
+    for before, after in pairwise(operators):
+        if problem := _connected(before, after, inside, down):
+            return problem
+        if after is add:
+            others = [source for source in add.inputs if through_identities(source) is not before.root]
+            if len(others) != 1:
+                return "adds a value to itself"
+            residual = others[0]
+    result = operators[-1].root
+    if any(user not in inside for node in inside - {result} for user in node.users):
+        return "a value between the products is used elsewhere as well"
+    inner, (n, k) = size_hint(down.weight_size[0]), (size_hint(up.weight_size[0]), size_hint(down.weight_size[1]))
+    if down.transposed or up.transposed or down.quantised or up.quantised:
+        return "a weight is not stored row by row in the products' dtype"
+    if inner > MOST_INNER:
+        return f"{inner} columns between the products, a kernel has room for {MOST_INNER}"
+    x = down.inputs[0]
+    problem = _unfit([x, down.weight, down.bias, up.weight, up.bias, residual, result])
+    if problem:
+        return problem
+    arguments: dict[str, Any] = {
+        "x": x, "down": down.weight, "down_bias": down.bias, "up": up.weight, "up_bias": up.bias,
+        "residual": residual, "activation": act.activation if act is not None else "none",
+    }  # fmt: skip
+    value = value_of(x)
+    assert value is not None
+    rows = prod(size_hint(size) for size in value.shape[:-1])
+    bias = down.bias is not None or up.bias is not None
+    shape = GemmShape(
+        template.name, rows, n, k, arguments["activation"], bias=bias, residual=residual is not None, inner=inner
+    )
+    problem_of = Problem(shape, value.dtype, value.device)
+    return Claim(template, tuple(operators), frozenset(inside), arguments, False, (result,), problem_of)
+
+
 def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) -> Problem:
     """Sizes and options of a call, symbolic sizes at their hints."""
     x = value_of(arguments["x"])
@@ -207,6 +261,7 @@ def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) ->
         transposed=linear.transposed,
         head_dim=arguments.get("head_dim", 0),
         turned=arguments.get("turned", 0),
+        stored="" if arguments["scale"] is None else dtype_name(arguments["weight"]),
         aligned=all(size * x.element_size() % 16 == 0 for size in (n, k)),
     )
     return Problem(shape, x.dtype, x.device)
@@ -253,12 +308,12 @@ def _results(template: Template, operators: Sequence[Operator]) -> tuple[fx.Node
     return (operators[-1].root,)
 
 
-def _unfit(
-    x: fx.Node, linear: Operator, norm: Operator | None, residual: fx.Node | None, results: tuple[fx.Node, ...]
-) -> str:
-    """A reason when tensors are not what the operators take: plain, of one dtype and device, norms over one vector."""
-    nodes = [x, linear.weight, linear.bias, residual, *results]
-    nodes += [norm.weight, norm.bias] if norm is not None else []
+def _unfit(nodes: Sequence[fx.Node | None], norm: Operator | None = None, free: Sequence[fx.Node | None] = ()) -> str:
+    """A reason when tensors are not what the operators take: plain, of one dtype and device, norms over one vector.
+
+    `free` have dtypes of their own, which were looked at where they were recognised.
+    """
+    nodes = [*nodes, *([norm.weight, norm.bias] if norm is not None else [])]
     values = [value_of(node) for node in nodes if node is not None]
     if any(value is None for value in values):
         return "an operand is no tensor"
@@ -266,11 +321,11 @@ def _unfit(
     kinds = {type(value) for value in tensors} - {FakeTensor, Tensor, torch.nn.Parameter}
     if kinds:
         return f"an operand is a {', '.join(kind.__name__ for kind in kinds)}"
-    dtypes = {value.dtype for value in tensors}
+    dtypes = {value.dtype for node in nodes if node not in free and (value := value_of(node)) is not None}
     if len(dtypes) > 1:
         return f"dtypes differ: {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
-    if tensors[0].dtype not in _DTYPES:
-        return f"{tensors[0].dtype} is not served"
+    if not dtypes <= _DTYPES:
+        return f"{dtypes.pop()} is not served"
     if len({value.device for value in tensors}) > 1:
         return "operands lie on different devices"
     if norm is not None:

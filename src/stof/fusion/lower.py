@@ -18,7 +18,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from stof.fusion.claims import Claim, Refusal, RowFactors
-from stof.fusion.nodes import written_floats
+from stof.fusion.nodes import writes, written_floats
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,11 @@ class GraphOrder:
     def __init__(self, graph: fx.Graph) -> None:
         self.place = {node: place for place, node in enumerate(graph.nodes)}
         self.writes = [place for node, place in self.place.items() if written_floats(node)]
+        self.all_writes = [place for node, place in self.place.items() if writes(node)]
 
-    def writes_between(self, first: int, last: int) -> bool:
-        return any(first <= place <= last for place in self.writes)
+    def writes_between(self, first: int, last: int, *, floats: bool = True) -> bool:
+        """Whether something is written between two places; `floats`: to a floating-point tensor."""
+        return any(first <= place <= last for place in (self.writes if floats else self.all_writes))
 
     def insertion(self, claim: Claim) -> fx.Node | Refusal:
         """The node before which the claim's call goes."""
@@ -48,7 +50,7 @@ class GraphOrder:
         if any(self.place[source] >= self.place[spot] for source in sources):
             return Refusal("a value of the segment is used before all it reads is there")
         places = [self.place[node] for node in (*claim.inside, spot)]
-        if self.writes_between(min(places), max(places)):
+        if self.writes_between(min(places), max(places), floats=not claim.problem.shape.stored):
             return Refusal("the graph writes to a tensor in place amid the segment")
         return spot
 

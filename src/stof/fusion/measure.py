@@ -86,9 +86,11 @@ def random_inputs(claim: Claim) -> dict[fx.Node, Tensor]:
                 tensor = tensor.contiguous()  # an expanded tensor cannot be filled element by element
             # Products of such values stay of the order of 1, whatever their depth.
             scale = 1.0 if node is claim.arguments["x"] or len(sizes) < 2 else claim.problem.shape.k**-0.5
-            inputs[node] = tensor.copy_(
-                torch.randn(sizes, generator=generator, device=value.device).mul_(scale).to(value.dtype)
-            )
+            if value.is_floating_point():
+                drawn = torch.randn(sizes, generator=generator, device=value.device).mul_(scale)
+            else:  # a quantised weight's values, brought to size by its factors
+                drawn = torch.randint(-127, 128, sizes, generator=generator, device=value.device)
+            inputs[node] = tensor.copy_(drawn.to(value.dtype))
     return inputs
 
 

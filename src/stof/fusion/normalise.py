@@ -27,6 +27,7 @@ from stof.fusion.nodes import (
     value_of,
 )
 from stof.fusion.operators import Kind, Operator
+from stof.fusion.quantised import quantised_weight, scaled_product
 
 _ATTENTION = {"scaled_dot_product_attention", "stof.attention", "stof.masked_attention", "flex_attention"}
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "mm", "addmm"}
@@ -96,6 +97,8 @@ def _linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     width = weight_value.shape[1 if transposed else 0]
     if bias_value is not None and not same_size(bias_value.shape, (width,)):
         return None
+    quantised = quantised_weight(weight)
+    inside |= set() if quantised is None else quantised.nodes
     viewed = x
     if is_row_view(x) and all(user in inside for user in x.users):
         viewed = source_of(x)
@@ -103,8 +106,19 @@ def _linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
         value = value_of(source)
         if value is not None and same_size((*value.shape[:-1], width), out.shape):
             inside |= {x} if source is not x else set()
-            return Operator(Kind.LINEAR, node, _ordered(inside, order), (source,), weight, bias, transposed)
+            nodes = _ordered(inside, order)
+            return Operator(Kind.LINEAR, node, nodes, (source,), weight, bias, transposed, quantised=quantised)
     return None
+
+
+def _scaled_linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
+    """A product with 8-bit values whose result is scaled by columns."""
+    read = scaled_product(node)
+    if read is None:
+        return None
+    x, weight, bias, quantised = read
+    nodes = _ordered(quantised.nodes, order)
+    return Operator(Kind.LINEAR, node, nodes, (x,), weight, bias, quantised=quantised)
 
 
 def _product(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
@@ -276,4 +290,4 @@ def _ordered(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> tuple[fx.No
 
 
 _Rule = Callable[[fx.Node, dict[fx.Node, int]], Operator | None]
-_RULES: tuple[_Rule, ...] = (_attention, _linear, _norm, _gate, _activation, _rotary, _residual)
+_RULES: tuple[_Rule, ...] = (_attention, _scaled_linear, _linear, _norm, _gate, _activation, _rotary, _residual)

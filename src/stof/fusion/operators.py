@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from stof.fusion.nodes import name_of, value_of
+from stof.fusion.quantised import Quantised
 from stof.fusion.sizes import Values, size_hint
 
 
@@ -55,6 +56,9 @@ class Operator:
         activation: of ACTIVATION and GATE: "gelu", "gelu_tanh", "relu" or "silu".
         eps: of norms.
         foldable: of norms: whether the weight may be folded into the product that follows.
+        quantised: of LINEAR: what the weight is made of, if that is 8-bit values and factors; when those follow the
+            product, `weight` has the values alone.
+        chainable: of LINEAR: whether it may be one of two products in a kernel (experimental).
     """
 
     kind: Kind
@@ -67,6 +71,8 @@ class Operator:
     activation: str = "none"
     eps: float = 0.0
     foldable: bool = False
+    quantised: Quantised | None = None
+    chainable: bool = False
 
     @property
     def value(self) -> Tensor:
@@ -81,7 +87,8 @@ class Operator:
         """Short text for people: `linear 768>3072`, `gelu`, `rms_norm`; what is of no known kind by its function."""
         if self.kind is Kind.LINEAR:
             n, k = self.weight_size
-            return f"linear {k}>{n}"
+            stored = "" if self.quantised is None else f"{dtype_name(self.quantised.values)} "
+            return f"{stored}linear {k}>{n}"
         if self.kind is Kind.ACTIVATION:
             return self.activation
         if self.kind is Kind.OTHER:
@@ -110,6 +117,8 @@ class Operator:
         own: tuple[Any, ...] = (str(self.kind), self.activation, self.eps, self.transposed)
         if self.kind is Kind.OTHER:
             own += (name_of(self.root) or _full_name(self.root.target),)
+        if self.quantised is not None:
+            own += (self.quantised.late, _form(self.quantised.values, at), _form(self.quantised.scale, at))
         return (*own, shapes, _form(self.root, at))
 
 
@@ -137,4 +146,11 @@ def _form(node: fx.Node | None, at: Values | None) -> str:
     if value is None:
         return "?"
     sizes = [size_hint(size, at) for size in value.shape]
-    return f"{str(value.dtype).removeprefix('torch.')}{sizes}@{value.device.type}"
+    return f"{dtype_name(node)}{sizes}@{value.device.type}"
+
+
+def dtype_name(node: fx.Node) -> str:
+    """Of a node's tensor: `float16`."""
+    value = value_of(node)
+    assert value is not None
+    return str(value.dtype).removeprefix("torch.")

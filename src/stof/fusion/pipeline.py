@@ -16,15 +16,16 @@ from stof.fusion.claims import claims, without_kernel
 from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
-from stof.fusion.operators import NORMS
+from stof.fusion.operators import NORMS, Kind
 from stof.fusion.progress import Progress
 from stof.fusion.propagate import propagate
 from stof.fusion.replay import Replay, lock_known, replayed
 from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, suggested
 from stof.fusion.scheme import Scheme
-from stof.fusion.search import Budget, Meter, two_stage
+from stof.fusion.search import two_stage
 from stof.fusion.sizes import is_symbolic
+from stof.fusion.space import Budget, Meter
 from stof.fusion.store import Contents, Entry, Result, Store, segment_key
 from stof.fusion.templates.buckets import in_bucket
 from stof.fusion.templates.registry import Serving
@@ -63,6 +64,7 @@ def fuse(
     *,
     twins: bool = False,
     fold: bool = False,
+    experimental: bool = False,
     known: Known = lambda text: None,
     replay: Replay | None = None,
 ) -> FusionReport:
@@ -74,6 +76,7 @@ def fuse(
         search: measures; without one, or a lock to replay, the rules decide.
         twins: claim templates where they have no kernel as well, and run them as plain PyTorch.
         fold: RMSNorms' weights may be folded into the products after them; a lock may say so as well.
+        experimental: two products may become one kernel, where a search finds that faster.
         known: what was measured before, for the rules.
         replay: a lock that says it all.
     """
@@ -85,6 +88,7 @@ def fuse(
         return report
     _merge(gm, report)
     operators, order = normalise(gm.graph), GraphOrder(gm.graph)
+    operators = [replace(o, chainable=experimental) if o.kind is Kind.LINEAR else o for o in operators]
     # Graphs that leave sizes open are others, even where their first call is alike.
     left_open = any(is_symbolic(operator.value.shape) for operator in operators)
     report.graph = Scheme(len(operators)).digest(operators) + "-open" * left_open
@@ -262,6 +266,8 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
                     tuned = known(bucket(claim, graph.serving))
                     if tuned is not None and not tuned.pays:
                         yield f"{name}: {tuned.template_us:.1f} us at best before, Inductor {tuned.inductor_us:.1f} us"
+                    elif tuned is None and not claim.template.by_rule:
+                        yield f"{name}: only where a search measures it faster"
                     elif tuned is None and not pays(claim, next(iter(graph.operators[stop:]), None)):
                         yield f"{name}: saves too little traffic at K = {claim.problem.shape.k}, by rule"
                     continue

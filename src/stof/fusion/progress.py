@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stof.fusion.search import Candidate
+    from stof.fusion.space import Candidate
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,27 @@ LONGEST = 4
 
 def small(shape: GemmShape, itemsize: int) -> bool:
     """Whether a product takes so little that what counts is how fast its kernel starts and ends."""
+    flops, moved = _work(shape, itemsize)
+    return flops + moved * FLOPS_PER_BYTE <= FEW_FLOPS
+
+
+def bytes_bound(shape: GemmShape, itemsize: int) -> bool:
+    """Whether copying a product's operands takes longer than computing it."""
+    flops, moved = _work(shape, itemsize)
+    return flops <= moved * FLOPS_PER_BYTE
+
+
+def weight_bound(shape: GemmShape, itemsize: int) -> bool:
+    """The same where it is the weight that is copied: few rows."""
+    weight = shape.n * shape.k * shape.weight_size(itemsize)
+    return bytes_bound(shape, itemsize) and 2 * weight >= _work(shape, itemsize)[1]
+
+
+def _work(shape: GemmShape, itemsize: int) -> tuple[float, int]:
+    """Operations, and bytes of operands and result."""
     columns = shape.n * (2 if shape.gated else 1)
-    moved = (shape.m * shape.k + columns * shape.k + shape.m * shape.n) * itemsize
-    return 2.0 * shape.m * columns * shape.k + moved * FLOPS_PER_BYTE <= FEW_FLOPS
+    moved = (shape.m * shape.k + shape.m * shape.n) * itemsize + columns * shape.k * shape.weight_size(itemsize)
+    return 2.0 * shape.m * columns * shape.k, moved
 
 
 def pays(claim: Claim, following: Operator | None = None) -> bool:
@@ -41,7 +59,17 @@ def pays(claim: Claim, following: Operator | None = None) -> bool:
     traffic saved outweighs a product slower than cuBLAS by the template's share. What is saved are passes over the
     tensors between the product and its neighbours; of a norm's before it only the one that writes it, for the product
     reads another tensor then. Of a residual that a norm is `following` on one pass less: Inductor adds it in the norm.
+
+    A weight of 8-bit values: with few rows, where it is read as such and nothing but its bytes counts. What reads it
+    dequantised pays only with more.
     """
+    if not claim.template.by_rule:
+        return False
+    quantised = any(operator.quantised is not None for operator in claim.operators)
+    if claim.problem.shape.stored:
+        return weight_bound(claim.problem.shape, claim.problem.dtype.itemsize)
+    if quantised and bytes_bound(claim.problem.shape, 1):
+        return False
     if small(claim.problem.shape, claim.problem.dtype.itemsize):
         return True
     inner = claim.operators[:-1]

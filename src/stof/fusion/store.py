@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stof.fusion.search import Candidate
+from stof.fusion.space import Candidate
 from stof.tuning.files import cache_folder, remembering, replace_whole, sole_writer
 from stof.tuning.machine import device_name, package_version
 

@@ -16,7 +16,7 @@ from stof.fusion.layers import find_layers
 from stof.fusion.lower import GraphOrder
 from stof.fusion.operators import Operator, in_words
 from stof.fusion.rules import LONGEST, bucket
-from stof.fusion.search import Candidate, Space, Wanted
+from stof.fusion.space import Candidate, Space, Wanted
 from stof.fusion.templates.config import GemmConfig
 from stof.fusion.templates.registry import Serving
 from stof.fusion.templates.roofline import floor_us
@@ -170,4 +170,10 @@ class GraphSpace:
             self.prepare,
             self.floor,
             self.label,
+            kind_of,
         )
+
+
+def kind_of(candidate: Candidate) -> str:
+    """The kind of kernel that a candidate's configuration names; "" for a default."""
+    return GemmConfig.parse(candidate[1]).kind if candidate[1] else ""

@@ -61,6 +61,7 @@ class CompileOptions:
         fold: fold the weights of RMSNorms into the products after them, in a copy that takes as much memory as those
             products' weights. For weights that stay as they are: a change between calls is noticed, but not through
             `.data`, and not by a CUDA graph that was recorded before. A lock that was tuned so folds as well.
+        experimental: let a search try templates whose gain is not settled: two products in one kernel (adapters).
         twins: let the templates' PyTorch twins serve where no kernel does, on a CPU for example, to try and test them.
             They fuse nothing; otherwise those operators are left to Inductor, which does.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
@@ -81,6 +82,7 @@ class CompileOptions:
     cuda_graphs: bool | str = False
     deterministic: bool = False
     fold: bool = False
+    experimental: bool = False
     twins: bool = False
     report: bool | Callable[[FusionReport], object] = False
     progress: bool | Callable[[Progress], object] = False
@@ -96,7 +98,7 @@ class CompileOptions:
             raise ArgumentError("budget_s limits measuring, and effort 'none' measures nothing; use 'quick' or 'full'")
         if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != WHOLE:
             raise ArgumentError(f'cuda_graphs is True, False or "whole", got {self.cuda_graphs!r}')
-        for name in ("deterministic", "fold", "twins"):
+        for name in ("deterministic", "fold", "experimental", "twins"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.deterministic and self.effort != "none":
@@ -129,7 +131,12 @@ class CompileOptions:
         seconds, per_segment = EFFORTS[self.effort]
         seconds = self.budget_s or seconds
         return Search(
-            SegmentTimer(), seconds, per_segment, self._shown(), store=self._store(device), ahead=_compiling(device)
+            SegmentTimer(),
+            seconds,
+            per_segment,
+            self._shown(),
+            store=self._store(device),
+            ahead=CompileAhead.on(device),
         )
 
     def known(self, device: torch.device) -> Known:
@@ -196,7 +203,13 @@ def stof_backend(
     plain = copy_module(gm) if search is not None else None
     try:
         report = fuse(
-            gm, search, twins=parsed.twins, fold=parsed.fold, known=parsed.known(device), replay=parsed.replay(device)
+            gm,
+            search,
+            twins=parsed.twins,
+            fold=parsed.fold,
+            experimental=parsed.experimental,
+            known=parsed.known(device),
+            replay=parsed.replay(device),
         )
     finally:
         if search is not None and isinstance(search.ahead, CompileAhead):
@@ -225,14 +238,6 @@ def stof_backend(
 
     timer = replayed_us if parsed.cuda_graphs == WHOLE else wall_us
     return Race(compiled(gm, report.digest), compiled(plain, ""), report, parsed.tell, keep, timer)
-
-
-def _compiling(device: torch.device) -> CompileAhead | None:
-    """As many processes as Inductor has; none where it compiles in this one, or nothing is compiled."""
-    from torch._inductor import config
-
-    threads = int(config.compile_threads)
-    return CompileAhead(threads) if device.type == "cuda" and threads > 1 else None
 
 
 def _inductor(

@@ -1,10 +1,12 @@
 """Kernel templates: matrix products together with what surrounds them.
 
 `ops` registers `torch.ops.stof.linear`, `norm_linear`, `gated_linear`, `linear_norm`, `rms_linear`, `rms_gated_linear`
-and `rotary_linear`; `config` says how they run.
+and `rotary_linear`, `scaled` `scaled_linear`, `chain` `chain_linear`; `config` says how they run.
 """
 
-from stof.fusion.templates.config import GemmConfig, GemmShape, configs, unfit
+from stof.fusion.templates.candidates import configs
+from stof.fusion.templates.chain import chain_linear
+from stof.fusion.templates.config import GemmConfig, GemmShape, unfit
 from stof.fusion.templates.ops import (
     gated_linear,
     linear,
@@ -14,10 +16,12 @@ from stof.fusion.templates.ops import (
     rms_linear,
     rotary_linear,
 )
+from stof.fusion.templates.scaled import scaled_linear
 
 __all__ = [
     "GemmConfig",
     "GemmShape",
+    "chain_linear",
     "configs",
     "gated_linear",
     "linear",
@@ -26,5 +30,6 @@ __all__ = [
     "rms_gated_linear",
     "rms_linear",
     "rotary_linear",
+    "scaled_linear",
     "unfit",
 ]

@@ -8,20 +8,27 @@ from dataclasses import dataclass, replace
 import torch
 
 from stof.errors import ArgumentError
+from stof.fusion.templates.machine import tilelang_installed
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
+SCALED = "scaled_linear"  # its weight is of 8-bit values
+CHAIN = "chain_linear"  # two products
 TEMPLATES = (
-    "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear"
+    "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear",
+    SCALED, CHAIN,
 )  # fmt: skip
 # Their weight has the rows of the gate first, then those of what is gated.
 GATED = ("gated_linear", "rms_gated_linear")
 # They may be given an RMSNorm's row factors, whose weight is folded into the product's.
 ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
-# tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. cublas: PyTorch's own product.
-KINDS = ("tile", "persistent", "pingpong", "together", "cublas")
+# tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. tilelang: TileLang, where it is
+# installed. cublas: PyTorch's own product.
+KINDS = ("tile", "persistent", "pingpong", "together", "tilelang", "cublas")
 GLUON = ("pingpong", "together")
 HALVES = (torch.float16, torch.bfloat16)
+# What weights may be stored as, and the least compute capability that converts it.
+STORED = {torch.int8: (8, 0), torch.float8_e4m3fn: (8, 9)}
 # cuBLAS has better products than ours: there to be measured, not by default.
 _IF_MEASURED = (torch.float32,)
 _LEAST_CAPABILITY = (8, 0)
@@ -32,6 +39,15 @@ _LEAST_SHARED = 101_376
 _SHARED_BY_ALL = 233_472
 # Barriers, and what the compiler aligns.
 _SHARED_REST = 2048
+
+
+# Of a chain: what lies between has room in a program's registers.
+MOST_INNER = 256
+
+
+def whole(columns: int) -> int:
+    """Columns rounded up to what tensor cores take at the least, and a power of two."""
+    return max(16, 1 << max(0, columns - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,8 @@ class GemmShape:
         bias, residual: whether there is one.
         transposed: the weight's columns are contiguous in memory (`[K, N]` stored, seen as `[N, K]`).
         head_dim, turned: heads of that width are rotated in the first `turned` columns; 0 for none.
+        stored: the dtype of the weight's values, "int8", where that is not the product's; each column has a factor.
+        inner: columns between the two products of a chain; k are of the first one's, n of the second one's result.
         aligned: TMA can read x, weight and residual (16-byte addresses and row strides) and write the result.
     """
 
@@ -61,11 +79,17 @@ class GemmShape:
     transposed: bool = False
     head_dim: int = 0
     turned: int = 0
+    stored: str = ""
+    inner: int = 0
     aligned: bool = True
 
     @property
     def gated(self) -> bool:
         return self.template in GATED
+
+    def weight_size(self, itemsize: int) -> int:
+        """Bytes of one of the weight's values; `itemsize` of x's."""
+        return getattr(torch, self.stored).itemsize if self.stored else itemsize
 
     @property
     def commutes(self) -> bool:
@@ -83,7 +107,7 @@ class GemmConfig:
             pingpong's tile belongs to one of its two consumers. Powers of two; together also has 192 columns or rows.
         warps: of a Triton program (Gluon kernels have four for each consumer, and one).
         stages: steps in flight (together: of the columns).
-        split: programs that share a tile's depth (tile only).
+        split: programs that share a tile's depth (tile only), or the columns of a chain's rows.
         group: rows of tiles that are walked side by side.
         halves: the result leaves in halves, one written while the other is computed (persistent only).
     """
@@ -136,10 +160,14 @@ class GemmConfig:
 
     def shared_memory(self, shape: GemmShape, itemsize: int) -> int:
         """Bytes that one program takes, compiler's extras left out."""
+        if shape.inner:
+            between, step = whole(shape.inner), (self.block_m + whole(shape.inner)) * self.block_k
+            steps = self.stages * max(step, between * self.block_n)
+            return (steps + self.block_m * max(between, self.block_n)) * itemsize
         width = self.block_n // 2 if shape.gated else self.block_n
+        if self.kind in ("tile", "tilelang"):
+            return self.stages * (self.block_m * itemsize + self.block_n * shape.weight_size(itemsize)) * self.block_k
         loads = self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
-        if self.kind == "tile":
-            return loads
         if self.kind == "persistent":
             # The result on its way out; a residual is read in rows and goes the same way to the accumulator's order.
             tile = self.block_m * width * itemsize // (2 if self.halves else 1)
@@ -183,7 +211,7 @@ class GemmConfig:
 
 
 _PATTERN = re.compile(
-    r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(,(?P<warps>\d+)w)?,(?P<stages>\d+)s,(?P<kind>tile|persistent|pingpong|together)"
+    r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(,(?P<warps>\d+)w)?,(?P<stages>\d+)s,(?P<kind>tilelang|tile|persistent|pingpong|together)"
     r"(,split(?P<split>\d+))?(,group(?P<group>\d+))?(?P<halves>,halves)?"
 )
 
@@ -194,6 +222,12 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         return [f"{config.kind} does not scale rows of {dtype}"]
     if shape.head_dim and config.kind not in ("tile", "pingpong"):
         return [f"{config.kind} does not rotate heads"]
+    if shape.stored and (
+        config.kind != "tile" or dtype not in HALVES or capability < STORED[getattr(torch, shape.stored)]
+    ):
+        return [f"{config.kind} does not multiply {dtype} by {shape.stored} on compute capability {capability}"]
+    if shape.inner and (config.kind != "tile" or dtype not in HALVES or shape.inner > MOST_INNER):
+        return [f"{config.kind} does not chain products of {dtype} with {shape.inner} columns between them"]
     if config.kind == "cublas":
         return _unfit_for_cublas(shape)
     found = []
@@ -211,7 +245,8 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append("halves are for persistent programs")
     if config.split > 1 and config.kind != "tile":
         found.append("only plain tiles are split along their depth")
-    if config.split > max(1, shape.k // config.block_k):
+    steps = -(-shape.n // config.block_n) if shape.inner else max(1, shape.k // config.block_k)
+    if config.split > steps:
         found.append("more splits than steps")
     if dtype not in HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
         found.append(f"{config.kind} does not compute {dtype}")
@@ -223,10 +258,21 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
     if shape.head_dim and (config.block_n % shape.head_dim or shape.turned % config.block_n):
         found.append("tiles hold whole heads, all of them rotated or none")
-    if config.block_m * config.block_n > 128 * 256:
+    if config.block_m * max(config.block_n, whole(shape.inner)) > 128 * 256:
         found.append("the accumulator is larger than the registers")
-    if config.kind != "tile":
+    if config.kind == "tilelang":
+        found += _unfit_for_tilelang(shape)
+    elif config.kind != "tile":
         found += _unfit_for_tma(config, shape, capability)
+    return found
+
+
+def _unfit_for_tilelang(shape: GemmShape) -> list[str]:
+    found = []
+    if not tilelang_installed():
+        found.append("TileLang is not installed (pip install 'stof[tilelang]')")
+    if shape.template != "linear" or shape.transposed or not shape.aligned:
+        found.append("TileLang computes plain products of rows and weights aligned to 16 bytes")
     return found
 
 
@@ -298,8 +344,10 @@ def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], p
 def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     """Best first, by what fills the device: few tiles of large ones, or many of small ones, split where too few."""
     large = -(-shape.m // 128) * -(-shape.n // 128) * (2 if shape.gated else 1)
+    if shape.inner:
+        return _for_chains(shape, processors)
     tile = GemmConfig("tile", 64, max(64, shape.head_dim), 64, warps=4, stages=4)
-    if 2 * large < processors:
+    if 2 * large < processors or (shape.stored and shape.m <= 64):
         small = _for_few_rows(shape, processors)
         return [small, replace(small, stages=2), replace(small, block_k=32, stages=2)]
     return [
@@ -311,13 +359,23 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     ]
 
 
+def _for_chains(shape: GemmShape, processors: int) -> list[GemmConfig]:
+    """Low blocks of rows where there are few, and as many programs for each as there are multiprocessors left."""
+    low = GemmConfig("tile", 16 if shape.m < 32 * processors else 64, 64, 64, warps=4, stages=3)
+    split = max(1, min(-(-shape.n // low.block_n), processors // -(-shape.m // low.block_m)))
+    return [replace(low, split=split), replace(low, split=split, block_k=32, stages=2)]
+
+
 def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     """Small tiles, most of whose steps are under way at once; two such programs fit a multiprocessor.
 
     As found on an H200 for BERT's products at 128 tokens, one call after the other; `stof bench gemm --chain` times
     them so, no file records it yet. Up to 32 rows are not measured.
     """
-    if shape.m <= 32:
+    if shape.stored:
+        rows = 16 if shape.m <= 16 else 32 if shape.m <= 32 else 64
+        small = GemmConfig("tile", rows, 64, 128, warps=4, stages=4)
+    elif shape.m <= 32:
         small = GemmConfig("tile", 16 if shape.m <= 16 else 32, 64, 64, warps=4, stages=4)
     elif shape.template == "linear_norm" or shape.gated or shape.head_dim:
         small = GemmConfig("tile", 64, 64, 128, warps=4, stages=3)
@@ -329,70 +387,3 @@ def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     # A norm afterwards adds up for nothing what programs leave; without one, they do so after a wait for the last.
     least = 768 if small.block_n == 32 else 256
     return replace(small, split=max(1, min(8, processors // tiles, shape.k // least)))
-
-
-def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[GemmConfig]:
-    """Configurations worth measuring for a shape: those of the list below that fit and do not waste most of a tile."""
-    found = []
-    for config in _CANDIDATES:
-        tall = config.block_m > 16 and config.block_m >= 4 * shape.m
-        wide = config.block_n > 32 and config.block_n >= 4 * shape.n * (2 if shape.gated else 1)
-        # Splitting pays where the tiles alone leave most of a device idle.
-        tiles = -(-shape.m // config.block_m) * -(-shape.n // config.block_n) if config.block_m else 1
-        idle = config.split == 1 or tiles * config.split <= 512
-        # Fewer programs than that leave nine tenths of a large GPU idle; small tiles do not.
-        small = config.block_m * config.block_n <= 64 * 64
-        few = tiles * config.split < 13 and not small
-        many = tiles > 2048 and small and config.kind != "cublas"
-        if not (tall or wide or few or many) and idle and not unfit(config, shape, dtype, capability):
-            found.append(config)
-    return found
-
-
-_CANDIDATES = (
-    GemmConfig("cublas"),
-    GemmConfig("pingpong", 128, 128, 64, stages=5),
-    GemmConfig("pingpong", 128, 128, 64, stages=6),
-    GemmConfig("pingpong", 64, 256, 64, stages=4),
-    GemmConfig("pingpong", 64, 128, 64, stages=7),
-    GemmConfig("together", 256, 128, 64, stages=6),
-    GemmConfig("together", 256, 128, 64, stages=5),
-    GemmConfig("together", 256, 128, 64, stages=3),
-    GemmConfig("together", 256, 128, 64, stages=6, group=4),
-    GemmConfig("together", 128, 256, 64, stages=5),
-    GemmConfig("together", 128, 256, 64, stages=3),
-    GemmConfig("together", 128, 128, 64, stages=7),
-    GemmConfig("together", 128, 192, 64, stages=5),
-    GemmConfig("together", 128, 192, 64, stages=4),
-    GemmConfig("together", 192, 128, 64, stages=5),
-    GemmConfig("together", 192, 128, 64, stages=4),
-    GemmConfig("persistent", 128, 256, 64, warps=8, stages=3),
-    GemmConfig("persistent", 128, 256, 64, warps=8, stages=3, halves=True),
-    GemmConfig("persistent", 128, 128, 64, warps=8, stages=4),
-    GemmConfig("persistent", 128, 128, 64, warps=4, stages=3, halves=True),
-    GemmConfig("tile", 128, 256, 64, warps=8, stages=3),
-    GemmConfig("tile", 128, 128, 64, warps=8, stages=3),
-    GemmConfig("tile", 128, 128, 64, warps=4, stages=3),
-    GemmConfig("tile", 128, 128, 32, warps=4, stages=3),
-    GemmConfig("tile", 128, 64, 64, warps=4, stages=4),
-    GemmConfig("tile", 64, 128, 64, warps=4, stages=4),
-    GemmConfig("tile", 64, 64, 64, warps=4, stages=4),
-    GemmConfig("tile", 64, 64, 32, warps=4, stages=3),
-    GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=2),
-    GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=4),
-    GemmConfig("tile", 64, 64, 64, warps=4, stages=4, split=8),
-    GemmConfig("tile", 64, 64, 64, warps=4, stages=6),
-    GemmConfig("tile", 64, 64, 64, warps=4, stages=6, split=5),
-    GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=3),
-    GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=5),
-    GemmConfig("persistent", 64, 64, 128, warps=4, stages=3),
-    GemmConfig("tile", 64, 32, 128, warps=4, stages=4),
-    GemmConfig("tile", 64, 32, 128, warps=4, stages=4, split=2),
-    GemmConfig("tile", 64, 32, 128, warps=4, stages=4, split=4),
-    GemmConfig("tile", 32, 64, 128, warps=4, stages=4),
-    GemmConfig("tile", 32, 64, 128, warps=4, stages=4, split=4),
-    GemmConfig("tile", 16, 32, 128, warps=4, stages=3),
-    GemmConfig("tile", 16, 64, 128, warps=4, stages=4),
-    GemmConfig("tile", 16, 64, 128, warps=4, stages=4, split=4),
-    GemmConfig("tile", 16, 32, 256, warps=4, stages=3, split=2),
-)

@@ -1,8 +1,9 @@
-"""What launches need to know of the device."""
+"""What launches need to know of the device, and of what is installed."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 
 import torch
 from torch import Tensor
@@ -25,3 +26,9 @@ def chained(tensor: Tensor) -> dict[str, bool]:
     from stof.kernels.triton.turns import takes_turns
 
     return {"CHAINED": True, "launch_pdl": True} if takes_turns(tensor.device) else {"CHAINED": False}
+
+
+@functools.cache
+def tilelang_installed() -> bool:
+    """Whether there is a TileLang to import."""
+    return importlib.util.find_spec("tilelang") is not None

@@ -11,9 +11,10 @@ import torch
 
 from stof.errors import ArgumentError
 from stof.fusion.operators import NORMS, Kind
-from stof.fusion.templates import ops, twins
+from stof.fusion.templates import chain, ops, scaled, twins
 from stof.fusion.templates.buckets import bucket_of
-from stof.fusion.templates.config import GemmConfig, GemmShape, configs, default, unfit, unserved
+from stof.fusion.templates.candidates import configs
+from stof.fusion.templates.config import GemmConfig, GemmShape, default, unfit, unserved
 
 # What the break-even table of docs/fusion.md asks for at K = 1024.
 _ASSUMED_SHARE = 0.76
@@ -98,6 +99,7 @@ class Template:
     twin: Callable[..., Any]
     passes: int
     share: float = _ASSUMED_SHARE
+    by_rule: bool = True
 
     @property
     def operator(self) -> torch._ops.OpOverload:
@@ -150,9 +152,18 @@ _OPERATORS = {
     "rms_linear": ops.rms_linear,
     "rms_gated_linear": ops.rms_gated_linear,
     "rotary_linear": ops.rotary_linear,
+    "scaled_linear": scaled.scaled_linear,
+    "chain_linear": chain.chain_linear,
 }
 
 TEMPLATES: tuple[Template, ...] = (
+    # By rule only where a product takes as long as its weight is copied, whatever share of cuBLAS's speed that is.
+    Template(
+        "scaled_linear",
+        (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
+        twins.scaled_linear,
+        passes=2,
+    ),
     Template(
         "linear",
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
@@ -194,5 +205,13 @@ TEMPLATES: tuple[Template, ...] = (
         twins.linear_norm,
         passes=1,
         share=0.69,  # BERT's down-projection, residual and LayerNorm, 4096 tokens, H200: 41.1 us, cuBLAS without 28.3
+    ),
+    # What it saves is a kernel's start: what lies between is small beside the rows and the result.
+    Template(
+        "chain_linear",
+        (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_LINEAR), Slot(_RESIDUAL, optional=True)),
+        twins.chain_linear,
+        passes=2,
+        by_rule=False,
     ),
 )

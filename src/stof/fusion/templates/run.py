@@ -13,7 +13,7 @@ from torch import Tensor
 from stof.fusion.templates import config as configuration
 from stof.fusion.templates import twins
 from stof.fusion.templates.buckets import bucket_of, in_bucket, nearest_first
-from stof.fusion.templates.config import GATED, GLUON, GemmConfig, GemmShape, unfit
+from stof.fusion.templates.config import GATED, GLUON, STORED, GemmConfig, GemmShape, unfit
 from stof.fusion.templates.machine import chained, machine, programs
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
 
@@ -38,7 +38,7 @@ class Product(NamedTuple):
 
     x `[M, K]`; weight `[N, K]` (gated: `[2 N, K]`), contiguous in either direction; bias `[N]` or `[2 N]`; residual
     `[M, N]`; lead: the result's shape but for its last dimension; row_scale: the norm's 1 / deviation of every row,
-    float32 `[M]`, where the caller has it.
+    float32 `[M]`, where the caller has it; scale: factors of the columns, `[N]`, for a weight of 8-bit values.
     """
 
     x: Tensor
@@ -51,6 +51,7 @@ class Product(NamedTuple):
     lead: torch.Size
     row_scale: Tensor | None = None
     rotary: Rotary | None = None
+    scale: Tensor | None = None
 
 
 def product(
@@ -63,6 +64,7 @@ def product(
     norm: Norm | None = None,
     row_scale: Tensor | None = None,
     rotary: Rotary | None = None,
+    scale: Tensor | None = None,
 ) -> Product:
     """View (or, where strides are too odd, copy) the tensors of a call for the kernels."""
     k = x.shape[-1]
@@ -89,11 +91,13 @@ def product(
         transposed=transposed,
         head_dim=0 if rotary is None else rotary.head_dim,
         turned=0 if rotary is None else rotary.turned,
+        stored="" if scale is None else str(weight.dtype).removeprefix("torch."),
         aligned=all(width * x.element_size() % 16 == 0 for width in (n, k)) and all(map(_aligned, read)),
     )
     if row_scale is not None:
         row_scale = row_scale.reshape(-1).contiguous()
-    return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary)
+    scale = None if scale is None else scale.reshape(-1).contiguous()
+    return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary, scale)
 
 
 def choose(call: Product, text: str) -> GemmConfig | None:
@@ -149,6 +153,8 @@ def compute(call: Product, config: GemmConfig) -> Tensor:
             _tile(call, config, out, None, mean, rstd)
         elif config.kind == "persistent":
             _persistent(call, config, out)
+        elif config.kind == "tilelang":
+            _tilelang(call, config, out)
         else:
             _hopper(call, config, out, rstd)
     return out.view(*call.lead, call.shape.n)
@@ -186,7 +192,7 @@ def _tile(
         x, weight, out, call.bias, call.residual, mean, rstd,
         None if norm is None else norm.weight, None if norm is None else norm.bias, partial, counters,
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
-        0 if call.residual is None else call.residual.stride(0), *_positions(call),
+        0 if call.residual is None else call.residual.stride(0), *_positions(call), call.scale,
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, SPLITS=config.split,
         EVEN_N=shape.n % width == 0, EVEN_K=shape.k % config.block_k == 0, MERGE=merge,
         GATED=shape.gated, TRANSPOSED=shape.transposed,
@@ -195,7 +201,7 @@ def _tile(
         NORM="none" if norm is None else norm.kind,
         HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
         HAS_NORM_BIAS=norm is not None and norm.bias is not None, HEAD_DIM=shape.head_dim,
-        num_warps=config.warps, num_stages=config.stages, **chained(x),
+        SCALED=call.scale is not None, num_warps=config.warps, num_stages=config.stages, **chained(x),
     )  # fmt: skip
 
 
@@ -270,6 +276,13 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
         )  # fmt: skip
 
 
+def _tilelang(call: Product, config: GemmConfig, out: Tensor) -> None:
+    from stof.fusion.templates.tilelang_gemm import launch
+
+    residual = None if call.residual is None else call.residual.contiguous()
+    launch(config, call.x.contiguous(), call.weight.contiguous(), call.bias, residual, call.activation, out)
+
+
 def _positions(call: Product) -> tuple[Tensor | None, Tensor | None, int, int]:
     """cos, sin, how many positions they have, and the columns that are rotated; none of it without heads to rotate."""
     if call.rotary is None:
@@ -293,8 +306,9 @@ def _agree(call: Product) -> bool:
     """Whether all tensors have one device, and products one dtype; anything else is PyTorch's to serve or refuse."""
     norm = () if call.norm is None else (call.norm.weight, call.norm.bias)
     tables = () if call.rotary is None else call.rotary[:2]
-    others = [t for t in (call.weight, call.bias, call.residual, call.row_scale, *norm, *tables) if t is not None]
-    return call.weight.dtype == call.x.dtype and all(t.device == call.x.device for t in others)
+    others = [call.weight, call.bias, call.residual, call.row_scale, call.scale, *norm, *tables]
+    one_dtype = call.weight.dtype == call.x.dtype if call.scale is None else call.weight.dtype in STORED
+    return one_dtype and all(t.device == call.x.device for t in others if t is not None)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

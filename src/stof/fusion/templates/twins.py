@@ -111,3 +111,26 @@ def linear_norm(
     """`(h, norm(h))` with h = x @ weight.T + bias + residual."""
     h = linear(x, weight, bias, residual, "none")
     return h, normalised(h, norm_weight, norm_bias, norm, eps)
+
+
+def scaled_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
+) -> Tensor:
+    """`act(scale * (x @ weight.T) + bias) + residual`, scale one factor a row of the weight."""
+    # The weight's own values first, as integers of this size are exact in every dtype.
+    out = F.linear(x, weight.to(x.dtype)) * scale.reshape(-1).to(x.dtype)
+    out = activated(out if bias is None else out + bias, activation)
+    return out if residual is None else out + residual
+
+
+def chain_linear(
+    x: Tensor,
+    down: Tensor,
+    down_bias: Tensor | None,
+    up: Tensor,
+    up_bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """`act(x @ down.T + down_bias) @ up.T + up_bias + residual`."""
+    return linear(linear(x, down, down_bias, None, activation), up, up_bias, residual, "none")
