@@ -14,6 +14,7 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.jobs import JOB_FIELDS, RUN
+from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
@@ -29,12 +30,16 @@ LONG = masks.longformer(20, 30) | masks.strided(8, 64, 8)
 
 
 class Twin:
-    """The kernel in plain PyTorch, one job after the other; stands in for `Launch.__call__`."""
+    """The kernel in plain PyTorch, one job after the other; stands in for `Launch.__call__`. Others run as they do."""
 
     def __init__(self) -> None:
         self.constants: dict[str, Any] = {}
+        self.plain = Launch.__call__
 
     def __call__(self, launch: Launch, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> None:
+        if launch.kernel is not warp_specialized_kernel:
+            self.plain(launch, *tensors, maps=maps)
+            return
         _descriptors(maps)  # Triton's own checks of strides, sizes and alignment
         given = dict(zip(launch.kernel.arg_names, (*maps, *tensors, *launch.tensors, *launch.rest), strict=True))
         self.constants = {name: value for name, value in given.items() if name.isupper()}
@@ -54,7 +59,7 @@ class Twin:
 
 def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> None:
     """64 rows of a job, which may come with the columns of its first tile."""
-    row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, *_ = job
+    row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, spoil, *_ = job
     slabs = a.BLOCK_N // a.SLAB if a.SLAB else 1
     tiles = memory(a.tiles_ptr).view(-1, slabs)
     position = (row_block * a.GROUPS + group) * 64
@@ -114,6 +119,11 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
         total = total * (1 + torch.exp(float(memory(a.sinks_ptr)[h]) - lse))
     acc = acc * torch.where(lse == -torch.inf, 0.0, 1 / total)[:, None]
     at = rows if not a.PERMUTED else memory(a.row_order_ptr)[pattern * a.q_len + rows].long()
+    if a.AT_RUN_TIME:
+        added = torch.tensor(spoil, dtype=torch.int32).view(torch.float32)
+        lse, acc = lse + added, acc + added
+    else:
+        assert spoil == 0
     written.view(-1)[(b * a.heads + h) * a.q_len + at] += 1
     memory(a.lse_ptr)[(b * a.heads + h) * a.q_len + at] = lse[: len(rows)].float()
     box(a.out_desc, [b, h, row, residue * a.out_residue_stride], acc)

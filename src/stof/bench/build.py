@@ -90,8 +90,8 @@ class StepRow:
 
     @property
     def overhead(self) -> float | None:
-        """Time of a step over that of the same kernel with a mask known ahead, less 1."""
-        return None if self.static_us is None else self.step_us / self.static_us - 1.0
+        """Time of a step over that of the best plan for a mask known ahead, less 1."""
+        return None if self.best_us is None else self.step_us / self.best_us - 1.0
 
 
 def _synchronized(device: torch.device) -> None:
@@ -300,8 +300,10 @@ def _stepped(
         build_ms = (time.perf_counter() - start) * 1e3
         calls["best"] = lambda: stof.attention(q, k, v, known)
         # The same kernel and tiles, so that only the building differs.
-        alike = stof.plan(mask, length, heads=heads, device=device, config=LayoutConfig(64, 64, 1))
-        forced = "block_wise" if device.type == "cuda" else None
+        chosen = stof.explain(q, k, v, plan)[0]
+        forced = chosen.name if device.type == "cuda" else None
+        config = (chosen.choice and chosen.choice.layout) or LayoutConfig(64, 64, 1)
+        alike = stof.plan(mask, length, heads=heads, device=device, config=config)
         stof.attention(q, k, v, alike, implementation=forced)
         calls["static"] = lambda: stof.attention(q, k, v, alike, implementation=forced)
     except (RuntimeError, ValueError) as problem:  # too large to build ahead of time

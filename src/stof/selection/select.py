@@ -119,6 +119,12 @@ def candidates(
     return runs + refused
 
 
+def weighed(choices: list[Choice], call: CallSpec, device: torch.device, geometry: Geometry) -> list[Candidate]:
+    """Candidates for some choices and no others, fastest first, then those that cannot run."""
+    good, bad, _ = _weigh(choices, call, device, geometry, *_model_and_limit(device, None))
+    return sorted(good, key=lambda c: (c.estimate_us is None, c.estimate_us or 0.0)) + bad
+
+
 def _model_and_limit(device: torch.device, model: DeviceModel | None) -> tuple[DeviceModel, int]:
     """The cost model, and the bytes of shared memory that a thread block may have."""
     return (device_model(device), shared_memory_limit(device)) if model is None else (model, block_shared_bytes(model))
@@ -185,12 +191,12 @@ def choose(
             failed = device is not None and failures.reason(Choice(name), call, device) is not None
             if implementation in (None, name) and not failed and not impl.capabilities.refusals(call):
                 return Choice(name)
-    weighed = candidates(call, device, geometry)
-    for candidate in weighed:
+    ranked = candidates(call, device, geometry)
+    for candidate in ranked:
         if not candidate.refusals and implementation in (None, candidate.name):
             return candidate.choice or Choice(candidate.name)
     reasons: dict[str, tuple[str, ...]] = {}
-    for candidate in weighed:
+    for candidate in ranked:
         if implementation in (None, candidate.name):
             reasons[candidate.name] = reasons.get(candidate.name, ()) + candidate.refusals
     raise UnsupportedError(f"no implementation can run this call ({call})", reasons)

@@ -24,6 +24,8 @@ _SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 _ROWS, _BOX = 64, 64
 # Row blocks whose Q (or output, on its way out) is in shared memory at once.
 _Q_STAGES = 3
+# Jobs brought up to date by one program.
+_JOBS_AT_ONCE = 128
 
 
 class Window(NamedTuple):
@@ -108,18 +110,20 @@ def bind_warp_specialized(
     on_cpu, starts = job_lists(lists, batch, heads, resident * processors, side)
     jobs = on_cpu.to(device)
     modified = softcap > 0 or scale <= 0
-    permuted = lists.row_order.numel() > 0
+    permuted, at_run_time = lists.row_order.numel() > 0, lists.ranges.numel() > 0
+    starts = starts.to(device)
+    refresh = _refreshing(jobs, starts, lists) if at_run_time else None
     # Rows of one residue: what lies past them is past the width, whatever stride a single row has.
     residues = (q.stride(2), out.stride(2)) if lists.row_step > 1 else (width, width)
     ready = Launch(
         warp_specialized_kernel,
         resident * processors,
-        (jobs, starts.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
+        (jobs, starts, lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
          lists.row_order if permuted else jobs),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
          k.stride(2), v.stride(2), float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (groups, lists.block_n, width, lists.slab, config.num_stages, _Q_STAGES, permuted, lists.chunks > 0,
-         modified, softcap > 0, sinks is not None, lists.has_full > 0, takes_turns(device)),
+         modified, softcap > 0, sinks is not None, lists.has_full > 0, at_run_time, takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=128 if resident > 1 else 0,
@@ -157,10 +161,29 @@ def bind_warp_specialized(
             v_slab and v_slab.at(v),
             out_window.at(out),
         )
+        if refresh is not None:
+            refresh()
         ready(lse, q if sinks is None else sinks, chunk_out, chunk_ml, counters, maps=maps)
         return (result.copy_(out) if copy_out else result), lse
 
     return call
+
+
+def _refreshing(jobs: Tensor, starts: Tensor, lists: TileLists) -> Launch:
+    """What gives jobs the tiles that the device has listed since."""
+    from stof.kernels.hopper.fill import refresh_jobs
+
+    count = len(jobs) - 1
+    return Launch(
+        refresh_jobs,
+        -(-max(count, len(starts)) // _JOBS_AT_ONCE),
+        (jobs, starts, lists.ranges, lists.tile_columns),
+        (count, len(starts)),
+        (_JOBS_AT_ONCE,),
+        num_warps=4,
+        num_stages=1,
+        device=jobs.device,
+    )
 
 
 def _readable(x: Tensor) -> bool:

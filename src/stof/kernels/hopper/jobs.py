@@ -15,6 +15,9 @@ from stof.layout.orders import by_remainder
 
 # Integers that describe a job: one 64-byte line.
 JOB_FIELDS = 16
+# Integers that a device writes for an item: tiles [begin, partial end, end), bitmap of the first tile, and the bits of
+# a float32 that is added to the results, 0 or NaN.
+RANGE_FIELDS = 5
 # Columns that one copy brings when they follow each other: half a tile.
 RUN = 64
 # Thread blocks that a multiprocessor holds at once, by rows of a row block.
@@ -37,6 +40,8 @@ class TileLists:
         tile_bitmap: int32 `[T + 3]`, row of bitmaps.
         bitmaps: int32 `[U, block_m, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
+        ranges: int32 `[I, RANGE_FIELDS]` for tiles that change on the device: what items say of tiles then only serves
+            to deal them out, and every call takes this instead. Empty when items say what is so.
         block_m, block_n, q_len, kv_len: sizes of the layout.
         slab: columns of a slab, 0 when every tile is evenly spaced columns.
         row_step: rows follow each other at this distance: `i`, `i + row_step`, ..., residue after residue.
@@ -52,6 +57,7 @@ class TileLists:
     tile_bitmap: Tensor
     bitmaps: Tensor
     row_order: Tensor
+    ranges: Tensor
     block_m: int
     block_n: int
     q_len: int
@@ -110,7 +116,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
 
-    items, item_ptr, chunks = _items(pointers, partial, layout.patterns, split_tiles, dummy)
+    items, item_ptr, chunks = split_items(pointers, partial, layout.patterns, split_tiles, dummy)
     items[:, 7] = tile_bitmap.cpu()[items[:, 1].long()]
     return TileLists(
         pattern_of=layout.pattern_of.contiguous(),
@@ -120,6 +126,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         tile_bitmap=tile_bitmap.int().contiguous(),
         bitmaps=bitmaps.contiguous(),
         row_order=layout.pattern_of.new_empty(0) if layout.row_order is None else layout.row_order.contiguous(),
+        ranges=layout.pattern_of.new_empty(0),
         block_m=config.block_m,
         block_n=config.block_n,
         q_len=layout.q_len,
@@ -200,10 +207,18 @@ def _row_step(layout: Layout) -> int:
     return step
 
 
-def _items(
+def split_items(
     pointers: Tensor, partial: Tensor, patterns: int, split_tiles: int, dummy: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Items `[I, 8]` of all row blocks, where each pattern's begin, and the most chunks of one."""
+    """Items `[I, 8]` of all row blocks, where each pattern's begin, and the most chunks of one.
+
+    Args:
+        pointers: int64 `[P * R + 1]`, where the tiles of each row block begin.
+        partial: int64 `[P * R]`, how many of them are partial.
+        patterns: P.
+        split_tiles: see `make_tile_lists`.
+        dummy: the tile of row blocks without any.
+    """
     tiles = pointers.diff()
     blocks = len(tiles) // patterns
     parts = parts_of(tiles, split_tiles)
@@ -239,7 +254,8 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     Returns:
         Jobs int32 `[J, 16]`, and each thread block's start int32 `[blocks, 32]`; both on the CPU.
         Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
-        its first chunk, chunk, pattern, bitmap of the first tile.
+        its first chunk, chunk, pattern, bitmap of the first tile; where tiles change on the device then what is added
+        to the results, and in field 14 the item.
         A start: the first job, in fields 12 and 13 where the thread block's jobs begin and end, and the columns of
         the first job's first tile.
     """
@@ -271,6 +287,8 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     jobs[:-1, 8] = rows[:, 6]
     jobs[:-1, 9] = pattern[group]
     jobs[:-1, 10] = rows[:, 7]
+    if lists.ranges.numel():
+        jobs[:-1, 14] = item[order]
     ends = torch.bincount(owner, minlength=blocks).cumsum(0)
     begins = torch.nn.functional.pad(ends[:-1], (1, 0))
     first = jobs[begins]

@@ -56,6 +56,7 @@ def _consumer(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr, MODIFIED: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_FULL: gl.constexpr,
+    AT_RUN_TIME: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of those that compute: 64 rows of every job."""
     (
@@ -143,7 +144,7 @@ def _consumer(
                         acc, m_i, l_i, job_ptr - FIELDS, q_smem.index(q_before * GROUPS + GROUP), out_desc,
                         lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads,
                         rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
-                        PERMUTED, SPLIT, HAS_SINKS,
+                        PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
                     )  # fmt: skip
                     # The output of the job before that one has left its buffer long ago.
                     tma.store_wait(1)
@@ -192,7 +193,7 @@ def _consumer(
             acc, m_i, l_i, jobs_ptr + (job_end - 1) * FIELDS, q_smem.index((turn % Q_STAGES) * GROUPS + GROUP),
             out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads,
             rows_per_residue, out_residue_stride, GROUP, GROUPS, D, PERMUTED, SPLIT,
-            HAS_SINKS,
+            HAS_SINKS, AT_RUN_TIME,
         )  # fmt: skip
         tma.store_wait(0)
 
@@ -240,6 +241,7 @@ def warp_specialized_kernel(
     HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HAS_FULL: gl.constexpr,
+    AT_RUN_TIME: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
     take_turn(CHAINED)
@@ -296,7 +298,7 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
                              v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
             ],
@@ -307,9 +309,9 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
                              v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
             ],
@@ -320,11 +322,11 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (_consumer, (shared, 2, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
                              v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
             ],

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Set beside the mask's own problems: more tiles than there is room for.
 OVERFLOW = 1 << 16
-# Columns or tiles handled at once, and columns of a dense mask.
-_COPY, _TILES_AT_ONCE, _COLUMNS = 1024, 64, 128
+# Columns handled at once, in lists and of a dense mask.
+_COPY, _COLUMNS = 1024, 128
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,9 @@ class WorkRoom:
         if found is None:
             found = self.launches[key] = make()
         return found
+
+    def catch_up(self) -> None:
+        """Write what a call reads and updates do not; launched before every call."""
 
     def bytes(self) -> int:
         """Memory of all lists."""
@@ -162,113 +165,6 @@ def _flag(room: WorkRoom, problems: Tensor, poisoned: Tensor) -> None:
 
 def _up(count: Tensor, step: int) -> Tensor:
     return torch.div(count + step - 1, step, rounding_mode="floor")
-
-
-# ---- the best key blocks of each query block
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class BlockRoom(WorkRoom):
-    """Lists for `k` key blocks of `block_size` keys to a query block.
-
-    Attributes:
-        chosen: int32 `[P, query blocks, k]`, key blocks taken, ascending.
-        count: int32 `[P, query blocks]`, how many.
-        bad: int32 `[P]`, what is wrong with the present scores.
-    """
-
-    k: int
-    block_size: int
-    chosen: Tensor
-    count: Tensor
-    bad: Tensor
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self.chosen, self.count, self.bad)
-
-
-def block_room(problem: Problem, k: int, block_size: int, device: torch.device) -> BlockRoom:
-    """Lists for `k` key blocks to a query block: they always fit."""
-    count = problem.patterns * problem.row_blocks
-    query_blocks = -(-problem.q_len // block_size)
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
-    return BlockRoom(
-        problem=problem,
-        work=empty_work(problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=2 * count, bases=True),
-        flags=zeros(problem.patterns),
-        k=k,
-        block_size=block_size,
-        chosen=zeros(problem.patterns, query_blocks, k),
-        count=zeros(problem.patterns, query_blocks),
-        bad=zeros(problem.patterns),
-    )
-
-
-def _slots(problem: Problem, k: int, block_size: int) -> int:
-    """Tiles of a row block: two partial ones, then full ones."""
-    return k * (block_size // problem.block_n) + 2
-
-
-def fill_blocks(room: BlockRoom, scores: Tensor, causal: bool, nan_bit: int) -> None:
-    """Write the work of `block_topk`.
-
-    Args:
-        room: from `block_room`.
-        scores: float `[B | 1, H | 1, query blocks, key blocks]`.
-        causal: whether queries see no later keys.
-        nan_bit: the flag for NaN scores.
-    """
-    key = (scores.shape, scores.stride(), scores.dtype, causal)
-    select, fill = room.launched(key, lambda: _block_launches(room, scores, causal, nan_bit))
-    room.bad.zero_()
-    select(scores)
-    fill()
-
-
-def _block_launches(room: BlockRoom, scores: Tensor, causal: bool, nan_bit: int) -> tuple[Launch, ...]:
-    import triton
-
-    from stof.kernels.triton import fill_blocks as kernels
-    from stof.kernels.triton.launch import Launch
-
-    problem, work, device, k = room.problem, room.work, room.flags.device, room.k
-    query_blocks, key_blocks = scores.shape[2:]
-    width = triton.next_power_of_2(key_blocks)
-    strides = [0 if size == 1 else stride for size, stride in zip(scores.shape, scores.stride(), strict=True)]
-    select = Launch(
-        kernels.select_blocks,
-        problem.patterns * query_blocks,
-        (room.chosen, room.count, room.bad, room.flags),
-        (*strides, problem.mask_heads, query_blocks, key_blocks, k),
-        (nan_bit, causal, width),
-        # A warp by itself sums without waiting for others, some 34 times in a row.
-        num_warps=max(1, min(16, width // 1024)),
-        num_stages=1,
-        device=device,
-    )
-    tiles_at_once = min(_TILES_AT_ONCE, triton.next_power_of_2(_slots(problem, k, room.block_size)))
-    fill = Launch(
-        kernels.block_fill,
-        problem.patterns * problem.row_blocks,
-        (
-            room.chosen, room.count, room.bad, work.items, work.first_columns, work.partial_columns,
-            work.partial_bitmap, work.bitmaps,
-        ),
-        (
-            problem.row_blocks, query_blocks, k, _slots(problem, k, room.block_size), problem.q_len, problem.kv_len,
-        ),
-        (room.block_size, causal, problem.block_m, problem.block_n, tiles_at_once),
-        num_warps=4,
-        num_stages=1,
-        device=device,
-    )  # fmt: skip
-    return select, fill
-
-
-# ---- dense masks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
