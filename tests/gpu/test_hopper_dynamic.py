@@ -57,7 +57,9 @@ def test_other_scores_in_every_step(dtype: torch.dtype, size: int, head_dim: int
 
 
 @pytest.mark.parametrize("split_tiles", [0, 1, 3])
-@pytest.mark.parametrize(("size", "tile"), [(64, (64, 64)), (128, (64, 64)), (128, (64, 128)), (128, (128, 128))])
+@pytest.mark.parametrize(
+    ("size", "tile"), [(64, (64, 64)), (64, (64, 128)), (128, (64, 64)), (128, (64, 128)), (128, (128, 128))]
+)
 def test_every_shape_of_tiles(size: int, tile: tuple[int, int], split_tiles: int) -> None:
     q, k, v = random_inputs(head_dim=64, q_len=2050, kv_len=2050)
     scores = scores_of(0, 4, 2050, 2050, size, batch=2)

@@ -122,9 +122,9 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         given = ["*fp32", *[ints] * 4, i, i, i, 1, i, i, i, i, 4, True, width]
         yield fill_blocks.select_blocks, given, {"num_warps": num_warps}
     yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}
-    for block_m, block_n in ((64, 64), (128, 128)):
-        yield fill.fill_tiles, [*[ints] * 7, *[i] * 7, 128, True, block_m, block_n, 64], {"num_warps": 1}
-    yield fill.refresh_jobs, [*[ints] * 4, i, i, 128], {}
+    for block_m, width, paired in ((64, 64, False), (64, 64, True), (128, 128, False)):
+        yield fill.fill_tiles, [*[ints] * 6, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
+        yield fill.refresh_jobs, [*[ints] * 4, i, i, 8 if paired else 1, 128], {}
     yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
     for kind, packed in (("*u8", False), (ints, True)):
         yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}

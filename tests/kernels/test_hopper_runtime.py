@@ -23,7 +23,7 @@ from stof.masks.runtime import NOT_A_NUMBER, BlockTopK
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.implementations import Options, prepared_tiles
 from stof.testing import assert_attention, make_inputs
-from tests.kernels.test_hopper_jobs import counted, keep_of
+from tests.kernels.test_hopper_jobs import counted
 from tests.kernels.test_hopper_launch import Twin, twin
 
 __all__ = ["twin"]
@@ -38,7 +38,12 @@ pytestmark = [
 ]
 
 # Block size, rows and columns of a tile.
-SHAPES = ((64, 64, 64), (128, 64, 64), (128, 64, 128), (128, 128, 128))
+SHAPES = ((64, 64, 64), (64, 64, 128), (128, 64, 64), (128, 64, 128), (128, 128, 128))
+
+
+def config_of(size: int, block_m: int, block_n: int) -> LayoutConfig:
+    """Tiles of two blocks take them as slabs."""
+    return LayoutConfig(block_m, block_n, 16 if block_n > size else None)
 
 
 def room_of(mask: Mask, q_len: int, kv_len: int) -> BlockRoom:
@@ -86,7 +91,7 @@ def assert_lists(lists: TileLists, mask: Mask) -> None:
 @given(data=st.data(), shape=st.sampled_from(SHAPES), causal=st.booleans(), split_tiles=st.sampled_from([0, 1, 2]))
 @settings(max_examples=40)
 def test_every_kept_score_once(data: st.DataObject, shape: tuple[int, ...], causal: bool, split_tiles: int) -> None:
-    size, block_m, block_n = shape
+    size = shape[0]
     q_len = data.draw(st.sampled_from([1, 63, 64, 128, 300, 384]))
     kv_len = data.draw(st.sampled_from([1, 64, 100, 200, 256, 384]))
     leading = data.draw(st.sampled_from([(), (2,), (2, 2)]))
@@ -101,9 +106,9 @@ def test_every_kept_score_once(data: st.DataObject, shape: tuple[int, ...], caus
             room = room_of(mask, q_len, kv_len)
             if block_refusals(room):
                 with pytest.raises(UnfitLayoutError, match=f"keys past query {q_len - 1}, which no query sees"):
-                    room.use_hopper(LayoutConfig(block_m, block_n), split_tiles, captured=False)
+                    room.use_hopper(config_of(*shape), split_tiles, captured=False)
                 return
-            lists = room.use_hopper(LayoutConfig(block_m, block_n), split_tiles, captured=False).lists
+            lists = room.use_hopper(config_of(*shape), split_tiles, captured=False).lists
         fill(room, mask)
         assert_lists(lists, mask)
 
@@ -131,15 +136,14 @@ def test_lists_first_used_after_an_update() -> None:
         assert room.bytes() > room.work.partial_columns.numel() * 4 + lists.tile_columns.numel() * 4
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("block_m", "block_n"), [(64, 64), (64, 128), (128, 128)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_bitmaps(shape: tuple[int, ...], causal: bool) -> None:
+def test_bitmaps(block_m: int, block_n: int, causal: bool) -> None:
     """Those of tiles at every place relative to a row block, against the rule itself."""
-    _, block_m, block_n = shape
     for kv_len in (5 * block_n, 5 * block_n - 7):
-        words = bitmaps_of(LayoutConfig(block_m, block_n), kv_len)
-        assert words.shape == (3 + 2 * (block_n // block_m), block_m, 4)
-        assert not bool(words[0].any())
+        kept = bitmaps_of(block_m, block_n, kv_len)
+        assert kept.shape == (3 + 2 * (block_n // block_m), block_m, block_n)
+        assert not bool(kept[0].any())
         last = 4 * block_n
         for q0 in range(last - block_n, last + block_n, block_m):
             for begin in (last - block_n, last):
@@ -149,20 +153,23 @@ def test_bitmaps(shape: tuple[int, ...], causal: bool) -> None:
                 place = (begin + block_n - q0) // block_m if causal and begin + block_n > q0 else 0
                 tail = begin + block_n > kv_len
                 expected = (column < kv_len) & (not causal or column <= row)
-                assert torch.equal(keep_of(words[1 + 2 * place + tail], block_n), expected.expand(block_m, block_n))
+                assert torch.equal(kept[1 + 2 * place + tail], expected.expand(block_m, block_n))
 
 
 def test_counts_say_what_there_is() -> None:
     """Where no score is -inf, jobs are dealt out by the tiles that there are."""
     generator = torch.Generator().manual_seed(0)
     for causal in (False, True):
-        mask = masks.block_topk(scores_of(generator, 3, 8, 8), 3, causal=causal)
-        room = room_of(mask, 512, 512)
-        lists = room.use_hopper(LayoutConfig(64, 64), 0, captured=False).lists
-        fill(room, mask)
-        counts = block_counts(room, LayoutConfig(64, 64))
-        assert torch.equal((lists.ranges[:, 2] - lists.ranges[:, 0]).view(3, 8), (counts.partial + counts.full).int())
-        assert torch.equal(lists.items[:, 3] - lists.items[:, 1], lists.ranges[:, 2] - lists.ranges[:, 0])
+        for config in (LayoutConfig(64, 64), LayoutConfig(64, 128, 16)):
+            mask = masks.block_topk(scores_of(generator, 3, 8, 8), 3, causal=causal)
+            room = room_of(mask, 512, 512)
+            lists = room.use_hopper(config, 0, captured=False).lists
+            fill(room, mask)
+            counts = block_counts(room, config)
+            assert torch.equal(
+                (lists.ranges[:, 2] - lists.ranges[:, 0]).view(3, 8), (counts.partial + counts.full).int()
+            )
+            assert torch.equal(lists.items[:, 3] - lists.items[:, 1], lists.ranges[:, 2] - lists.ranges[:, 0])
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (3, 4)])
@@ -215,14 +222,14 @@ def check_call(room: BlockRoom, lists: TileLists, mask: Mask, split_tiles: int, 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_calls(twin: Twin, shape: tuple[int, ...], split_tiles: int) -> None:
     """One mask for a pair of heads and all batch entries, no mask of a whole number of tiles."""
-    size, block_m, block_n = shape
+    size = shape[0]
     generator = torch.Generator().manual_seed(1)
     for causal, q_len, kv_len in ((True, 300, 300), (False, 200, 333), (True, 256, 400)):
         rows, columns = -(-q_len // size), -(-kv_len // size)
         scores = scores_of(generator, 2, 1, rows, columns, textured=True)
         mask = masks.block_topk(scores, min(3, columns), block_size=size, causal=causal)
         room = room_of(mask, q_len, kv_len)
-        lists = room.use_hopper(LayoutConfig(block_m, block_n), split_tiles, captured=False).lists
+        lists = room.use_hopper(config_of(*shape), split_tiles, captured=False).lists
         check_call(room, lists, mask, split_tiles, batch=2)
     assert twin.constants["AT_RUN_TIME"]
 
@@ -254,6 +261,6 @@ def test_what_is_refused() -> None:
     with pytest.raises(UnfitLayoutError, match="takes blocks of 64 or 128 made at run time, not 32"):
         small.use_hopper(LayoutConfig(64, 64), 0, captured=False)
     room = room_of(masks.block_topk(scores_of(generator, 4, 4), 2), 256, 256)
-    for config in (LayoutConfig(64, 128), LayoutConfig(128, 64), LayoutConfig(64, 64, 8)):
+    for config in (LayoutConfig(64, 128), LayoutConfig(128, 128), LayoutConfig(64, 64, 8), LayoutConfig(64, 128, 8)):
         with pytest.raises(UnfitLayoutError, match="does not divide blocks of 64"):
             room.use_hopper(config, 0, captured=False)

@@ -129,8 +129,8 @@ def runtime_hopper_choices(call: CallSpec, serves: Callable[[LayoutConfig], bool
     side = _side(call, share=_HOPPER_L2_SHARE)
     choices: list[Choice] = []
     for block_m, block_n, stages in _HOPPER_TILES[head_dim_class(call.head_dim, call.value_dim)]:
-        layout = LayoutConfig(block_m, block_n)
-        if serves(layout):
+        layouts = [LayoutConfig(block_m, block_n, slab) for slab in (None, 16)]
+        for layout in filter(serves, layouts):
             choices += _variants(Choice("hopper", layout, None, BlockWiseConfig(4, stages, side=side)), call)
     return choices
 

@@ -179,7 +179,7 @@ def _refreshing(jobs: Tensor, starts: Tensor, lists: TileLists) -> Launch:
         -(-max(count, len(starts)) // _JOBS_AT_ONCE),
         (jobs, starts, lists.ranges, lists.tile_columns),
         (count, len(starts)),
-        (_JOBS_AT_ONCE,),
+        (lists.tile_columns.shape[1], _JOBS_AT_ONCE),
         num_warps=4,
         num_stages=1,
         device=jobs.device,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import RANGE_FIELDS, TileLists, split_items
+from stof.kernels.hopper.jobs import RANGE_FIELDS, RUN, TileLists, split_items
 from stof.kernels.triton.work import accumulator_order
 from stof.layout import LayoutConfig, bits
 from stof.layout.survey import TileCounts
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from stof.kernels.triton.runtime_blocks import BlockRoom
 
 _NAN_BITS = 0x7FC00000
+# Columns of a slab where tiles are pairs of blocks; a block is a run of them.
+_SLAB = 16
 # Tiles written at once.
 _TILES_AT_ONCE = 64
 
@@ -59,38 +61,47 @@ def block_refusals(room: BlockRoom) -> tuple[str, ...]:
 
 
 def fits_blocks(config: LayoutConfig, block_size: int) -> bool:
-    """Whether no row block has two partial tiles, and no tile keys of two blocks."""
+    """Whether tiles hold keys of one block, or pairs of blocks of 64, and row blocks one partial one at most."""
+    if _paired(config, block_size):
+        return True
     return config.slab is None and config.block_m <= config.block_n <= block_size
 
 
+def _paired(config: LayoutConfig, block_size: int) -> bool:
+    """Whether each half of a tile is a block of its own."""
+    return config == LayoutConfig(RUN, 2 * RUN, _SLAB) and block_size == RUN
+
+
 def block_counts(room: BlockRoom, config: LayoutConfig) -> TileCounts:
-    """Tiles of each row block where no score is -inf; of two possible counts of partial ones, that for most rows."""
+    """Tiles of each row block where no score is -inf; of two possible counts of partial ones, the likelier."""
     problem, size = room.problem, room.block_size
     row_blocks = -(-problem.q_len // config.block_m)
     key_blocks = -(-problem.kv_len // size)
     query_block = torch.div(torch.arange(row_blocks) * config.block_m, size, rounding_mode="floor")
     seen = (query_block + 1).clamp(max=key_blocks) if room.causal else torch.full_like(query_block, key_blocks)
-    tiles = seen.clamp(max=room.k) * (size // config.block_n)
+    taken = seen.clamp(max=room.k)
+    tiles = torch.div(taken * size + config.block_n - 1, config.block_n, rounding_mode="floor")
     # With more blocks to choose from than are taken, a query's own is one among many.
-    partial = (seen <= room.k).long() if room.causal else torch.zeros_like(tiles)
+    partial = (seen <= room.k) & room.causal
+    if _paired(config, size):
+        partial |= taken % 2 == 1
     shape = (problem.patterns, row_blocks)
-    return TileCounts(partial.expand(shape), (tiles - partial).expand(shape))
+    return TileCounts(partial.long().expand(shape), (tiles - partial.long()).expand(shape))
 
 
-def bitmaps_of(config: LayoutConfig, kv_len: int) -> Tensor:
-    """Every bitmap there is, in the kernel's order: int32 `[3 + 2 * block_n / block_m, block_m, 4]`.
+def bitmaps_of(block_m: int, width: int, kv_len: int) -> Tensor:
+    """Every bitmap of `width` columns: bool `[3 + 2 * width / block_m, block_m, width]`.
 
     The first keeps nothing. The one at `1 + 2 * place + tail` keeps what a causal mask does in tiles that begin
-    `place * block_m - block_n` columns after their row block (at place 0 that is everything), and with a tail only
+    `place * block_m - width` columns after their row block (at place 0 that is everything), and with a tail only
     columns before `kv_len`, in the tile that holds the last of them.
     """
-    block_m, block_n = config.block_m, config.block_n
-    row, column = torch.arange(block_m)[:, None], torch.arange(block_n)[None, :]
-    keep = [torch.zeros(block_m, block_n, dtype=torch.bool)]
-    for place in range(1 + block_n // block_m):
-        causal = column + place * block_m - block_n <= row
-        keep += [causal, causal & (column < kv_len % block_n)]
-    return accumulator_order(bits.pack(torch.stack(keep)), block_n)
+    row, column = torch.arange(block_m)[:, None], torch.arange(width)[None, :]
+    keep = [torch.zeros(block_m, width, dtype=torch.bool)]
+    for place in range(1 + width // block_m):
+        causal = column + place * block_m - width <= row
+        keep += [causal, causal & (column < kv_len % width)]
+    return torch.stack(keep)
 
 
 def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) -> BlockTiles:
@@ -110,7 +121,8 @@ def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) ->
     problem, device = room.problem, room.flags.device
     counts = block_counts(room, config)
     tiles = (counts.partial + counts.full).flatten()
-    slots = room.k * (room.block_size // config.block_n) + 1
+    paired = _paired(config, room.block_size)
+    slots = -(-room.k * room.block_size // config.block_n) + 1
     nothing = len(tiles) * slots
     pointers = torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
     items, item_ptr, chunks = split_items(pointers, counts.partial.flatten(), problem.patterns, split_tiles, nothing)
@@ -119,22 +131,28 @@ def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) ->
     )
     first_item = torch.searchsorted(owner, torch.arange(len(tiles) + 1)).int().to(device)
     ranges = torch.tensor([nothing, nothing + 1, nothing + 1, 0, _NAN_BITS], dtype=torch.int32)
-    columns = torch.zeros(nothing + 2, 1, dtype=torch.int32, device=device)
-    columns[nothing:] = problem.kv_len  # past the end, where TMA fills in zeros
+    keep = bitmaps_of(config.block_m, config.block_n // (1 + paired), problem.kv_len)
+    if paired:  # every one on the left, with every one on the right
+        kinds = len(keep)
+        keep = torch.cat([keep.repeat_interleave(kinds, 0), keep.repeat(kinds, 1, 1)], 2)
+    columns = torch.zeros(nothing + 2, config.block_n // _SLAB if paired else 1, dtype=torch.int32, device=device)
+    columns[nothing:] = -1 - problem.kv_len if paired else problem.kv_len  # past the end, where TMA fills in zeros
+    if columns.numel() >= 2**31:
+        raise UnfitLayoutError(f"{nothing} tiles are more than 32-bit offsets reach")
     lists = TileLists(
         pattern_of=room.work.pattern_of,
         items=items,
         item_ptr=item_ptr,
         tile_columns=columns,
         tile_bitmap=torch.zeros(nothing + 3, dtype=torch.int32, device=device),
-        bitmaps=bitmaps_of(config, problem.kv_len).to(device),
+        bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device),
         row_order=torch.zeros(0, dtype=torch.int32, device=device),
         ranges=ranges.expand(len(items), RANGE_FIELDS).contiguous().to(device),
         block_m=config.block_m,
         block_n=config.block_n,
         q_len=problem.q_len,
         kv_len=problem.kv_len,
-        slab=0,
+        slab=_SLAB if paired else 0,
         row_step=1,
         column_step=1,
         chunks=chunks,
@@ -152,10 +170,13 @@ def _filling(room: BlockRoom, lists: TileLists, first_item: Tensor, slots: int, 
     return Launch(
         fill_tiles,
         problem.patterns * row_blocks,
-        (room.chosen, room.count, room.bad, first_item, lists.tile_columns, lists.tile_bitmap, lists.ranges),
+        (room.chosen, room.count, room.bad, first_item, lists.tile_columns, lists.ranges),
         (row_blocks, room.chosen.shape[1], room.k, slots, nothing, problem.q_len, problem.kv_len),
-        (room.block_size, room.causal, lists.block_m, lists.block_n, _TILES_AT_ONCE),
+        (
+            room.block_size, room.causal, lists.block_m, min(lists.block_n, room.block_size), lists.slab > 0,
+            _TILES_AT_ONCE,
+        ),
         num_warps=1,
         num_stages=1,
         device=room.flags.device,
-    )
+    )  # fmt: skip
