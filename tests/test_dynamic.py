@@ -71,11 +71,13 @@ def room_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, b
     problem = Problem(q_len, kv_len, block, block, *mask.dims(1, 1) if mask.heads == 1 else (mask.batch, mask.heads))
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
-        return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, DEVICE)
-    if isinstance(core, BlockTopK):
-        room = block_room(problem, core.k, core.block_size, core.causal, DEVICE)
+        room = vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, DEVICE)
         room.use_work(captured=False)
         return room
+    if isinstance(core, BlockTopK):
+        chosen = block_room(problem, core.k, core.block_size, core.causal, DEVICE)
+        chosen.use_work(captured=False)
+        return chosen
     return runtime.dense_room(problem, density, DEVICE)
 
 

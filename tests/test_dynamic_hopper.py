@@ -104,9 +104,14 @@ def test_what_hopper_refuses() -> None:
     with pytest.raises(UnsupportedError, match="no bias"):
         plan.choice(replace(CALL, has_bias=True), "hopper")
     assert plan.choice(replace(CALL, has_bias=True)).implementation == "block_wise"
-    other = stof.dynamic_plan(masks.vertical_slash(torch.arange(3), torch.arange(3)), LENGTH)
-    other._room = make_room(other._mask, (LENGTH, LENGTH), (1, 1), torch.device("cpu"), None)
-    assert refusals(other) == ("of masks made at run time, takes block_topk alone",)
+    slash = masks.vertical_slash(torch.arange(3), torch.arange(3))
+    for mask, reason in (
+        (slash, f"of vertical_slash, takes lengths of whole row blocks of 64, not {LENGTH}"),
+        (masks.from_dense(slash.to_dense(LENGTH)), "of masks made at run time, takes block_topk and vertical_slash"),
+    ):
+        other = stof.dynamic_plan(mask, LENGTH)
+        other._room = make_room(mask, (LENGTH, LENGTH), (1, 1), torch.device("cpu"), None)
+        assert refusals(other) == (reason,)
 
 
 def test_the_next_choice_serves(capturing: list[bool]) -> None:

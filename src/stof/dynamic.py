@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
-from stof.kernels.hopper.runtime_blocks import block_counts, block_refusals, fits_blocks
 from stof.kernels.triton.runtime import OVERFLOW, DenseRoom, Problem, WorkRoom, dense_room, fill_dense
 from stof.kernels.triton.runtime_blocks import BlockRoom, block_room, fill_blocks
 from stof.kernels.triton.runtime_slash import SlashRoom, fill_vertical_slash, vertical_slash_room
@@ -33,7 +31,6 @@ from stof.selection.implementations import prepared_tiles, prepared_work
 _BLOCK = 64
 # What may run a plan on a GPU.
 _KERNELS = ("hopper", "block_wise")
-_NOT_ON_HOPPER = "of masks made at run time, takes block_topk alone"
 
 
 class DynamicPlan(Plan):
@@ -186,15 +183,13 @@ class DynamicPlan(Plan):
                 self._room.catch_up()
 
     def candidates(self, call: CallSpec) -> list[Candidate]:
-        """The ways to run a call on a GPU: the block-wise Triton kernel, and of block top-k the Hopper kernel."""
+        """The ways to run a call on a GPU: by the block-wise Triton kernel, and by the Hopper kernel where it can."""
         room = self._room
         if room is None:
             return super().candidates(call)
         refusals = {name: list(IMPLEMENTATIONS[name].capabilities.refusals(call)) for name in _KERNELS}
-        refusals["hopper"] += block_refusals(room) if isinstance(room, BlockRoom) else [_NOT_ON_HOPPER]
-        choices: list[Choice] = []
-        if isinstance(room, BlockRoom) and not refusals["hopper"]:
-            choices += runtime_hopper_choices(call, partial(fits_blocks, block_size=room.block_size))
+        refusals["hopper"] += room.hopper_refusals()
+        choices = [] if refusals["hopper"] else runtime_hopper_choices(call, room.hopper_serves)
         refused = [Candidate(name, tuple(reasons)) for name, reasons in refusals.items() if reasons]
         if refusals["block_wise"]:
             return refused
@@ -206,12 +201,11 @@ class DynamicPlan(Plan):
         return weighed([*choices, block_wise], call, self.device, self) + refused
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
-        """As for other plans; on a GPU the tiles there are where no score is -inf."""
-        room = self._room
-        if not isinstance(room, BlockRoom):
+        """As for other plans; on a GPU as many tiles as can be told beforehand."""
+        if self._room is None:
             return super().survey(geometries, row_order)
-        counts = {geometry: block_counts(room, geometry) for geometry in geometries}
-        kept = torch.full((1, self.q_len), room.k * room.block_size)
+        counts = {geometry: self._room.counts(geometry) for geometry in geometries}
+        kept = torch.full((1, self.q_len), self.kv_len)
         return Survey(counts, kept, self.mask_batch, self.mask_heads)
 
     def reject(self, choice: Choice, call: CallSpec, error: KernelError) -> None:
@@ -230,13 +224,11 @@ class DynamicPlan(Plan):
         if found is None:
             room, kernel = self._room, choice.kernel
             if choice.implementation == "hopper":
-                assert isinstance(room, BlockRoom)
                 assert choice.layout is not None
-                tiles = room.use_hopper(choice.layout, kernel.split_tiles, self._captured)
-                tensors, sizes = prepared_tiles(tiles.lists, kernel)
+                lists = room.use_hopper(choice.layout, kernel.split_tiles, self._captured)
+                tensors, sizes = prepared_tiles(lists, kernel)
             else:
-                if isinstance(room, BlockRoom):
-                    room.use_work(self._captured)
+                room.use_work(self._captured)
                 tensors, sizes = prepared_work(room.work, kernel)
             found = self._prepared[choice] = PreparedLayout(choice.implementation, tensors, sizes)
         return found
@@ -353,14 +345,12 @@ def make_room(
     if isinstance(core, BlockTopK):
         core.check_sizes(*lengths)
         block = min(core.block_size, _BLOCK)
-        room = block_room(Problem(*lengths, block, block, *sizes), core.k, core.block_size, core.causal, device)
-        if device.type != "cuda" or not _may_run_on_hopper(room, device):
-            room.use_work(captured=False)
-        return room
+        problem = Problem(*lengths, block, block, *sizes)
+        return _ready(block_room(problem, core.k, core.block_size, core.causal, device))
     problem = Problem(*lengths, _BLOCK, _BLOCK, *sizes)
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
-        return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, device)
+        return _ready(vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, device))
     if isinstance(core, BitMask):
         core.check_sizes(*lengths)
     else:
@@ -368,9 +358,12 @@ def make_room(
     return dense_room(problem, density, device)
 
 
-def _may_run_on_hopper(room: BlockRoom, device: torch.device) -> bool:
-    needed = IMPLEMENTATIONS["hopper"].capabilities.compute_capability
-    return torch.cuda.get_device_capability(device) == needed and not block_refusals(room)
+def _ready(room: WorkRoom) -> WorkRoom:
+    """The room, with the block-wise kernel's lists in use where there is no other kernel."""
+    needed, device = IMPLEMENTATIONS["hopper"].capabilities.compute_capability, room.flags.device
+    if room.hopper_refusals() or device.type != "cuda" or torch.cuda.get_device_capability(device) != needed:
+        room.use_work(captured=False)
+    return room
 
 
 def fill_room(room: WorkRoom, mask: Mask) -> None:

@@ -179,12 +179,74 @@ def test_a_choice_that_fails_is_left_out() -> None:
     call = CallSpec(
         "cuda", q.dtype, 128, 128, 4, 2, batch=2, q_len=1003, kv_len=1003, mask_heads=4, compute_capability=(9, 0)
     )
-    first = plan.choice(call)
+    first = plan.choice(call, "hopper")
     with pytest.warns(RuntimeWarning, match="is left out from now on"):
         plan.reject(first, call, KernelError("no"))
-    assert plan.choice(call) != first
+    assert all(candidate.choice != first or candidate.refusals for candidate in plan.candidates(call))
     out, lse = stof.attention(q, k, v, plan, return_lse=True)
     assert_attention(out, lse, q, k, v, mask.to_dense(1003, device="cuda"))
+
+
+def lists_of(seed: int, heads: int, count: int, limit: int, band: int = 0) -> Tensor:
+    """Distinct indices below `limit`, ascending, the first `band` of them neighbours; -1 in some places at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.stack([torch.randperm(limit - band, generator=generator)[:count] + band for _ in range(heads)])
+    rows[:, -3:] = -1
+    rows[:, :-3] = rows[:, :-3].sort().values
+    rows[:, :band] = torch.arange(band)
+    rows[:, : count - 3] = rows[:, : count - 3].sort().values
+    return rows.int().cuda()
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(("q_len", "offset"), [(1024, 0), (256, 700)])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_vertical_slash(dtype: torch.dtype, head_dim: int, q_len: int, offset: int) -> None:
+    """Lists of their own for query heads, and one for all, whose keys are put aside by key head."""
+    kv_len = q_len + offset
+    q, k, v = random_inputs(dtype=dtype, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+    for heads in (4, 1):
+        plan = None
+        for seed in range(3):
+            vertical, slash = lists_of(seed, heads, 90, kv_len), lists_of(seed, heads, 150, kv_len, band=40 * seed)
+            mask = masks.vertical_slash(vertical, slash).with_query_offset(offset)
+            plan = plan or stof.dynamic_plan(mask, q_len, kv_len, batch=2, heads=4)
+            plan.update(mask)
+            check(q, k, v, plan, mask)
+            check(q, k, v, plan, mask, softcap=5.0, sinks=torch.arange(4.0, device="cuda"))
+        assert plan is not None
+        plan.check()
+
+
+@pytest.mark.parametrize("split_tiles", [0, 1, 4])
+def test_vertical_slash_replayed(split_tiles: int) -> None:
+    q, k, v = random_inputs(head_dim=128, q_len=1024, kv_len=1024, batch=1)
+    vertical, slash = lists_of(0, 4, 90, 1024), lists_of(0, 4, 70, 1024, band=20)
+    mask = masks.vertical_slash(vertical, slash)
+    plan = stof.dynamic_plan(mask, 1024, heads=4)
+    offered = [c.choice for c in stof.explain(q, k, v, plan) if c.name == "hopper" and not c.refusals]
+    assert offered
+    assert offered[0] is not None
+    fixed_to(plan, offered[0], split_tiles)
+
+    def step() -> Tensor:
+        plan.update(mask)
+        return stof.attention(q, k, v, plan, implementation="hopper")
+
+    graph, out = captured(step)
+    for seed in range(1, 4):
+        vertical.copy_(lists_of(seed, 4, 90, 1024))
+        slash.copy_(lists_of(seed, 4, 70, 1024, band=20 * seed))
+        graph.replay()
+        assert_attention(out, None, q, k, v, mask.to_dense(1024, device="cuda"))
+    plan.check()
+    vertical[1, 3] = 1024
+    graph.replay()
+    with pytest.raises(MaskError, match="batch entry 0, head 1: indices out of range"):
+        plan.check()
+    assert out.isnan().flatten(2).all(-1).tolist() == [[False, True, False, False]]
+    assert out.isnan().flatten(2).any(-1).tolist() == [[False, True, False, False]]
 
 
 def test_long_sequences_run_on_hopper() -> None:

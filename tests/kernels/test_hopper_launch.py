@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import JOB_FIELDS, RUN
+from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
 from stof.kernels.triton.work import BlockWiseConfig
@@ -69,7 +69,7 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
     for tile in range(begin, end):
         record = tiles[tile].tolist() if tile > begin or len(job) == JOB_FIELDS else job[JOB_FIELDS:][:slabs]
         k, v = (
-            _tile(a, desc, slab, record, b, h // a.heads_per_group, stride)
+            _tile(a, desc, slab, record, b, h // a.heads_per_group, h // a.heads_per_slab, stride)
             for desc, slab, stride in (
                 (a.k_desc, a.k_slab_desc, a.k_residue_stride),
                 (a.v_desc, a.v_slab_desc, a.v_residue_stride),
@@ -130,9 +130,15 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
 
 
 def _tile(
-    a: SimpleNamespace, desc: TensorMap, slab_desc: TensorMap | None, record: list[int], b: int, h: int, stride: int
-) -> Tensor:
+    a: SimpleNamespace, desc: TensorMap, slab_desc: TensorMap | None, record: list[int], b: int, h: int, slab_h: int,
+    stride: int,
+) -> Tensor:  # fmt: skip
     """K or V of a tile."""
+    if a.SLAB == a.BLOCK_N:
+        assert slab_desc is not None
+        if record[0] >= ASIDE:
+            return box(slab_desc, [b, slab_h, record[0] - ASIDE, 0])
+        return box(desc, [b, h, record[0], 0])
     if not a.SLAB:
         return box(desc, [b, h, record[0] // a.kv_step, record[0] % a.kv_step * stride])
     assert slab_desc is not None

@@ -108,7 +108,7 @@ def test_every_kept_score_once(data: st.DataObject, shape: tuple[int, ...], caus
                 with pytest.raises(UnfitLayoutError, match=f"keys past query {q_len - 1}, which no query sees"):
                     room.use_hopper(config_of(*shape), split_tiles, captured=False)
                 return
-            lists = room.use_hopper(config_of(*shape), split_tiles, captured=False).lists
+            lists = room.use_hopper(config_of(*shape), split_tiles, captured=False)
         fill(room, mask)
         assert_lists(lists, mask)
 
@@ -120,7 +120,7 @@ def test_lists_first_used_after_an_update() -> None:
     for captured in (False, True):
         room = room_of(given_masks[0], 320, 320)
         fill(room, given_masks[0])
-        lists = room.use_hopper(LayoutConfig(64, 64), 0, captured).lists
+        lists = room.use_hopper(LayoutConfig(64, 64), 0, captured)
         assert_lists(lists, given_masks[0])
         before = lists.ranges.clone(), lists.tile_columns.clone()
         fill(room, given_masks[1])
@@ -129,7 +129,7 @@ def test_lists_first_used_after_an_update() -> None:
             assert torch.equal(lists.tile_columns, before[1])
             room.catch_up()
         assert_lists(lists, given_masks[1])
-        assert room.use_hopper(LayoutConfig(64, 64), 0, not captured).lists is lists
+        assert room.use_hopper(LayoutConfig(64, 64), 0, not captured) is lists
         fill(room, given_masks[2])
         room.catch_up()
         assert_lists(lists, given_masks[2])
@@ -163,7 +163,7 @@ def test_counts_say_what_there_is() -> None:
         for config in (LayoutConfig(64, 64), LayoutConfig(64, 128, 16)):
             mask = masks.block_topk(scores_of(generator, 3, 8, 8), 3, causal=causal)
             room = room_of(mask, 512, 512)
-            lists = room.use_hopper(config, 0, captured=False).lists
+            lists = room.use_hopper(config, 0, captured=False)
             fill(room, mask)
             counts = block_counts(room, config)
             assert torch.equal(
@@ -179,7 +179,7 @@ def test_jobs_know_their_items(split_tiles: int, sizes: tuple[int, int]) -> None
     batch, heads = sizes
     mask = masks.block_topk(torch.randn(heads if batch == 1 else 1, 6, 6), 4)
     room = room_of(mask, 384, 384)
-    lists = room.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False).lists
+    lists = room.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False)
     jobs, starts = job_lists(lists, batch, heads, 5, 1)
     item = lists.items[jobs[:-1, 14].long()]
     assert torch.equal(item[:, 0], jobs[:-1, 0])
@@ -229,7 +229,7 @@ def test_calls(twin: Twin, shape: tuple[int, ...], split_tiles: int) -> None:
         scores = scores_of(generator, 2, 1, rows, columns, textured=True)
         mask = masks.block_topk(scores, min(3, columns), block_size=size, causal=causal)
         room = room_of(mask, q_len, kv_len)
-        lists = room.use_hopper(config_of(*shape), split_tiles, captured=False).lists
+        lists = room.use_hopper(config_of(*shape), split_tiles, captured=False)
         check_call(room, lists, mask, split_tiles, batch=2)
     assert twin.constants["AT_RUN_TIME"]
 
@@ -242,7 +242,7 @@ def test_scores_that_are_not_numbers(split_tiles: int) -> None:
     scores[1, 2, 3] = torch.nan
     mask = masks.block_topk(scores, 2, causal=True)
     room = room_of(mask, 256, 256)
-    lists = room.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False).lists
+    lists = room.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False)
     q, k, v = make_inputs(heads=2, q_len=256, kv_len=256, head_dim=64, dtype=torch.float16).qkv
     tensors, sizes = prepared_tiles(lists, BlockWiseConfig(4, 2, split_tiles=split_tiles))
     call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, None, None))

@@ -365,7 +365,6 @@ def step_table(rows: list[StepRow]) -> Table:
         "update",
         "attention",
         "step",
-        "alike static",
         "best static",
         "overhead",
         "density",
@@ -375,7 +374,6 @@ def step_table(rows: list[StepRow]) -> Table:
         table.add_column(heading, justify="right")
     for row in rows:
         shown = [f"{row.update_us:.0f}", f"{row.attend_us:.0f}", f"{row.step_us:.0f}"]
-        shown += ["-" if row.static_us is None else f"{row.static_us:.0f}"]
         shown += ["-" if row.best_us is None else f"{row.best_us:.0f}"]
         shown += ["-" if row.overhead is None else f"{row.overhead:+.1%}"]
         table.add_row(row.mask, *shown, f"{row.density:.3f}", f"{row.error:.1e}", f"{row.plan_mb:.0f}")

@@ -157,3 +157,48 @@ def _refresh(job_ptr, ranges_ptr, ok):
     tl.store(job_ptr + 10, tl.load(range_ptr + 3, mask=ok, other=0), mask=ok)
     tl.store(job_ptr + 11, tl.load(range_ptr + 4, mask=ok, other=0), mask=ok)
     return begin
+
+
+@triton.jit
+@no_type_check
+def put_aside(
+    k_ptr,  # [B, Hkv, Skv, D]
+    v_ptr,
+    k_out_ptr,  # [B, H, n, D]
+    v_out_ptr,
+    keys_ptr,  # [mask_batch, mask_heads, n] int32, -1 for none
+    heads,
+    heads_per_group,
+    keys_stride_b,  # in lists of n keys
+    keys_stride_h,
+    n,
+    head_dim,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Put some keys and their values side by side, zeros where there are none."""
+    chunks = n // ROWS
+    program = tl.program_id(0)
+    place = program % chunks * ROWS + tl.arange(0, ROWS)
+    group = program // chunks
+    b, h = (group // heads).to(tl.int64), (group % heads).to(tl.int64)
+    key = tl.load(keys_ptr + (b * keys_stride_b + h * keys_stride_h) * n + place).to(tl.int64)
+    d = tl.arange(0, WIDTH)
+    exists = (d < head_dim)[None, :] & (place >= 0)[:, None]
+    some = exists & (key >= 0)[:, None]
+    kv_head = h // heads_per_group
+    k = tl.load(
+        k_ptr + b * stride_kb + kv_head * stride_kh + key[:, None] * stride_ks + d[None, :], mask=some, other=0.0
+    )
+    v = tl.load(
+        v_ptr + b * stride_vb + kv_head * stride_vh + key[:, None] * stride_vs + d[None, :], mask=some, other=0.0
+    )
+    at = (group.to(tl.int64) * n + place)[:, None] * head_dim + d[None, :]
+    tl.store(k_out_ptr + at, k, mask=exists)
+    tl.store(v_out_ptr + at, v, mask=exists)

@@ -20,6 +20,8 @@ JOB_FIELDS = 16
 RANGE_FIELDS = 5
 # Columns that one copy brings when they follow each other: half a tile.
 RUN = 64
+# Where tiles come from two places: from here on, first columns count keys that were put side by side beforehand.
+ASIDE = 2**30
 # Thread blocks that a multiprocessor holds at once, by rows of a row block.
 RESIDENT = {64: 2, 128: 1, 192: 1}
 # What starting and ending a job costs, in full tiles.
@@ -42,6 +44,9 @@ class TileLists:
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
         ranges: int32 `[I, RANGE_FIELDS]` for tiles that change on the device: what items say of tiles then only serves
             to deal them out, and every call takes this instead. Empty when items say what is so.
+        aside: int32 `[mask_batch, mask_heads, n]`, keys that every call first puts side by side, -1 for none; n is a
+            multiple of block_n. A tile of them begins at `ASIDE` plus its place among them, and slab is block_n. Empty
+            when all tiles are of the keys as they lie.
         block_m, block_n, q_len, kv_len: sizes of the layout.
         slab: columns of a slab, 0 when every tile is evenly spaced columns.
         row_step: rows follow each other at this distance: `i`, `i + row_step`, ..., residue after residue.
@@ -58,6 +63,7 @@ class TileLists:
     bitmaps: Tensor
     row_order: Tensor
     ranges: Tensor
+    aside: Tensor
     block_m: int
     block_n: int
     q_len: int
@@ -127,6 +133,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         bitmaps=bitmaps.contiguous(),
         row_order=layout.pattern_of.new_empty(0) if layout.row_order is None else layout.row_order.contiguous(),
         ranges=layout.pattern_of.new_empty(0),
+        aside=layout.pattern_of.new_empty(0),
         block_m=config.block_m,
         block_n=config.block_n,
         q_len=layout.q_len,

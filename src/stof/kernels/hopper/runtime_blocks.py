@@ -6,14 +6,14 @@ and what the device finds out are the tiles' columns and, within its place in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import RANGE_FIELDS, RUN, TileLists, split_items
+from stof.kernels.hopper.jobs import RUN, TileLists
+from stof.kernels.hopper.runtime import FilledTiles, dealt_items
 from stof.kernels.triton.work import accumulator_order
 from stof.layout import LayoutConfig, bits
 from stof.layout.survey import TileCounts
@@ -22,31 +22,10 @@ if TYPE_CHECKING:
     from stof.kernels.triton.launch import Launch
     from stof.kernels.triton.runtime_blocks import BlockRoom
 
-_NAN_BITS = 0x7FC00000
 # Columns of a slab where tiles are pairs of blocks; a block is a run of them.
 _SLAB = 16
 # Tiles written at once.
 _TILES_AT_ONCE = 64
-
-
-@dataclass(frozen=True, eq=False)
-class BlockTiles:
-    """Lists for one shape of tiles, and what fills them from the room's chosen blocks.
-
-    Attributes:
-        lists: what the kernel reads.
-        first_item: int32 `[P * R + 1]`, items of each row block.
-        fill: the launch.
-    """
-
-    lists: TileLists
-    first_item: Tensor
-    fill: Launch
-
-    def bytes(self) -> int:
-        """Memory on the device."""
-        tensors = [t for t in self.lists.flatten()[0] if t.device == self.first_item.device]
-        return sum(t.numel() * t.element_size() for t in (*tensors, self.first_item))
 
 
 def block_refusals(room: BlockRoom) -> tuple[str, ...]:
@@ -104,8 +83,8 @@ def bitmaps_of(block_m: int, width: int, kv_len: int) -> Tensor:
     return torch.stack(keep)
 
 
-def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) -> BlockTiles:
-    """Lists for the room's masks, each row spoiled until they are filled.
+def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) -> FilledTiles:
+    """Lists for the room's masks.
 
     Args:
         room: of the mask.
@@ -120,17 +99,9 @@ def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) ->
         raise UnfitLayoutError(next(iter(refused), f"{config} does not divide blocks of {room.block_size}"))
     problem, device = room.problem, room.flags.device
     counts = block_counts(room, config)
-    tiles = (counts.partial + counts.full).flatten()
     paired = _paired(config, room.block_size)
     slots = -(-room.k * room.block_size // config.block_n) + 1
-    nothing = len(tiles) * slots
-    pointers = torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
-    items, item_ptr, chunks = split_items(pointers, counts.partial.flatten(), problem.patterns, split_tiles, nothing)
-    owner = items[:, 0] + torch.repeat_interleave(
-        torch.arange(problem.patterns) * counts.full.shape[1], item_ptr.long().diff()
-    )
-    first_item = torch.searchsorted(owner, torch.arange(len(tiles) + 1)).int().to(device)
-    ranges = torch.tensor([nothing, nothing + 1, nothing + 1, 0, _NAN_BITS], dtype=torch.int32)
+    nothing = counts.full.numel() * slots
     keep = bitmaps_of(config.block_m, config.block_n // (1 + paired), problem.kv_len)
     if paired:  # every one on the left, with every one on the right
         kinds = len(keep)
@@ -139,15 +110,19 @@ def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) ->
     columns[nothing:] = -1 - problem.kv_len if paired else problem.kv_len  # past the end, where TMA fills in zeros
     if columns.numel() >= 2**31:
         raise UnfitLayoutError(f"{nothing} tiles are more than 32-bit offsets reach")
+    dealt = dealt_items(counts.partial, counts.full, split_tiles, nothing, device)
+    empty = torch.zeros(0, dtype=torch.int32, device=device)
     lists = TileLists(
         pattern_of=room.work.pattern_of,
-        items=items,
-        item_ptr=item_ptr,
+        items=dealt.items,
+        item_ptr=dealt.item_ptr,
         tile_columns=columns,
+        # A partial tile is its item's first, whose bitmap comes with the item: these are never applied.
         tile_bitmap=torch.zeros(nothing + 3, dtype=torch.int32, device=device),
         bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device),
-        row_order=torch.zeros(0, dtype=torch.int32, device=device),
-        ranges=ranges.expand(len(items), RANGE_FIELDS).contiguous().to(device),
+        row_order=empty,
+        ranges=dealt.ranges,
+        aside=empty,
         block_m=config.block_m,
         block_n=config.block_n,
         q_len=problem.q_len,
@@ -155,10 +130,10 @@ def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) ->
         slab=_SLAB if paired else 0,
         row_step=1,
         column_step=1,
-        chunks=chunks,
+        chunks=dealt.chunks,
         has_full=1,
     )
-    return BlockTiles(lists, first_item, _filling(room, lists, first_item, slots, nothing))
+    return FilledTiles(lists, (dealt.first_item,), (_filling(room, lists, dealt.first_item, slots, nothing),))
 
 
 def _filling(room: BlockRoom, lists: TileLists, first_item: Tensor, slots: int, nothing: int) -> Launch:

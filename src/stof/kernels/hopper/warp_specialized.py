@@ -227,6 +227,7 @@ def warp_specialized_kernel(
     kv_step,
     k_residue_stride,
     v_residue_stride,
+    heads_per_slab,
     scale,
     softcap,
     GROUPS: gl.constexpr,
@@ -278,10 +279,13 @@ def warp_specialized_kernel(
         record = of_lane(start, lane + FIELDS)
         b = of_lane(start, 1)
         kv_head = of_lane(start, 2) // heads_per_group
-        copy_tile(record, b, kv_head, k_desc, k_slab_desc, k_smem, slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES), 0,
+        slab_head = of_lane(start, 2) // heads_per_slab
+        copy_tile(record, b, kv_head, slab_head, k_desc, k_slab_desc, k_smem,
+                   slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES), 0,
                    k_full.index(0), kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
         copy_rows(start, q_desc, q_smem, 0, q_full.index(0), rows_per_residue, q_residue_stride, GROUPS, D)
-        copy_tile(record, b, kv_head, v_desc, v_slab_desc, v_smem, slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES), 1,
+        copy_tile(record, b, kv_head, slab_head, v_desc, v_slab_desc, v_smem,
+                   slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES), 1,
                    v_full.index(1), kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
 
     shared = (
@@ -292,7 +296,7 @@ def warp_specialized_kernel(
     )  # fmt: skip
     lists = (
         q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
-        q_residue_stride, kv_step,
+        q_residue_stride, kv_step, heads_per_slab,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(

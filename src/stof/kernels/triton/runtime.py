@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError
+from stof.kernels.hopper.runtime import FilledTiles
 from stof.kernels.triton.work import ITEM_FIELDS, Work
+from stof.lasting import lasting
+from stof.layout import LayoutConfig
+from stof.layout.survey import TileCounts
 
 if TYPE_CHECKING:
+    from stof.kernels.hopper.jobs import TileLists
     from stof.kernels.triton.launch import Launch
 
 # Set beside the mask's own problems: more tiles than there is room for.
@@ -53,13 +59,19 @@ class WorkRoom:
         problem: its sizes.
         work: what the kernel reads; partial and full tiles share one list of columns.
         flags: int32 `[P]`, bits of what was wrong since they were last cleared.
-        launches: what fills the lists, bound to them, for each kind of input.
+        launches: what reads masks, bound to the lists, for each kind of input.
+        hopper: lists for the Hopper kernel, by shape of tiles and where row blocks are split.
+        filled: what fills the lists in use, launched by every update; by the kernel that reads them.
+        late: the same for lists first used when an update was captured: its replays do not fill them, so calls do.
     """
 
     problem: Problem
     work: Work
     flags: Tensor
     launches: dict[Hashable, tuple[Launch, ...]] = field(default_factory=dict)
+    hopper: dict[tuple[LayoutConfig, int], FilledTiles] = field(default_factory=dict)
+    filled: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    late: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     @property
     def tiles(self) -> int:
@@ -77,13 +89,74 @@ class WorkRoom:
             found = self.launches[key] = make()
         return found
 
+    def work_launches(self) -> tuple[Launch, ...]:
+        """What fills `work` from what updates have read of the mask; none where they fill it themselves."""
+        return ()
+
+    def hopper_refusals(self) -> tuple[str, ...]:
+        """Why the Hopper kernel cannot run masks like these, in any shape of tiles."""
+        return ("of masks made at run time, takes block_topk and vertical_slash",)
+
+    def hopper_serves(self, config: LayoutConfig) -> bool:
+        """Whether it can in this shape of tiles, if it can in any."""
+        return False
+
+    def counts(self, config: LayoutConfig) -> TileCounts:
+        """Tiles of row blocks as far as can be told beforehand, for the cost model."""
+        raise NotImplementedError
+
+    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
+        """Lists for the Hopper kernel.
+
+        Raises:
+            UnfitLayoutError: it refuses.
+        """
+        raise NotImplementedError
+
+    def use_work(self, captured: bool) -> None:
+        """See to it that `work` is filled, now and later; `captured` says whether an update was captured before."""
+        launches = self.work_launches()
+
+        def fill() -> None:
+            for launch in launches:
+                launch()
+
+        self._use("block_wise", fill, captured)
+
+    def use_hopper(self, config: LayoutConfig, split_tiles: int, captured: bool) -> TileLists:
+        """The same for the Hopper kernel's lists, which are made when first used.
+
+        Raises:
+            UnfitLayoutError: it refuses.
+        """
+        key = (config, split_tiles)
+        found = self.hopper.get(key)
+        if found is None:
+            found = lasting(self.flags.device, partial(self.hopper_tiles, config, split_tiles))
+            self.hopper[key] = found
+        self._use(key, found.fill, captured)
+        return found.lists
+
+    def _use(self, key: Hashable, fill: Callable[[], None], captured: bool) -> None:
+        if key not in self.filled and key not in self.late:
+            fill()
+            (self.late if captured else self.filled)[key] = fill
+
+    def fill(self) -> None:
+        """Fill the lists in use from what an update has read of the mask."""
+        for fill in self.filled.values():
+            fill()
+
     def catch_up(self) -> None:
-        """Write what a call reads and updates do not; launched before every call."""
+        """Fill the lists that updates may have left as they were; launched before every call."""
+        for fill in self.late.values():
+            fill()
 
     def bytes(self) -> int:
         """Memory of all lists."""
         held = {t.data_ptr(): t for t in self.tensors()}
-        return sum(t.numel() * t.element_size() for t in held.values())
+        tiles = sum(tiles.bytes() for tiles in self.hopper.values())
+        return sum(t.numel() * t.element_size() for t in held.values()) + tiles
 
 
 def empty_work(

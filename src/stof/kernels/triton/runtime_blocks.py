@@ -6,18 +6,17 @@ from the first call on that reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from stof.kernels.hopper.runtime_blocks import BlockTiles, make_block_tiles
+from stof.kernels.hopper.runtime import FilledTiles
+from stof.kernels.hopper.runtime_blocks import block_counts, block_refusals, fits_blocks, make_block_tiles
 from stof.kernels.triton.runtime import Problem, WorkRoom, empty_work
-from stof.lasting import lasting
 from stof.layout import LayoutConfig
+from stof.layout.survey import TileCounts
 
 if TYPE_CHECKING:
     from stof.kernels.triton.launch import Launch
@@ -35,9 +34,6 @@ class BlockRoom(WorkRoom):
         chosen: int32 `[P, query blocks, k]`, key blocks taken, ascending.
         count: int32 `[P, query blocks]`, how many.
         bad: int32 `[P]`, what is wrong with the present scores.
-        hopper: lists for the Hopper kernel, by shape of tiles and where row blocks are split.
-        filled: what fills the lists in use, launched by every update; by the kernel that reads them.
-        late: the same for lists first used when an update was captured: its replays do not fill them, so calls do.
     """
 
     k: int
@@ -46,42 +42,24 @@ class BlockRoom(WorkRoom):
     chosen: Tensor
     count: Tensor
     bad: Tensor
-    hopper: dict[tuple[LayoutConfig, int], BlockTiles] = field(default_factory=dict)
-    filled: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
-    late: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self.chosen, self.count, self.bad)
 
-    def use_work(self, captured: bool) -> None:
-        """See to it that `work` is filled, now and later; `captured` says whether an update was captured before."""
-        self._use("block_wise", _filling(self), captured)
+    def work_launches(self) -> tuple[Launch, ...]:
+        return (_filling(self),)
 
-    def use_hopper(self, config: LayoutConfig, split_tiles: int, captured: bool) -> BlockTiles:
-        """The same for the Hopper kernel's lists for a shape of tiles, which are made when first used.
+    def hopper_refusals(self) -> tuple[str, ...]:
+        return block_refusals(self)
 
-        Raises:
-            UnfitLayoutError: see `make_block_tiles`.
-        """
-        key = (config, split_tiles)
-        found = self.hopper.get(key)
-        if found is None:
-            found = lasting(self.flags.device, partial(make_block_tiles, self, config, split_tiles))
-            self.hopper[key] = found
-        self._use(key, found.fill, captured)
-        return found
+    def hopper_serves(self, config: LayoutConfig) -> bool:
+        return fits_blocks(config, self.block_size)
 
-    def _use(self, key: Hashable, fill: Callable[[], None], captured: bool) -> None:
-        if key not in self.filled and key not in self.late:
-            fill()
-            (self.late if captured else self.filled)[key] = fill
+    def counts(self, config: LayoutConfig) -> TileCounts:
+        return block_counts(self, config)
 
-    def catch_up(self) -> None:
-        for fill in self.late.values():
-            fill()
-
-    def bytes(self) -> int:
-        return super().bytes() + sum(tiles.bytes() for tiles in self.hopper.values())
+    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
+        return make_block_tiles(self, config, split_tiles)
 
 
 def block_room(problem: Problem, k: int, block_size: int, causal: bool, device: torch.device) -> BlockRoom:
@@ -122,8 +100,7 @@ def fill_blocks(room: BlockRoom, scores: Tensor, nan_bit: int) -> None:
     (select,) = room.launched(key, lambda: (_selecting(room, scores, nan_bit),))
     room.bad.zero_()
     select(scores)
-    for fill in room.filled.values():
-        fill()
+    room.fill()
 
 
 def _selecting(room: BlockRoom, scores: Tensor, nan_bit: int) -> Launch:
