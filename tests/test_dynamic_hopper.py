@@ -90,6 +90,24 @@ def test_candidates_are_weighed() -> None:
     assert layouts == {"hopper (64x64 tiles, contiguous columns", "hopper (64x128 tiles, columns gathered by 16"}
 
 
+def test_candidates_of_other_calls() -> None:
+    """Both kernels, though they are taken to compute as many tiles; for a few rows, without estimates."""
+    some = torch.arange(8)
+    for q_len in (256, 64):
+        mask = masks.vertical_slash(some, some).with_query_offset(512 - q_len)
+        plan = stof.dynamic_plan(mask, q_len, 512)
+        plan._room = make_room(mask, (q_len, 512), (1, 1), torch.device("cpu"), None)
+        found = plan.candidates(replace(CALL, q_len=q_len, kv_len=512, mask_heads=1))
+        assert {candidate.name for candidate in found} == {"hopper", "block_wise"}
+        assert all(candidate.estimate_us is not None for candidate in found)
+    blocks = masks.block_topk(torch.zeros(1, 8), 2)
+    plan = stof.dynamic_plan(blocks, 7, 512)
+    plan._room = make_room(blocks, (7, 512), (1, 1), torch.device("cpu"), None)
+    found = plan.candidates(replace(CALL, q_len=7, kv_len=512, mask_heads=1))
+    assert [candidate.estimate_us for candidate in found] == [None] * len(found)
+    assert found[0].name == "block_wise"
+
+
 def test_what_hopper_refuses() -> None:
     plan = plan_of(topk(0))
 

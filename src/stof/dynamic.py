@@ -198,7 +198,8 @@ class DynamicPlan(Plan):
         block_wise = runtime_choice(call, layout, shared_memory_limit(self.device))
         if not choices:
             return [Candidate("block_wise", (), block_wise), *refused]
-        return weighed([*choices, block_wise], call, self.device, self) + refused
+        # Where there are no estimates, for a few rows, the first one runs.
+        return weighed([block_wise, *choices], call, self.device, self) + refused
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         """As for other plans; on a GPU as many tiles as can be told beforehand."""

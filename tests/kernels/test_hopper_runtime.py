@@ -89,7 +89,7 @@ def assert_lists(lists: TileLists, mask: Mask) -> None:
 
 
 @given(data=st.data(), shape=st.sampled_from(SHAPES), causal=st.booleans(), split_tiles=st.sampled_from([0, 1, 2]))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_every_kept_score_once(data: st.DataObject, shape: tuple[int, ...], causal: bool, split_tiles: int) -> None:
     size = shape[0]
     q_len = data.draw(st.sampled_from([1, 63, 64, 128, 300, 384]))

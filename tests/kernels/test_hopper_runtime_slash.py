@@ -113,7 +113,7 @@ def indices(draw: st.DrawFn, leading: tuple[int, ...], limit: int) -> Tensor:
 
 
 @given(data=st.data(), split_tiles=st.sampled_from([0, 1, 3]))
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_every_kept_score_once(data: st.DataObject, split_tiles: int) -> None:
     q_len = data.draw(st.sampled_from([64, 192, 320]))
     offset = data.draw(st.sampled_from([0, 0, 5, 64, 100]))
