@@ -117,6 +117,7 @@ def cases(every: bool) -> Iterator[Case]:
         yield case("transposed", turned, text)
     for shape, name in ((plain, "gelu"), (added, "residual"), (turned, "transposed")):
         yield case(name, shape, "128x192x64,5s,together")
+        yield case(name, shape, "192x128x64,5s,together")
     yield case("row scale", normed, _SOME[0])
     for text in (_SOME[0], _SOME[1]):
         yield case("rotary", turning, text)

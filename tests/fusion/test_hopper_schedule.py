@@ -140,20 +140,20 @@ class Together:
 
     def __init__(self, tiles: int, k_tiles: int, config: GemmConfig) -> None:
         self.tiles, self.k_tiles, self.config = tiles, k_tiles, config
-        self.columns = Ring(config.stages, 2)
-        self.rows = [Ring(config.row_stages, 1), Ring(config.row_stages, 1)]
+        self.columns = Ring(config.stages, config.consumers)
+        self.rows = [Ring(config.row_stages, 1) for _ in range(config.consumers)]
         self.done: list[tuple[int, int]] = []
 
     def producer(self) -> Step:
         columns = Place(self.config.stages, 1)
-        rows = [Place(self.config.row_stages, 1), Place(self.config.row_stages, 1)]
+        rows = [Place(self.config.row_stages, 1) for _ in self.rows]
         steps = [(tile, k) for tile in range(self.tiles) for k in range(self.k_tiles)]
         for number in range(len(steps) + self.config.lag):
             if number < len(steps):
                 yield self.columns.empty[columns.stage], columns.phase
                 self.columns.fill(columns.stage, steps[number])
                 columns.advance()
-            for consumer, step in ((0, number), (1, number - self.config.lag)):
+            for consumer, step in enumerate([number] + [number - self.config.lag] * (len(rows) - 1)):
                 if 0 <= step < len(steps):
                     place = rows[consumer]
                     yield self.rows[consumer].empty[place.stage], place.phase
@@ -195,12 +195,14 @@ def test_ping_pong_computes_every_tile_once(tiles: int, k_tiles: int, seed: int,
     assert sorted(block.done) == [(tile, tile % 2) for tile in range(tiles)]
 
 
-@given(**SIZES, stages=st.integers(2, 8))
-def test_together_computes_every_half_once(tiles: int, k_tiles: int, seed: int, stages: int) -> None:
-    block = Together(tiles, k_tiles, GemmConfig("together", 256, 128, 64, stages=stages))
-    actors = [block.producer(), block.consumer(0), block.consumer(1)]
+@given(**SIZES, stages=st.integers(2, 8), consumers=st.integers(2, 3))
+def test_together_computes_every_share_once(tiles: int, k_tiles: int, seed: int, stages: int, consumers: int) -> None:
+    config = GemmConfig("together", 64 * consumers, 128, 64, stages=stages)
+    assert config.consumers == consumers
+    block = Together(tiles, k_tiles, config)
+    actors = [block.producer(), *map(block.consumer, range(consumers))]
     play(actors, [block.columns, *block.rows], random.Random(seed))
-    assert sorted(block.done) == [(tile, number) for tile in range(tiles) for number in range(2)]
+    assert sorted(block.done) == [(tile, number) for tile in range(tiles) for number in range(consumers)]
 
 
 @given(rows=st.integers(1, 40), columns=st.integers(1, 40), group=st.sampled_from([1, 4, 8]))

@@ -205,6 +205,9 @@ def test_reasons() -> None:
     assert "shared memory" in why("256x128x64,7s,together")
     assert "128 rows" in why("256x128x64,2s,pingpong")
     assert why("128x192x64,5s,together") == ""
+    assert why("192x128x64,5s,together") == ""
+    assert "powers of two" in why("192x128x64,3s,pingpong")
+    assert "no columns on the side" in why("192x192x64,3s,together")
     assert "powers of two" in why("128x192x64,5s,pingpong")
     assert "number of columns is 192" in why("128x160x64,4s,together")
     assert "64 or 128 rows" in why("256x192x64,2s,together"), "more products than a consumer's registers hold"

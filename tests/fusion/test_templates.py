@@ -38,6 +38,8 @@ GLUON = (
     "128x64x64,2s,together",
     "128x192x64,5s,together",
     "128x192x64,3s,together,group2",
+    "192x128x64,5s,together",
+    "192x128x64,2s,together,group2",
 )
 
 pytestmark = [

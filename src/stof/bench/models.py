@@ -49,8 +49,12 @@ CAUSAL = ("gpt2", "llama")
 MASKS = ("full", "window+sinks", "longformer", "bigbird")
 _MODES = {"default": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 PEERS = tuple(f"{mode}-{kind}" for mode in ("eager", *_MODES) for kind in ("sdpa", "flex"))
-# With our attention and no templates, with templates by rule, with norms folded, and with the scheme searched for.
-OURS = ("stof-attention", "stof", "stof-folded", "stof-quick", "stof-full")
+# With our attention and no templates; with templates by rule, with norms folded, with whole calls as CUDA graphs (norms
+# folded too), each also with the scheme searched for.
+OURS = (
+    "stof-attention",
+    *(f"stof{how}{effort}" for how in ("", "-folded", "-whole") for effort in ("", "-quick", "-full")),
+)
 
 
 @dataclass(frozen=True)
@@ -204,10 +208,14 @@ def _ours(model: nn.Module, case: Case, impl: str, budget_s: float | None) -> nn
         stof.optimize(changed, mask=mask_of(case), pack=False)
         compiled: Any = torch.compile(changed, mode="reduce-overhead", dynamic=False)
         return compiled
-    options: dict[str, Any] = {"fold": impl == "stof-folded"}
-    if impl not in ("stof", "stof-folded"):
-        options |= {"effort": impl.removeprefix("stof-"), "budget_s": budget_s}
-    return stof.optimize(changed, mask=mask_of(case), dynamic=False, cuda_graphs=True, report=True, **options)
+    words = impl.split("-")
+    options: dict[str, Any] = {
+        "fold": "folded" in words or "whole" in words,
+        "cuda_graphs": "whole" if "whole" in words else True,
+    }
+    if words[-1] in ("quick", "full"):
+        options |= {"effort": words[-1], "budget_s": budget_s}
+    return stof.optimize(changed, mask=mask_of(case), dynamic=False, report=True, **options)
 
 
 def run_case(

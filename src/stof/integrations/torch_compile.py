@@ -30,13 +30,17 @@ from stof.fusion.report import FusionReport
 from stof.fusion.search import Progress
 from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
 from stof.fusion.weights import pack_weights, unpack_weights
+from stof.integrations.whole_calls import WholeCalls
 from stof.masks import Mask
 from stof.tuning.files import cache_folder
 from stof.tuning.machine import device_name
+from stof.tuning.timing import replayed_us, wall_us
 
 __all__ = ["CompileOptions", "FusionReport", "optimize", "pack_weights", "stof_backend", "unpack_weights"]
 
 
+# The value of `cuda_graphs` that records whole calls.
+WHOLE = "whole"
 # Seconds, and configurations drawn for each segment in a round.
 EFFORTS: dict[str, tuple[float, int]] = {"none": (0.0, 0), "quick": (60.0, 3), "full": (600.0, 8)}
 
@@ -50,7 +54,9 @@ class CompileOptions:
             by measuring segments, and finally the whole model with and without templates.
         budget_s: seconds that searching may take; None for the effort's own: 60 or 600. A compiled model has one budget
             for each of its graphs.
-        cuda_graphs: let Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
+        cuda_graphs: True lets Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
+            "whole", for `stof.optimize`, replays whole calls, one graph for each combination of argument shapes:
+            see `WholeCalls` for what is noticed between calls, and what is not.
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
         fold: fold the weights of RMSNorms into the products after them, in a copy that takes as much memory as those
             products' weights. For weights that stay as they are: a change between calls is noticed, but not through
@@ -72,7 +78,7 @@ class CompileOptions:
 
     effort: str = "none"
     budget_s: float | None = None
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = False
     deterministic: bool = False
     fold: bool = False
     twins: bool = False
@@ -88,7 +94,9 @@ class CompileOptions:
             raise ArgumentError(f"budget_s must be a positive number of seconds, got {self.budget_s!r}")
         if self.budget_s is not None and self.effort == "none":
             raise ArgumentError("budget_s limits measuring, and effort 'none' measures nothing; use 'quick' or 'full'")
-        for name in ("cuda_graphs", "deterministic", "fold", "twins"):
+        if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != WHOLE:
+            raise ArgumentError(f'cuda_graphs is True, False or "whole", got {self.cuda_graphs!r}')
+        for name in ("deterministic", "fold", "twins"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.deterministic and self.effort != "none":
@@ -213,7 +221,8 @@ def stof_backend(
         if search.store is not None:
             search.store.update(Contents(races={key: (fused_us, plain_us)}))
 
-    return Race(compiled(gm, report.digest), compiled(plain, ""), report, parsed.tell, keep)
+    timer = replayed_us if parsed.cuda_graphs == WHOLE else wall_us
+    return Race(compiled(gm, report.digest), compiled(plain, ""), report, parsed.tell, keep, timer)
 
 
 def _compiling(device: torch.device) -> CompileAhead | None:
@@ -231,7 +240,7 @@ def _inductor(
     from torch._inductor.compile_fx import compile_fx
 
     patches: dict[str, Any] = {"post_grad_custom_post_pass": _cache_mark(digest)} if digest else {}
-    if options.cuda_graphs:
+    if options.cuda_graphs is True:
         patches["triton.cudagraphs"] = True
     if options.deterministic and hasattr(config, "deterministic"):
         patches["deterministic"] = True
@@ -267,7 +276,7 @@ def optimize(
         UnsupportedError: the model is in training mode, or its attention cannot be served.
         ArgumentError: an unknown option, or a mask without `attention`.
     """
-    CompileOptions.parse(options)
+    parsed = CompileOptions.parse(options)
     if model.training:
         raise UnsupportedError("stof.optimize compiles inference only; call model.eval() first", {})
     if mask is not None and not attention:
@@ -281,6 +290,8 @@ def optimize(
     if pack:
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
+    if parsed.cuda_graphs == WHOLE:
+        compiled.forward = WholeCalls(compiled.forward, model, frozen=parsed.fold)
     return cast(nn.Module, compiled)
 
 

@@ -106,6 +106,14 @@ def wall_us(
     return {name: statistics.median(times) * 1e6 for name, times in taken.items()}
 
 
+def replayed_us(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """As `wall_us`, of calls that a CUDA graph replays; elsewhere, and for what cannot be captured, as they are."""
+    if device.type != "cuda":
+        return wall_us(calls, device)
+    with torch.cuda.device(device):
+        return wall_us({name: _captured(call)[0] for name, call in calls.items()}, device)
+
+
 def _await(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -80,8 +80,8 @@ class GemmConfig:
     Attributes:
         kind: one of `KINDS`.
         block_m, block_n, block_k: a tile's rows, columns of products (gated: gate and up together) and depth of a step.
-            pingpong's tile belongs to one of its two consumers. Powers of two; together also has 192 columns.
-        warps: of a Triton program (Gluon kernels have nine).
+            pingpong's tile belongs to one of its two consumers. Powers of two; together also has 192 columns or rows.
+        warps: of a Triton program (Gluon kernels have four for each consumer, and one).
         stages: steps in flight (together: of the columns).
         split: programs that share a tile's depth (tile only).
         group: rows of tiles that are walked side by side.
@@ -156,9 +156,14 @@ class GemmConfig:
         return self.block_n - (1 << (self.block_n.bit_length() - 1)) if self.kind == "together" else 0
 
     @property
+    def consumers(self) -> int:
+        """together: warpgroups that share a tile's rows."""
+        return 3 if self.block_m == 192 else 2
+
+    @property
     def row_stages(self) -> int:
         """together: steps in flight of each consumer's own rows; the columns' may be more, for the lag."""
-        return min(self.stages, 3)
+        return self.stages if self.consumers == 3 else min(self.stages, 3)
 
     @property
     def lag(self) -> int:
@@ -192,7 +197,8 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
     if config.kind == "cublas":
         return _unfit_for_cublas(shape)
     found = []
-    sizes = (config.block_m, config.block_n - config.side, config.block_k)
+    tall = config.kind == "together" and config.block_m == 192
+    sizes = (64 if tall else config.block_m, config.block_n - config.side, config.block_k)
     if any(size < 16 or size & (size - 1) for size in sizes):
         found.append("tile sizes are powers of two from 16 up")
     if config.side and (config.side, config.block_n) != (64, 192):
@@ -234,7 +240,9 @@ def _unfit_for_tma(config: GemmConfig, shape: GemmShape, capability: tuple[int, 
         return found
     if capability != (9, 0):
         found.append("written for compute capability 9.0")
-    rows = config.block_m if config.kind == "pingpong" else config.block_m // 2
+    rows = config.block_m if config.kind == "pingpong" else config.block_m // config.consumers
+    if config.consumers == 3 and config.side:
+        found.append("three consumers have no columns on the side")
     if rows not in (64, 128) or rows * config.block_n > 128 * 128:
         found.append("a consumer computes 64 or 128 rows and at most 128 x 128 products")
     if config.block_k != 64 or config.stages < 2:
@@ -356,6 +364,8 @@ _CANDIDATES = (
     GemmConfig("together", 128, 128, 64, stages=7),
     GemmConfig("together", 128, 192, 64, stages=5),
     GemmConfig("together", 128, 192, 64, stages=4),
+    GemmConfig("together", 192, 128, 64, stages=5),
+    GemmConfig("together", 192, 128, 64, stages=4),
     GemmConfig("persistent", 128, 256, 64, warps=8, stages=3),
     GemmConfig("persistent", 128, 256, 64, warps=8, stages=3, halves=True),
     GemmConfig("persistent", 128, 128, 64, warps=8, stages=4),

@@ -1,8 +1,9 @@
-"""Matrix product with its epilogue on Hopper, in Gluon: two warpgroups share a tile, one some steps behind the other.
+"""Matrix product with its epilogue on Hopper, in Gluon: warpgroups share a tile, one some steps behind the other.
 
 A thread block stays on its multiprocessor and walks output tiles. One warp copies operands by TMA: each consumer's rows
-for itself, and the columns once for both. The second consumer is kept LAG steps behind the first, whose epilogue so
-runs while the second one's last products do, and the second one's during the first one's next.
+for itself, and the columns once for all. Of two consumers the second is kept LAG steps behind the first, whose epilogue
+so runs while the second one's last products do, and the second one's during the first one's next. Three are in step:
+their tiles are for products of few tiles, whose last epilogue nothing hides anyway.
 
 A tile may have SIDE columns more, as a product of their own: 128 + 64 columns make 192, which is no power of two.
 
@@ -48,12 +49,15 @@ def _fetch_rows(a_desc, a_smem, full, empty, stage, phase, row, k):
 @gluon.jit
 @no_type_check
 def _producer(
-    a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n, k_tiles,
-    columns, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
-    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, LAG: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
+    copies, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
+    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LAG: gl.constexpr, GROUP_M: gl.constexpr,
+    GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies: columns and the first consumer's rows of a step, the second's rows of LAG steps before."""
+    (
+        a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n,
+        k_tiles, columns,
+    ) = copies  # fmt: skip
     dtype: gl.constexpr = a_smem.dtype
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     PARTS: gl.constexpr = BLOCK_N // WIDTH
@@ -80,7 +84,9 @@ def _producer(
             fetch_columns(b_desc, b_smem, bar, b_stage, first, k, columns, BLOCK_K, PARTS, TRANSPOSED)
             if SIDE > 0:
                 fetch_columns(side_desc, side_smem, bar, b_stage, first + WIDTH, k, columns, BLOCK_K, 1, TRANSPOSED)
-            _fetch_rows(a_desc, a_smem, a_full, a_empty, a_stage, a_phase, 2 * m * ROWS, k)
+            for consumer in gl.static_range(1 if LAG > 0 else CONSUMERS):
+                _fetch_rows(a_desc, a_smem, a_full, a_empty, consumer * A_STAGES + a_stage, a_phase,
+                            (CONSUMERS * m + consumer) * ROWS, k)  # fmt: skip
             b_stage, b_phase = stage_after(b_stage, b_phase, B_STAGES)
             a_stage, a_phase = stage_after(a_stage, a_phase, A_STAGES)
             k += 1
@@ -88,7 +94,7 @@ def _producer(
                 k = 0
                 tile += gl.num_programs(0)
                 m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
-        if step >= LAG:
+        if LAG > 0 and step >= LAG:
             _fetch_rows(a_desc, a_smem, a_full, a_empty, A_STAGES + late_stage, late_phase, (2 * late_m + 1) * ROWS,
                         late_k)  # fmt: skip
             late_stage, late_phase = stage_after(late_stage, late_phase, A_STAGES)
@@ -103,11 +109,11 @@ def _producer(
 @no_type_check
 def _consumer(
     shared, NUMBER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
-    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr,
+    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr,
     TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     HAS_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup of those that compute: half the rows of every tile."""
+    """One warpgroup of those that compute: its share of the rows of every tile."""
     (
         a_smem, b_smem, side_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc,
         bias_ptr, row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
@@ -121,7 +127,7 @@ def _consumer(
         b_tiles = b_smem._reinterpret(dtype, [B_STAGES, BLOCK_N, BLOCK_K], shared_layout(dtype, BLOCK_K))
     side_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     PIECE: gl.constexpr = c_smem.shape[2]
-    PLACES: gl.constexpr = c_smem.shape[0] // 2
+    PLACES: gl.constexpr = c_smem.shape[0] // CONSUMERS
     PLACE: gl.constexpr = NUMBER * PLACES
     FIRST: gl.constexpr = NUMBER * A_STAGES
     number = gl.to_tensor(0)
@@ -131,7 +137,7 @@ def _consumer(
     b_phase = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
-        row = (2 * m + NUMBER) * ROWS
+        row = (CONSUMERS * m + NUMBER) * ROWS
         first = n * (WIDTH + SIDE)
         if HAS_RESIDUAL:
             # All of the products hide it.
@@ -200,6 +206,7 @@ def together_gemm_kernel(
     BLOCK_K: gl.constexpr,
     A_STAGES: gl.constexpr,
     B_STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     LAG: gl.constexpr,
     GROUP_M: gl.constexpr,
     PIECE: gl.constexpr,
@@ -210,14 +217,15 @@ def together_gemm_kernel(
     HAS_RESIDUAL: gl.constexpr,
     HAS_SCALE: gl.constexpr,
 ):
-    """As `pingpong_gemm_kernel`, with tiles of 2 ROWS rows.
+    """As `pingpong_gemm_kernel`, with tiles of CONSUMERS (2 or 3) times ROWS rows.
 
     SIDE: 64 or 0 columns that a tile has beyond BLOCK_N, with a descriptor of their own; not for gated products. LAG is
-    at most B_STAGES - 2: the second consumer gives a stage back while it works on the next.
+    at most B_STAGES - 2, as the second consumer gives a stage back while it works on the next, and 0 for three.
     """
+    gl.static_assert(CONSUMERS == 2 or LAG == 0)
     dtype: gl.constexpr = a_desc.dtype
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    a_smem = gl.allocate_shared_memory(dtype, [2 * A_STAGES, ROWS, BLOCK_K], shared_layout(dtype, BLOCK_K))
+    a_smem = gl.allocate_shared_memory(dtype, [CONSUMERS * A_STAGES, ROWS, BLOCK_K], shared_layout(dtype, BLOCK_K))
     if TRANSPOSED:
         b_smem = gl.allocate_shared_memory(dtype, [B_STAGES, BLOCK_K, BLOCK_N], shared_layout(dtype, BLOCK_N))
     else:
@@ -232,40 +240,59 @@ def together_gemm_kernel(
             side_smem = gl.allocate_shared_memory(dtype, [B_STAGES, SIDE, BLOCK_K], shared_layout(dtype, BLOCK_K))
     # Without a power of two there is no place for a whole tile, but one for each piece.
     PLACES: gl.constexpr = (BLOCK_N + SIDE) // PIECE if SIDE > 0 else 1
-    c_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, ROWS, PIECE], shared_layout(dtype, PIECE))
-    a_full = gl.allocate_shared_memory(gl.int64, [2 * A_STAGES, 1], mbarrier.MBarrierLayout())
-    a_empty = gl.allocate_shared_memory(gl.int64, [2 * A_STAGES, 1], mbarrier.MBarrierLayout())
+    c_smem = gl.allocate_shared_memory(dtype, [CONSUMERS * PLACES, ROWS, PIECE], shared_layout(dtype, PIECE))
+    a_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * A_STAGES, 1], mbarrier.MBarrierLayout())
+    a_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * A_STAGES, 1], mbarrier.MBarrierLayout())
     b_full = gl.allocate_shared_memory(gl.int64, [B_STAGES, 1], mbarrier.MBarrierLayout())
     b_empty = gl.allocate_shared_memory(gl.int64, [B_STAGES, 1], mbarrier.MBarrierLayout())
-    residual_full = gl.allocate_shared_memory(gl.int64, [2 * PLACES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * A_STAGES):
+    residual_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * PLACES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS * A_STAGES):
         mbarrier.init(a_full.index(i), count=1)
         mbarrier.init(a_empty.index(i), count=1)
     for i in gl.static_range(B_STAGES):
         mbarrier.init(b_full.index(i), count=1)
-        mbarrier.init(b_empty.index(i), count=2)
-    for i in gl.static_range(2 * PLACES):
+        mbarrier.init(b_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS * PLACES):
         mbarrier.init(residual_full.index(i), count=1)
     fence_async_shared()
     take_turn(True)
 
-    tiles_m = gl.cdiv(rows, 2 * ROWS)
+    tiles_m = gl.cdiv(rows, CONSUMERS * ROWS)
     tiles_n = gl.cdiv(columns, WIDTH + SIDE)
     k_tiles = gl.cdiv(depth, BLOCK_K)
     shared = (
         a_smem, b_smem, side_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc,
         bias_ptr, row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_consumer, (shared, 0, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, GROUP_M, GATED, TRANSPOSED,
-                         ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
-            (_consumer, (shared, 1, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, GROUP_M, GATED, TRANSPOSED,
-                         ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
-            (_producer, (a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty,
-                         tiles_m, tiles_n, k_tiles, columns, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, LAG,
-                         GROUP_M, GATED, TRANSPOSED)),
-        ],
-        [4, 1],
-        [240, 24],
+    copies = (
+        a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n,
+        k_tiles, columns,
     )  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (shared, 0, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+                (_consumer, (shared, 1, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+                (_producer, (copies, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, LAG, GROUP_M, GATED,
+                             TRANSPOSED)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (shared, 0, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+                (_consumer, (shared, 1, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+                (_consumer, (shared, 2, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+                (_producer, (copies, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, LAG, GROUP_M, GATED,
+                             TRANSPOSED)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip

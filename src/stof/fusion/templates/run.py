@@ -224,7 +224,7 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
 
     shape, size = call.shape, out.element_size()
     pingpong = config.kind == "pingpong"
-    rows = config.block_m if pingpong else config.block_m // 2
+    rows = config.block_m if pingpong else config.block_m // config.consumers
     width = config.block_n // 2 if shape.gated else config.block_n
     piece = config.piece(shape, size)
     stored = call.weight.t() if shape.transposed else call.weight
@@ -260,7 +260,8 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
 
         together_gemm_kernel[grid](
             x, weights(width - config.side), weights(config.side) if config.side else None, *given, SIDE=config.side,
-            A_STAGES=config.row_stages, B_STAGES=config.stages, LAG=config.lag, **common, num_warps=4, launch_pdl=True,
+            A_STAGES=config.row_stages, B_STAGES=config.stages, CONSUMERS=config.consumers, LAG=config.lag, **common,
+            num_warps=4, launch_pdl=True,
         )  # fmt: skip
 
 

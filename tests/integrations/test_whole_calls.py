@@ -1,0 +1,201 @@
+"""What is recorded, when a recording serves, and when it is made again; tests/gpu has the recordings themselves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stof
+from stof.integrations.whole_calls import MOST_RECORDED, WholeCalls, _like, _memory, _same, signature
+
+
+class Recorder:
+    """Records like a CUDA graph: what Python decided then is what every replay does, on memory of its own."""
+
+    def __init__(self) -> None:
+        self.made = self.replayed = 0
+
+    def __call__(self, call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self.made += 1
+        inputs = [_like(x) for x in (*args, *kwargs.values())]
+        named = dict(zip(kwargs, inputs[len(args) :], strict=True))
+        kept = [x for x in inputs if isinstance(x, Tensor)]
+
+        def replay(tensors: Sequence[Tensor]) -> Any:
+            self.replayed += 1
+            for old, new in zip(kept, tensors, strict=True):
+                _memory(old).copy_(_memory(new))
+            return call(*inputs[: len(args)], **named)
+
+        return replay
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x: Tensor, scale: float = 1.0, bias: Tensor | None = None) -> Tensor:
+        out: Tensor = self.linear(x) * scale + self.shift
+        return out if bias is None else out + bias
+
+
+def whole(module: nn.Module, **options: Any) -> tuple[WholeCalls, Recorder]:
+    recorder = Recorder()
+    return WholeCalls(module, module, recorder=recorder, device_type="cpu", **options), recorder
+
+
+def test_the_second_call_of_a_kind_is_recorded_and_replayed() -> None:
+    module = Scaled().eval()
+    calls, recorder = whole(module)
+    with torch.no_grad():
+        for turn in range(5):
+            for args, kwargs in [
+                ((torch.randn(3, 4),), {}),
+                ((torch.randn(5, 4), 2.0), {}),
+                ((torch.randn(3, 4),), {"scale": 3.0, "bias": torch.randn(4)}),
+                ((torch.randn(3, 4),), {"bias": torch.randn(1, 4).expand(3, 4)}),
+            ]:
+                torch.testing.assert_close(calls(*args, **kwargs), module(*args, **kwargs), rtol=0, atol=0)
+            assert (recorder.made, recorder.replayed) == (4 * (turn > 0), 4 * turn)
+
+
+def test_modes_are_told_apart() -> None:
+    calls, recorder = whole(Scaled().eval())
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        with torch.no_grad():
+            calls(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert calls(x).dtype == torch.float32  # bfloat16 product, float32 shift
+        with torch.inference_mode():
+            calls(x)
+            calls(torch.randn(3, 4))  # an inference tensor
+    assert recorder.made == 4
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_are_others_need_a_new_recording(frozen: bool) -> None:
+    module = Scaled().eval()
+    calls, recorder = whole(module, frozen=frozen)
+    x = torch.randn(3, 4)
+
+    def made() -> int:
+        before = recorder.made
+        for _ in range(3):
+            torch.testing.assert_close(calls(x), module(x), rtol=0, atol=0)
+        return recorder.made - before
+
+    with torch.no_grad():
+        assert made() == 1
+        assert made() == 0
+        module.linear.weight = nn.Parameter(torch.randn(4, 4))
+        assert made() == 1
+        module.linear.weight.data = torch.randn(4, 4)
+        assert made() == 1
+        module.shift = torch.ones(4)
+        assert made() == 1
+        module.linear.weight.mul_(2)  # in its place: a replay reads it
+        assert made() == int(frozen)
+        del module.shift
+        module.shift = torch.ones(4)
+        assert made() == 1
+        assert made() == 0
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ([1.0],),
+        (torch.randn(2, 4).to_sparse(),),
+        (torch.randn(2, 4, requires_grad=True),),
+        (torch.randn(2, 4, device="meta"),),
+        (1.0, 2),
+        (nn.Parameter(torch.randn(2)),),
+    ],
+)
+def test_what_cannot_be_recorded_has_no_signature(args: tuple[Any, ...]) -> None:
+    assert signature(args, {}, "cpu") == (None, [])
+
+
+def test_signatures_know_numbers_apart() -> None:
+    x = torch.randn(2, 4)
+    values = [0.0, -0.0, float("nan"), 0, False, None, "0"]
+    assert len({signature((x, value), {}, "cpu")[0] for value in values}) == len(values)
+    assert signature((x, float("nan")), {}, "cpu") == signature((x, float("nan")), {}, "cpu")
+    assert signature((x,), {"a": 1}, "cpu")[0] != signature((x,), {"b": 1}, "cpu")[0]
+    assert signature((x, x), {}, "cpu")[0] != signature((x,), {"x": x}, "cpu")[0]
+
+
+def test_training_and_gradients_go_to_the_model() -> None:
+    module = Scaled()
+    calls, recorder = whole(module)
+    for _ in range(3):
+        calls(torch.randn(3, 4)).sum().backward()
+    assert recorder.made == 0
+    assert module.linear.weight.grad is not None
+
+
+def test_a_call_that_cannot_be_recorded_runs_as_it_is() -> None:
+    tries = []
+
+    def recorder(call: Any, args: Any, kwargs: Any) -> Any:
+        tries.append(args)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    module = Scaled().eval()
+    calls = WholeCalls(module, module, recorder=recorder, device_type="cpu")
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        calls(x)
+        with pytest.warns(RuntimeWarning, match="cannot be recorded as a CUDA graph and runs unrecorded: operation"):
+            calls(x)
+        for _ in range(3):
+            torch.testing.assert_close(calls(x), module(x))
+    assert len(tries) == 1
+
+
+def test_few_recordings_are_kept() -> None:
+    module = Scaled().eval()
+    calls, recorder = whole(module)
+    with torch.no_grad():
+        for _ in range(2):
+            for length in range(1, MOST_RECORDED + 3):
+                calls(torch.randn(length, 4))
+        assert recorder.made == MOST_RECORDED + 2
+        calls(torch.randn(MOST_RECORDED, 4))
+        assert recorder.made == MOST_RECORDED + 2
+        for _ in range(2):
+            calls(torch.randn(1, 4))
+        assert recorder.made == MOST_RECORDED + 3
+
+
+def test_expanded_memory_is_copied_once() -> None:
+    x = torch.randn(3, 1, 5).expand(3, 4, 5)
+    new = _like(x)
+    assert new.stride() == x.stride()
+    assert _same(new, x)
+    assert _memory(x).shape == (3, 1, 5)
+    _memory(new).add_(1)
+    torch.testing.assert_close(new, x + 1)
+    assert not _same(new, x)
+
+
+def test_an_optimised_model_takes_whole_calls() -> None:
+    torch._dynamo.reset()
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval()
+    optimised = stof.optimize(module, cuda_graphs="whole")
+    assert isinstance(optimised.forward, WholeCalls)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            torch.testing.assert_close(optimised(x), module(x))
+        other = copy.deepcopy(optimised)
+        module[0].weight.zero_()
+        assert other(x).std(0).norm() > 0
