@@ -151,9 +151,11 @@ def _refresh(job_ptr, ranges_ptr, ok):
     """Tiles, first bitmap and what spoils the result, from a job's item; the first tile."""
     range_ptr = ranges_ptr + tl.load(job_ptr + 14, mask=ok, other=0) * RANGE
     begin = tl.load(range_ptr, mask=ok, other=0)
+    # Whoever updates a plan while it attends reads nonsense; but a job without a tile would never end.
+    end = tl.maximum(tl.load(range_ptr + 2, mask=ok, other=0), begin + 1)
     tl.store(job_ptr + 3, begin, mask=ok)
-    tl.store(job_ptr + 4, tl.load(range_ptr + 1, mask=ok, other=0), mask=ok)
-    tl.store(job_ptr + 5, tl.load(range_ptr + 2, mask=ok, other=0), mask=ok)
+    tl.store(job_ptr + 4, tl.minimum(tl.load(range_ptr + 1, mask=ok, other=0), end), mask=ok)
+    tl.store(job_ptr + 5, end, mask=ok)
     tl.store(job_ptr + 10, tl.load(range_ptr + 3, mask=ok, other=0), mask=ok)
     tl.store(job_ptr + 11, tl.load(range_ptr + 4, mask=ok, other=0), mask=ok)
     return begin
