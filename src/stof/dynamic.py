@@ -37,7 +37,9 @@ class DynamicPlan(Plan):
     """A plan whose mask is replaced in every step. Make it with `stof.dynamic_plan`, then `update` and attend.
 
     On a GPU all memory is fixed and `update` only launches kernels: it can be captured in a CUDA graph together with
-    the attention calls that follow, and replayed after the mask's tensors changed in place. Elsewhere it builds anew.
+    the attention calls that follow, and replayed after the mask's tensors changed in place. Lists that the Hopper
+    kernel reads are made by the first call it runs; make that one before a capture, within which the Triton kernel
+    would serve instead. Elsewhere `update` builds anew.
 
     What cannot be computed (indices that mean nothing, more tiles than there is room for) gives NaN in the rows
     concerned, and `check` raises.

@@ -106,10 +106,11 @@ def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) ->
     if paired:  # every one on the left, with every one on the right
         kinds = len(keep)
         keep = torch.cat([keep.repeat_interleave(kinds, 0), keep.repeat(kinds, 1, 1)], 2)
-    columns = torch.zeros(nothing + 2, config.block_n // _SLAB if paired else 1, dtype=torch.int32, device=device)
-    columns[nothing:] = -1 - problem.kv_len if paired else problem.kv_len  # past the end, where TMA fills in zeros
-    if columns.numel() >= 2**31:
+    width = config.block_n // _SLAB if paired else 1
+    if (nothing + 2) * width >= 2**31:
         raise UnfitLayoutError(f"{nothing} tiles are more than 32-bit offsets reach")
+    columns = torch.zeros(nothing + 2, width, dtype=torch.int32, device=device)
+    columns[nothing:] = -1 - problem.kv_len if paired else problem.kv_len  # past the end, where TMA fills in zeros
     dealt = dealt_items(counts.partial, counts.full, split_tiles, nothing, device)
     empty = torch.zeros(0, dtype=torch.int32, device=device)
     lists = TileLists(
