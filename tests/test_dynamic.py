@@ -28,6 +28,7 @@ from stof.kernels.reference import reference_attention
 from stof.kernels.triton import runtime
 from stof.kernels.triton.block_wise import block_wise_attention
 from stof.kernels.triton.runtime import OVERFLOW, Problem, WorkRoom
+from stof.kernels.triton.runtime_blocks import block_room
 from stof.kernels.triton.runtime_slash import vertical_slash_room
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import bits
@@ -70,9 +71,13 @@ def room_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, b
     problem = Problem(q_len, kv_len, block, block, *mask.dims(1, 1) if mask.heads == 1 else (mask.batch, mask.heads))
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
-        return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, DEVICE)
+        room = vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, DEVICE)
+        room.use_work(captured=False)
+        return room
     if isinstance(core, BlockTopK):
-        return runtime.block_room(problem, core.k, core.block_size, DEVICE)
+        chosen = block_room(problem, core.k, core.block_size, core.causal, DEVICE)
+        chosen.use_work(captured=False)
+        return chosen
     return runtime.dense_room(problem, density, DEVICE)
 
 
@@ -299,6 +304,7 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(IMPLEMENTATIONS, "block_wise", replace(block_wise, capabilities=anywhere))
     monkeypatch.setattr("stof.dynamic.shared_memory_limit", lambda device: 2**20)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     plan = stof.dynamic_plan(example(kind), 90, heads=2)
     plan._room = room_of(example(kind), 90, 90)
     q, k, v = make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv
@@ -311,10 +317,10 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plan._bound) == 1
     plan.check()
     assert plan.bytes() == plan._room.bytes()
-    assert [candidate.name for candidate in stof.explain(q, k, v, plan)] == ["block_wise"]
+    assert [candidate.name for candidate in stof.explain(q, k, v, plan)] == ["block_wise", "hopper"]
     with pytest.raises(ArgumentError, match="fixed lengths"):
         plan.extended(1)
-    with pytest.raises(UnsupportedError, match="dynamic plans run on block_wise"):
+    with pytest.raises(UnsupportedError, match="dynamic plans run on hopper and block_wise, not on reference"):
         stof.attention(q, k, v, plan, implementation="reference")
     with pytest.raises(UnsupportedError, match="float64"):
         stof.attention(q.double(), k.double(), v.double(), plan)

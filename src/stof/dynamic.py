@@ -10,40 +10,36 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
-from stof.kernels.triton.runtime import (
-    OVERFLOW,
-    BlockRoom,
-    DenseRoom,
-    Problem,
-    WorkRoom,
-    block_room,
-    dense_room,
-    fill_blocks,
-    fill_dense,
-)
+from stof.kernels.triton.runtime import OVERFLOW, DenseRoom, Problem, WorkRoom, dense_room, fill_dense
+from stof.kernels.triton.runtime_blocks import BlockRoom, block_room, fill_blocks
 from stof.kernels.triton.runtime_slash import SlashRoom, fill_vertical_slash, vertical_slash_room
 from stof.kernels.triton.work import BoundCall
 from stof.layout import Layout, LayoutConfig
+from stof.layout.survey import Survey
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
 from stof.masks.compose import QueryOffset
 from stof.masks.runtime import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMask, BlockTopK, VerticalSlash, described
 from stof.masks.tensors import DenseMask, as_mask
 from stof.plans import Plan
-from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, Choice, PreparedLayout
+from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, Choice, PreparedLayout, weighed
 from stof.selection.geometry import MaskGeometry
-from stof.selection.gpu import runtime_choice, shared_memory_limit
-from stof.selection.implementations import prepared_work
+from stof.selection.gpu import runtime_choice, runtime_hopper_choices, shared_memory_limit
+from stof.selection.implementations import prepared_tiles, prepared_work
 
 # The tile that leaves room for two programs or more on a multiprocessor at every head_dim (docs/performance.md).
 _BLOCK = 64
+# What may run a plan on a GPU.
+_KERNELS = ("hopper", "block_wise")
 
 
 class DynamicPlan(Plan):
     """A plan whose mask is replaced in every step. Make it with `stof.dynamic_plan`, then `update` and attend.
 
     On a GPU all memory is fixed and `update` only launches kernels: it can be captured in a CUDA graph together with
-    the attention calls that follow, and replayed after the mask's tensors changed in place. Elsewhere it builds anew.
+    the attention calls that follow, and replayed after the mask's tensors changed in place. Lists that the Hopper
+    kernel reads are made by the first call it runs; make that one before a capture, within which the Triton kernel
+    would serve instead. Elsewhere `update` builds anew.
 
     What cannot be computed (indices that mean nothing, more tiles than there is room for) gives NaN in the rows
     concerned, and `check` raises.
@@ -56,6 +52,7 @@ class DynamicPlan(Plan):
         self._room: WorkRoom | None = None
         self._update = _Update()
         self._replayed = False
+        self._captured = False
         super().__init__(
             repr(mask), lengths, mask.dims(*sizes), device, geometry=self._geometry_of(mask, lengths, device)
         )
@@ -93,6 +90,8 @@ class DynamicPlan(Plan):
             self._bound.clear()
         else:
             with torch.cuda.device(self.device):
+                capturing = torch.cuda.is_current_stream_capturing()
+                self._captured = self._captured or capturing
                 self._update.join()  # or two would write the same lists
                 self._update = _Update()
                 if stream is None:
@@ -104,7 +103,6 @@ class DynamicPlan(Plan):
                     for tensor in _tensors(mask):
                         # Their memory may be given to others when the current stream has passed this point.
                         tensor.record_stream(stream)
-                    capturing = torch.cuda.is_current_stream_capturing()
                     self._update = _Update(stream.record_event(), capturing)
                     if self._replayed and not capturing:
                         self._update.join()  # replays of attention ask nobody
@@ -146,21 +144,32 @@ class DynamicPlan(Plan):
         return ()
 
     def choice(self, call: CallSpec, implementation: str | None = None) -> Choice:
-        """The block-wise Triton kernel on a GPU.
+        """The fastest candidate, of one implementation when it is named; decided once.
 
         Raises:
-            UnsupportedError: it cannot run the call.
+            UnsupportedError: none can run the call.
         """
         if self._room is None:
             return super().choice(call, implementation)
-        refusals = IMPLEMENTATIONS["block_wise"].capabilities.refusals(call)
-        if implementation not in (None, "block_wise"):
-            refusals.append(f"dynamic plans run on block_wise, not on {implementation}")
-        if refusals:
-            raise UnsupportedError("a dynamic plan cannot run this call", {"block_wise": refusals})
-        problem = self._room.problem
-        layout = LayoutConfig(problem.block_m, problem.block_n, 1)
-        return runtime_choice(call, layout, shared_memory_limit(self.device))
+        # The Hopper kernel's first call deals out jobs on the host, which no graph can hold.
+        offered = (*_KERNELS[1:],) if torch.cuda.is_current_stream_capturing() else _KERNELS
+        key = (call, implementation or ",".join(offered))
+        found = self._choices.get(key)
+        if found is None:
+            found = self._choices[key] = self._chosen(call, offered if implementation is None else (implementation,))
+        return found
+
+    def _chosen(self, call: CallSpec, offered: tuple[str, ...]) -> Choice:
+        reasons: dict[str, list[str]] = {}
+        for name in offered:
+            if name not in _KERNELS:
+                reasons[name] = [f"dynamic plans run on {' and '.join(_KERNELS)}, not on {name}"]
+        for candidate in self.candidates(call):
+            if candidate.name in offered:
+                if candidate.choice is not None and not candidate.refusals:
+                    return candidate.choice
+                reasons.setdefault(candidate.name, []).extend(candidate.refusals)
+        raise UnsupportedError("a dynamic plan cannot run this call", reasons)
 
     def kept(self, *given: Any) -> BoundCall | None:
         """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
@@ -173,17 +182,38 @@ class DynamicPlan(Plan):
             with torch.cuda.device(self.device):
                 self._replayed = self._replayed or torch.cuda.is_current_stream_capturing()
                 self._update.join()
+                self._room.catch_up()
 
     def candidates(self, call: CallSpec) -> list[Candidate]:
-        """The one way to run a call on a GPU."""
-        if self._room is None:
+        """The ways to run a call on a GPU: by the block-wise Triton kernel, and by the Hopper kernel where it can."""
+        room = self._room
+        if room is None:
             return super().candidates(call)
-        refusals = tuple(IMPLEMENTATIONS["block_wise"].capabilities.refusals(call))
-        return [Candidate("block_wise", refusals, None if refusals else self.choice(call))]
+        refusals = {name: list(IMPLEMENTATIONS[name].capabilities.refusals(call)) for name in _KERNELS}
+        refusals["hopper"] += room.hopper_refusals()
+        choices = [] if refusals["hopper"] else runtime_hopper_choices(call, room.hopper_serves)
+        refused = [Candidate(name, tuple(reasons)) for name, reasons in refusals.items() if reasons]
+        if refusals["block_wise"]:
+            return refused
+        problem = room.problem
+        layout = LayoutConfig(problem.block_m, problem.block_n, None if room.work.bases else 1)
+        block_wise = runtime_choice(call, layout, shared_memory_limit(self.device))
+        if not choices:
+            return [Candidate("block_wise", (), block_wise), *refused]
+        # Where there are no estimates, for a few rows, the first one runs.
+        return weighed([block_wise, *choices], call, self.device, self) + refused
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        """As for other plans; on a GPU as many tiles as can be told beforehand."""
+        if self._room is None:
+            return super().survey(geometries, row_order)
+        counts = {geometry: self._room.counts(geometry) for geometry in geometries}
+        kept = torch.full((1, self.q_len), self.kv_len)
+        return Survey(counts, kept, self.mask_batch, self.mask_heads)
 
     def reject(self, choice: Choice, call: CallSpec, error: KernelError) -> None:
-        """There is no other implementation to turn to."""
-        if self._room is not None:
+        """Leave a choice out from now on; behind the block-wise kernel there is no other to turn to."""
+        if self._room is not None and choice.implementation == "block_wise":
             raise error
         super().reject(choice, call, error)
 
@@ -195,8 +225,15 @@ class DynamicPlan(Plan):
         assert choice.kernel is not None
         found = self._prepared.get(choice)
         if found is None:
-            tensors, sizes = prepared_work(self._room.work, choice.kernel)
-            found = self._prepared[choice] = PreparedLayout("block_wise", tensors, sizes)
+            room, kernel = self._room, choice.kernel
+            if choice.implementation == "hopper":
+                assert choice.layout is not None
+                lists = room.use_hopper(choice.layout, kernel.split_tiles, self._captured)
+                tensors, sizes = prepared_tiles(lists, kernel)
+            else:
+                room.use_work(self._captured)
+                tensors, sizes = prepared_work(room.work, kernel)
+            found = self._prepared[choice] = PreparedLayout(choice.implementation, tensors, sizes)
         return found
 
     def extended(self, rows: int, mask: Mask | None = None) -> Plan:
@@ -311,16 +348,25 @@ def make_room(
     if isinstance(core, BlockTopK):
         core.check_sizes(*lengths)
         block = min(core.block_size, _BLOCK)
-        return block_room(Problem(*lengths, block, block, *sizes), core.k, core.block_size, device)
+        problem = Problem(*lengths, block, block, *sizes)
+        return _ready(block_room(problem, core.k, core.block_size, core.causal, device))
     problem = Problem(*lengths, _BLOCK, _BLOCK, *sizes)
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
-        return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, device)
+        return _ready(vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, device))
     if isinstance(core, BitMask):
         core.check_sizes(*lengths)
     else:
         core.check(*lengths)
     return dense_room(problem, density, device)
+
+
+def _ready(room: WorkRoom) -> WorkRoom:
+    """The room, with the block-wise kernel's lists in use where there is no other kernel."""
+    needed, device = IMPLEMENTATIONS["hopper"].capabilities.compute_capability, room.flags.device
+    if room.hopper_refusals() or device.type != "cuda" or torch.cuda.get_device_capability(device) != needed:
+        room.use_work(captured=False)
+    return room
 
 
 def fill_room(room: WorkRoom, mask: Mask) -> None:
@@ -332,7 +378,7 @@ def fill_room(room: WorkRoom, mask: Mask) -> None:
         fill_vertical_slash(room, vertical, slash, OUT_OF_RANGE, NOT_ASCENDING)
     elif isinstance(core, BlockTopK):
         assert isinstance(room, BlockRoom)
-        fill_blocks(room, core.tensors()[0], core.causal, NOT_A_NUMBER)
+        fill_blocks(room, core.tensors()[0], NOT_A_NUMBER)
     else:
         assert isinstance(room, DenseRoom)
         fill_dense(room, _tensors(mask)[0])

@@ -30,7 +30,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["mask"] for row in found["steps"]} == {"vertical-slash", "block top-k"}
     for row in found["steps"]:
         assert row["error"] < 1e-5
-        assert row["overhead"] == pytest.approx(row["step_us"] / row["static_us"] - 1)
+        assert row["overhead"] == pytest.approx(row["step_us"] / row["best_us"] - 1)
     growth, built = found["builds"][:4], found["builds"][4:]
     assert [row["how"].split(" by ")[0].split(" with ")[0] for row in growth] == ["extended", "rebuilt"] * 2
     assert [row["how"] for row in built] == ["stof 128x128"] * 11

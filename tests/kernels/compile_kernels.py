@@ -32,7 +32,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 import stof
 from stof.kernels.hopper import attention as hopper
-from stof.kernels.hopper.jobs import make_tile_lists, resident
+from stof.kernels.hopper.jobs import RANGE_FIELDS, make_tile_lists, resident
 from stof.kernels.triton import block_wise, row_wise
 from stof.kernels.triton.launch import TensorMap
 from stof.kernels.triton.work import make_work
@@ -48,6 +48,8 @@ from stof.selection.model import head_dim_class, hopper_shared_memory, shared_me
 ARCHS = (80, 89, 90, 100, 120)
 # Ends the name of cases whose work the device makes.
 AT_RUN_TIME = "made at run time"
+# Is in the name of those whose tiles come from two places.
+ASIDE_TOO = "keys put aside"
 # Lengths at which every tile size has partial and full tiles, and row blocks long enough to be split.
 Q_LEN, KV_LEN = 768, 1600
 # Shared memory of a program on an sm_90.
@@ -113,17 +115,27 @@ class Open:
 
 def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
+    from stof.kernels.hopper import fill
+    from stof.kernels.hopper import fill_slash as hopper_slash
     from stof.kernels.triton import fill_blocks, fill_slash, fill_slash_tables
 
     ints, i = "*i32", "i32"
     for kind in (ints, "*i64"):
-        yield fill_slash_tables.slash_tables, [kind, kind, *[ints] * 3, *[i] * 10, 1, 2, 64, 2048], {"num_warps": 8}
-        yield fill_slash.vertical_slash_fill, [kind, *[ints] * 7, *[i] * 13, 64, 64, 128, 256], {"num_warps": 1}
+        yield fill_slash_tables.slash_tables, [kind, kind, *[ints] * 5, *[i] * 11, 1, 2, 64, 2048], {"num_warps": 8}
+        yield fill_slash.vertical_slash_fill, [ints, *[ints] * 7, *[i] * 13, 64, 64, 128, 256], {"num_warps": 1}
     yield fill_slash.slash_tiles, [*[ints] * 3, *[i] * 5, 128, 64, 64], {"num_warps": 2}
     for width, num_warps in ((512, 1), (4096, 4), (16384, 16)):
         given = ["*fp32", *[ints] * 4, i, i, i, 1, i, i, i, i, 4, True, width]
         yield fill_blocks.select_blocks, given, {"num_warps": num_warps}
     yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}
+    for block_m, width, paired in ((64, 64, False), (64, 64, True), (128, 128, False)):
+        yield fill.fill_tiles, [*[ints] * 6, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
+        yield fill.refresh_jobs, [*[ints] * 4, i, i, 8 if paired else 1, 128], {}
+    yield hopper_slash.slash_columns, [*[ints] * 4, i, 64, 1024], {"num_warps": 8}
+    yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}
+    yield hopper_slash.slash_fill, [*[ints] * 10, *[i] * 8, 64, 64], {"num_warps": 1}
+    for kind, width in (("*fp16", 64), ("*bf16", 128)):
+        yield fill.put_aside, [*[kind] * 4, ints, *[i] * 12, 32, width], {}
     yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
     for kind, packed in (("*u8", False), (ints, True)):
         yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}
@@ -233,6 +245,21 @@ def _hopper() -> Iterator[Case]:
         choices = [c for c in choices if c.layout and (c.layout.block_m, c.layout.block_n) == tile]
         for kind in kinds:
             yield _case(group, call, kind, choices, (90,))
+    for group, call, tile, kind in (
+        ("hopper D 64", call_of(half, 64), square, "contiguous split"),
+        ("hopper 64 rows", call_of(bfloat, 64), (64, 64), "contiguous split"),
+        ("hopper 64 rows", call_of(half, 64, **options), (64, 128), "contiguous"),
+        ("hopper 64 rows", call_of(half, 128), (64, 64), "contiguous"),
+        ("hopper 64 rows", call_of(bfloat, 128, **options), (64, 64), "contiguous split"),
+        ("hopper D 128", call_of(half, 128), square, "contiguous split"),
+    ):
+        call = replace(call, compute_capability=(9, 0))
+        choices = [c for c in gpu_choices(call, Open(), "hopper") if c.layout and c.layout.block_m == tile[0]]
+        choices = [c for c in choices if c.layout and c.layout.block_n == tile[1]]
+        case = _case(group, call, kind, choices, (90,))
+        yield replace(case, name=f"{case.name} {AT_RUN_TIME}")
+        if tile == (64, 64):
+            yield replace(case, name=f"{case.name} {ASIDE_TOO} {AT_RUN_TIME}")
 
 
 def _row_wise(call: CallSpec, archs: tuple[int, ...]) -> Iterator[Case]:
@@ -351,6 +378,11 @@ def recorded(case: Case) -> Recorded:
         elif choice.implementation == "hopper":
             lists = make_tile_lists(layout, choice.kernel.split_tiles)
             assert bool(lists.slab) == (layout.config.slab in (8, 16)), "the layout has no slabs"
+            if case.name.endswith(AT_RUN_TIME):
+                lists = replace(lists, ranges=torch.zeros(len(lists.items), RANGE_FIELDS, dtype=torch.int32))
+            if ASIDE_TOO in case.name:
+                aside = torch.zeros(1, call.heads, lists.block_n, dtype=torch.int32)
+                lists = replace(lists, aside=aside, slab=lists.block_n, has_full=0)
             bound = hopper.bind_warp_specialized(q, k, v, lists, choice.kernel, **options)
             bound(q, k, v, None, options["sinks"])
         else:
@@ -359,8 +391,7 @@ def recorded(case: Case) -> Recorded:
                 kind = {"shared": int("shared" in case.name), "bases": int("contiguous" in case.name)}
                 work = replace(work, has_full=1, full_runs=0, may_poison=1, **kind)
             block_wise.block_wise_attention(q, k, v, work, choice.kernel, **options)
-    (one,) = record.made
-    return one
+    return record.made[-1]  # behind what brings its jobs up to date
 
 
 def source(record: Recorded, arch: int) -> ASTSource:

@@ -46,6 +46,7 @@ def even_layout(length: int, stride: int = 16, tile: tuple[int, int] = (128, 128
 def columns_of(lists: TileLists) -> Tensor:
     """Key column of each column of each tile `[T + 2, block_n]`, at or past `kv_len` where TMA fills in zeros."""
     records = lists.tile_columns.long()
+    assert not lists.aside.numel()
     if lists.slab == 0:
         assert records.shape[1] == 1
         return records + lists.column_step * torch.arange(lists.block_n)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import JOB_FIELDS, RUN
+from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN
+from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
@@ -29,12 +30,16 @@ LONG = masks.longformer(20, 30) | masks.strided(8, 64, 8)
 
 
 class Twin:
-    """The kernel in plain PyTorch, one job after the other; stands in for `Launch.__call__`."""
+    """The kernel in plain PyTorch, one job after the other; stands in for `Launch.__call__`. Others run as they do."""
 
     def __init__(self) -> None:
         self.constants: dict[str, Any] = {}
+        self.plain = Launch.__call__
 
     def __call__(self, launch: Launch, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> None:
+        if launch.kernel is not warp_specialized_kernel:
+            self.plain(launch, *tensors, maps=maps)
+            return
         _descriptors(maps)  # Triton's own checks of strides, sizes and alignment
         given = dict(zip(launch.kernel.arg_names, (*maps, *tensors, *launch.tensors, *launch.rest), strict=True))
         self.constants = {name: value for name, value in given.items() if name.isupper()}
@@ -54,7 +59,7 @@ class Twin:
 
 def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> None:
     """64 rows of a job, which may come with the columns of its first tile."""
-    row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, *_ = job
+    row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, spoil, *_ = job
     slabs = a.BLOCK_N // a.SLAB if a.SLAB else 1
     tiles = memory(a.tiles_ptr).view(-1, slabs)
     position = (row_block * a.GROUPS + group) * 64
@@ -64,7 +69,7 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
     for tile in range(begin, end):
         record = tiles[tile].tolist() if tile > begin or len(job) == JOB_FIELDS else job[JOB_FIELDS:][:slabs]
         k, v = (
-            _tile(a, desc, slab, record, b, h // a.heads_per_group, stride)
+            _tile(a, desc, slab, record, b, h // a.heads_per_group, h // a.heads_per_slab, stride)
             for desc, slab, stride in (
                 (a.k_desc, a.k_slab_desc, a.k_residue_stride),
                 (a.v_desc, a.v_slab_desc, a.v_residue_stride),
@@ -114,15 +119,26 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
         total = total * (1 + torch.exp(float(memory(a.sinks_ptr)[h]) - lse))
     acc = acc * torch.where(lse == -torch.inf, 0.0, 1 / total)[:, None]
     at = rows if not a.PERMUTED else memory(a.row_order_ptr)[pattern * a.q_len + rows].long()
+    if a.AT_RUN_TIME:
+        added = torch.tensor(spoil, dtype=torch.int32).view(torch.float32)
+        lse, acc = lse + added, acc + added
+    else:
+        assert spoil == 0
     written.view(-1)[(b * a.heads + h) * a.q_len + at] += 1
     memory(a.lse_ptr)[(b * a.heads + h) * a.q_len + at] = lse[: len(rows)].float()
     box(a.out_desc, [b, h, row, residue * a.out_residue_stride], acc)
 
 
 def _tile(
-    a: SimpleNamespace, desc: TensorMap, slab_desc: TensorMap | None, record: list[int], b: int, h: int, stride: int
-) -> Tensor:
+    a: SimpleNamespace, desc: TensorMap, slab_desc: TensorMap | None, record: list[int], b: int, h: int, slab_h: int,
+    stride: int,
+) -> Tensor:  # fmt: skip
     """K or V of a tile."""
+    if a.SLAB == a.BLOCK_N:
+        assert slab_desc is not None
+        if record[0] >= ASIDE:
+            return box(slab_desc, [b, slab_h, record[0] - ASIDE, 0])
+        return box(desc, [b, h, record[0], 0])
     if not a.SLAB:
         return box(desc, [b, h, record[0] // a.kv_step, record[0] % a.kv_step * stride])
     assert slab_desc is not None

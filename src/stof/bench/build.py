@@ -73,8 +73,7 @@ class StepRow:
         host_us: wall time until an eager update returns.
         attend_us: attention with the work there.
         step_us: both, captured and replayed together.
-        static_us: attention with a plan that knew the mask ahead of time, on the same kernel and tiles.
-        best_us: the same with the choice the selector makes.
+        best_us: attention with a plan that knew the mask ahead of time, by the choice the selector makes.
         static_build_ms: wall time of making that plan.
         error: largest error of the outputs against float64, relative to the largest value.
         plan_mb: memory of the dynamic plan.
@@ -90,7 +89,6 @@ class StepRow:
     host_us: float
     attend_us: float
     step_us: float
-    static_us: float | None
     best_us: float | None
     static_build_ms: float | None
     error: float
@@ -100,8 +98,8 @@ class StepRow:
 
     @property
     def overhead(self) -> float | None:
-        """Time of a step over that of the same kernel with a mask known ahead, less 1."""
-        return None if self.static_us is None else self.step_us / self.static_us - 1.0
+        """Time of a step over that of the best plan for a mask known ahead, less 1."""
+        return None if self.best_us is None else self.step_us / self.best_us - 1.0
 
 
 def _synchronized(device: torch.device) -> None:
@@ -337,11 +335,6 @@ def _stepped(
         _synchronized(device)
         build_ms = (time.perf_counter() - start) * 1e3
         calls["best"] = lambda: stof.attention(q, k, v, known)
-        # The same kernel and tiles, so that only the building differs.
-        alike = stof.plan(mask, length, heads=heads, device=device, config=LayoutConfig(64, 64, 1))
-        forced = "block_wise" if device.type == "cuda" else None
-        stof.attention(q, k, v, alike, implementation=forced)
-        calls["static"] = lambda: stof.attention(q, k, v, alike, implementation=forced)
     except (RuntimeError, ValueError) as problem:  # too large to build ahead of time
         note = f"static plan: {type(problem).__name__}: {str(problem).splitlines()[0][:80]}"
     found = time_calls(calls, device, rounds=_ROUNDS)
@@ -356,7 +349,6 @@ def _stepped(
         host_us=found["update"].call_us,
         attend_us=times["attend"],
         step_us=times["step"],
-        static_us=times.get("static"),
         best_us=times.get("best"),
         static_build_ms=build_ms,
         error=error,

@@ -368,13 +368,21 @@ def step_table(rows: list[StepRow]) -> Table:
 
     table = Table(title="Masks made at run time: GPU time in us (wall time on a CPU)")
     table.add_column("mask")
-    for heading in ("update", "attention", "step", "static", "overhead", "best static", "density", "error", "plan MB"):
+    for heading in (
+        "update",
+        "attention",
+        "step",
+        "best static",
+        "overhead",
+        "density",
+        "error",
+        "plan MB",
+    ):
         table.add_column(heading, justify="right")
     for row in rows:
         shown = [f"{row.update_us:.0f}", f"{row.attend_us:.0f}", f"{row.step_us:.0f}"]
-        shown += ["-" if row.static_us is None else f"{row.static_us:.0f}"]
-        shown += ["-" if row.overhead is None else f"{row.overhead:+.1%}"]
         shown += ["-" if row.best_us is None else f"{row.best_us:.0f}"]
+        shown += ["-" if row.overhead is None else f"{row.overhead:+.1%}"]
         table.add_row(row.mask, *shown, f"{row.density:.3f}", f"{row.error:.1e}", f"{row.plan_mb:.0f}")
         if row.note:
             table.add_row("", row.note)

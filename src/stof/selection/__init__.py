@@ -12,6 +12,7 @@ from stof.selection.select import (
     choose,
     default_implementation,
     failures,
+    weighed,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "failures",
     "own_layout",
     "paper_choice",
+    "weighed",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -125,6 +125,17 @@ def runtime_choice(call: CallSpec, layout: LayoutConfig, limit: int) -> Choice:
     kernel = BlockWiseConfig(4, 3, side=_side(call))
     choice = Choice("block_wise", layout, None, kernel)
     return choice if fits(choice, call, limit) else replace(choice, kernel=replace(kernel, num_stages=2))
+
+
+def runtime_hopper_choices(call: CallSpec, serves: Callable[[LayoutConfig], bool]) -> list[Choice]:
+    """How the Hopper kernel may run tiles that are made on the device, in the shapes that can be made."""
+    side = _side(call, share=_HOPPER_L2_SHARE)
+    choices: list[Choice] = []
+    for block_m, block_n, stages in _HOPPER_TILES[head_dim_class(call.head_dim, call.value_dim)]:
+        layouts = [LayoutConfig(block_m, block_n, slab) for slab in (None, 16)]
+        for layout in filter(serves, layouts):
+            choices += _variants(Choice("hopper", layout, None, BlockWiseConfig(4, stages, side=side)), call)
+    return choices
 
 
 def geometries(choices: list[Choice]) -> tuple[LayoutConfig, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from stof.errors import KernelError
 from stof.kernels.batched import BatchedLayout, batched_attention, make_batched
 from stof.kernels.cpu import Schedule, empty_output, make_schedule, row_block_attention
+from stof.kernels.hopper.jobs import TileLists, make_tile_lists
 from stof.kernels.reference import reference_attention
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall, Work, make_work
 from stof.layout import Layout
@@ -167,18 +168,19 @@ def _bind_block_wise(
 
 
 def _prepare_hopper(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
-    from stof.kernels.hopper.jobs import make_tile_lists
-
     settings = settings or BlockWiseConfig(num_stages=2)
-    tensors, sizes = make_tile_lists(layout, settings.split_tiles).flatten()
+    return prepared_tiles(make_tile_lists(layout, settings.split_tiles), settings)
+
+
+def prepared_tiles(lists: TileLists, settings: BlockWiseConfig) -> tuple[list[Tensor], list[int]]:
+    """Lists and settings of the Hopper kernel as `PreparedLayout` carries them."""
+    tensors, sizes = lists.flatten()
     return tensors, [int(value) for value in (*astuple(settings), *sizes)]
 
 
 def _bind_hopper(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
 ) -> BoundCall:
-    from stof.kernels.hopper.jobs import TileLists
-
     try:
         from stof.kernels.hopper.attention import bind_warp_specialized
     except (ImportError, AttributeError) as error:  # Gluon came with Triton 3.4 and moves from release to release

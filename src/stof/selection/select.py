@@ -119,6 +119,29 @@ def candidates(
     return runs + refused
 
 
+def weighed(choices: list[Choice], call: CallSpec, device: torch.device, geometry: Geometry) -> list[Candidate]:
+    """Candidates for some choices and no others, fastest first, then those that cannot run."""
+    model, limit = _model_and_limit(device, None)
+    counted = geometry.survey(geometries(choices), None)
+    good: list[Candidate] = []
+    bad: list[Candidate] = []
+    for choice in choices:
+        reason = _failure(choice, call, device, geometry, limit)
+        if reason is not None:
+            bad.append(Candidate(choice.implementation, (reason,), choice))
+        elif worthwhile(choice, counted, simpler=False):
+            good.append(Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model)))
+    return sorted(good, key=lambda c: (c.estimate_us is None, c.estimate_us or 0.0)) + bad
+
+
+def _failure(choice: Choice, call: CallSpec, device: torch.device, geometry: Geometry, limit: int) -> str | None:
+    """Why a choice that its implementation's capabilities allow cannot run all the same."""
+    reason = failures.reason(choice, call, device) or geometry.unfit(choice)
+    if reason is None and not fits(choice, call, limit):
+        reason = f"needs more shared memory than the {limit} bytes of this device"
+    return reason
+
+
 def _model_and_limit(device: torch.device, model: DeviceModel | None) -> tuple[DeviceModel, int]:
     """The cost model, and the bytes of shared memory that a thread block may have."""
     return (device_model(device), shared_memory_limit(device)) if model is None else (model, block_shared_bytes(model))
@@ -136,9 +159,7 @@ def _weigh(
         counted = geometry.survey(geometries(ordered), order)
         waste[order] = counted.waste
         for choice in ordered:
-            reason = failures.reason(choice, call, device) or geometry.unfit(choice)
-            if reason is None and not fits(choice, call, limit):
-                reason = f"needs more shared memory than the {limit} bytes of this device"
+            reason = _failure(choice, call, device, geometry, limit)
             if reason is not None:
                 bad.append(Candidate(choice.implementation, (reason,), choice))
             elif worthwhile(choice, counted, geometry.unfit(_contiguous(choice)) is None):
@@ -185,12 +206,12 @@ def choose(
             failed = device is not None and failures.reason(Choice(name), call, device) is not None
             if implementation in (None, name) and not failed and not impl.capabilities.refusals(call):
                 return Choice(name)
-    weighed = candidates(call, device, geometry)
-    for candidate in weighed:
+    ranked = candidates(call, device, geometry)
+    for candidate in ranked:
         if not candidate.refusals and implementation in (None, candidate.name):
             return candidate.choice or Choice(candidate.name)
     reasons: dict[str, tuple[str, ...]] = {}
-    for candidate in weighed:
+    for candidate in ranked:
         if implementation in (None, candidate.name):
             reasons[candidate.name] = reasons.get(candidate.name, ()) + candidate.refusals
     raise UnsupportedError(f"no implementation can run this call ({call})", reasons)

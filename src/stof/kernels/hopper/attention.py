@@ -27,6 +27,10 @@ _ROWS, _BOX = 64, 64
 _REGISTERS = {1: 0, 2: 128, 3: 80}
 # Row blocks whose Q (or output, on its way out) is in shared memory at once.
 _Q_STAGES = 3
+# Jobs brought up to date by one program.
+_JOBS_AT_ONCE = 128
+# Keys put aside by one program.
+_ROWS_ASIDE = 32
 
 
 class Window(NamedTuple):
@@ -98,11 +102,14 @@ def bind_warp_specialized(
     q_window = Window.over(q, _ROWS, width, lists.row_step)
     out_window = Window.over(out, _ROWS, width, lists.row_step)
     # Whole tiles, or runs of columns and slabs.
-    box = (RUN, _BOX) if lists.slab else (lists.block_n, width)
+    aside = _Aside(k, v, lists, heads) if lists.aside.numel() else None
+    box = (RUN, _BOX) if lists.slab and aside is None else (lists.block_n, width)
     k_window = Window.over(k, *box, lists.column_step)
     v_window = Window.over(v, *box, lists.column_step)
     k_slab = Window.over(k, lists.slab, _BOX) if lists.slab else None
     v_slab = Window.over(v, lists.slab, _BOX) if lists.slab else None
+    if aside is not None:
+        k_slab = v_slab = Window.over(aside.like, *box)
 
     groups = lists.block_m // _ROWS
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -111,18 +118,21 @@ def bind_warp_specialized(
     on_cpu, starts = job_lists(lists, batch, heads, blocks, side)
     jobs = on_cpu.to(device)
     modified = softcap > 0 or scale <= 0
-    permuted = lists.row_order.numel() > 0
+    permuted, at_run_time = lists.row_order.numel() > 0, lists.ranges.numel() > 0
+    starts = starts.to(device)
+    refresh = _refreshing(jobs, starts, lists) if at_run_time else None
     # Rows of one residue: what lies past them is past the width, whatever stride a single row has.
     residues = (q.stride(2), out.stride(2)) if lists.row_step > 1 else (width, width)
     ready = Launch(
         warp_specialized_kernel,
         blocks,
-        (jobs, starts.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
+        (jobs, starts, lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
          lists.row_order if permuted else jobs),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
-         k.stride(2), v.stride(2), float(scale if modified else scale * math.log2(math.e)), float(softcap)),
+         k.stride(2), v.stride(2), heads // (k.shape[1] if aside is None else aside.like.shape[1]),
+         float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (groups, lists.block_n, width, lists.slab, config.num_stages, _Q_STAGES, permuted, lists.chunks > 0,
-         modified, softcap > 0, sinks is not None, lists.has_full > 0, takes_turns(device)),
+         modified, softcap > 0, sinks is not None, lists.has_full > 0, at_run_time, takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],
@@ -152,18 +162,72 @@ def bind_warp_specialized(
             scratch = torch.empty(chunks * _ROWS * (width + 2), dtype=torch.float32, device=device)
             chunk_out, chunk_ml = scratch, scratch[chunks * _ROWS * width :]
             counters = zeroed_counters(chunks, device)
+        k_slabs, v_slabs = (k, v) if aside is None else aside(k, v)
         maps = (
             q_window.at(q),
             k_window.at(k),
             v_window.at(v),
-            k_slab and k_slab.at(k),
-            v_slab and v_slab.at(v),
+            k_slab and k_slab.at(k_slabs),
+            v_slab and v_slab.at(v_slabs),
             out_window.at(out),
         )
+        if refresh is not None:
+            refresh()
         ready(lse, q if sinks is None else sinks, chunk_out, chunk_ml, counters, maps=maps)
         return (result.copy_(out) if copy_out else result), lse
 
     return call
+
+
+class _Aside:
+    """Keys and values that tiles want side by side, put there anew in every call.
+
+    Attributes:
+        like: shape and strides of either, `[B, heads with a mask of their own, or key heads, n, D]`.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, lists: TileLists, heads: int) -> None:
+        from stof.kernels.hopper.fill import put_aside
+
+        batch, kv_heads, _, head_dim = k.shape
+        mask_batch, mask_heads, count = lists.aside.shape
+        own = heads if mask_heads > 1 else kv_heads
+        self.like = torch.empty(batch, own, count, head_dim, dtype=k.dtype, device="meta")
+        self._put = Launch(
+            put_aside,
+            batch * own * (count // _ROWS_ASIDE),
+            (lists.aside,),
+            (
+                own, own // kv_heads, int(mask_batch > 1) * mask_heads, int(mask_heads > 1), count, head_dim,
+                *k.stride()[:3], *v.stride()[:3],
+            ),
+            (_ROWS_ASIDE, 2 ** (head_dim - 1).bit_length()),
+            num_warps=4,
+            num_stages=1,
+            device=k.device,
+        )  # fmt: skip
+
+    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.empty(2, *self.like.shape, dtype=k.dtype, device=k.device)
+        self._put(k, v, both[0], both[1])
+        return both[0], both[1]
+
+
+def _refreshing(jobs: Tensor, starts: Tensor, lists: TileLists) -> Launch:
+    """What gives jobs the tiles that the device has listed since."""
+    from stof.kernels.hopper.fill import refresh_jobs
+
+    count = len(jobs) - 1
+    return Launch(
+        refresh_jobs,
+        -(-max(count, len(starts)) // _JOBS_AT_ONCE),
+        (jobs, starts, lists.ranges, lists.tile_columns),
+        (count, len(starts)),
+        (lists.tile_columns.shape[1], _JOBS_AT_ONCE),
+        num_warps=4,
+        num_stages=1,
+        device=jobs.device,
+    )
 
 
 def _readable(x: Tensor) -> bool:

@@ -20,7 +20,7 @@ def finish(
     acc, m_i, l_i, job_ptr, q_rows, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
     row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr,
 ):  # fmt: skip
     """Write 64 rows of a job's output; of a split row block's chunks, the last to meet another does."""
     acc_layout: gl.constexpr = acc.type.layout
@@ -87,8 +87,14 @@ def finish(
             # softmax over keys and sink = softmax over keys / (1 + exp(sink - lse))
             sink = gl.load(sinks_ptr + h).to(gl.float32)
             safe = gl.where(some, safe * (1.0 + gl.exp2((sink - lse) * LOG2E)), 1.0)
+        if AT_RUN_TIME:
+            # 0, or NaN: a wrong mask must not look like an answer.
+            spoil = gl.load(job_ptr + 11).to(gl.float32, bitcast=True)
+            lse += spoil
         gl.store(lse_ptr + (b * heads + h).to(gl.int64) * q_len + row, lse, mask=exists)
         factor = gl.where(some, 1.0 / safe, 0.0)
+        if AT_RUN_TIME:
+            factor += spoil
         values = (acc * factor[:, None]).to(dtype)
         # The rows of Q are used up: their place takes the output, and TMA takes it from there.
         q_rows.store(values)

@@ -15,10 +15,15 @@ from stof.layout.orders import by_remainder
 
 # Integers that describe a job: one 64-byte line.
 JOB_FIELDS = 16
+# Integers that a device writes for an item: tiles [begin, partial end, end), bitmap of the first tile, and the bits of
+# a float32 that is added to the results, 0 or NaN.
+RANGE_FIELDS = 5
 # Columns that one copy brings when they follow each other: half a tile.
 RUN = 64
 # Rows of a row block: a warpgroup for each 64.
 ROW_BLOCKS = (64, 128, 192)
+# Where tiles come from two places: from here on, first columns count keys that were put side by side beforehand.
+ASIDE = 2**30
 # What starting and ending a job costs, in full tiles.
 _JOB_COST = 0.6
 
@@ -49,6 +54,11 @@ class TileLists:
         tile_bitmap: int32 `[T + 3]`, row of bitmaps.
         bitmaps: int32 `[U, block_m, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
+        ranges: int32 `[I, RANGE_FIELDS]` for tiles that change on the device: what items say of tiles then only serves
+            to deal them out, and every call takes this instead. Empty when items say what is so.
+        aside: int32 `[mask_batch, mask_heads, n]`, keys that every call first puts side by side, -1 for none; n is a
+            multiple of block_n. A tile of them begins at `ASIDE` plus its place among them, and slab is block_n. Empty
+            when all tiles are of the keys as they lie.
         block_m, block_n, q_len, kv_len: sizes of the layout.
         slab: columns of a slab, 0 when every tile is evenly spaced columns.
         row_step: rows follow each other at this distance: `i`, `i + row_step`, ..., residue after residue.
@@ -64,6 +74,8 @@ class TileLists:
     tile_bitmap: Tensor
     bitmaps: Tensor
     row_order: Tensor
+    ranges: Tensor
+    aside: Tensor
     block_m: int
     block_n: int
     q_len: int
@@ -122,7 +134,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
 
-    items, item_ptr, chunks = _items(pointers, partial, layout.patterns, split_tiles, dummy)
+    items, item_ptr, chunks = split_items(pointers, partial, layout.patterns, split_tiles, dummy)
     items[:, 7] = tile_bitmap.cpu()[items[:, 1].long()]
     return TileLists(
         pattern_of=layout.pattern_of.contiguous(),
@@ -132,6 +144,8 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         tile_bitmap=tile_bitmap.int().contiguous(),
         bitmaps=bitmaps.contiguous(),
         row_order=layout.pattern_of.new_empty(0) if layout.row_order is None else layout.row_order.contiguous(),
+        ranges=layout.pattern_of.new_empty(0),
+        aside=layout.pattern_of.new_empty(0),
         block_m=config.block_m,
         block_n=config.block_n,
         q_len=layout.q_len,
@@ -212,10 +226,18 @@ def _row_step(layout: Layout) -> int:
     return step
 
 
-def _items(
+def split_items(
     pointers: Tensor, partial: Tensor, patterns: int, split_tiles: int, dummy: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Items `[I, 8]` of all row blocks, where each pattern's begin, and the most chunks of one."""
+    """Items `[I, 8]` of all row blocks, where each pattern's begin, and the most chunks of one.
+
+    Args:
+        pointers: int64 `[P * R + 1]`, where the tiles of each row block begin.
+        partial: int64 `[P * R]`, how many of them are partial.
+        patterns: P.
+        split_tiles: see `make_tile_lists`.
+        dummy: the tile of row blocks without any.
+    """
     tiles = pointers.diff()
     blocks = len(tiles) // patterns
     parts = parts_of(tiles, split_tiles)
@@ -251,7 +273,8 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     Returns:
         Jobs int32 `[J, 16]`, and each thread block's start int32 `[blocks, 32]`; both on the CPU.
         Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
-        its first chunk, chunk, pattern, bitmap of the first tile.
+        its first chunk, chunk, pattern, bitmap of the first tile; where tiles change on the device then what is added
+        to the results, and in field 14 the item.
         A start: the first job, in fields 12 and 13 where the thread block's jobs begin and end, and the columns of
         the first job's first tile.
     """
@@ -283,6 +306,8 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     jobs[:-1, 8] = rows[:, 6]
     jobs[:-1, 9] = pattern[group]
     jobs[:-1, 10] = rows[:, 7]
+    if lists.ranges.numel():
+        jobs[:-1, 14] = item[order]
     ends = torch.bincount(owner, minlength=blocks).cumsum(0)
     begins = torch.nn.functional.pad(ends[:-1], (1, 0))
     first = jobs[begins]

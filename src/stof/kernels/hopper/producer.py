@@ -9,24 +9,36 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from stof.kernels.hopper.device import lane_number, of_lane, tile_layout
-from stof.kernels.hopper.jobs import JOB_FIELDS
+from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS
 
 FIELDS = gl.constexpr(JOB_FIELDS)
+ASIDE_AT = gl.constexpr(ASIDE)
 
 
 @gluon.jit
 @no_type_check
 def copy_tile(
-    record, b, h, desc, slab_desc, buffer, slab_buffer, stage, bar, kv_step, residue_stride,
+    record, b, h, slab_h, desc, slab_desc, buffer, slab_buffer, stage, bar, kv_step, residue_stride,
     BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a tile of K or V: all of it at once, or runs of 64 columns and slabs, as `record` says by lane."""
+    """Start copying a tile of K or V, as `record` says by lane.
+
+    It comes all at once, or in runs of 64 columns and slabs; or whole from one of two places, the keys and those of
+    them that were put side by side before.
+    """
     dtype: gl.constexpr = buffer.dtype
     mbarrier.expect(bar, BLOCK_N * D * (dtype.primitive_bitwidth // 8))
     if SLAB == 0:
         column = of_lane(record, 0)
         tile = buffer.index(stage)._reinterpret(dtype, [1, 1, BLOCK_N, D], tile_layout(dtype, BLOCK_N, D, 4))
         tma.async_copy_global_to_shared(desc, [b, h, column // kv_step, (column % kv_step) * residue_stride], bar, tile)
+    elif SLAB == BLOCK_N:
+        column = of_lane(record, 0)
+        tile = buffer.index(stage)._reinterpret(dtype, [1, 1, BLOCK_N, D], tile_layout(dtype, BLOCK_N, D, 4))
+        if column >= ASIDE_AT:
+            tma.async_copy_global_to_shared(slab_desc, [b, slab_h, column - ASIDE_AT, 0], bar, tile)
+        else:
+            tma.async_copy_global_to_shared(desc, [b, h, column, 0], bar, tile)
     else:
         slabs: gl.constexpr = BLOCK_N // SLAB
         per_run: gl.constexpr = 64 // SLAB
@@ -87,7 +99,7 @@ def producer(
     """The warp that copies. Jobs and tiles are read one ahead, a word to a lane; the first tile is on its way."""
     (
         q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
-        q_residue_stride, kv_step,
+        q_residue_stride, kv_step, heads_per_slab,
     ) = shared  # fmt: skip
     slabs: gl.constexpr = BLOCK_N // SLAB if SLAB > 0 else 1
     k_slabs = slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES)
@@ -104,6 +116,7 @@ def producer(
         next_job = gl.load(jobs_ptr + (number + 1) * FIELDS)
         b = of_lane(job, 1)
         kv_head = of_lane(job, 2) // heads_per_group
+        slab_head = of_lane(job, 2) // heads_per_slab
         begin = of_lane(job, 3)
         end = of_lane(job, 5)
         turn = number - job_begin
@@ -122,11 +135,11 @@ def producer(
             if count > 0:
                 stage = count % STAGES
                 mbarrier.wait(k_empty.index(stage), (count // STAGES + 1) & 1)
-                copy_tile(record, b, kv_head, k_desc, k_slab_desc, k_smem, k_slabs, stage, k_full.index(stage),
-                           kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+                copy_tile(record, b, kv_head, slab_head, k_desc, k_slab_desc, k_smem, k_slabs, stage,
+                           k_full.index(stage), kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
                 # V's ring is one ahead: its first place holds zeros, for the tile before the first.
                 stage = (count + 1) % STAGES
                 mbarrier.wait(v_empty.index(stage), ((count + 1) // STAGES + 1) & 1)
-                copy_tile(record, b, kv_head, v_desc, v_slab_desc, v_smem, v_slabs, stage, v_full.index(stage),
-                           kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+                copy_tile(record, b, kv_head, slab_head, v_desc, v_slab_desc, v_smem, v_slabs, stage,
+                           v_full.index(stage), kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
             count += 1

@@ -56,6 +56,7 @@ def _consumer(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr, MODIFIED: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_FULL: gl.constexpr,
+    AT_RUN_TIME: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of those that compute: 64 rows of every job."""
     (
@@ -143,7 +144,7 @@ def _consumer(
                         acc, m_i, l_i, job_ptr - FIELDS, q_smem.index(q_before * GROUPS + GROUP), out_desc,
                         lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads,
                         rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
-                        PERMUTED, SPLIT, HAS_SINKS,
+                        PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
                     )  # fmt: skip
                     # The output of the job before that one has left its buffer long ago.
                     tma.store_wait(1)
@@ -192,7 +193,7 @@ def _consumer(
             acc, m_i, l_i, jobs_ptr + (job_end - 1) * FIELDS, q_smem.index((turn % Q_STAGES) * GROUPS + GROUP),
             out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads,
             rows_per_residue, out_residue_stride, GROUP, GROUPS, D, PERMUTED, SPLIT,
-            HAS_SINKS,
+            HAS_SINKS, AT_RUN_TIME,
         )  # fmt: skip
         tma.store_wait(0)
 
@@ -226,6 +227,7 @@ def warp_specialized_kernel(
     kv_step,
     k_residue_stride,
     v_residue_stride,
+    heads_per_slab,
     scale,
     softcap,
     GROUPS: gl.constexpr,
@@ -240,6 +242,7 @@ def warp_specialized_kernel(
     HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HAS_FULL: gl.constexpr,
+    AT_RUN_TIME: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
     take_turn(CHAINED)
@@ -276,10 +279,13 @@ def warp_specialized_kernel(
         record = of_lane(start, lane + FIELDS)
         b = of_lane(start, 1)
         kv_head = of_lane(start, 2) // heads_per_group
-        copy_tile(record, b, kv_head, k_desc, k_slab_desc, k_smem, slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES), 0,
+        slab_head = of_lane(start, 2) // heads_per_slab
+        copy_tile(record, b, kv_head, slab_head, k_desc, k_slab_desc, k_smem,
+                   slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES), 0,
                    k_full.index(0), kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
         copy_rows(start, q_desc, q_smem, 0, q_full.index(0), rows_per_residue, q_residue_stride, GROUPS, D)
-        copy_tile(record, b, kv_head, v_desc, v_slab_desc, v_smem, slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES), 1,
+        copy_tile(record, b, kv_head, slab_head, v_desc, v_slab_desc, v_smem,
+                   slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES), 1,
                    v_full.index(1), kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
 
     shared = (
@@ -290,13 +296,13 @@ def warp_specialized_kernel(
     )  # fmt: skip
     lists = (
         q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
-        q_residue_stride, kv_step,
+        q_residue_stride, kv_step, heads_per_slab,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
                              v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
             ],
@@ -307,9 +313,9 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
                              v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
             ],
@@ -320,11 +326,11 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (_consumer, (shared, 2, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
                              v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
             ],

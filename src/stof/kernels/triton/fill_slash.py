@@ -50,7 +50,7 @@ def _place_of(bits_ptr, before_ptr, rank, words, steps):
 
 @triton.jit
 @no_type_check
-def _window(table_ptr, d):
+def window(table_ptr, d):
     """For each distance of `d`, whether distances d .. d + 63 are slash: 64 bits as two words."""
     start = d + SLASH_BASE
     word = start >> 5
@@ -100,7 +100,7 @@ def slash_tiles(
         tile = tl.where(is_some, pattern * chunks, full_base + pattern * full_chunks) + chunk
         tl.store(columns_ptr + tile * BLOCK_N + tl.arange(0, BLOCK_N), -d)
         if is_some:
-            low, high = _window(tables_ptr, d)
+            low, high = window(tables_ptr, d)
             low, high = tl.where(rank < count, low, 0), tl.where(rank < count, high, 0)
             store_columns(bitmaps_ptr + tile * (BLOCK_M * 4), low, high, BLOCK_M, BLOCK_N)
 
@@ -127,9 +127,9 @@ def _run(tables_ptr, q0, kv_len, words, KIND: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 @no_type_check
-def _seen(table_ptr, column, vertical, q0, rows):
+def seen_rows(table_ptr, column, vertical, q0, rows):
     """Rows of a row block that see a column: those at slash distances, or of a vertical column all others after it."""
-    low, high = _window(table_ptr, q0 - column)
+    low, high = window(table_ptr, q0 - column)
     after_low, after_high = bits_from(tl.maximum(column - q0, 0))
     past_low, past_high = bits_from(tl.zeros_like(column) + rows)
     low = tl.where(vertical, (low ^ ALL_BITS) & after_low, low) & (past_low ^ ALL_BITS)
@@ -142,7 +142,7 @@ def _seen(table_ptr, column, vertical, q0, rows):
 def _clean(tables_ptr, column, q0, rows, words, BLOCK_M: tl.constexpr):
     """Whether all rows see a vertical column, and none is at a slash distance of it; else whether some row sees it."""
     if rows < BLOCK_M:
-        low, high = _seen(tables_ptr, column, True, q0, rows)
+        low, high = seen_rows(tables_ptr, column, True, q0, rows)
         past_low, past_high = bits_from(tl.zeros_like(column) + rows)
         clean = (low ^ past_low == ALL_BITS) & (high ^ past_high == ALL_BITS)
         other = (clean == 0) & ((low | high) != 0)
@@ -226,7 +226,7 @@ def vertical_slash_fill(
         live = y < full_rest + some_rest
         column = q0 + tl.load(columns_ptr + at, mask=live, other=0)
         if rows < BLOCK_M:
-            low, high = _seen(tables_ptr, column, False, q0, rows)
+            low, high = seen_rows(tables_ptr, column, False, q0, rows)
             live = live & ((low | high) != 0)
         rank = count + tl.cumsum(live.to(tl.int32), 0) - 1
         tl.store(rest_ptr - rank, ~column, mask=live)
@@ -268,7 +268,7 @@ def vertical_slash_fill(
         column_ptr = columns_ptr + tile * BLOCK_N + n
         marked = tl.load(column_ptr, mask=ok, other=0)
         column = tl.where(marked < 0, ~marked, marked)
-        low, high = _seen(tables_ptr, column, marked >= 0, q0, rows)
+        low, high = seen_rows(tables_ptr, column, marked >= 0, q0, rows)
         # Places past the last column repeat one of the tile, and keep nothing.
         tl.store(column_ptr, tl.where(ok, column, tl.max(tl.where(ok, column, 0), 0)))
         store_columns(bitmaps_ptr + tile * (BLOCK_M * 4), tl.where(ok, low, 0), tl.where(ok, high, 0), BLOCK_M, BLOCK_N)

@@ -70,12 +70,24 @@ def _wrong(list_ptr, size, limit, OUT_OF_RANGE: tl.constexpr, NOT_ASCENDING: tl.
 
 @triton.jit
 @no_type_check
+def _keep(list_ptr, kept_ptr, size, limit, places, COPY: tl.constexpr):
+    """Copy a list of indices, with -1 for those that mean nothing and in places past its end."""
+    for start in range(0, places, COPY):
+        x = start + tl.arange(0, COPY)
+        here = tl.load(list_ptr + x, mask=x < size, other=-1)
+        tl.store(kept_ptr + x, tl.where((here >= 0) & (here < limit), here, -1).to(tl.int32), mask=x < places)
+
+
+@triton.jit
+@no_type_check
 def slash_tables(
     vertical_ptr,  # [B | 1, H | 1, verticals] int32 or int64
     slash_ptr,  # [B | 1, H | 1, distances]
     bad_ptr,  # [P] int32, what is wrong with the lists of each pattern
     flags_ptr,  # [P] int32, the same gathered over updates
     tables_ptr,  # [P, 7, words + 1] int32
+    columns_ptr,  # [P, n_columns] int32, the vertical columns that mean something
+    distances_ptr,  # [P, distances] int32, the same of slash distances
     vertical_stride_b,
     vertical_stride_h,
     slash_stride_b,
@@ -86,12 +98,13 @@ def slash_tables(
     kv_len,
     reach,  # distances are below it
     words,
+    n_columns,
     OUT_OF_RANGE: tl.constexpr,
     NOT_ASCENDING: tl.constexpr,
     BLOCK_M: tl.constexpr,
     COPY: tl.constexpr,
 ):
-    """Check the lists of one pattern, and make its tables of slash distances."""
+    """Check the lists of one pattern, keep them, and make its tables of slash distances."""
     pattern = tl.program_id(0)
     b, h = pattern // mask_heads, pattern % mask_heads
     vertical_ptr += b * vertical_stride_b + h * vertical_stride_h
@@ -102,6 +115,8 @@ def slash_tables(
         tl.store(tables_ptr + x, tl.zeros([COPY], tl.int32), mask=x < words)
     bad = _wrong(vertical_ptr, verticals, kv_len, OUT_OF_RANGE, NOT_ASCENDING, COPY)
     bad |= _wrong(slash_ptr, distances, reach, OUT_OF_RANGE, NOT_ASCENDING, COPY)
+    _keep(vertical_ptr, columns_ptr + pattern * n_columns, verticals, kv_len, n_columns, COPY)
+    _keep(slash_ptr, distances_ptr + pattern * distances, distances, reach, distances, COPY)
     tl.store(bad_ptr + pattern, bad)
     tl.store(flags_ptr + pattern, tl.load(flags_ptr + pattern) | bad)
     tl.debug_barrier()

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError
+from stof.kernels.hopper.runtime import FilledTiles
 from stof.kernels.triton.work import ITEM_FIELDS, Work
+from stof.lasting import lasting
+from stof.layout import LayoutConfig
+from stof.layout.survey import TileCounts
 
 if TYPE_CHECKING:
+    from stof.kernels.hopper.jobs import TileLists
     from stof.kernels.triton.launch import Launch
 
 # Set beside the mask's own problems: more tiles than there is room for.
 OVERFLOW = 1 << 16
-# Columns or tiles handled at once, and columns of a dense mask.
-_COPY, _TILES_AT_ONCE, _COLUMNS = 1024, 64, 128
+# Columns handled at once, in lists and of a dense mask.
+_COPY, _COLUMNS = 1024, 128
 
 
 @dataclass(frozen=True)
@@ -53,13 +59,19 @@ class WorkRoom:
         problem: its sizes.
         work: what the kernel reads; partial and full tiles share one list of columns.
         flags: int32 `[P]`, bits of what was wrong since they were last cleared.
-        launches: what fills the lists, bound to them, for each kind of input.
+        launches: what reads masks, bound to the lists, for each kind of input.
+        hopper: lists for the Hopper kernel, by shape of tiles and where row blocks are split.
+        filled: what fills the lists in use, launched by every update; by the kernel that reads them.
+        late: the same for lists first used when an update was captured: its replays do not fill them, so calls do.
     """
 
     problem: Problem
     work: Work
     flags: Tensor
     launches: dict[Hashable, tuple[Launch, ...]] = field(default_factory=dict)
+    hopper: dict[tuple[LayoutConfig, int], FilledTiles] = field(default_factory=dict)
+    filled: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    late: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     @property
     def tiles(self) -> int:
@@ -77,10 +89,74 @@ class WorkRoom:
             found = self.launches[key] = make()
         return found
 
+    def work_launches(self) -> tuple[Launch, ...]:
+        """What fills `work` from what updates have read of the mask; none where they fill it themselves."""
+        return ()
+
+    def hopper_refusals(self) -> tuple[str, ...]:
+        """Why the Hopper kernel cannot run masks like these, in any shape of tiles."""
+        return ("of masks made at run time, takes block_topk and vertical_slash",)
+
+    def hopper_serves(self, config: LayoutConfig) -> bool:
+        """Whether it can in this shape of tiles, if it can in any."""
+        return False
+
+    def counts(self, config: LayoutConfig) -> TileCounts:
+        """Tiles of row blocks as far as can be told beforehand, for the cost model."""
+        raise NotImplementedError
+
+    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
+        """Lists for the Hopper kernel.
+
+        Raises:
+            UnfitLayoutError: it refuses.
+        """
+        raise NotImplementedError
+
+    def use_work(self, captured: bool) -> None:
+        """See to it that `work` is filled, now and later; `captured` says whether an update was captured before."""
+        launches = self.work_launches()
+
+        def fill() -> None:
+            for launch in launches:
+                launch()
+
+        self._use("block_wise", fill, captured)
+
+    def use_hopper(self, config: LayoutConfig, split_tiles: int, captured: bool) -> TileLists:
+        """The same for the Hopper kernel's lists, which are made when first used.
+
+        Raises:
+            UnfitLayoutError: it refuses.
+        """
+        key = (config, split_tiles)
+        found = self.hopper.get(key)
+        if found is None:
+            found = lasting(self.flags.device, partial(self.hopper_tiles, config, split_tiles))
+            self.hopper[key] = found
+        self._use(key, found.fill, captured)
+        return found.lists
+
+    def _use(self, key: Hashable, fill: Callable[[], None], captured: bool) -> None:
+        if key not in self.filled and key not in self.late:
+            fill()
+            (self.late if captured else self.filled)[key] = fill
+
+    def fill(self) -> None:
+        """Fill the lists in use from what an update has read of the mask."""
+        for fill in self.filled.values():
+            fill()
+
+    def catch_up(self) -> None:
+        """Fill the lists that updates may have left as they were; launched before every call."""
+        for fill in self.late.values():
+            fill()
+
     def bytes(self) -> int:
         """Memory of all lists."""
         held = {t.data_ptr(): t for t in self.tensors()}
-        return sum(t.numel() * t.element_size() for t in held.values())
+        tiles = sum(tiles.bytes() for tiles in self.hopper.values())
+        return sum(t.numel() * t.element_size() for t in held.values()) + tiles
 
 
 def empty_work(
@@ -162,113 +238,6 @@ def _flag(room: WorkRoom, problems: Tensor, poisoned: Tensor) -> None:
 
 def _up(count: Tensor, step: int) -> Tensor:
     return torch.div(count + step - 1, step, rounding_mode="floor")
-
-
-# ---- the best key blocks of each query block
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class BlockRoom(WorkRoom):
-    """Lists for `k` key blocks of `block_size` keys to a query block.
-
-    Attributes:
-        chosen: int32 `[P, query blocks, k]`, key blocks taken, ascending.
-        count: int32 `[P, query blocks]`, how many.
-        bad: int32 `[P]`, what is wrong with the present scores.
-    """
-
-    k: int
-    block_size: int
-    chosen: Tensor
-    count: Tensor
-    bad: Tensor
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self.chosen, self.count, self.bad)
-
-
-def block_room(problem: Problem, k: int, block_size: int, device: torch.device) -> BlockRoom:
-    """Lists for `k` key blocks to a query block: they always fit."""
-    count = problem.patterns * problem.row_blocks
-    query_blocks = -(-problem.q_len // block_size)
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
-    return BlockRoom(
-        problem=problem,
-        work=empty_work(problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=2 * count, bases=True),
-        flags=zeros(problem.patterns),
-        k=k,
-        block_size=block_size,
-        chosen=zeros(problem.patterns, query_blocks, k),
-        count=zeros(problem.patterns, query_blocks),
-        bad=zeros(problem.patterns),
-    )
-
-
-def _slots(problem: Problem, k: int, block_size: int) -> int:
-    """Tiles of a row block: two partial ones, then full ones."""
-    return k * (block_size // problem.block_n) + 2
-
-
-def fill_blocks(room: BlockRoom, scores: Tensor, causal: bool, nan_bit: int) -> None:
-    """Write the work of `block_topk`.
-
-    Args:
-        room: from `block_room`.
-        scores: float `[B | 1, H | 1, query blocks, key blocks]`.
-        causal: whether queries see no later keys.
-        nan_bit: the flag for NaN scores.
-    """
-    key = (scores.shape, scores.stride(), scores.dtype, causal)
-    select, fill = room.launched(key, lambda: _block_launches(room, scores, causal, nan_bit))
-    room.bad.zero_()
-    select(scores)
-    fill()
-
-
-def _block_launches(room: BlockRoom, scores: Tensor, causal: bool, nan_bit: int) -> tuple[Launch, ...]:
-    import triton
-
-    from stof.kernels.triton import fill_blocks as kernels
-    from stof.kernels.triton.launch import Launch
-
-    problem, work, device, k = room.problem, room.work, room.flags.device, room.k
-    query_blocks, key_blocks = scores.shape[2:]
-    width = triton.next_power_of_2(key_blocks)
-    strides = [0 if size == 1 else stride for size, stride in zip(scores.shape, scores.stride(), strict=True)]
-    select = Launch(
-        kernels.select_blocks,
-        problem.patterns * query_blocks,
-        (room.chosen, room.count, room.bad, room.flags),
-        (*strides, problem.mask_heads, query_blocks, key_blocks, k),
-        (nan_bit, causal, width),
-        # A warp by itself sums without waiting for others, some 34 times in a row.
-        num_warps=max(1, min(16, width // 1024)),
-        num_stages=1,
-        device=device,
-    )
-    tiles_at_once = min(_TILES_AT_ONCE, triton.next_power_of_2(_slots(problem, k, room.block_size)))
-    fill = Launch(
-        kernels.block_fill,
-        problem.patterns * problem.row_blocks,
-        (
-            room.chosen, room.count, room.bad, work.items, work.first_columns, work.partial_columns,
-            work.partial_bitmap, work.bitmaps,
-        ),
-        (
-            problem.row_blocks, query_blocks, k, _slots(problem, k, room.block_size), problem.q_len, problem.kv_len,
-        ),
-        (room.block_size, causal, problem.block_m, problem.block_n, tiles_at_once),
-        num_warps=4,
-        num_stages=1,
-        device=device,
-    )  # fmt: skip
-    return select, fill
-
-
-# ---- dense masks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stof.kernels.hopper.runtime import FilledTiles
+from stof.kernels.hopper.runtime_slash import BLOCK, make_slash_tiles, slash_counts, slash_refusals
 from stof.kernels.triton.runtime import Problem, WorkRoom, empty_work
+from stof.layout import LayoutConfig
+from stof.layout.survey import TileCounts
 
 if TYPE_CHECKING:
     from stof.kernels.triton.launch import Launch
@@ -35,6 +39,9 @@ class SlashRoom(WorkRoom):
         slots: int32 `[R + 1]`, where the tiles of each row block begin.
         tables: int32 `[P, 7, words + 1]`, see `fill_slash_tables`.
         bad: int32 `[P]`, what is wrong with the present mask.
+        columns: int32 `[mask_batch, mask_heads, n]`, the vertical columns, n a multiple of 64; -1 for none.
+        slashes: int32 `[P, distances]`, the slash distances.
+        verticals, distances: places in the masks' lists.
         offset: position of the first query.
     """
 
@@ -44,10 +51,29 @@ class SlashRoom(WorkRoom):
     slots: Tensor
     tables: Tensor
     bad: Tensor
+    columns: Tensor
+    slashes: Tensor
+    verticals: int
+    distances: int
     offset: int
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self.slots, self.tables, self.bad)
+        return (*super().tensors(), self.slots, self.tables, self.bad, self.columns, self.slashes)
+
+    def work_launches(self) -> tuple[Launch, ...]:
+        return _work_launches(self)
+
+    def hopper_refusals(self) -> tuple[str, ...]:
+        return slash_refusals(self)
+
+    def hopper_serves(self, config: LayoutConfig) -> bool:
+        return config == LayoutConfig(BLOCK, BLOCK)
+
+    def counts(self, config: LayoutConfig) -> TileCounts:
+        return slash_counts(self, config)
+
+    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
+        return make_slash_tiles(self, config, split_tiles)
 
 
 def vertical_slash_room(
@@ -84,6 +110,15 @@ def vertical_slash_room(
         slots=slots.to(device=device, dtype=torch.int32),
         tables=torch.zeros(patterns, _TABLES, words + 1, dtype=torch.int32, device=device),
         bad=torch.zeros(patterns, dtype=torch.int32, device=device),
+        columns=torch.full(
+            (problem.mask_batch, problem.mask_heads, -(-verticals // BLOCK) * BLOCK),
+            -1,
+            dtype=torch.int32,
+            device=device,
+        ),
+        slashes=torch.full((patterns, distances), -1, dtype=torch.int32, device=device),
+        verticals=verticals,
+        distances=distances,
         offset=offset,
     )
 
@@ -104,7 +139,7 @@ def _own_tiles(problem: Problem, verticals: int, distances: int, offset: int) ->
 def fill_vertical_slash(
     room: SlashRoom, vertical: Tensor, slash: Tensor, out_of_range: int, not_ascending: int
 ) -> None:
-    """Write the work of `vertical_slash`.
+    """Read a `vertical_slash`, and fill the lists in use.
 
     Args:
         room: from `vertical_slash_room`.
@@ -114,46 +149,54 @@ def fill_vertical_slash(
     """
     vertical, slash = vertical.contiguous(), slash.contiguous()
     key = (vertical.shape, vertical.dtype, slash.shape, slash.dtype)
-    tables, tiles, fill = room.launched(key, lambda: _launches(room, vertical, slash, out_of_range, not_ascending))
+    (tables,) = room.launched(key, lambda: (_reading(room, vertical, slash, out_of_range, not_ascending),))
     tables(vertical, slash)
-    tiles()
-    fill(vertical)
+    room.fill()
 
 
-def _launches(
-    room: SlashRoom, vertical: Tensor, slash: Tensor, out_of_range: int, not_ascending: int
-) -> tuple[Launch, ...]:
+def _reading(room: SlashRoom, vertical: Tensor, slash: Tensor, out_of_range: int, not_ascending: int) -> Launch:
+    """What checks a mask's lists, and makes tables of them."""
     import triton
 
-    from stof.kernels.triton import fill_slash, fill_slash_tables
+    from stof.kernels.triton import fill_slash_tables
     from stof.kernels.triton.launch import Launch
 
-    problem, work, device = room.problem, room.work, room.flags.device
-    patterns, block_m, block_n = problem.patterns, problem.block_m, problem.block_n
-    words = room.tables.shape[2] - 1
-    verticals, distances = vertical.shape[-1], slash.shape[-1]
-    own_base = patterns * room.chunks
-    full_base = own_base + patterns * room.own
-    at_once = min(_WORDS, triton.next_power_of_2(max(words, verticals, distances)))
-    side = min(_SIDE, room.chunks + room.full_chunks)
+    problem, words = room.problem, room.tables.shape[2] - 1
+    at_once = min(_WORDS, triton.next_power_of_2(max(words, room.verticals, room.distances)))
 
     def strides(indices: Tensor) -> tuple[int, int]:
         b, h = (0 if indices.shape[i] == 1 else indices.stride(i) for i in range(2))
         return b, h
 
-    tables = Launch(
+    return Launch(
         fill_slash_tables.slash_tables,
-        patterns,
-        (room.bad, room.flags, room.tables),
+        problem.patterns,
+        (room.bad, room.flags, room.tables, room.columns, room.slashes),
         (
-            *strides(vertical), *strides(slash), problem.mask_heads, verticals, distances, problem.kv_len,
-            problem.q_len + room.offset, words,
+            *strides(vertical), *strides(slash), problem.mask_heads, room.verticals, room.distances, problem.kv_len,
+            problem.q_len + room.offset, words, room.columns.shape[-1],
         ),
-        (out_of_range, not_ascending, block_m, at_once),
+        (out_of_range, not_ascending, problem.block_m, at_once),
         num_warps=8,
         num_stages=1,
-        device=device,
+        device=room.flags.device,
     )  # fmt: skip
+
+
+def _work_launches(room: SlashRoom) -> tuple[Launch, ...]:
+    """What writes the block-wise kernel's work."""
+    import triton
+
+    from stof.kernels.triton import fill_slash
+    from stof.kernels.triton.launch import Launch
+
+    problem, work, device = room.problem, room.work, room.flags.device
+    patterns, block_m, block_n = problem.patterns, problem.block_m, problem.block_n
+    words = room.tables.shape[2] - 1
+    own_base = patterns * room.chunks
+    full_base = own_base + patterns * room.own
+    side = min(_SIDE, room.chunks + room.full_chunks)
+    stride_h = room.columns.shape[-1]
     tiles = Launch(
         fill_slash.slash_tiles,
         patterns * side,
@@ -167,14 +210,17 @@ def _launches(
     fill = Launch(
         fill_slash.vertical_slash_fill,
         patterns * problem.row_blocks,
-        (room.bad, room.tables, room.slots, work.items, work.first_columns, work.partial_columns, work.bitmaps),
         (
-            *strides(vertical), problem.mask_heads, verticals, words, room.chunks, room.full_chunks, full_base,
-            own_base, problem.row_blocks, problem.q_len, problem.kv_len, room.offset,
+            room.columns, room.bad, room.tables, room.slots, work.items, work.first_columns, work.partial_columns,
+            work.bitmaps,
         ),
-        (block_m, block_n, _EDGES, min(_COPY, max(32, triton.next_power_of_2(verticals)))),
+        (
+            problem.mask_heads * stride_h, stride_h, problem.mask_heads, room.verticals, words, room.chunks,
+            room.full_chunks, full_base, own_base, problem.row_blocks, problem.q_len, problem.kv_len, room.offset,
+        ),
+        (block_m, block_n, _EDGES, min(_COPY, max(32, triton.next_power_of_2(room.verticals)))),
         num_warps=1,
         num_stages=1,
         device=device,
     )  # fmt: skip
-    return tables, tiles, fill
+    return tiles, fill

@@ -1,0 +1,194 @@
+"""Vertical columns and slash distances on the Hopper kernel: lists made on the device, calls by the kernel's twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stof import masks
+from stof.errors import UnfitLayoutError
+from stof.kernels.hopper.jobs import ASIDE, TileLists
+from stof.kernels.triton.runtime import Problem
+from stof.kernels.triton.runtime_slash import SlashRoom, fill_vertical_slash, vertical_slash_room
+from stof.kernels.triton.work import BlockWiseConfig
+from stof.layout import LayoutConfig
+from stof.masks import Mask
+from stof.masks.compose import QueryOffset
+from stof.masks.runtime import NOT_ASCENDING, OUT_OF_RANGE, VerticalSlash
+from stof.selection import IMPLEMENTATIONS
+from stof.selection.implementations import Options, prepared_tiles
+from stof.testing import assert_attention, make_inputs
+from tests.kernels.test_hopper_jobs import keep_of
+from tests.kernels.test_hopper_launch import Twin, twin
+from tests.kernels.test_hopper_runtime import now
+
+__all__ = ["twin"]
+
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="in Triton's interpreter; tests/gpu has the kernels themselves"
+    ),
+    pytest.mark.usefixtures("poisoned_memory"),
+    # Triton 3.6's interpreter under NumPy 2.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
+]
+
+TILE = LayoutConfig(64, 64)
+
+
+def parts_of(mask: Mask) -> tuple[VerticalSlash, int]:
+    core, offset = (mask.mask, mask.offset) if isinstance(mask, QueryOffset) else (mask, 0)
+    assert isinstance(core, VerticalSlash)
+    return core, offset
+
+
+def room_of(mask: Mask, q_len: int, kv_len: int | None = None) -> SlashRoom:
+    core, offset = parts_of(mask)
+    problem = Problem(q_len, q_len + offset if kv_len is None else kv_len, 64, 64, core.batch, core.heads)
+    vertical, slash = core.tensors()
+    return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, torch.device("cpu"))
+
+
+def fill(room: SlashRoom, mask: Mask) -> None:
+    fill_vertical_slash(room, *parts_of(mask)[0].tensors(), OUT_OF_RANGE, NOT_ASCENDING)
+
+
+def counted(lists: TileLists, seen: Tensor) -> Tensor:
+    """How often each score counts, `[mask_batch, mask_heads, q_len, kv_len]`; `seen` bool `[P, kv_len]`."""
+    patterns = len(lists.item_ptr) - 1
+    times = torch.zeros(patterns, lists.q_len, lists.kv_len + 1, dtype=torch.int32)
+    aside = lists.aside.expand(*lists.pattern_of.shape, -1).flatten(0, 1)
+    for pattern in range(patterns):
+        first, last = lists.item_ptr[pattern : pattern + 2].tolist()
+        for row_block, begin, partial_end, end, _, _, _, bitmap in lists.items[first:last].tolist():
+            assert begin < end == partial_end
+            for tile in range(begin, end):
+                start = int(lists.tile_columns[tile])
+                columns = torch.arange(start, start + 64)
+                if start >= ASIDE:
+                    columns = aside[pattern, start - ASIDE :][:64].long()
+                read = columns[(columns >= 0) & (columns < lists.kv_len)]
+                assert bool(seen[pattern, read].all()), "0 * NaN is NaN: what nobody sees may not be read"
+                keep = keep_of(lists.bitmaps[bitmap if tile == begin else int(lists.tile_bitmap[tile])], 64)
+                # Places of no key are read as zeros: none of their scores may count.
+                assert not bool(keep[:, (columns < 0) | (columns >= lists.kv_len)].any())
+                row, column = keep.nonzero(as_tuple=True)
+                at = (row_block * 64 + row, columns[column])
+                times[pattern].index_put_(at, torch.ones_like(row, dtype=torch.int32), accumulate=True)
+    return times[lists.pattern_of.long()][..., :-1]
+
+
+def assert_lists(lists: TileLists, mask: Mask) -> None:
+    dense = mask.to_dense(lists.q_len, lists.kv_len)
+    assert not bool(lists.ranges[:, 4].any())
+    assert torch.equal(counted(now(lists), dense.flatten(0, 1).any(1)), dense.int())
+    end = int(lists.ranges[:, 2].max())
+    assert end + 1 <= len(lists.tile_columns)
+    assert end + 2 <= len(lists.tile_bitmap)
+    for numbers in (lists.ranges[:, 3], lists.tile_bitmap):
+        assert 0 <= int(numbers.min()) <= int(numbers.max()) < len(lists.bitmaps)
+
+
+def indices(draw: st.DrawFn, leading: tuple[int, ...], limit: int) -> Tensor:
+    """Distinct indices below `limit`, ascending, filled up with -1: scattered, in runs, or with gaps near 64."""
+    size = draw(st.sampled_from([1, 5, 70, 150]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    kind = draw(st.sampled_from(["scattered", "run", "steps", "few"]))
+    rows = []
+    for _ in range(max(1, int(torch.tensor(leading).prod()))):
+        if kind == "run":
+            first = int(torch.randint(limit, (), generator=generator))
+            chosen = torch.arange(first, min(limit, first + size))
+        elif kind == "steps":
+            chosen = torch.randint(62, 67, (size,), generator=generator).cumsum(0) - 62
+            chosen = chosen[chosen < limit]
+        else:
+            count = size if kind == "scattered" else size // 3
+            chosen = torch.randperm(limit, generator=generator)[:count].sort().values
+        rows.append(torch.nn.functional.pad(chosen, (0, size - len(chosen)), value=-1))
+    return torch.stack(rows).view(*leading, size)
+
+
+@given(data=st.data(), split_tiles=st.sampled_from([0, 1, 3]))
+@settings(max_examples=10)
+def test_every_kept_score_once(data: st.DataObject, split_tiles: int) -> None:
+    q_len = data.draw(st.sampled_from([64, 192, 320]))
+    offset = data.draw(st.sampled_from([0, 0, 5, 64, 100]))
+    leading = data.draw(st.sampled_from([(), (2,), (2, 2)]))
+    vertical = indices(data.draw, data.draw(st.sampled_from([leading, ()])), q_len + offset)
+    slash = indices(data.draw, leading, q_len + offset)
+    mask = masks.vertical_slash(vertical, slash).with_query_offset(offset)
+    room = room_of(mask, q_len)
+    lists = room.use_hopper(TILE, split_tiles, captured=False)
+    none = torch.full_like(slash, -1)
+    for other in (mask, masks.vertical_slash(vertical, none).with_query_offset(offset), mask):  # nothing is left over
+        fill(room, other)
+        assert not bool(room.flags.any())
+        assert_lists(lists, other)
+
+
+@pytest.mark.parametrize(("q_len", "offset"), [(256, 0), (128, 130)])
+@pytest.mark.parametrize("split_tiles", [0, 2])
+@pytest.mark.parametrize("shared", [False, True])
+def test_calls(twin: Twin, shared: bool, split_tiles: int, q_len: int, offset: int) -> None:
+    """A mask for each query head, or for all of them; query heads share key heads."""
+    generator = torch.Generator().manual_seed(0)
+    kv_len = q_len + offset
+
+    def chosen(count: int, seed: int) -> Tensor:
+        generator.manual_seed(seed)
+        rows = [torch.randperm(kv_len, generator=generator)[:count].sort().values for _ in range(1 if shared else 4)]
+        return torch.stack(rows).int()
+
+    room = None
+    for seed in range(2):
+        mask = masks.vertical_slash(chosen(70, seed), chosen(20, 5 + seed)).with_query_offset(offset)
+        if room is None:
+            room = room_of(mask, q_len)
+            lists = room.use_hopper(TILE, split_tiles, captured=False)
+            q, k, v = make_inputs(
+                batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=64, dtype=torch.float16
+            ).qkv
+            tensors, sizes = prepared_tiles(lists, BlockWiseConfig(4, 2, split_tiles=split_tiles))
+            call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, None, None))
+        fill(room, mask)
+        keep = mask.to_dense(q_len, kv_len)
+        # What no query of any head sees may be anything.
+        unseen = ~keep.flatten(0, 1).any((0, 1))
+        stale = (x.masked_fill(unseen[:, None], torch.nan) for x in (k, v))
+        out, lse = call(q, *stale, None, None)
+        assert_attention(out, lse, q, k, v, keep)
+    assert twin.constants["AT_RUN_TIME"]
+    assert not twin.constants["HAS_FULL"]
+
+
+@pytest.mark.usefixtures("twin")
+def test_lists_that_mean_nothing() -> None:
+    """Rows of that head are NaN, all of them, and nothing else is."""
+    vertical, slash = torch.tensor([[3, 9, 70], [3, 99, 70]]), torch.tensor([[0, 5], [2, 128]])
+    for bad, flags in (((vertical, slash % 128), NOT_ASCENDING), ((vertical.sort().values, slash), OUT_OF_RANGE)):
+        mask = masks.vertical_slash(*bad)
+        room = room_of(mask, 128)
+        lists = room.use_hopper(TILE, 1, captured=False)
+        fill(room, mask)
+        assert room.flags.tolist()[0] == 0
+        assert room.flags.tolist()[1] & flags
+        q, k, v = make_inputs(heads=2, q_len=128, kv_len=128, head_dim=64, dtype=torch.float16).qkv
+        tensors, sizes = prepared_tiles(lists, BlockWiseConfig(4, 2, split_tiles=1))
+        out, lse = IMPLEMENTATIONS["hopper"].run(q, k, v, tensors, sizes, Options(0.125, 0.0, None, None))
+        assert bool(out[:, 1].isnan().all())
+        assert bool(lse[:, 1].isnan().all())
+        keep = masks.vertical_slash(bad[0][:1], bad[1][:1]).to_dense(128)
+        assert_attention(out[:, :1], lse[:, :1], q[:, :1], k[:, :1], v[:, :1], keep)
+
+
+def test_what_is_refused() -> None:
+    mask = masks.vertical_slash(torch.arange(3), torch.arange(3))
+    for q_len, kv_len, reason in ((100, 100, "whole row blocks of 64, not 100"), (64, 65, "to the last query, not 65")):
+        with pytest.raises(UnfitLayoutError, match=reason):
+            room_of(mask, q_len, kv_len).use_hopper(TILE, 0, captured=False)
+    with pytest.raises(UnfitLayoutError, match="is not what vertical_slash takes"):
+        room_of(mask, 64).use_hopper(LayoutConfig(128, 128), 0, captured=False)
