@@ -144,7 +144,7 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 
 def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
-    from stof.layout.device import build, counting, kernels, reading, source
+    from stof.layout.device import build, counting, kernels, reading, source, survey
 
     ints, i = "*i32", "i32"
     writing = {"num_warps": build._WRITERS}
@@ -156,7 +156,7 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
             constants = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
             yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
             yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 15, *constants], writing
-        rows = min(reader.rows_at_once(64, 256), 16)
+        rows = min(reader.rows_at_once(64, 256), survey._ROWS)
         yield counting.count_slabs, [read, ints, *[i] * 14, kind, 64, 256, rows], {}
     yield reading.prepare, [ints, ints, *[i] * 5], {}
 

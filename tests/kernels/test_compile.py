@@ -36,7 +36,7 @@ SPILLS = {
     "hopper options": (96, 0),
     "row-wise": (0, 0),
     "fill": (0, 64),
-    "layout": (32, 32),
+    "layout": (0, 48),
 }
 # Shared memory a program may have.
 LIMITS = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
