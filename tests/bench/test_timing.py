@@ -56,7 +56,7 @@ class Clock:
                 clock.work(LAUNCH_US + self.length)
 
         @contextmanager
-        def capture(graph: Graph, stream: object) -> Iterator[None]:
+        def capture(graph: Graph, **options: object) -> Iterator[None]:
             before, self.capturing = self.us, True
             try:
                 yield
@@ -69,6 +69,7 @@ class Clock:
             Event=Event,
             CUDAGraph=Graph,
             graph=capture,
+            graph_pool_handle=lambda: (0, 1),
             Stream=lambda: stream,
             stream=lambda chosen: nullcontext(),
             current_stream=lambda: stream,

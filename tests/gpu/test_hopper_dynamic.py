@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from stof.errors import KernelError, MaskError
 from stof.kernels.triton.runtime_blocks import BlockRoom
 from stof.masks import Mask
 from stof.selection import CallSpec, Choice
+from stof.selection.select import failures
 from stof.testing import assert_attention
 from tests.gpu.test_hopper import HALVES, HOPPER, random_inputs
 from tests.gpu.test_hopper_runtime import captured
@@ -172,6 +174,14 @@ def test_a_first_call_inside_a_capture() -> None:
         assert_attention(out, None, q, k, v, mask.to_dense(1003, device="cuda"))
 
 
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What failed in a test is tried again in others."""
+    yield
+    failures.clear()
+
+
+@pytest.mark.usefixtures("forgotten")
 def test_a_choice_that_fails_is_left_out() -> None:
     q, k, v = random_inputs(head_dim=128)
     mask = masks.block_topk(scores_of(0, 4, 1003, 1003, 64), 5, causal=True)

@@ -176,7 +176,7 @@ def compiled_fill(group: str, kernel: Any, given: list[Any], options: dict[str, 
     seconds = round(time.perf_counter() - start, 2)
     registers, spilled = _resources(made.asm["cubin"])
     shared = made.metadata.shared
-    return Compiled(group, kernel.__name__, arch, registers, spilled, shared, 0, False, 0, 4, [], seconds)
+    return Compiled(group, kernel.__name__, arch, registers, spilled, shared, 0, False, 0, 1, 4, [], seconds)
 
 
 def call_of(dtype: torch.dtype, head_dim: int, **changes: Any) -> CallSpec:

@@ -15,13 +15,15 @@ import torch
 from stof import LayoutConfig, masks, plans
 from stof.errors import KernelError, UnfitLayoutError, UnsupportedError
 from stof.kernels.hopper.jobs import make_tile_lists, resident
+from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
 from stof.layout.orders import named_order
+from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.plans import Plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, MaskGeometry, candidates, failures, select
-from stof.selection.gpu import _CHUNK_KEYS, _HOPPER_L2_SHARE, fits, gpu_choices
+from stof.selection.gpu import _CHUNK_KEYS, _HOPPER_L2_SHARE, fits, gpu_choices, starves
 from stof.selection.implementations import Options
 from stof.testing import make_inputs, oracle_attention
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
@@ -97,7 +99,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any])
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
 def test_choices(head_dim: int) -> None:
-    choices = choices_of(head_dim=head_dim, q_len=4096, kv_len=4096)
+    choices = choices_of(head_dim=head_dim, q_len=4096, kv_len=4096, heads=2)
     assert len(set(choices)) == len(choices)
     assert {choice.implementation for choice in choices} == {"hopper"}
     tiles = WIDE if head_dim > 64 else NARROW
@@ -114,6 +116,27 @@ def test_choices(head_dim: int) -> None:
         expected |= {(tile, 1, "remainder 16") for tile in tiles if 256 % tile[0] == 0}
     assert set(kinds) == expected
     assert all(keys == {0, *(chunk for chunk in _CHUNK_KEYS if chunk < 4096)} for keys in kinds.values())
+
+
+def test_few_chunks_where_row_blocks_fill_the_machine() -> None:
+    """Four at most, unless there are few row blocks."""
+    for heads, least in ((2, 512), (64, 1024)):
+        keys = {
+            c.kernel.split_tiles * c.layout.block_n
+            for c in choices_of(q_len=4096, kv_len=4096, heads=heads)
+            if c.layout and c.kernel and c.kernel.split_tiles
+        }
+        assert min(keys) == least
+
+
+def test_three_thread_blocks_are_for_short_row_blocks() -> None:
+    layout = LayoutConfig(64, 64, None)
+    choice = Choice("hopper", layout, None, BlockWiseConfig(4, 3))
+    for window, head_dim, expected in ((300, 64, False), (1000, 64, True), (1000, 128, False)):
+        call = call_of(head_dim=head_dim, q_len=2048, kv_len=2048)
+        counted = survey(masks.sliding_window(window), 2048, 2048, (layout,))
+        assert starves(choice, call, counted) == expected
+    assert not starves(replace(choice, implementation="block_wise"), call_of(), counted)
 
 
 def test_rows_of_two_remainders_share_no_row_block() -> None:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -41,31 +41,37 @@ class Composite(Mask):
     """Several masks combined."""
 
     masks: tuple[Mask, ...]
+    # Asked for in every call. (`functools.cached_property` takes a lock in Python 3.11, which Dynamo cannot trace.)
+    _batch: int = field(init=False, compare=False, default=1)
+    _heads: int = field(init=False, compare=False, default=1)
+    _binds_late: bool = field(init=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
-        _ = self.batch, self.heads  # they must agree
+        object.__setattr__(self, "_batch", _agreed([mask.batch for mask in self.masks], "batch sizes"))
+        object.__setattr__(self, "_heads", _agreed([mask.heads for mask in self.masks], "numbers of heads"))
+        object.__setattr__(self, "_binds_late", any(mask.binds_late for mask in self.masks))
         super().__post_init__()
 
     def check(self, q_len: int, kv_len: int) -> None:
         for mask in self.masks:
             mask.check(q_len, kv_len)
 
-    @functools.cached_property
+    @property
     def batch(self) -> int:
-        return _agreed([mask.batch for mask in self.masks], "batch sizes")
+        return self._batch
 
-    @functools.cached_property
+    @property
     def heads(self) -> int:
-        return _agreed([mask.heads for mask in self.masks], "numbers of heads")
+        return self._heads
 
     @property
     def versions(self) -> tuple[int, ...] | None:
         parts = [mask.versions for mask in self.masks]
         return None if None in parts else tuple(itertools.chain.from_iterable(p for p in parts if p))
 
-    @functools.cached_property
+    @property
     def binds_late(self) -> bool:
-        return any(mask.binds_late for mask in self.masks)
+        return self._binds_late
 
     @property
     def grows(self) -> bool:

@@ -12,7 +12,7 @@ from stof.errors import UnsupportedError
 from stof.layout.search import GOOD_ENOUGH, WORTH
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
-from stof.selection.gpu import Geometry, fits, geometries, gpu_choices, shared_memory_limit, worthwhile
+from stof.selection.gpu import Geometry, fits, geometries, gpu_choices, shared_memory_limit, starves, worthwhile
 from stof.selection.implementations import IMPLEMENTATIONS
 from stof.selection.model import DeviceModel, block_shared_bytes, estimate, load_model
 
@@ -162,6 +162,8 @@ def _weigh(
             reason = _failure(choice, call, device, geometry, limit)
             if reason is not None:
                 bad.append(Candidate(choice.implementation, (reason,), choice))
+            elif starves(choice, call, counted):
+                continue
             elif worthwhile(choice, counted, geometry.unfit(_contiguous(choice)) is None):
                 good.append(Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model)))
     return good, bad, waste

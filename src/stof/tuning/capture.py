@@ -22,6 +22,7 @@ def captured(call: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None)
         Whatever the call raises, or PyTorch because something cannot be captured.
     """
     graph = torch.cuda.CUDAGraph()
+    # Known by name: a graph whose capture failed does not tell.
     own = torch.cuda.graph_pool_handle() if pool is None else pool
     try:
         # Other threads may go on using the GPU while this one captures.
