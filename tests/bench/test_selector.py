@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from stof import LayoutConfig, masks
 from stof.bench import selector
 from stof.bench.grid import Shape
+from stof.cli.tune_device import tune_device
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout.survey import survey
 from stof.selection import Choice
@@ -72,6 +75,40 @@ def test_leaving_a_mask_out(measured: list[selector.Measured]) -> None:
 
 def test_measurements_survive_json(measured: list[selector.Measured]) -> None:
     assert selector.from_json(json.loads(json.dumps(selector.to_json(measured)))) == measured
+
+
+def test_new_measurements_replace_those_of_the_same_candidates(measured: list[selector.Measured]) -> None:
+    new = [replace(row, us=7.0) for row in measured[:3]]
+    rows = selector.replaced(measured, new)
+    assert len(rows) == len(measured)
+    assert [row.us for row in rows[-3:]] == [7.0] * 3
+    assert rows[:-3] == measured[3:]
+
+
+def test_every_cell_is_kept_as_soon_as_it_is_measured(
+    measured: list[selector.Measured], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run that is killed loses one cell; what a file holds of others stays."""
+    cells = list(dict.fromkeys(row.cell for row in measured))
+    path = tmp_path / "rows" / "measured.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(selector.to_json(measured)))
+
+    def cell(mask: SimpleNamespace, shape: Shape, *rest: object) -> list[selector.Measured]:
+        if mask.name == cells[-1][0]:
+            raise KeyboardInterrupt
+        sizes = f"{shape.batch},{shape.heads},{shape.kv_heads},{shape.head_dim},{shape.q_len},{shape.kv_len}"
+        return [replace(row, us=7.0) for row in measured if row.cell == (mask.name, sizes, "float16")]
+
+    monkeypatch.setattr(selector, "measure_cell", cell)
+    monkeypatch.setattr(selector, "cell_mask", lambda name, shape: SimpleNamespace(name=name))
+    monkeypatch.setattr(selector, "CELLS", [(mask, shape) for mask, shape, _ in cells])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        tune_device(True, [path], None, "", "", "", None, 1, False)
+    rows = selector.from_json(json.loads(path.read_text()))
+    assert len(rows) == len(measured)
+    assert {row.cell for row in rows if row.us == 7.0} == {cell for cell in cells if cell[0] != cells[-1][0]}
 
 
 def test_cells_can_be_drawn() -> None:

@@ -340,10 +340,13 @@ def measure(
     budget: float | None,
     report: Callable[[str], None],
     only: str = "",
+    keep: Callable[[Sequence[Measured]], object] = lambda rows: None,
 ) -> list[Measured]:
     """Measure the cells in float16 on the current GPU; those the budget (seconds) leaves out are reported.
 
-    `only` names the one implementation to measure.
+    Args:
+        only: names the one implementation to measure.
+        keep: called with all rows so far after every cell.
     """
     start = time.monotonic()
     if workers > 1:
@@ -357,12 +360,19 @@ def measure(
         shape = Shape.parse(sizes)
         found = measure_cell(cell_mask(mask, shape), shape, torch.device("cuda"), torch.float16, report, only)
         rows += found
+        keep(rows)
         if not found:
             report(f"{mask} {sizes}: no candidate")
             continue
         best = min(found, key=lambda row: row.us)
         report(f"{mask} {sizes}: {len(found)} candidates, best {best.us:.1f} us by {best.choice}")
     return rows
+
+
+def replaced(old: Iterable[Measured], new: Sequence[Measured]) -> list[Measured]:
+    """Old measurements with new ones in the place of those of the same candidates on the same cells."""
+    again = {(row.cell, row.choice) for row in new}
+    return [row for row in old if (row.cell, row.choice) not in again] + list(new)
 
 
 def self_check(rows: Sequence[Measured], model: DeviceModel) -> tuple[list[float], list[Regret]]:

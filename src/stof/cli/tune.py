@@ -58,7 +58,7 @@ def tune(
     measurements: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Write the measurements here; without --device, read them from here (may be repeated).",
+            help="Write the measurements here, into what it holds; without --device, read them (may be repeated).",
             rich_help_panel=_DEVICE,
         ),
     ] = None,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stof.bench.selector import Measured
 
 
 def tune_device(
@@ -25,6 +30,7 @@ def tune_device(
     from stof.bench import selector
     from stof.errors import ArgumentError
     from stof.selection.model import load_model, model_to_dict
+    from stof.tuning.files import replace_whole
 
     console = Console(stderr=True)
     if device:
@@ -37,12 +43,17 @@ def tune_device(
         ]
         if measurements is not None and len(measurements) > 1:
             raise ArgumentError("--device writes one file of measurements")
-        rows = selector.measure(
-            cells, workers, budget, lambda line: console.print(line, style="dim", markup=False), only
+        file = measurements[0] if measurements else None
+        old = [] if file is None or not file.exists() else selector.from_json(json.loads(file.read_text("utf-8")))
+
+        def keep(new: Sequence[Measured]) -> None:
+            if file is not None:
+                replace_whole(file, json.dumps(selector.to_json(selector.replaced(old, new))))
+
+        new = selector.measure(
+            cells, workers, budget, lambda line: console.print(line, style="dim", markup=False), only, keep
         )
-        for file in measurements or ():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(selector.to_json(rows)), encoding="utf-8")
+        rows = selector.replaced(old, new)
     elif measurements:
         rows = [
             row for file in measurements for row in selector.from_json(json.loads(file.read_text(encoding="utf-8")))
