@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stof import LayoutConfig, masks
-from stof.bench import selector
+from stof.bench import fit, selector
 from stof.bench.grid import Shape
 from stof.cli.tune_device import tune_device
 from stof.kernels.triton.work import BlockWiseConfig
@@ -56,8 +56,8 @@ def measured() -> list[selector.Measured]:
 
 def test_fit_gives_back_the_constants(measured: list[selector.Measured]) -> None:
     start = KernelTimes(item=3.0, partial=1.0, full=1.0, merge=1.0, collect=0.2, solo=0.9)
-    fitted = selector.fit(measured, model_with(start))
-    errors, regrets = selector.self_check(measured, fitted)
+    fitted = fit.fit(measured, model_with(start))
+    errors, regrets = fit.self_check(measured, fitted)
     assert max(errors) < 0.1
     assert max(regret.share for regret in regrets) < 0.05
     (times,) = fitted.kernels.values()
@@ -67,10 +67,10 @@ def test_fit_gives_back_the_constants(measured: list[selector.Measured]) -> None
 
 def test_leaving_a_mask_out(measured: list[selector.Measured]) -> None:
     some = [row for row in measured if row.mask in ("causal", "window", "longformer")]
-    errors, regrets = selector.leave_one_out(some, model_with(replace(TRUTH, item=4.0)))
+    errors, regrets = fit.leave_one_out(some, model_with(replace(TRUTH, item=4.0)))
     assert len(errors) == len(some)
     assert {regret.mask for regret in regrets} == {row.mask for row in some}
-    assert "regret" in selector.summary(errors, regrets)
+    assert "regret" in fit.summary(errors, regrets)
 
 
 def test_measurements_survive_json(measured: list[selector.Measured]) -> None:

@@ -27,7 +27,7 @@ def tune_device(
     import torch
     from rich.console import Console
 
-    from stof.bench import selector
+    from stof.bench import fit, selector
     from stof.errors import ArgumentError
     from stof.selection.model import load_model, model_to_dict
     from stof.tuning.files import replace_whole
@@ -66,14 +66,14 @@ def tune_device(
     base = load_model(name)
     torch.set_num_threads(1)  # many tiny tensors
     if check:
-        Console().print(selector.regret_table(rows, base))
+        Console().print(fit.regret_table(rows, base))
         return
     if not device or not measurements or output is not None:  # else only measured, to be fitted elsewhere
-        fitted = selector.fit(rows, base)
-        errors, left_out = selector.leave_one_out(rows, base)
-        quality = {"fit": selector.summary(*selector.self_check(rows, fitted))}
-        quality["leave_one_mask_out"] = selector.summary(errors, left_out)
-        Console().print(selector.regret_table(rows, fitted))
+        fitted = fit.fit(rows, base)
+        errors, left_out = fit.leave_one_out(rows, base)
+        quality = {"fit": fit.summary(*fit.self_check(rows, fitted))}
+        quality["leave_one_mask_out"] = fit.summary(errors, left_out)
+        Console().print(fit.regret_table(rows, fitted))
         for kind, line in quality.items():
             console.print(f"{kind}: {line}")
         if output is not None:
