@@ -22,7 +22,7 @@ def models(
         str, typer.Option(help="model,batch,length,mask separated by spaces; ViT's length is ignored.")
     ] = "bert,8,512,bigbird gpt2,8,1024,window+sinks llama,1,4096,window+sinks",
     impls: Annotated[str, typer.Option(help="Ways to run them, separated by spaces.")] = (
-        "reduce-overhead-sdpa reduce-overhead-flex stof-attention stof stof-quick"
+        "reduce-overhead-sdpa reduce-overhead-flex stof-attention stof stof-whole stof-quick"
     ),
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "float16",
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls; medians are reported.")] = 20,
