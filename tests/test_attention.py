@@ -31,8 +31,8 @@ def check(
     inputs: tuple[Tensor, Tensor, Tensor], mask: Any, keep: Tensor, implementation: str | None = None, **options: Any
 ) -> None:
     out, lse = stof.attention(*inputs, mask, return_lse=True, implementation=implementation, **options)
-    # Parts are merged by their log-sum-exps. In float32 a rounding of one is several roundings of its exponential, which
-    # plain PyTorch has none of, and it may be lucky besides.
+    # Parts are merged by their log-sum-exps. In float32 a rounding of one is several roundings of its exponential;
+    # plain PyTorch has none of those, and may be lucky besides.
     merged = implementation == "batched" and inputs[0].dtype == torch.float32
     assert_attention(out, lse, *inputs, keep, factor=6.0 if merged else 2.0, **options)
 
