@@ -120,6 +120,7 @@ def test_claims_where_asked_for(body: Body) -> None:
 def test_what_is_no_chain() -> None:
     assert found(leaked) == []
     assert found(low_rank, inner=257) == []
+    assert found(low_rank, inner=0) == found(low_rank, m=0) == []
     assert found(lambda x, a, s, b, t, r: F.linear(F.linear(x, a), b).add(F.linear(x, b @ a))) == []
 
 
