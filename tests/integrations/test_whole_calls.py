@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,7 +14,16 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import stof
-from stof.integrations.whole_calls import MOST_RECORDED, WholeCalls, _copy_in, _like, _memory, _same, signature
+from stof.integrations.whole_calls import (
+    MOST_RECORDED,
+    CudaRecorder,
+    WholeCalls,
+    _copy_in,
+    _like,
+    _memory,
+    _same,
+    signature,
+)
 
 
 class Recorder:
@@ -173,6 +184,18 @@ def test_inference_tensors_are_copied_outside_of_inference_mode() -> None:
         with torch.no_grad():
             torch.testing.assert_close(calls(x), module(x), rtol=0, atol=0)
     assert (recorder.made, recorder.replayed) == (1, 3)
+
+
+def test_writing_what_was_there_counts_as_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On memory of this machine, up to the recording itself."""
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    for name in ("Stream", "current_stream", "synchronize", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    x = torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match="writes to its arguments"):
+        CudaRecorder()(lambda x: x.clamp_(min=0) + 1, (x,), {})
+    assert x._version == 0
 
 
 def test_results_with_gradients_are_not_replayed() -> None:
