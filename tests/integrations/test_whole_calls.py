@@ -156,6 +156,23 @@ def test_buffers_of_other_layouts_are_looked_at() -> None:
     assert recorder.made == 2
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_may_become_inference_tensors(frozen: bool) -> None:
+    module = Scaled().eval()
+    calls, recorder = whole(module, frozen=frozen)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            calls(x)
+    with torch.inference_mode():
+        module.double().float()
+        for _ in range(3):
+            torch.testing.assert_close(calls(x), module(x), rtol=0, atol=0)
+    with torch.no_grad():
+        calls(x)
+    assert recorder.made == 2
+
+
 class Counts(Scaled):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         self.shift.add_(1)

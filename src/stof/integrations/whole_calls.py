@@ -223,20 +223,24 @@ class _Weights:
         self._names: list[str] = []
         # Held, so that none that is put in its place can have its address.
         self._entries: list[Any] = []
+        self._tensors: list[Tensor] = []
         self._placed: list[Tensor] = []
         self._versioned: list[Tensor] = []
-        self._seen: tuple[Hashable, ...] | None = None
+        self._places: tuple[int, ...] | None = None
+        self._counts: tuple[int, ...] = ()
 
     def changed(self) -> bool:
         """Whether they are others than in the call before; True for the first."""
-        other = self._seen is None or not self._in_place()
+        other = self._places is None or not self._in_place()
         if other:
             self._look()
-        seen: tuple[Hashable, ...] = tuple(map(operator.attrgetter("training"), self._parts))
-        seen += tuple(map(Tensor.data_ptr, self._placed))
-        if self._frozen:
-            seen += self.versions()
-        changed, self._seen = other or seen != self._seen, seen
+        places = *map(operator.attrgetter("training"), self._parts), *map(Tensor.data_ptr, self._placed)
+        if other or places != self._places:
+            # Inference tensors have no version: what is written to them is not noticed.
+            self._versioned = [x for x in self._tensors if not x.is_inference()]
+            other, self._places = True, places
+        counts = self.versions() if self._frozen else ()
+        changed, self._counts = other or counts != self._counts, counts
         return changed
 
     def versions(self) -> tuple[int, ...]:
@@ -258,10 +262,8 @@ class _Weights:
         self._owners = [owner for owner in self._filled for _ in owner]
         self._names = [name for owner in self._filled for name in owner]
         self._entries = list(map(operator.getitem, self._owners, self._names))
-        tensors = [x for x in self._entries if isinstance(x, Tensor)]
-        self._placed = [x for x in tensors if x.layout is torch.strided]
-        # Inference tensors have no version: what is written to them is not noticed.
-        self._versioned = [x for x in tensors if not x.is_inference()]
+        self._tensors = [x for x in self._entries if isinstance(x, Tensor)]
+        self._placed = [x for x in self._tensors if x.layout is torch.strided]
 
 
 @contextmanager
