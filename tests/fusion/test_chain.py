@@ -17,8 +17,10 @@ import stof
 from stof.errors import ArgumentError
 from stof.fusion import measure, pipeline
 from stof.fusion.claims import Claim, claims
+from stof.fusion.lock import Lock
 from stof.fusion.normalise import normalise
 from stof.fusion.operators import Kind
+from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
 from stof.fusion.rules import pays
 from stof.fusion.templates import GemmConfig, GemmShape, chain, chain_linear, configs, twins, unfit
@@ -120,6 +122,7 @@ def test_claims_where_asked_for(body: Body) -> None:
 def test_what_is_no_chain() -> None:
     assert found(leaked) == []
     assert found(low_rank, inner=257) == []
+    assert found(low_rank, inner=0) == found(low_rank, m=0) == []
     assert found(lambda x, a, s, b, t, r: F.linear(F.linear(x, a), b).add(F.linear(x, b @ a))) == []
 
 
@@ -142,6 +145,18 @@ def test_a_search_may_choose_it(experimental: bool, expected: list[str]) -> None
     assert calls(gm) == expected
     assert [row.template for row in report.segments if row.template] == expected
     torch.testing.assert_close(gm(*args)[0], adapter(**t))
+
+
+@pytest.mark.parametrize("device", ["here", "elsewhere"])
+def test_a_lock_has_it_again_without_the_option(device: str) -> None:
+    t = {name: value.cpu() for name, value in tensors(6, K, R, N, torch.float32).items()}
+    report = pipeline.fuse(capture(adapter, **t), pipeline.Search(Times(), 100.0), twins=True, experimental=True)
+    lock = Lock("here")
+    lock.add([report])
+    gm = capture(adapter, **t)
+    found = pipeline.fuse(gm, twins=True, replay=Replay(lock, device, measure.check))
+    assert ("chain_linear" in calls(gm)) == (device == "here")
+    assert found.graph == report.graph
 
 
 def test_option() -> None:

@@ -110,6 +110,8 @@ NOT_RECOGNISED: dict[str, Body] = {
     "one_factor": lambda x, q, s, b, r: F.linear(x, q.to(x.dtype)) * s[0],
     "other_integers": lambda x, q, s, b, r: F.linear(x, q.to(torch.int16).to(x.dtype)) * s,
     "zero_points": lambda x, q, s, b, r: F.linear(x, (q.to(x.dtype) - 3) * s[:, None]),
+    "inputs_scaled": lambda x, q, s, b, r: torch.addmm(x[0, 0], x[0, :, :N], q.to(x.dtype) * s[:, None]),
+    "inputs_scaled_square": lambda x, q, s, b, r: torch.addmm(b, x[0, :, :N], q[:, :N].to(x.dtype) * s[:, None]),
     "wider_result": lambda x, q, s, b, r: F.linear(x, q.to(x.dtype)) * s.double(),
 }
 
@@ -173,6 +175,33 @@ def test_what_is_measured_are_values_of_all_sizes() -> None:
         (out,) = measure.segment_graph(claim, inputs)(*inputs.values())
         (expected,) = measure.exact(claim, inputs)
         torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("body", [weight_first, product_first])
+def test_what_is_measured_is_of_the_order_of_one(body: Body, stored: torch.dtype) -> None:
+    """In float16, where larger results would be infinite and every kernel as good as PyTorch."""
+    t = tensors(rows=64, k=4096, dtype=torch.float16)
+    claim = claims(normalise(capture(body, **t | {"q": t["q"].to(stored)}).graph), Serving.TWINS)[0][0]
+    (expected,) = measure.exact(claim, measure.random_inputs(claim))
+    assert 0.3 < expected.std() < 3
+
+
+def test_infinite_results_check_nothing() -> None:
+    t = tensors(dtype=torch.float16)
+    claim = claims(normalise(capture(product_first, **t).graph), Serving.TWINS)[0][0]
+    inputs = measure.random_inputs(claim)
+    assert measure._checked(claim, inputs, "", measure.exact(claim, inputs))[0] == ""
+    inputs[claim.arguments["scale"]].fill_(6e4)
+    assert measure._checked(claim, inputs, "", measure.exact(claim, inputs))[0].startswith("wrong: off by inf")
+
+
+def test_sums_of_integers_have_room() -> None:
+    """Beyond float16's largest number, 65504, before the factors bring them back."""
+    t = tensors(dtype=torch.float16)
+    x, q, s = t["x"].abs() + 100, t["q"].abs(), t["s"].abs() / 100
+    exact = x.double() @ (q.double() * s.double()[:, None]).T
+    torch.testing.assert_close(scaled_linear(x, q, s, None, None, "none", "").double(), exact, atol=1e-2, rtol=1e-3)
 
 
 def test_any_number_of_rows() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stof.fusion import store as store_module
 from stof.fusion.choices import Tuned, choices_path, read_choices, update_choices
 from stof.fusion.store import Contents, Entry, Result, Store, default_store, segment_key
 from stof.tuning import files
@@ -131,4 +132,8 @@ def test_folders_and_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     store = default_store(torch.device("cpu"), tmp_path)
     assert store.path.parent == tmp_path
     assert store.environment["torch"] == torch.__version__
+    monkeypatch.setattr(store_module, "package_version", lambda name: None if name == "tilelang" else "1")
+    without = default_store(torch.device("cpu"), tmp_path)
+    monkeypatch.setattr(store_module, "package_version", lambda name: "1")
+    assert default_store(torch.device("cpu"), tmp_path).path != without.path, "whose times are of no use without it"
     assert segment_key(("a", 1)) == segment_key(("a", 1)) != segment_key(("a", 2))

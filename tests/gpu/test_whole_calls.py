@@ -73,6 +73,16 @@ def test_results_are_right_and_stay_valid(mode: Any) -> None:
     assert recorded(fast) == 9
 
 
+def test_inference_tensors_outside_of_inference_mode() -> None:
+    module, fast = optimised()
+    for _ in range(4):
+        with torch.inference_mode():
+            x = torch.randn(2, 40, 64, device="cuda", dtype=torch.half)
+        with torch.no_grad():
+            close(fast(x), module, x)
+    assert recorded(fast) == 1
+
+
 def test_changed_weights_are_seen() -> None:
     module, fast = optimised()
     x = torch.randn(5, 64, device="cuda", dtype=torch.half)

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import stof
-from stof.integrations.whole_calls import MOST_RECORDED, WholeCalls, _like, _memory, _same, signature
+from stof.integrations.whole_calls import (
+    MOST_RECORDED,
+    CudaRecorder,
+    WholeCalls,
+    _copy_in,
+    _like,
+    _memory,
+    _same,
+    signature,
+)
 
 
 class Recorder:
@@ -28,8 +40,7 @@ class Recorder:
 
         def replay(tensors: Sequence[Tensor]) -> Any:
             self.replayed += 1
-            for old, new in zip(kept, tensors, strict=True):
-                _memory(old).copy_(_memory(new))
+            _copy_in([_memory(x) for x in kept], tensors)
             return call(*inputs[: len(args)], **named)
 
         return replay
@@ -109,6 +120,166 @@ def test_weights_that_are_others_need_a_new_recording(frozen: bool) -> None:
         assert made() == 0
 
 
+def test_modules_that_are_others_need_a_new_recording() -> None:
+    module = nn.Sequential(Scaled(), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Linear(4, 4, bias=False))
+    calls, recorder = whole(module.eval())
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for change in (
+            lambda: None,
+            lambda: setattr(module[1], "0", nn.Linear(4, 4)),
+            lambda: setattr(module[2], "bias", nn.Parameter(torch.randn(4))),
+            lambda: module[1].append(nn.Tanh()),
+            lambda: module[1].pop(1),
+            lambda: module.insert(0, nn.Linear(4, 4)),
+            lambda: module.append(nn.Dropout(0.0).eval()),
+            lambda: module[-1].train(),
+        ):
+            change()
+            before = recorder.made
+            for _ in range(3):
+                torch.testing.assert_close(calls(x), module(x), rtol=0, atol=0)
+            assert recorder.made == before + 1
+
+
+def test_buffers_of_other_layouts_are_looked_at() -> None:
+    module = Scaled().eval()
+    module.register_buffer("sparse", torch.eye(4).to_sparse())
+    calls, recorder = whole(module, frozen=True)
+    with torch.no_grad():
+        for _ in range(4):
+            calls(torch.randn(3, 4))
+        assert recorder.made == 1
+        module.sparse = torch.eye(4).to_sparse()
+        for _ in range(4):
+            calls(torch.randn(3, 4))
+    assert recorder.made == 2
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_may_become_inference_tensors(frozen: bool) -> None:
+    module = Scaled().eval()
+    calls, recorder = whole(module, frozen=frozen)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            calls(x)
+    with torch.inference_mode():
+        module.double().float()
+        for _ in range(3):
+            torch.testing.assert_close(calls(x), module(x), rtol=0, atol=0)
+    with torch.no_grad():
+        calls(x)
+    assert recorder.made == 2
+
+
+class Counts(Scaled):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.shift.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_writes_to_its_buffers_does_so_once_a_call(compiled: bool) -> None:
+    module = Counts().eval()
+    call = torch.compile(module, backend="aot_eager") if compiled else module
+    recorder = Recorder()
+    calls = WholeCalls(call, module, recorder=recorder, device_type="cpu")
+    with torch.inference_mode():
+        for _ in range(4):
+            calls(torch.randn(3, 4))
+    assert recorder.made == 0
+    assert module.shift.tolist() == [4.0] * 4
+
+
+def test_inference_tensors_are_copied_outside_of_inference_mode() -> None:
+    module = Scaled().eval()
+    calls, recorder = whole(module)
+    for _ in range(4):
+        with torch.inference_mode():
+            x = torch.randn(3, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(calls(x), module(x), rtol=0, atol=0)
+    assert (recorder.made, recorder.replayed) == (1, 3)
+
+
+def test_writing_what_was_there_counts_as_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On memory of this machine, up to the recording itself."""
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    for name in ("Stream", "current_stream", "synchronize", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    x = torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match="writes to its arguments"):
+        CudaRecorder()(lambda x: x.clamp_(min=0) + 1, (x,), {})
+    assert x._version == 0
+
+
+def test_results_with_gradients_are_not_replayed() -> None:
+    module = Scaled().eval()
+    calls, recorder = whole(module)
+    for _ in range(3):
+        calls(torch.randn(3, 4)).sum().backward()
+    assert recorder.made == 0
+
+
+def test_recording_keeps_nothing_of_autocast() -> None:
+    """What autocast keeps of weights ends with its context; a recording made with it would read freed memory."""
+    kept: list[bool] = []
+
+    def recorder(call: Any, args: Any, kwargs: Any) -> Any:
+        kept.append(torch.is_autocast_cache_enabled())
+        return Recorder()(call, args, kwargs)
+
+    module = Scaled().eval()
+    calls = WholeCalls(module, module, recorder=recorder, device_type="cpu")
+    with torch.no_grad(), torch.autocast("cpu"):
+        for _ in range(3):
+            calls(torch.randn(3, 4))
+        assert torch.is_autocast_cache_enabled()
+    assert kept == [False]
+
+
+def test_the_default_dtype_is_noticed() -> None:
+    class Made(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum() + torch.ones(2)
+
+    calls, recorder = whole(Made().eval())
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            assert calls(x).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            for _ in range(3):
+                assert calls(x).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert recorder.made == 2
+
+
+def test_transformed_calls_go_to_the_model() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module = Scaled().eval()
+    calls, recorder = whole(module)
+    x, tangent = torch.randn(3, 4), torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            calls(x)
+        mapped = torch.func.vmap(calls)(torch.stack([x, tangent]))
+        torch.testing.assert_close(mapped, module(torch.stack([x, tangent])))
+        _, moved = torch.func.jvp(calls, (x,), (tangent,))
+        torch.testing.assert_close(moved, torch.func.jvp(module, (x,), (tangent,))[1])
+        with FlopCounterMode(display=False) as counter:
+            calls(x)
+        assert counter.get_total_flops() == 2 * 3 * 4 * 4
+    with forward_ad.dual_level(), torch.no_grad():
+        assert signature((forward_ad.make_dual(x, tangent),), {}, "cpu") == (None, [])
+    assert (recorder.made, recorder.replayed) == (1, 2)
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -122,6 +293,11 @@ def test_weights_that_are_others_need_a_new_recording(frozen: bool) -> None:
 )
 def test_what_cannot_be_recorded_has_no_signature(args: tuple[Any, ...]) -> None:
     assert signature(args, {}, "cpu") == (None, [])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_have_no_signature() -> None:
+    assert signature((torch.nested.as_nested_tensor([torch.randn(2, 4)]),), {}, "cpu") == (None, [])
 
 
 def test_signatures_know_numbers_apart() -> None:

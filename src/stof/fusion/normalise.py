@@ -97,7 +97,8 @@ def _linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     width = weight_value.shape[1 if transposed else 0]
     if bias_value is not None and not same_size(bias_value.shape, (width,)):
         return None
-    quantised = quantised_weight(weight)
+    # A weight `[K, N]` with a factor for each row has one for each column of x.
+    quantised = None if transposed else quantised_weight(weight)
     inside |= set() if quantised is None else quantised.nodes
     viewed = x
     if is_row_view(x) and all(user in inside for user in x.users):

@@ -76,7 +76,7 @@ def fuse(
         search: measures; without one, or a lock to replay, the rules decide.
         twins: claim templates where they have no kernel as well, and run them as plain PyTorch.
         fold: RMSNorms' weights may be folded into the products after them; a lock may say so as well.
-        experimental: two products may become one kernel, where a search finds that faster.
+        experimental: two products may become one kernel, where a search finds that faster, or a lock that it was.
         known: what was measured before, for the rules.
         replay: a lock that says it all.
     """
@@ -88,7 +88,6 @@ def fuse(
         return report
     _merge(gm, report)
     operators, order = normalise(gm.graph), GraphOrder(gm.graph)
-    operators = [replace(o, chainable=experimental) if o.kind is Kind.LINEAR else o for o in operators]
     # Graphs that leave sizes open are others, even where their first call is alike.
     left_open = any(is_symbolic(operator.value.shape) for operator in operators)
     report.graph = Scheme(len(operators)).digest(operators) + "-open" * left_open
@@ -96,6 +95,8 @@ def fuse(
     if report.fold and not fold:
         report.notes.append("norms' weights are folded into products, as where the lock was made")
     operators = [replace(o, foldable=report.fold) if o.kind in NORMS else o for o in operators]
+    chains = experimental or (replay is not None and replay.chains(report.graph))
+    operators = [replace(o, chainable=chains) if o.kind is Kind.LINEAR else o for o in operators]
     report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, serving)]
     timer, ahead = (search.time_claim, search.ahead) if search is not None else (None, None)
     graph = GraphSpace(operators, order, timer, serving, ahead, known)

@@ -14,6 +14,7 @@ from stof.fusion.report import FusionReport
 from stof.fusion.rules import bucket, suggested
 from stof.fusion.store import Contents, Store, segment_key
 from stof.fusion.templates.buckets import bucket_of, table, written
+from stof.fusion.templates.config import CHAIN
 from stof.fusion.tune import GraphSpace
 
 
@@ -34,6 +35,12 @@ class Replay:
     def folds(self, graph: str) -> bool:
         """Whether the lock folds norms' weights in a graph, on this device."""
         return self.lock.device == self.device and self.lock.folds(graph)
+
+    def chains(self, graph: str) -> bool:
+        """Whether the lock has two products in one kernel in a graph, on this device."""
+        found = self.lock.graphs.get(graph)
+        rows = found.segments if found is not None and self.lock.device == self.device else ()
+        return any(row.template == CHAIN for row in rows)
 
 
 def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[int, Choice]:

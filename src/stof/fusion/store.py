@@ -179,6 +179,7 @@ def default_store(device: torch.device, folder: Path | None = None) -> Store:
             "device": device_name(device),
             "torch": torch.__version__,
             "triton": package_version("triton") or "none",
+            "tilelang": package_version("tilelang") or "none",  # without it, its times are of what does not run
             "source": source_digest("templates"),
         },
     )

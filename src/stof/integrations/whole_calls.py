@@ -11,12 +11,15 @@ from __future__ import annotations
 import operator
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from stof.tuning.capture import captured
@@ -34,12 +37,15 @@ class WholeCalls:
     """A callable that runs the first call of each kind as it is, records the second as a CUDA graph, and replays it.
 
     Results are copies, so they stay valid after the next call. Calls are passed on unrecorded if an argument is neither
-    a CUDA tensor nor None, a number, text, a dtype or a device; if gradients are recorded for an argument; in training
-    mode; while another capture or compilation goes on; and if recording failed once, with a warning.
+    a CUDA tensor nor None, a number, text, a dtype or a device; if gradients are recorded for an argument or a result;
+    in training mode; while another capture or compilation goes on, or a transformation (`torch.func`) or a dispatch
+    mode is active; if the call before wrote to a parameter or a buffer, which recording would do twice; and if
+    recording failed once, with a warning.
 
-    Noticed between calls: other shapes, strides, dtypes and values of arguments; grad, inference and autocast mode;
-    training mode of the model; parameters and buffers that were replaced or moved, with `frozen` also new values of
-    them. Not noticed is what else changes the model's Python code: hooks, attributes, configurations.
+    Noticed between calls: other shapes, strides, dtypes and values of arguments; grad, inference and autocast mode,
+    default dtype, deterministic algorithms; training mode of the model and its modules; modules, parameters and buffers
+    that were replaced, added, taken out or moved, with `frozen` also new values of them, but not through `.data`. Not
+    noticed is what else changes the model's Python code: hooks, attributes, configurations.
 
     Args:
         call: the compiled model's call.
@@ -80,8 +86,9 @@ class WholeCalls:
             if replay is not None:
                 self._recorded.move_to_end(key)
                 return replay(tensors)
+        versions = self._weights.versions()
         out = self._call(*args, **kwargs)
-        if key not in self._failed:
+        if key not in self._failed and versions == self._weights.versions() and not _records_gradients(out):
             if len(self._met) >= 8 * MOST_RECORDED:  # an argument that is different in every call
                 self._met.clear()
             self._met.add(key)
@@ -93,7 +100,8 @@ class WholeCalls:
         if len(self._recorded) >= MOST_RECORDED:
             self._recorded.popitem(last=False)
         try:
-            self._recorded[key] = self._recorder(self._call, args, kwargs)
+            with _no_autocast_cache():
+                self._recorded[key] = self._recorder(self._call, args, kwargs)
         except Exception as error:  # whatever a model does that cannot be captured: it synchronises, copies, ...
             self._failed.add(key)
             reason = f"a call cannot be recorded as a CUDA graph and runs unrecorded: {error}"
@@ -112,6 +120,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self.pool: Any = None
+        self.alive: weakref.WeakSet[Recording] = weakref.WeakSet()
         self.last: torch.cuda.Stream | None = None
 
     def __call__(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replay:
@@ -136,19 +145,23 @@ class Recording:
         self._inputs = [_memory(x) for x in inputs if isinstance(x, Tensor)]
         self._device = self._inputs[0].device
         with torch.cuda.device(self._device):
-            recorder.pool = recorder.pool or torch.cuda.graph_pool_handle()
+            if recorder.pool is None or not recorder.alive:  # PyTorch takes no pool again that was given up
+                recorder.pool = torch.cuda.graph_pool_handle()
+            versions = _versions(self._inputs)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # libraries allocate workspaces for a stream on first use
                 call(*inputs[: len(args)], **named)
             torch.cuda.synchronize()
-            if not all(_same(new, old) for new, old in zip(inputs, given, strict=True)):
+            same = all(_same(new, old) for new, old in zip(inputs, given, strict=True))
+            if not same or versions != _versions(self._inputs):  # it may have written what was there already
                 raise RuntimeError("it writes to its arguments")
             try:
                 self._graph, out = captured(lambda: call(*inputs[: len(args)], **named), side, recorder.pool)
             except BaseException:
                 recorder.pool = None  # who knows what is left in it
                 raise
+        recorder.alive.add(self)
         self._leaves, self._spec = pytree.tree_flatten(out)
         for leaf in self._leaves:
             if not isinstance(leaf, (*_PLAIN, float, Tensor)):
@@ -162,8 +175,7 @@ class Recording:
             if self._recorder.last not in (None, stream):  # which may still read what this replay writes
                 stream.wait_stream(self._recorder.last)
             self._recorder.last = stream
-            for kept, new in zip(self._inputs, tensors, strict=True):
-                kept.copy_(_memory(new))
+            _copy_in(self._inputs, tensors)
             self._graph.replay()
             leaves = [x.clone() if isinstance(x, Tensor) else x for x in self._leaves]
         return pytree.tree_unflatten(leaves, self._spec)
@@ -171,11 +183,14 @@ class Recording:
 
 def signature(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> tuple[Hashable, list[Tensor]]:
     """What a recording depends on, and the tensors among the arguments; (None, []) for what cannot be recorded."""
+    if _transformed():
+        return None, []
     key: list[Hashable] = [len(args), *kwargs]
     tensors: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if type(value) is Tensor or type(value) is nn.Parameter:
-            if value.device.type != device_type or value.requires_grad or value.layout is not torch.strided:
+            strided = value.layout is torch.strided and not value.is_nested
+            if value.device.type != device_type or value.requires_grad or not strided:
                 return None, []
             key.append((value.shape, value.stride(), value.dtype, value.device, value.is_inference()))
             tensors.append(value)
@@ -188,6 +203,7 @@ def signature(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) 
     if not tensors or any(x.device != tensors[0].device for x in tensors):
         return None, []
     key += [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    key += [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
     if torch.is_autocast_enabled(device_type):
         key.append(torch.get_autocast_dtype(device_type))
     return tuple(key), tensors
@@ -196,42 +212,90 @@ def signature(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) 
 class _Weights:
     """Where the parameters and buffers of a module lie, to see whether they are still there.
 
-    They are looked up by name in their modules, so that one put in another's place is seen too.
+    They are looked up by name in their modules, and these in theirs, so that one put in another's place is seen too.
     """
 
     def __init__(self, module: nn.Module, frozen: bool) -> None:
         self._module, self._frozen = module, frozen
-        self._owners: list[Mapping[str, Tensor]] = []
+        self._parts: list[nn.Module] = []
+        self._filled: list[Mapping[str, Any]] = []
+        self._owners: list[Mapping[str, Any]] = []
         self._names: list[str] = []
+        # Held, so that none that is put in its place can have its address.
+        self._entries: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._placed: list[Tensor] = []
         self._versioned: list[Tensor] = []
-        self._seen: tuple[int, ...] | None = None
+        self._places: tuple[int, ...] | None = None
+        self._counts: tuple[int, ...] = ()
 
     def changed(self) -> bool:
         """Whether they are others than in the call before; True for the first."""
-        try:
-            now = list(map(operator.getitem, self._owners, self._names))
-            seen = tuple(map(Tensor.data_ptr, now))
-        except (KeyError, TypeError):  # one is gone
-            self._seen = None
-        if self._seen is None:
-            now = self._look()
-            seen = tuple(map(Tensor.data_ptr, now))
-        if self._frozen:
-            if seen != (self._seen or ())[: len(seen)]:
-                # Inference tensors have no version: what is written to them is not noticed.
-                self._versioned = [x for x in now if not x.is_inference()]
-            seen += tuple(map(operator.attrgetter("_version"), self._versioned))
-        changed, self._seen = seen != self._seen, seen
+        other = self._places is None or not self._in_place()
+        if other:
+            self._look()
+        places = *map(operator.attrgetter("training"), self._parts), *map(Tensor.data_ptr, self._placed)
+        if other or places != self._places:
+            # Inference tensors have no version: what is written to them is not noticed.
+            self._versioned = [x for x in self._tensors if not x.is_inference()]
+            other, self._places = True, places
+        counts = self.versions() if self._frozen else ()
+        changed, self._counts = other or counts != self._counts, counts
         return changed
 
-    def _look(self) -> list[Tensor]:
-        self._owners, self._names = [], []
-        for part in self._module.modules():
-            for owner in (part._parameters, part._buffers):
-                for name in (name for name, value in owner.items() if value is not None):
-                    self._owners.append(owner)  # type: ignore[arg-type]
-                    self._names.append(name)
-        return list(map(operator.getitem, self._owners, self._names))
+    def versions(self) -> tuple[int, ...]:
+        """How often each was written to, as far as PyTorch counts that."""
+        return tuple(map(operator.attrgetter("_version"), self._versioned))
+
+    def _in_place(self) -> bool:
+        """Whether the modules hold what they held, and nothing else."""
+        try:
+            now = map(operator.getitem, self._owners, self._names)
+            return all(map(operator.is_, now, self._entries)) and sum(map(len, self._filled)) == len(self._entries)
+        except KeyError:  # one is gone
+            return False
+
+    def _look(self) -> None:
+        self._parts = list(self._module.modules())
+        every = [owner for part in self._parts for owner in (part._modules, part._parameters, part._buffers)]
+        self._filled = [owner for owner in every if owner]
+        self._owners = [owner for owner in self._filled for _ in owner]
+        self._names = [name for owner in self._filled for name in owner]
+        self._entries = list(map(operator.getitem, self._owners, self._names))
+        self._tensors = [x for x in self._entries if isinstance(x, Tensor)]
+        self._placed = [x for x in self._tensors if x.layout is torch.strided]
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast converts weights anew: what it keeps ends with its context, and a recording would go on reading it."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _transformed() -> bool:
+    """Whether tensors may be more than they seem, or somebody looks at each operator."""
+    functions = torch._C._functorch.peek_interpreter_stack()
+    return functions is not None or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _records_gradients(out: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(out))
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Of those that have one."""
+    return tuple(x._version for x in tensors if not x.is_inference())
+
+
+def _copy_in(kept: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    with torch.inference_mode():  # among them may be inference tensors, which cannot be written to outside
+        for old, new in zip(kept, tensors, strict=True):
+            old.copy_(_memory(new))
 
 
 def _capturing(x: Tensor) -> bool:

@@ -117,8 +117,9 @@ def scaled_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
 ) -> Tensor:
     """`act(scale * (x @ weight.T) + bias) + residual`, scale one factor a row of the weight."""
-    # The weight's own values first, as integers of this size are exact in every dtype.
-    out = F.linear(x, weight.to(x.dtype)) * scale.reshape(-1).to(x.dtype)
+    # The own values first: integers of this size are exact in every dtype, but float16 has no room for their sums.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = (F.linear(x.to(wide), weight.to(wide)) * scale.reshape(-1).to(wide)).to(x.dtype)
     out = activated(out if bias is None else out + bias, activation)
     return out if residual is None else out + residual
 
