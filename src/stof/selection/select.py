@@ -170,7 +170,7 @@ def _weigh(
                 starved.append((choice, counted))
             else:
                 good.append(Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model)))
-    # Wider tiles serve instead, where there are any: not for a plan with a layout of its own, nor where they do not fit.
+    # Wider tiles serve instead, where there are any: a plan with a layout of its own may have none.
     served = {candidate.name for candidate in good}
     for choice, counted in starved:
         if choice.implementation not in served:
