@@ -189,6 +189,39 @@ def test_calls_see_the_last_update(twin: Twin, capturing: list[bool]) -> None:
     plan.check()
 
 
+def test_calls_do_not_rely_on_a_graph_being_replayed(capturing: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists first used within a capture are filled in replays of that graph: other graphs and calls fill them first."""
+    plan = plan_of(topk(0))
+    room = plan._room
+    assert isinstance(room, BlockRoom)
+    launches = room.work_launches
+    captured = 0
+
+    def launched() -> tuple[Callable[[], None], ...]:
+        def launch() -> None:
+            nonlocal captured
+            captured += capturing[0]
+            if not capturing[0]:
+                for each in launches():
+                    each()
+
+        return (launch,)
+
+    monkeypatch.setattr(BlockRoom, "work_launches", lambda room: launched())
+    q, k, v = make_inputs(heads=2, q_len=LENGTH, kv_len=LENGTH, head_dim=64, dtype=torch.float16).qkv
+    for number in (1, 2):
+        capturing[0] = True
+        stof.attention(q, k, v, plan)  # what it computes has no meaning before a replay
+        assert captured == number
+    capturing[0] = False
+    attend(plan, "block_wise")(topk(0))
+    assert not room.unfilled
+    assert [*room.filled] == ["block_wise"]
+    plan.update(topk(1))
+    attend(plan, "block_wise")(topk(1))
+    assert captured == 2
+
+
 def test_rows_of_keys_nobody_sees() -> None:
     """TMA would read the keys behind the last query: such plans keep to the block-wise kernel."""
     scores = torch.randn(2, 4, 5)
