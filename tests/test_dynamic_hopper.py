@@ -148,6 +148,8 @@ def test_the_next_choice_serves(capturing: list[bool]) -> None:
     plan = plan_of(topk(0))
     capturing[0] = True
     assert plan.choice(CALL).implementation == "block_wise"
+    with pytest.raises(UnsupportedError, match="make one before the capture"):
+        plan.choice(CALL, "hopper")
     capturing[0] = False
     assert plan.choice(CALL) == plan.candidates(CALL)[0].choice
 
