@@ -18,7 +18,7 @@ from stof.kernels.triton.runtime_blocks import BlockRoom
 from stof.masks.runtime import BlockTopK
 from stof.selection import IMPLEMENTATIONS, failures
 from stof.testing import assert_attention, make_inputs
-from tests.kernels.test_hopper_launch import Twin, twin
+from tests.kernels.test_hopper_launch import Twin, twin, unaligned
 from tests.selection.fakes import H200_SHARED, call_of, fake_gpu
 
 __all__ = ["twin"]
@@ -238,3 +238,14 @@ def test_rows_of_keys_nobody_sees() -> None:
     stale = (x.masked_fill(unseen[..., None], torch.nan) for x in (k, v))
     out, lse = stof.attention(q, *stale, plan, return_lse=True)
     assert_attention(out, lse, q, k, v, mask.to_dense(200, 300))
+
+
+def test_tensors_at_odd_addresses_see_updates(twin: Twin) -> None:
+    """Their copies have jobs of their own, which every call brings up to date as well."""
+    plan = plan_of(topk(0))
+    q, k, v = (unaligned(x) for x in make_inputs(heads=2, q_len=LENGTH, head_dim=64, dtype=torch.float16).qkv)
+    for seed in range(3):
+        plan.update(topk(seed))
+        out, lse = stof.attention(q, k, v, plan, return_lse=True, implementation="hopper")
+        assert_attention(out, lse, q, k, v, topk(seed).to_dense(LENGTH))
+    assert twin.constants["AT_RUN_TIME"]
