@@ -319,7 +319,8 @@ class Plan:
 
 
 def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    # Where PyTorch knows no GPU, asking about its streams is an error.
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 plan_cache: PlanCache[Plan] = PlanCache(max_entries=128, max_bytes=2**28)
