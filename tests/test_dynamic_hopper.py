@@ -18,7 +18,7 @@ from stof.kernels.triton.runtime_blocks import BlockRoom
 from stof.masks.runtime import BlockTopK
 from stof.selection import IMPLEMENTATIONS, failures
 from stof.testing import assert_attention, make_inputs
-from tests.kernels.test_hopper_launch import Twin, twin
+from tests.kernels.test_hopper_launch import Twin, twin, unaligned
 from tests.selection.fakes import H200_SHARED, call_of, fake_gpu
 
 __all__ = ["twin"]
@@ -148,6 +148,8 @@ def test_the_next_choice_serves(capturing: list[bool]) -> None:
     plan = plan_of(topk(0))
     capturing[0] = True
     assert plan.choice(CALL).implementation == "block_wise"
+    with pytest.raises(UnsupportedError, match="make one before the capture"):
+        plan.choice(CALL, "hopper")
     capturing[0] = False
     assert plan.choice(CALL) == plan.candidates(CALL)[0].choice
 
@@ -189,6 +191,39 @@ def test_calls_see_the_last_update(twin: Twin, capturing: list[bool]) -> None:
     plan.check()
 
 
+def test_calls_do_not_rely_on_a_graph_being_replayed(capturing: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists first used within a capture are filled in replays of that graph: other graphs and calls fill them first."""
+    plan = plan_of(topk(0))
+    room = plan._room
+    assert isinstance(room, BlockRoom)
+    launches = room.work_launches
+    captured = 0
+
+    def launched() -> tuple[Callable[[], None], ...]:
+        def launch() -> None:
+            nonlocal captured
+            captured += capturing[0]
+            if not capturing[0]:
+                for each in launches():
+                    each()
+
+        return (launch,)
+
+    monkeypatch.setattr(BlockRoom, "work_launches", lambda room: launched())
+    q, k, v = make_inputs(heads=2, q_len=LENGTH, kv_len=LENGTH, head_dim=64, dtype=torch.float16).qkv
+    for number in (1, 2):
+        capturing[0] = True
+        stof.attention(q, k, v, plan)  # what it computes has no meaning before a replay
+        assert captured == number
+    capturing[0] = False
+    attend(plan, "block_wise")(topk(0))
+    assert not room.unfilled
+    assert [*room.filled] == ["block_wise"]
+    plan.update(topk(1))
+    attend(plan, "block_wise")(topk(1))
+    assert captured == 2
+
+
 def test_rows_of_keys_nobody_sees() -> None:
     """TMA would read the keys behind the last query: such plans keep to the block-wise kernel."""
     scores = torch.randn(2, 4, 5)
@@ -203,3 +238,14 @@ def test_rows_of_keys_nobody_sees() -> None:
     stale = (x.masked_fill(unseen[..., None], torch.nan) for x in (k, v))
     out, lse = stof.attention(q, *stale, plan, return_lse=True)
     assert_attention(out, lse, q, k, v, mask.to_dense(200, 300))
+
+
+def test_tensors_at_odd_addresses_see_updates(twin: Twin) -> None:
+    """Their copies have jobs of their own, which every call brings up to date as well."""
+    plan = plan_of(topk(0))
+    q, k, v = (unaligned(x) for x in make_inputs(heads=2, q_len=LENGTH, head_dim=64, dtype=torch.float16).qkv)
+    for seed in range(3):
+        plan.update(topk(seed))
+        out, lse = stof.attention(q, k, v, plan, return_lse=True, implementation="hopper")
+        assert_attention(out, lse, q, k, v, topk(seed).to_dense(LENGTH))
+    assert twin.constants["AT_RUN_TIME"]

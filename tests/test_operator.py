@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,12 +15,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import stof
-from stof import masks
+from stof import masks, plans
 from stof.attention import masked_attention_op
 from stof.errors import DtypeError, MaskError, UnsupportedError
-from stof.layout import LayoutConfig
+from stof.layout import LayoutConfig, build_layout
 from stof.ops import attention_op
-from stof.plans import PlanCache
+from stof.plans import Plan, PlanCache
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs, spread
 
@@ -310,6 +311,34 @@ def cache_of(entries: int, size: int, monkeypatch: pytest.MonkeyPatch) -> PlanCa
     cache = PlanCache(max_entries=entries, max_bytes=size)
     monkeypatch.setattr("stof.plans.plan_cache", cache)
     return cache
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_graphs_keep_what_they_read(monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    """Calls that were captured live on when the cache drops their plan, or the plan drops them: replays use them."""
+    capturing = False
+    monkeypatch.setattr(plans, "_capturing", lambda device: capturing)
+    monkeypatch.setattr(plans, "_IN_GRAPHS", set())
+    cache_of(8, 2**20, monkeypatch)
+    q, k, v = make_inputs(q_len=40, kv_len=40, head_dim=16).qkv
+    mask = masks.causal()
+    layout = build_layout(mask, 40, 40, LayoutConfig(16, 16))
+    plan = stof.plan(mask, 40) if cached else Plan.of_layout(layout, "causal()")
+    stof.attention(q, k, v, plan)
+    (eager,) = map(weakref.ref, plan._bound.values())
+    capturing = True
+    stof.attention(q, k, v, plan)
+    stof.attention(q, k, v, plan, scale=0.5)
+    capturing = False
+    stof.attention(q, k, v, plan, scale=0.25)
+    calls = [weakref.ref(call) for call in plan._bound.values()]
+    assert calls[0] == eager
+    monkeypatch.setattr(plans, "_MOST_BOUND", 1)
+    stof.attention(q, k, v, plan, scale=0.125)  # all others are dropped
+    assert [call() is not None for call in calls] == [True, True, False]
+    plans.plan_cache.clear()
+    del plan
+    assert [call() is not None for call in calls] == [cached, cached, False]
 
 
 def test_cache_hits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,11 @@ class DynamicPlan(Plan):
         if self._room is None:
             return super().choice(call, implementation)
         # The Hopper kernel's first call deals out jobs on the host, which no graph can hold.
-        offered = (*_KERNELS[1:],) if torch.cuda.is_current_stream_capturing() else _KERNELS
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing and implementation == "hopper":
+            reason = "its first call for such tensors cannot be captured; make one before the capture"
+            raise UnsupportedError("a dynamic plan cannot run this call", {"hopper": [reason]})
+        offered = (*_KERNELS[1:],) if capturing else _KERNELS
         key = (call, implementation or ",".join(offered))
         found = self._choices.get(key)
         if found is None:

@@ -68,6 +68,9 @@ def _likeness(
 # Plans by handle, for compiled code: a graph can hold a number, not a plan.
 _BY_HANDLE: WeakValueDictionary[str, Plan] = WeakValueDictionary()
 _HANDLES = itertools.count(1)
+# Calls of cached plans that are part of CUDA graphs. Replays read their memory, and nothing tells when a graph has
+# gone; the cache drops plans, and a plan calls of other shapes.
+_IN_GRAPHS: set[BoundCall] = set()
 
 
 class Plan:
@@ -105,6 +108,7 @@ class Plan:
         self._prepared: dict[Choice, PreparedLayout] = {}
         self._choices: dict[tuple[CallSpec, str | None], Choice] = {}
         self._bound: dict[Hashable, BoundCall] = {}
+        self._in_graphs: set[BoundCall] = set()
         self._unfit: dict[tuple[object, ...], str] = {}
         self.handle = f"plan {next(_HANDLES)}"
         _BY_HANDLE[self.handle] = self
@@ -194,15 +198,20 @@ class Plan:
         if not self._bound or not is_plain(*given[:5]):
             return None
         try:
-            return self._bound.get(_likeness(*given))
+            found = self._bound.get(_likeness(*given))
         except (AttributeError, TypeError):  # no tensor, or a scale that is no number: the checks have the message
             return None
+        if found is not None and _capturing(self.device):
+            self._in_graphs.add(found)
+        return found
 
     def bind(self, given: tuple[Any, ...], call: BoundCall) -> None:
         """Keep a call for arguments like those given to `attention`."""
         if len(self._bound) >= _MOST_BOUND:
             self._bound.clear()
         self._bound[_likeness(*given)] = call
+        if _capturing(self.device):
+            self._in_graphs.add(call)
 
     def prepared(self, choice: Choice | str) -> PreparedLayout:
         """The layout of a choice in the form its implementation reads; computed once."""
@@ -309,6 +318,11 @@ class Plan:
         return f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={tiles}, device={str(self.device)!r})"
 
 
+def _capturing(device: torch.device) -> bool:
+    # Where PyTorch knows no GPU, asking about its streams is an error.
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 plan_cache: PlanCache[Plan] = PlanCache(max_entries=128, max_bytes=2**28)
 
 
@@ -347,5 +361,6 @@ def make_plan(
         layout = choose_layout(mask, q_len, kv_len, batch=batch, heads=heads, device=device, row_order=row_order)
         plan = Plan.of_layout(layout, repr(mask), geometry)
     if key is not None:
+        plan._in_graphs = _IN_GRAPHS
         plan_cache.put(key, plan)
     return plan

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN
+from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN, job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
 from stof.kernels.triton.work import BlockWiseConfig
@@ -231,6 +231,28 @@ def test_memory_that_must_be_copied(change: Any, which: tuple[int, ...]) -> None
     for number in which:
         given[number] = change(given[number])
     check_call(build_layout(LONG, 200, 333, LayoutConfig(128, 128, 16)), given[0], given[1], given[2])
+
+
+@pytest.mark.usefixtures("poisoned_memory", "twin")
+def test_jobs_are_dealt_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for tensors that do not begin where TMA wants them to: every call copies these, and no more."""
+    dealt = 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal dealt
+        dealt += 1
+        return job_lists(*given)
+
+    monkeypatch.setattr("stof.kernels.hopper.attention.job_lists", counted)
+    layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64))
+    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, BlockWiseConfig(4, 2))
+    q, k, v = inputs()
+    call = IMPLEMENTATIONS["hopper"].bound(unaligned(q), k, v, tensors, sizes, Options(0.125, 0.0, None, None))
+    for seed in range(3):
+        q, k, v = inputs(seed=seed)
+        out, lse = call(unaligned(q), k, v, None, None)
+        assert_attention(out, lse, q, k, v, layout.to_dense())
+    assert dealt == 2
 
 
 @pytest.mark.usefixtures("poisoned_memory", "twin")

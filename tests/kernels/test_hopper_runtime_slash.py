@@ -185,6 +185,20 @@ def test_lists_that_mean_nothing() -> None:
         assert_attention(out[:, :1], lse[:, :1], q[:, :1], k[:, :1], v[:, :1], keep)
 
 
+def test_no_tiles_are_made_of_distances_that_do_not_ascend() -> None:
+    """Where they would lie comes from memory before the table of runs: windows of their bits may be read anywhere."""
+    slash = torch.tensor([[0, 30, 99], [-1, 30, 99]])
+    mask = masks.vertical_slash(torch.arange(3), slash)
+    room = room_of(mask, 128)
+    room.use_hopper(TILE, 0, captured=False)
+    runs, _, number, _ = room.hopper[TILE, 0].tables
+    runs[0, 1, -1] = 64  # the number before the second pattern's runs
+    fill(room, mask)
+    assert number[0] > 0
+    assert number[1] == 0
+    assert room.flags.tolist() == [0, NOT_ASCENDING]
+
+
 def test_what_is_refused() -> None:
     mask = masks.vertical_slash(torch.arange(3), torch.arange(3))
     for q_len, kv_len, reason in ((100, 100, "whole row blocks of 64, not 100"), (64, 65, "to the last query, not 65")):

@@ -245,6 +245,23 @@ def test_masks_without_a_program(mask: Mask) -> None:
     assert on_device(mask, 64, 64, LayoutConfig(16, 16)) is None
 
 
+def test_letters_of_builds_that_fail_are_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may still be writing to them."""
+    config, lent = LayoutConfig(16, 16), set(device_source._lent)
+    on_device(masks.causal(), 40, 40, config)
+    assert device_source._lent == lent
+
+    def fail(*given: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(device_build, "_Rows", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        on_device(masks.causal(), 40, 40, config)
+    (letter,) = device_source._lent - lent
+    assert letter not in device_source._letters
+    device_source._lent.discard(letter)
+
+
 def test_parts_that_need_most_of_the_stack_come_first() -> None:
     mask: Mask = masks.causal()
     for reach in range(10, 22):

@@ -22,7 +22,7 @@ from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.plans import Plan
-from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, MaskGeometry, candidates, failures, select
+from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, MaskGeometry, candidates, choose, failures, select
 from stof.selection.gpu import _CHUNK_KEYS, _HOPPER_L2_SHARE, fits, gpu_choices, starves
 from stof.selection.implementations import Options
 from stof.testing import make_inputs, oracle_attention
@@ -137,6 +137,25 @@ def test_three_thread_blocks_are_for_short_row_blocks() -> None:
         counted = survey(masks.sliding_window(window), 2048, 2048, (layout,))
         assert starves(choice, call, counted) == expected
     assert not starves(replace(choice, implementation="block_wise"), call_of(), counted)
+
+
+def test_starved_tiles_serve_where_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan made with such a layout, or whose wider tiles turned out not to fit, still runs on the kernel."""
+    fake_gpu(monkeypatch)
+    call, layout = call_of(q_len=2048, kv_len=2048), LayoutConfig(64, 64)
+
+    def layouts(geometry: Geometry) -> set[LayoutConfig | None]:
+        found = [c for c in candidates(call, GPU, geometry) if c.name == "hopper" and not c.refusals]
+        return {c.choice.layout for c in found if c.choice is not None}
+
+    geometry = Geometry(masks.causal(), 2048, 2048)
+    assert layouts(geometry)
+    assert layout not in layouts(geometry)
+    fixed = Geometry(masks.causal(), 2048, 2048, fixed=layout)
+    assert layouts(fixed) == {layout}
+    assert choose(call, GPU, fixed, "hopper").layout == layout
+    monkeypatch.setattr(geometry, "unfit", lambda choice: None if choice.layout == layout else "keys nobody sees")
+    assert layouts(geometry) == {layout}
 
 
 def test_rows_of_two_remainders_share_no_row_block() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from stof.errors import UnsupportedError
 from stof.layout.search import GOOD_ENOUGH, WORTH
+from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
 from stof.selection.gpu import Geometry, fits, geometries, gpu_choices, shared_memory_limit, starves, worthwhile
@@ -153,6 +154,7 @@ def _weigh(
     """Candidates the cost model knows, those that cannot run here, and the waste of each row order."""
     good: list[Candidate] = []
     bad: list[Candidate] = []
+    starved: list[tuple[Choice, Survey]] = []
     waste: dict[str | None, float] = {}
     for order in dict.fromkeys(choice.row_order for choice in choices):
         ordered = [choice for choice in choices if choice.row_order == order]
@@ -162,10 +164,17 @@ def _weigh(
             reason = _failure(choice, call, device, geometry, limit)
             if reason is not None:
                 bad.append(Candidate(choice.implementation, (reason,), choice))
-            elif starves(choice, call, counted):
+            elif not worthwhile(choice, counted, geometry.unfit(_contiguous(choice)) is None):
                 continue
-            elif worthwhile(choice, counted, geometry.unfit(_contiguous(choice)) is None):
+            elif starves(choice, call, counted):
+                starved.append((choice, counted))
+            else:
                 good.append(Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model)))
+    # Wider tiles serve instead, where there are any: a plan with a layout of its own may have none.
+    served = {candidate.name for candidate in good}
+    for choice, counted in starved:
+        if choice.implementation not in served:
+            good.append(Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model)))
     return good, bad, waste
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.turns import takes_turns
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
+from stof.lasting import lasting
 
 # 128-byte swizzle of 16-bit elements, as TMA writes and wgmma reads.
 _SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -142,6 +144,7 @@ def bind_warp_specialized(
     lse_shape = (batch, heads, q_len)
     # Where a pair of chunks meets is counted at the place of the second.
     chunks = batch * heads * lists.chunks * groups
+    aligned: list[BoundCall] = []
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         del bias
@@ -152,8 +155,11 @@ def bind_warp_specialized(
             q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
             q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
-            again = bind_warp_specialized(q, k, v, lists, config, scale=scale, softcap=softcap, bias=None, sinks=sinks)
-            out, lse = again(q, k, v, None, sinks)
+            if not aligned:
+                # Dealing jobs out takes long, and within a capture it fails.
+                settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "bias": None, "sinks": sinks}
+                aligned.append(lasting(device, partial(bind_warp_specialized, q, k, v, lists, config, **settings)))
+            out, lse = aligned[0](q, k, v, None, sinks)
             return result.copy_(out), lse
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
         # Pointers the kernel is compiled not to read take any tensor.

@@ -40,9 +40,10 @@ def _run_at(distances_ptr, x, n, runs, BLOCK: tl.constexpr):
 @no_type_check
 def slash_columns(
     distances_ptr,  # [P, n] int32, ascending, -1 in unused places at the end
+    bad_ptr,  # [P] int32, not 0 where distances may be anything
     runs_ptr,  # [P, 2, n] int32, first and last distance of each run
     tiles_ptr,  # [P, 2, n] int32, first column of each tile less its row block's first row, and how many are its own
-    number_ptr,  # [P] int32, tiles
+    number_ptr,  # [P] int32, tiles; none of a bad pattern
     n,
     BLOCK: tl.constexpr,  # rows, and columns of a tile
     COPY: tl.constexpr,
@@ -56,8 +57,10 @@ def slash_columns(
     distances_ptr += pattern * n
     runs_ptr += pattern * 2 * n
     tiles_ptr += pattern * 2 * n
+    # Runs of distances that do not ascend begin and end anywhere, and so would what is read for them.
+    listed = tl.where(tl.load(bad_ptr + pattern) != 0, 0, n)
     runs = 0
-    for start in range(0, n, COPY):
+    for start in range(0, listed, COPY):
         x = start + tl.arange(0, COPY)
         d, before, ok, begins, ends, run = _run_at(distances_ptr, x, n, runs, BLOCK)
         tl.store(runs_ptr + run, d, mask=begins)
@@ -65,7 +68,7 @@ def slash_columns(
         runs += tl.sum(begins.to(tl.int32), 0)
     tl.debug_barrier()
     runs, tiles = 0, 0
-    for start in range(0, n, COPY):
+    for start in range(0, listed, COPY):
         x = start + tl.arange(0, COPY)
         d, before, ok, begins, ends, run = _run_at(distances_ptr, x, n, runs, BLOCK)
         nearest = tl.load(runs_ptr + run, mask=ok, other=0)

@@ -110,7 +110,7 @@ def _launches(
     columns = Launch(
         kernels.slash_columns,
         problem.patterns,
-        (room.slashes, runs, tiles, number),
+        (room.slashes, room.bad, runs, tiles, number),
         (n,),
         (BLOCK, _COPY),
         num_warps=8,

@@ -63,6 +63,7 @@ class WorkRoom:
         hopper: lists for the Hopper kernel, by shape of tiles and where row blocks are split.
         filled: what fills the lists in use, launched by every update; by the kernel that reads them.
         late: the same for lists first used when an update was captured: its replays do not fill them, so calls do.
+        unfilled: those of `filled` that as yet only replays of a captured call fill, in which they were first used.
     """
 
     problem: Problem
@@ -72,6 +73,7 @@ class WorkRoom:
     hopper: dict[tuple[LayoutConfig, int], FilledTiles] = field(default_factory=dict)
     filled: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
     late: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    unfilled: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     @property
     def tiles(self) -> int:
@@ -138,9 +140,20 @@ class WorkRoom:
         return found.lists
 
     def _use(self, key: Hashable, fill: Callable[[], None], captured: bool) -> None:
-        if key not in self.filled and key not in self.late:
-            fill()
-            (self.late if captured else self.filled)[key] = fill
+        if key in self.filled or key in self.late:
+            return
+        fill()
+        (self.late if captured else self.filled)[key] = fill
+        if not captured and _capturing():
+            self.unfilled[key] = fill
+        else:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Wait for what was filled on behalf of all calls: those on other streams read it too."""
+        device = self.flags.device
+        if device.type == "cuda" and not _capturing():
+            torch.cuda.current_stream(device).synchronize()
 
     def fill(self) -> None:
         """Fill the lists in use from what an update has read of the mask."""
@@ -149,14 +162,22 @@ class WorkRoom:
 
     def catch_up(self) -> None:
         """Fill the lists that updates may have left as they were; launched before every call."""
-        for fill in self.late.values():
+        for fill in (*self.late.values(), *self.unfilled.values()):
             fill()
+        if self.unfilled and not _capturing():
+            self.unfilled.clear()
+            self._complete()
 
     def bytes(self) -> int:
         """Memory of all lists."""
         held = {t.data_ptr(): t for t in self.tensors()}
         tiles = sum(tiles.bytes() for tiles in self.hopper.values())
         return sum(t.numel() * t.element_size() for t in held.values()) + tiles
+
+
+def _capturing() -> bool:
+    # Where PyTorch knows no GPU, asking about its streams is an error.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def empty_work(

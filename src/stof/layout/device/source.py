@@ -28,6 +28,9 @@ _LETTER = 2**12
 # Glances at a letter, some 0.2 ms, before the host waits like everybody.
 _GLANCES = 1000
 _letters: list[Letter] = []
+# Letters of builds under way. Those of builds that failed stay: kernels may write to them yet, and pinned memory that
+# is given back is given to others at once.
+_lent: set[Letter] = set()
 
 # Devices whose Triton does not compile the kernels, or has none.
 _without: set[torch.device] = set()
@@ -92,6 +95,7 @@ class Letter:
             except IndexError:
                 letter = Letter(_LETTER, pinned)
         letter.numbers[:end] = [0] * found + numbers  # type: ignore[assignment]  # they become c_int32
+        _lent.add(letter)
         return letter
 
     def wait(self, count: int, device: torch.device) -> None:
@@ -108,6 +112,7 @@ class Letter:
     def read(self, count: int) -> list[int]:
         """The first numbers. The kernels have ended: the next build may have the letter."""
         found = self.numbers[:count]
+        _lent.discard(self)
         if self.pinned and len(self.numbers) == _LETTER:
             _letters.append(self)
         return found
