@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from math import isqrt
 from typing import Any
 
@@ -273,3 +276,32 @@ def test_orders_of_a_mask() -> None:
     known = RowOrders(masks.dilated_window(255, dilation=16), 256, 256, **sizes)
     assert known.names == ("remainder 16",)
     assert known.found() is None  # nothing that the mask does not name itself
+
+
+@given(data=st.data())
+def test_rows_in_order_keep_ranges_that_never_go_back(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    ids = data.draw(st.lists(st.integers(-1, 3), min_size=len(lengths), max_size=len(lengths)))
+    total, offset = sum(lengths), data.draw(st.integers(0, 5))
+    parts = [
+        masks.full(),
+        masks.causal(),
+        masks.sliding_window(data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9))),
+        masks.global_tokens(3),
+        masks.documents(torch.tensor(ids).repeat_interleave(torch.tensor(lengths))),
+    ]
+    mask = functools.reduce(operator.and_, data.draw(st.lists(st.sampled_from(parts), min_size=1, max_size=3)))
+    if not mask.in_order or offset >= total:
+        return
+    late = mask.with_query_offset(offset)
+    assert late.in_order
+    keep = late.to_dense(total - offset, total)[0, 0]
+    seen = [row.nonzero()[:, 0] for row in keep if bool(row.any())]
+    assert all(int(row[-1]) - int(row[0]) + 1 == len(row) for row in seen)
+    assert all(a[0] <= b[0] and a[-1] <= b[-1] for a, b in itertools.pairwise(seen))
+
+
+def test_no_order_is_searched_for_rows_that_stand_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searches, "find_order", lambda *given, **named: pytest.fail("searched"))
+    mask = masks.documents(cu_seqlens=[0, 5, 9, 40, 41, 64]) & masks.causal()
+    assert RowOrders(mask, 64, 64, batch=1, heads=1, device="cpu").found() is None

@@ -118,11 +118,15 @@ class RowOrders:
         self.names = tuple(name for name in mask.row_orders if named_order(name, q_len) is not None)
         self._q_len = q_len
         self._search = functools.partial(find_order, mask, q_len, kv_len, batch=batch, heads=heads, device=device)
-        self._searched = False
+        self._searched = mask.in_order
         self._found: tuple[str, Tensor] | None = None
 
     def found(self) -> str | None:
-        """The name of what `find_order` finds, None where that is nothing new; searched once."""
+        """The name of what `find_order` finds, None where that is nothing new; searched once.
+
+        Ragged documents waste much at the ends of row blocks, whatever the order, and each batch of them is another
+        mask: none is searched for where rows stand in order.
+        """
         if not self._searched:
             self._found = self._search()
             self._searched = True

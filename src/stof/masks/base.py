@@ -121,6 +121,14 @@ class Mask(ABC):
         """Row permutations worth trying, as `stof.layout.orders.named_order` spells them."""
         return ()
 
+    @property
+    def in_order(self) -> bool:
+        """Whether every query keeps one range of keys, and no later query's begins or ends before it.
+
+        Rows that see alike keys then stand together already, and no other order is worth looking for.
+        """
+        return False
+
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         """`(mask_batch, mask_heads)`, each 1 or the full size, for a call with `batch` and `heads`.
 

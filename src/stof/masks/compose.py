@@ -107,6 +107,10 @@ class Associative(Composite):
 class And(Associative):
     """Kept where every part keeps."""
 
+    @property
+    def in_order(self) -> bool:
+        return all(mask.in_order for mask in self.masks)
+
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
         found: Spans = None
         for mask in self.masks:
@@ -217,6 +221,10 @@ class QueryOffset(Wrapped):
     """The inner mask with query positions moved by `offset` (tokens already in the KV cache)."""
 
     offset: int
+
+    @property
+    def in_order(self) -> bool:
+        return self.mask.in_order
 
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
         return self.mask.spans(first + self.offset, last + self.offset, kv_len)

@@ -43,6 +43,10 @@ def _per_batch(values: tuple[int, ...], index: Index) -> Tensor:
 class Full(Rule):
     name = "full"
 
+    @property
+    def in_order(self) -> bool:
+        return True
+
     def evaluate(self, index: Index) -> Tensor:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=index.device)
 
@@ -50,6 +54,10 @@ class Full(Rule):
 @dataclass(frozen=True, eq=False, repr=False)
 class Causal(Rule):
     name = "causal"
+
+    @property
+    def in_order(self) -> bool:
+        return True
 
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
         del first, kv_len
@@ -64,6 +72,10 @@ class SlidingWindow(Rule):
     name = "sliding_window"
     left: int
     right: int
+
+    @property
+    def in_order(self) -> bool:
+        return True
 
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
         del kv_len
@@ -278,6 +290,10 @@ class Documents(Rule):
     @property
     def length(self) -> int:
         return sum(length for _, length in self.runs[0])
+
+    @property
+    def in_order(self) -> bool:
+        return self._stops is not None
 
     @functools.cached_property
     def _stops(self) -> list[list[int]] | None:
