@@ -142,17 +142,14 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     if quantised is None and linear.quantised is not None and linear.quantised.late:
         return "the result's columns are scaled"
     inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
-    residual: fx.Node | None = None
     rotaries = [operator for operator in operators if operator.kind is Kind.ROTARY]
     for before, after in pairwise(operators):
         problem = "" if after in rotaries else _connected(before, after, inside, linear)
         if problem:
             return problem
-        if after is add:
-            others = [source for source in add.inputs if through_identities(source) is not before.root]
-            if len(others) != 1:
-                return "adds a value to itself"
-            residual = others[0]
+    residual = _residual(operators, add)
+    if isinstance(residual, str):
+        return residual
     turned = rotations(linear, rotaries) if rotaries else None
     if isinstance(turned, str):
         return turned
@@ -200,21 +197,27 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     )
 
 
+def _residual(operators: Sequence[Operator], add: Operator | None) -> fx.Node | str | None:
+    """What `add`, one of the operators, adds to the result of the one before; None without an `add`."""
+    if add is None:
+        return None
+    before = operators[operators.index(add) - 1]
+    others = [source for source in add.inputs if through_identities(source) is not before.root]
+    return others[0] if len(others) == 1 else "adds a value to itself"
+
+
 def _chain(template: Template, operators: Sequence[Operator]) -> Claim | str:
     """Two products, the second of what the first one (and an activation) makes."""
     down, up = (operator for operator in operators if operator.kind is Kind.LINEAR)
     act = next((operator for operator in operators if operator.kind is Kind.ACTIVATION), None)
     add = operators[-1] if operators[-1].kind is Kind.RESIDUAL else None
     inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
-    residual: fx.Node | None = None
     for before, after in pairwise(operators):
         if problem := _connected(before, after, inside, down):
             return problem
-        if after is add:
-            others = [source for source in add.inputs if through_identities(source) is not before.root]
-            if len(others) != 1:
-                return "adds a value to itself"
-            residual = others[0]
+    residual = _residual(operators, add)
+    if isinstance(residual, str):
+        return residual
     result = operators[-1].root
     if any(user not in inside for node in inside - {result} for user in node.users):
         return "a value between the products is used elsewhere as well"
