@@ -48,6 +48,7 @@ from stof.selection.model import head_dim_class, hopper_shared_memory, shared_me
 ARCHS = (80, 89, 90, 100, 120)
 # Ends the name of cases whose work the device makes.
 AT_RUN_TIME = "made at run time"
+ONE_EACH = "one job each"
 # Is in the name of those whose tiles come from two places.
 ASIDE_TOO = "keys put aside"
 # Lengths at which every tile size has partial and full tiles, and row blocks long enough to be split.
@@ -244,7 +245,10 @@ def _hopper() -> Iterator[Case]:
         choices = gpu_choices(call, Open(), "hopper")
         choices = [c for c in choices if c.layout and (c.layout.block_m, c.layout.block_n) == tile]
         for kind in kinds:
-            yield _case(group, call, kind, choices, (90,))
+            case = _case(group, call, kind, choices, (90,))
+            yield case
+            if kind == kinds[-1] and call.dtype == half:
+                yield replace(case, name=f"{case.name} {ONE_EACH}")
     for group, call, tile, kind in (
         ("hopper D 64", call_of(half, 64), square, "contiguous split"),
         ("hopper 64 rows", call_of(bfloat, 64), (64, 64), "contiguous split"),
@@ -360,9 +364,11 @@ def recorded(case: Case) -> Recorded:
     """What the launching code passes on for this case."""
     call, choice = case.call, case.choice
     layout = layout_of(call, choice)
-    q = torch.empty(1, call.heads, call.q_len, call.head_dim, dtype=call.dtype)
-    k = torch.empty(1, call.kv_heads, call.kv_len, call.head_dim, dtype=call.dtype)
-    v = torch.empty(1, call.kv_heads, call.kv_len, call.value_dim, dtype=call.dtype)
+    # More jobs than thread blocks at once, so that they queue.
+    batch = 1 if choice.implementation != "hopper" or ONE_EACH in case.name else 400
+    q = torch.empty(batch, call.heads, call.q_len, call.head_dim, dtype=call.dtype)
+    k = torch.empty(batch, call.kv_heads, call.kv_len, call.head_dim, dtype=call.dtype)
+    v = torch.empty(batch, call.kv_heads, call.kv_len, call.value_dim, dtype=call.dtype)
     options: dict[str, Any] = {
         "scale": 0.1,
         "softcap": 30.0 if call.has_softcap else 0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from typing import Any
 
@@ -312,22 +313,14 @@ def costs(jobs: Tensor) -> Tensor:
     return (partial_end - begin) * PARTIAL_TILE_COST + (end - partial_end) + _JOB_COST
 
 
-def bounds_of(starts: Tensor) -> list[int]:
-    """Where each thread block's jobs begin, and where the last one's end."""
-    assert torch.equal(starts[1:, 12], starts[:-1, 13])
-    assert bool((starts[:, 12] <= starts[:, 13]).all())
-    return [*starts[:, 12].tolist(), int(starts[-1, 13])]
-
-
 def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> Tensor:
-    """Every item of every batch entry and head once; returns what each thread block has to do, in full tiles."""
+    """Every item of every batch entry and head once; returns when thread blocks are done, in full tiles."""
     padded, starts = job_lists(lists, batch, heads, blocks, side)
     assert padded.dtype == starts.dtype == torch.int32
     assert padded.shape[1] == JOB_FIELDS
     assert not bool(padded[-1].any())
-    jobs, bounds = padded[:-1], bounds_of(starts)
+    jobs = padded[:-1]
     check_starts(starts, padded, lists, blocks)
-    assert (bounds[0], bounds[-1]) == (0, len(jobs))
     pattern_of = lists.pattern_of.expand(batch, heads)
     wanted, slots = [], set()
     for b, h in itertools.product(range(batch), range(heads)):
@@ -344,30 +337,31 @@ def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int)
     taken = [place for slot, parts, *_ in slots for place in range(slot, slot + parts)]
     assert len(set(taken)) == len(taken)
     assert all(0 <= place < batch * heads * lists.chunks for place in taken)
-    cost = costs(jobs)
-    return torch.stack([cost[first:last].sum() for first, last in itertools.pairwise(bounds)])
+    done = [0.0] * blocks
+    for cost in costs(jobs).tolist():
+        heapq.heapreplace(done, done[0] + cost)
+    return torch.tensor(done, dtype=torch.float64)
 
 
 def check_starts(starts: Tensor, padded: Tensor, lists: TileLists, blocks: int) -> None:
     """A line of each thread block: its first job and the columns of that job's first tile, which it copies at once."""
-    assert starts.shape == (blocks, 2 * JOB_FIELDS)
-    first = padded[starts[:, 12].long()]
+    jobs = len(padded) - 1
+    assert starts.shape == (min(blocks, jobs), 2 * JOB_FIELDS)
+    first = padded[: len(starts)]
     assert torch.equal(starts[:, :12], first[:, :12])
-    assert not bool(starts[:, 14:JOB_FIELDS].any())
+    assert bool((starts[:, 12] == jobs).all())
+    assert not bool(starts[:, 13:JOB_FIELDS].any())
     columns = lists.tile_columns[first[:, 3].long()]
     assert torch.equal(starts[:, JOB_FIELDS:][:, : columns.shape[1]], columns)
     assert not bool(starts[:, JOB_FIELDS + columns.shape[1] :].any())
 
 
 @pytest.mark.parametrize("slab", [None, 16, 8])
-def test_starts_of_thread_blocks_without_jobs(slab: int | None) -> None:
-    """They begin where they end; there is a job and a tile to read, past the last."""
+def test_no_thread_blocks_without_jobs(slab: int | None) -> None:
     lists = make_tile_lists(grid_layout("strided", 512, slab, (192, 128)), 1)
     padded, starts = job_lists(lists, 1, 1, 132, 1)
-    jobs = len(padded) - 1
-    assert 3 < jobs < 132
+    assert 3 < len(padded) - 1 < 132
     assert bool(lists.slab) == (slab is not None)
-    assert bounds_of(starts) == [min(n, jobs) for n in range(133)]
     check_starts(starts, padded, lists, 132)
 
 
@@ -379,7 +373,7 @@ def test_jobs_of_grid_masks(name: str, split_tiles: int, tile: tuple[int, int]) 
     for batch, heads, side in ((1, 1, 1), (2, 12, 1), (2, 12, 4), (3, 16, 48)):
         loads = check_jobs(lists, batch, heads, 132, side)
         longest = float(costs(job_lists(lists, batch, heads, 132, side)[0][:-1]).max())
-        # The longest of each round goes where least is to do, so no two thread blocks are further apart than one job.
+        # Whoever is done takes the next, so no two thread blocks are further apart than one job.
         assert float(loads.max() - loads.min()) <= longest + 1e-6
     # With all heads at once, longest first: what is left over at the end is short.
     loads = check_jobs(lists, 4, 32, 132, 128)
@@ -403,14 +397,15 @@ def test_jobs_of_random_masks(data: st.DataObject, split_tiles: int, blocks: int
 
 
 def test_heads_side_by_side() -> None:
-    """Thread blocks work through groups of heads in the same order, but what would stick out at the end comes first."""
+    """Jobs come by groups of heads, longest first; but what would stick out at the end comes before all others."""
     lists = make_tile_lists(grid_layout("longformer", 2048, None))
     heads, side, blocks = 24, 4, 16
-    padded, starts = job_lists(lists, 1, heads, blocks, side)
-    cost = costs(padded[:-1])
+    jobs = job_lists(lists, 1, heads, blocks, side)[0][:-1]
+    cost = costs(jobs)
     large = cost > cost.sum() / blocks / 8
     assert 0 < int(large.sum()) < len(large)
-    for first, last in itertools.pairwise(bounds_of(starts)):
-        group = torch.div(padded[first:last, 2], side, rounding_mode="floor")
-        group[large[first:last]] = -1
-        assert torch.equal(group, group.sort().values)
+    group = torch.div(jobs[:, 2], side, rounding_mode="floor")
+    group[large] = -1
+    assert torch.equal(group, group.sort().values)
+    for number in group.unique():
+        assert torch.equal(cost[group == number], cost[group == number].sort(descending=True).values)

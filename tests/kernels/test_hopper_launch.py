@@ -45,16 +45,22 @@ class Twin:
         self.constants = {name: value for name, value in given.items() if name.isupper()}
         a = SimpleNamespace(**given)
         written = torch.zeros(a.lse_ptr.shape, dtype=torch.int32)
-        for program in range(launch.grid):
-            start = a.starts_ptr[program].tolist()
-            first, last = start[12:14]
-            for number in range(first, last):
-                # The first job and its first tile are in the start itself.
-                job = start if number == first else a.jobs_ptr[number].tolist()
-                for group in range(a.GROUPS):
-                    _job(a, job, group, written)
+        # The first job of a thread block and that one's first tile are in its start.
+        jobs = [start.tolist() for start in a.starts_ptr[: launch.grid]]
+        queued, count = jobs[0][12] > launch.grid, jobs[0][12]
+        assert queued == a.QUEUED
+        while jobs:
+            # Who is done first is not known: now one, now another takes the next.
+            job = jobs.pop(7 * len(jobs) // 11)
+            for group in range(a.GROUPS):
+                _job(a, job, group, written)
+            if queued:
+                claimed = int(a.counters_ptr[0])
+                a.counters_ptr[0] = 0 if claimed == count - 1 else claimed + 1
+                if launch.grid + claimed < count:
+                    jobs.append(a.jobs_ptr[launch.grid + claimed].tolist())
         assert bool((written == 1).all())
-        assert not a.SPLIT or not bool(a.counters_ptr.any())
+        assert not (a.SPLIT or queued) or not bool(a.counters_ptr.any())
 
 
 def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> None:
@@ -99,7 +105,7 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
             kept, its = ((slot + one) * a.GROUPS + group for one in (mine, other))
             memory(a.chunk_out_ptr)[kept * 64 * a.D :][: 64 * a.D].copy_(acc.flatten())
             memory(a.chunk_ml_ptr)[kept * 128 :][:128].copy_(torch.cat([m, total]))
-            count = memory(a.counters_ptr)[(slot + right) * a.GROUPS + group :][:1]
+            count = memory(a.counters_ptr)[1 + (slot + right) * a.GROUPS + group :][:1]
             count += 1
             if int(count) == 1:
                 return

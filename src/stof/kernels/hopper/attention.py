@@ -119,6 +119,7 @@ def bind_warp_specialized(
     blocks = resident(lists.block_m, lists.block_n, width) * processors
     on_cpu, starts = job_lists(lists, batch, heads, blocks, side)
     jobs = on_cpu.to(device)
+    queued = len(jobs) - 1 > len(starts)
     modified = softcap > 0 or scale <= 0
     permuted, at_run_time = lists.row_order.numel() > 0, lists.ranges.numel() > 0
     starts = starts.to(device)
@@ -127,14 +128,14 @@ def bind_warp_specialized(
     residues = (q.stride(2), out.stride(2)) if lists.row_step > 1 else (width, width)
     ready = Launch(
         warp_specialized_kernel,
-        blocks,
+        len(starts),
         (jobs, starts, lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
          lists.row_order if permuted else jobs),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
          k.stride(2), v.stride(2), heads // (k.shape[1] if aside is None else aside.like.shape[1]),
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (groups, lists.block_n, width, lists.slab, config.num_stages, _Q_STAGES, permuted, lists.chunks > 0,
-         modified, softcap > 0, sinks is not None, lists.has_full > 0, at_run_time, takes_turns(device)),
+         modified, softcap > 0, sinks is not None, lists.has_full > 0, at_run_time, queued, takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],
@@ -163,11 +164,11 @@ def bind_warp_specialized(
             return result.copy_(out), lse
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
         # Pointers the kernel is compiled not to read take any tensor.
-        chunk_out, chunk_ml, counters = lse, lse, jobs
+        chunk_out, chunk_ml = lse, lse
         if chunks:
             scratch = torch.empty(chunks * _ROWS * (width + 2), dtype=torch.float32, device=device)
             chunk_out, chunk_ml = scratch, scratch[chunks * _ROWS * width :]
-            counters = zeroed_counters(chunks, device)
+        counters = zeroed_counters(1 + chunks, device) if queued or chunks else jobs
         k_slabs, v_slabs = (k, v) if aside is None else aside(k, v)
         maps = (
             q_window.at(q),

@@ -1,4 +1,4 @@
-"""Layouts as the Hopper kernel reads them, and the lists of jobs its thread blocks work through."""
+"""Layouts as the Hopper kernel reads them, and the list of jobs its thread blocks take."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def split_items(
 
 
 def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> tuple[Tensor, Tensor]:
-    """Every item of every batch entry and head, dealt out to thread blocks so that all end at about the same time.
+    """Every item of every batch entry and head, in the order in which thread blocks take them.
 
     Args:
         lists: of the mask.
@@ -271,12 +271,13 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
         side: neighbouring heads computed at the same time, for the L2 cache.
 
     Returns:
-        Jobs int32 `[J, 16]`, and each thread block's start int32 `[blocks, 32]`; both on the CPU.
+        Jobs int32 `[J + 1, 16]`, the last for reading ahead, and the start of each thread block that there is work for,
+        int32 `[min(blocks, J), 32]`; both on the CPU.
         Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
         its first chunk, chunk, pattern, bitmap of the first tile; where tiles change on the device then what is added
         to the results, and in field 14 the item.
-        A start: the first job, in fields 12 and 13 where the thread block's jobs begin and end, and the columns of
-        the first job's first tile.
+        A start: the thread block's first job, in field 12 the number of all jobs, and the columns of the first job's
+        first tile.
     """
     mask_batch, mask_heads = lists.pattern_of.shape
     pattern_of = lists.pattern_of.cpu().expand(batch if mask_batch == 1 else mask_batch, -1)
@@ -292,9 +293,6 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     together[cost > cost.sum() / blocks / 8] = -1
     order = torch.argsort(cost, descending=True, stable=True)
     order = order[torch.argsort(together[order], stable=True)]
-    owner = _dealt(cost[order], blocks)
-    by_owner = torch.argsort(owner, stable=True)
-    order = order[by_owner]
     rows, group = rows[order], group[order]
     # One more, for reading ahead.
     jobs = torch.zeros(len(order) + 1, JOB_FIELDS, dtype=torch.int32)
@@ -308,23 +306,7 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     jobs[:-1, 10] = rows[:, 7]
     if lists.ranges.numel():
         jobs[:-1, 14] = item[order]
-    ends = torch.bincount(owner, minlength=blocks).cumsum(0)
-    begins = torch.nn.functional.pad(ends[:-1], (1, 0))
-    first = jobs[begins]
+    first = jobs[: min(blocks, len(order))].clone()
+    first[:, 12] = len(order)
     columns = lists.tile_columns[first[:, 3].to(lists.tile_columns.device)].cpu()
-    first[:, 12], first[:, 13] = begins, ends
     return jobs, torch.cat([first, torch.nn.functional.pad(columns, (0, JOB_FIELDS - columns.shape[1]))], 1)
-
-
-def _dealt(cost: Tensor, blocks: int) -> Tensor:
-    """Thread block of each job: round after round, the longest job left goes to the block with least to do."""
-    owner = torch.empty(len(cost), dtype=torch.int64)
-    load = torch.zeros(blocks, dtype=torch.float64)
-    for start in range(0, len(cost), blocks):
-        some = cost[start : start + blocks]
-        chosen = torch.argsort(load, stable=True)[: len(some)]
-        # Within a round jobs of two sets of heads may meet: the longer one still goes to the least loaded.
-        longest = torch.argsort(some, descending=True, stable=True)
-        owner[start + longest] = chosen
-        load[chosen] += some[longest]
-    return owner

@@ -13,6 +13,47 @@ from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS
 
 FIELDS = gl.constexpr(JOB_FIELDS)
 ASIDE_AT = gl.constexpr(ASIDE)
+# Records of jobs that the producer passes on. It waits for the rows of the job three before to be used up, so it is
+# never further ahead; and the field of a record that says which job it is.
+PASSED = gl.constexpr(4)
+NUMBER = gl.constexpr(JOB_FIELDS - 1)
+# A job is claimed so many tiles before the one before it has been copied: the answer takes a microsecond, and whoever
+# claims early keeps a job waiting while others have none.
+AHEAD = gl.constexpr(2)
+
+
+@gluon.constexpr_function
+def record_layout():  # type: ignore[no-untyped-def]
+    return gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
+@gluon.jit
+@no_type_check
+def _pass_on(turn, job, number, lane, records, passed_on):
+    """Tell the warpgroups the job that follows a turn, a field to a lane."""
+    place = turn % PASSED
+    by_lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    records.index(place).store(gl.full([32], gl.where(lane == NUMBER, number, job), gl.int32, layout=by_lane))
+    mbarrier.arrive(passed_on.index(place), count=1)
+
+
+@gluon.jit
+@no_type_check
+def field_of(records, turn, number: gl.constexpr):
+    """A field of the job that follows a turn, which was waited for."""
+    fields = records._reinterpret(gl.int32, [PASSED * 32, 1], record_layout())
+    everyone: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(fields.index((turn % PASSED) * 32 + number).load(everyone), 0)
+
+
+@gluon.jit
+@no_type_check
+def _claimed(queue_ptr, lane):
+    """The first of the warp's threads takes the next number of the queue; others hold anything."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred first; setp.eq.b32 first, $2, 0; mov.b32 $0, 0; @first atom.global.add.u32 $0, [$1], 1; }",
+        "=r,l,r", [queue_ptr.to(gl.int64, bitcast=True), lane], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -94,52 +135,69 @@ def producer(
     shared, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
     k_residue_stride, v_residue_stride,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, QUEUED: gl.constexpr,
 ):  # fmt: skip
-    """The warp that copies. Jobs and tiles are read one ahead, a word to a lane; the first tile is on its way."""
+    """The warp that copies. A word of jobs and tiles to a lane; the first tile is on its way."""
     (
-        q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
-        q_residue_stride, kv_step, heads_per_slab,
+        q_desc, jobs_ptr, job_count, queue_ptr, records, passed_on, tiles_ptr, q_smem, q_full, q_empty,
+        heads_per_group, rows_per_residue, q_residue_stride, kv_step, heads_per_slab,
     ) = shared  # fmt: skip
     slabs: gl.constexpr = BLOCK_N // SLAB if SLAB > 0 else 1
     k_slabs = slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES)
     v_slabs = slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES)
     lane = lane_number()
-    # Lists end with a job and a tile that nobody computes, for reading ahead.
+    # Lists end with a job and tiles that nobody computes, for reading ahead.
     jobs_ptr += gl.minimum(lane, FIELDS - 1)
     tiles_ptr += gl.minimum(lane, slabs - 1)
-    next_job = gl.load(jobs_ptr + job_begin * FIELDS)
-    next_tile = gl.load(tiles_ptr + of_lane(next_job, 3) * slabs)
+    number = gl.program_id(0)
+    job = gl.load(jobs_ptr + number * FIELDS)
+    next_tile = gl.load(tiles_ptr + of_lane(job, 3) * slabs)
     count = 0
-    for number in range(job_begin, job_end):
-        job = next_job
-        next_job = gl.load(jobs_ptr + (number + 1) * FIELDS)
+    turn = 0
+    while number < job_count:
         b = of_lane(job, 1)
         kv_head = of_lane(job, 2) // heads_per_group
         slab_head = of_lane(job, 2) // heads_per_slab
         begin = of_lane(job, 3)
         end = of_lane(job, 5)
-        turn = number - job_begin
         if turn > 0:
             q_stage = turn % Q_STAGES
             mbarrier.wait(q_empty.index(q_stage), (turn // Q_STAGES + 1) & 1)
             copy_rows(
                 job, q_desc, q_smem, q_stage, q_full.index(q_stage), rows_per_residue, q_residue_stride, GROUPS, D
             )
+        claimed = lane
+        following = job_count
+        next_job = job
         for tile in range(begin, end):
             record = next_tile
-            following = tile + 1
-            if following == end:
-                following = of_lane(next_job, 3)
-            next_tile = gl.load(tiles_ptr + following * slabs)
+            next_tile = gl.load(tiles_ptr + (tile + 1) * slabs)
+            if QUEUED:
+                if tile == gl.maximum(begin, end - AHEAD):
+                    claimed = _claimed(queue_ptr, lane)
             if count > 0:
                 stage = count % STAGES
                 mbarrier.wait(k_empty.index(stage), (count // STAGES + 1) & 1)
                 copy_tile(record, b, kv_head, slab_head, k_desc, k_slab_desc, k_smem, k_slabs, stage,
                            k_full.index(stage), kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+            if QUEUED:
+                if tile + 1 == end:
+                    # While the last tile's values wait for room.
+                    claim = of_lane(claimed, 0)
+                    if claim == job_count - 1:
+                        # Each thread block claims one too many, so this is the last claim; the next call starts from 0.
+                        gl.store(queue_ptr, 0)
+                    following = gl.minimum(gl.num_programs(0) + claim, job_count)
+                    next_job = gl.load(jobs_ptr + following * FIELDS)
+                    next_tile = gl.load(tiles_ptr + of_lane(next_job, 3) * slabs)
+                    _pass_on(turn, next_job, following, lane, records, passed_on)
+            if count > 0:
                 # V's ring is one ahead: its first place holds zeros, for the tile before the first.
                 stage = (count + 1) % STAGES
                 mbarrier.wait(v_empty.index(stage), ((count + 1) // STAGES + 1) & 1)
                 copy_tile(record, b, kv_head, slab_head, v_desc, v_slab_desc, v_smem, v_slabs, stage,
                            v_full.index(stage), kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
             count += 1
+        job = next_job
+        number = following
+        turn += 1

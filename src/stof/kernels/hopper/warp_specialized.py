@@ -1,9 +1,10 @@
 """Masked attention on Hopper, in Gluon: one warp copies by TMA, one to three warpgroups compute.
 
-A thread block stays on its multiprocessor and works through a list of jobs (see `stof.kernels.hopper.jobs`): some tiles
-of one row block, for one batch entry and one head. One warp, the producer, copies Q, K and V to shared memory; each
-warpgroup of consumers owns 64 rows of the block. While a tile's softmax is computed, the tensor cores multiply the tile
-before with V, across the ends of jobs as well, so short jobs do not drain the pipeline.
+A thread block stays on its multiprocessor and takes job after job from a list (see `stof.kernels.hopper.jobs`): some
+tiles of one row block, for one batch entry and one head. Whoever is done first takes the next, so that all end at about
+the same time, whatever their jobs cost and whoever shares their multiprocessor. One warp, the producer, copies Q, K and
+V to shared memory; each warpgroup of consumers owns 64 rows of the block. While a tile's softmax is computed, the
+tensor cores multiply the tile before with V, across the ends of jobs as well, so short jobs do not drain the pipeline.
 
 Source: STOF (arXiv 2506.06095), section 4.1; warp specialisation and the overlap of softmax and products as
 FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; split and merge as Flash-Decoding.
@@ -36,7 +37,16 @@ from stof.kernels.hopper.device import (
 )
 from stof.kernels.hopper.finish import finish
 from stof.kernels.hopper.jobs import JOB_FIELDS
-from stof.kernels.hopper.producer import copy_rows, copy_tile, producer, slabs_of
+from stof.kernels.hopper.producer import (
+    NUMBER,
+    PASSED,
+    copy_rows,
+    copy_tile,
+    field_of,
+    producer,
+    record_layout,
+    slabs_of,
+)
 from stof.kernels.hopper.softmax import masked, operand, packed_weights, weights
 from stof.kernels.triton.turns import take_turn
 
@@ -56,14 +66,14 @@ def _consumer(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr, MODIFIED: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_FULL: gl.constexpr,
-    AT_RUN_TIME: gl.constexpr,
+    AT_RUN_TIME: gl.constexpr, QUEUED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of those that compute: 64 rows of every job."""
     (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, jobs_ptr,
-        job_begin, job_end, next_begin, next_partial_end, next_end, first_bitmap, tile_bitmap_ptr, bitmaps_ptr,
-        q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_len, heads, rows_per_residue,
-        out_residue_stride, scale, softcap,
+        job_count, records, passed_on, begin, partial_end, end, first_bitmap,
+        tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+        q_len, heads, rows_per_residue, out_residue_stride, scale, softcap,
     ) = shared  # fmt: skip
     dtype: gl.constexpr = q_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -83,9 +93,8 @@ def _consumer(
     l_i = gl.full([64, 4], 0.0, gl.float32, layout=sums_layout)
     packed = gl.full([64, BLOCK_N // 8, 4, 2], 0, gl.int32, layout=bits)
     count = 0
-    # Each job, and the bits of its first tile, are read during the job before; the first job has come along.
     next_words = _words(words_ptr, first_bitmap, GROUPS)
-    bitmap = gl.load(tile_bitmap_ptr + next_begin + 1)
+    bitmap = gl.load(tile_bitmap_ptr + begin + 1)
     # What the product with V reads before there is a tile before: 0 * NaN is NaN.
     zeros_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     v_smem.index(0).store(gl.full([BLOCK_N, D], 0.0, dtype, layout=zeros_layout))
@@ -93,17 +102,11 @@ def _consumer(
     thread_barrier()
     if GROUP == GROUPS - 1:
         pass_turn(GROUP, GROUPS)
-    for number in range(job_begin, job_end):
-        job_ptr = jobs_ptr + number * FIELDS
-        begin = next_begin
-        partial_end = opaque(next_partial_end)
-        end = opaque(next_end)
-        next_ptr = job_ptr + FIELDS
-        next_begin = gl.load(next_ptr + 3)
-        next_partial_end = gl.load(next_ptr + 4)
-        next_end = gl.load(next_ptr + 5)
-        first_bitmap = gl.load(next_ptr + 10)
-        turn = number - job_begin
+    number = gl.program_id(0)
+    # Not the same value: Triton takes what then equals `number` in one turn for something that no turn changes.
+    before = opaque(number)
+    turn = 0
+    while number < job_count:
         q_rows = q_smem.index((turn % Q_STAGES) * GROUPS + GROUP)
         mbarrier.wait(q_full.index(turn % Q_STAGES), (turn // Q_STAGES) & 1)
         rest = gl.maximum(begin + 1, partial_end) if HAS_FULL else end
@@ -111,9 +114,8 @@ def _consumer(
             # The weights of the tile before are multiplied with V under this tile's softmax: also when that one ended
             # the job before. Before the first tile of all, zeros are.
             words = next_words
-            last = tile + 1 == rest
-            next_words = _words(words_ptr, gl.where(last, first_bitmap, bitmap), GROUPS)
-            bitmap = gl.load(tile_bitmap_ptr + gl.where(last, next_begin + 1, tile + 2))
+            next_words = _words(words_ptr, bitmap, GROUPS)
+            bitmap = gl.load(tile_bitmap_ptr + tile + 2)
             p16 = operand(packed, dtype, p_layout)
             v_stage = count % STAGES
             v_phase = (count // STAGES) & 1
@@ -137,20 +139,21 @@ def _consumer(
             acc = warpgroup_mma_wait(0, deps=(pv,))
             mbarrier.arrive(v_empty.index(v_stage), count=1)
             packed = packed_weights(p, dtype, BLOCK_N)
-            if tile == begin:
-                if turn > 0:
-                    q_before = (turn + Q_STAGES - 1) % Q_STAGES
-                    finish(
-                        acc, m_i, l_i, job_ptr - FIELDS, q_smem.index(q_before * GROUPS + GROUP), out_desc,
-                        lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads,
-                        rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
-                        PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
-                    )  # fmt: skip
-                    # The output of the job before that one has left its buffer long ago.
-                    tma.store_wait(1)
-                    mbarrier.arrive(q_empty.index((turn + Q_STAGES - 2) % Q_STAGES), count=1, pred=turn > 1)
-                    acc = cleared(acc)
-                    l_i = cleared(l_i)
+            if QUEUED:
+                if tile == begin:
+                    if turn > 0:
+                        q_before = (turn + Q_STAGES - 1) % Q_STAGES
+                        finish(
+                            acc, m_i, l_i, jobs_ptr + before * FIELDS, q_smem.index(q_before * GROUPS + GROUP),
+                            out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
+                            row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
+                            PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
+                        )  # fmt: skip
+                        # The output of the job before that one has left its buffer long ago.
+                        tma.store_wait(1)
+                        mbarrier.arrive(q_empty.index((turn + Q_STAGES - 2) % Q_STAGES), count=1, pred=turn > 1)
+                        acc = cleared(acc)
+                        l_i = cleared(l_i)
             m_i = m_new
             l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None] + sums
             # Rescaled here: between the two products it would make the assembler serialise them.
@@ -182,20 +185,29 @@ def _consumer(
                 l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None] + sums
                 acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout))[:, None]
                 count += 1
+        before = number
+        number = job_count
+        if QUEUED:
+            mbarrier.wait(passed_on.index(turn % PASSED), (turn // PASSED) & 1)
+            number = field_of(records, turn, NUMBER)
+            begin = opaque(field_of(records, turn, 3))
+            partial_end = opaque(field_of(records, turn, 4))
+            end = opaque(field_of(records, turn, 5))
+            next_words = _words(words_ptr, field_of(records, turn, 10), GROUPS)
+            bitmap = gl.load(tile_bitmap_ptr + begin + 1)
+        turn += 1
 
-    if job_end > job_begin:
-        v_stage = count % STAGES
-        mbarrier.wait(v_full.index(v_stage), (count // STAGES) & 1)
-        pv = warpgroup_mma(operand(packed, dtype, p_layout), v_smem.index(v_stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(pv,))
-        turn = job_end - 1 - job_begin
-        finish(
-            acc, m_i, l_i, jobs_ptr + (job_end - 1) * FIELDS, q_smem.index((turn % Q_STAGES) * GROUPS + GROUP),
-            out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads,
-            rows_per_residue, out_residue_stride, GROUP, GROUPS, D, PERMUTED, SPLIT,
-            HAS_SINKS, AT_RUN_TIME,
-        )  # fmt: skip
-        tma.store_wait(0)
+    v_stage = count % STAGES
+    mbarrier.wait(v_full.index(v_stage), (count // STAGES) & 1)
+    pv = warpgroup_mma(operand(packed, dtype, p_layout), v_smem.index(v_stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(pv,))
+    finish(
+        acc, m_i, l_i, jobs_ptr + before * FIELDS, q_smem.index(((turn - 1) % Q_STAGES) * GROUPS + GROUP), out_desc,
+        lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads,
+        rows_per_residue, out_residue_stride, GROUP, GROUPS, D, PERMUTED, SPLIT,
+        HAS_SINKS, AT_RUN_TIME,
+    )  # fmt: skip
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -243,6 +255,7 @@ def warp_specialized_kernel(
     HAS_SINKS: gl.constexpr,
     HAS_FULL: gl.constexpr,
     AT_RUN_TIME: gl.constexpr,
+    QUEUED: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
     take_turn(CHAINED)
@@ -257,6 +270,13 @@ def warp_specialized_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    records = q_full
+    passed_on = q_full
+    if QUEUED:
+        # Not otherwise: what partitions are told would lie where barriers were set up that nobody uses, and what is
+        # written there first may come last.
+        records = gl.allocate_shared_memory(gl.int32, [PASSED, 32], record_layout())
+        passed_on = gl.allocate_shared_memory(gl.int64, [PASSED, 1], mbarrier.MBarrierLayout())
     # A thread block's first job and the columns of that job's first tile lie in one line. While memory answers, the
     # barriers are set up; then the first copies start, and the warpgroups, which are told the first job.
     lane = lane_number()
@@ -270,41 +290,43 @@ def warp_specialized_kernel(
             mbarrier.init(k_empty.index(i), count=GROUPS)
             mbarrier.init(v_full.index(i), count=1)
             mbarrier.init(v_empty.index(i), count=GROUPS)
+    if QUEUED:
+        for i in gl.static_range(PASSED):
+            mbarrier.init(passed_on.index(i), count=1)
     # The zeros that stand for the tile before the first are there.
     mbarrier.arrive(v_full.index(0), count=1)
     fence_async_shared()
-    job_begin = of_lane(start, 12)
-    job_end = of_lane(start, 13)
-    if job_begin < job_end:
-        record = of_lane(start, lane + FIELDS)
-        b = of_lane(start, 1)
-        kv_head = of_lane(start, 2) // heads_per_group
-        slab_head = of_lane(start, 2) // heads_per_slab
-        copy_tile(record, b, kv_head, slab_head, k_desc, k_slab_desc, k_smem,
-                   slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES), 0,
-                   k_full.index(0), kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
-        copy_rows(start, q_desc, q_smem, 0, q_full.index(0), rows_per_residue, q_residue_stride, GROUPS, D)
-        copy_tile(record, b, kv_head, slab_head, v_desc, v_slab_desc, v_smem,
-                   slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES), 1,
-                   v_full.index(1), kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+    job_count = of_lane(start, 12)
+    record = of_lane(start, lane + FIELDS)
+    b = of_lane(start, 1)
+    kv_head = of_lane(start, 2) // heads_per_group
+    slab_head = of_lane(start, 2) // heads_per_slab
+    copy_tile(record, b, kv_head, slab_head, k_desc, k_slab_desc, k_smem,
+               slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES), 0,
+               k_full.index(0), kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+    copy_rows(start, q_desc, q_smem, 0, q_full.index(0), rows_per_residue, q_residue_stride, GROUPS, D)
+    copy_tile(record, b, kv_head, slab_head, v_desc, v_slab_desc, v_smem,
+               slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES), 1,
+               v_full.index(1), kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
 
     shared = (
-        out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, jobs_ptr,
-        job_begin, job_end, of_lane(start, 3), of_lane(start, 4), of_lane(start, 5), of_lane(start, 10),
-        tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_len,
-        heads, rows_per_residue, out_residue_stride, scale, softcap,
+        out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr + 1, row_order_ptr, jobs_ptr,
+        job_count, records, passed_on, of_lane(start, 3), of_lane(start, 4), of_lane(start, 5),
+        of_lane(start, 10), tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
+        v_full, v_empty, q_len, heads, rows_per_residue, out_residue_stride, scale, softcap,
     )  # fmt: skip
     lists = (
-        q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
-        q_residue_stride, kv_step, heads_per_slab,
+        q_desc, jobs_ptr, job_count, counters_ptr, records, passed_on, tiles_ptr, q_smem,
+        q_full, q_empty, heads_per_group, rows_per_residue, q_residue_stride, kv_step, heads_per_slab,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
+                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES,
+                             QUEUED)),
             ],
             [1],
             [24],
@@ -313,11 +335,12 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
+                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES,
+                             QUEUED)),
             ],
             [4, 1],
             [240, 24],
@@ -326,13 +349,14 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (_consumer, (shared, 2, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME)),
+                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES)),
+                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES,
+                             QUEUED)),
             ],
             [4, 4, 1],
             [160, 160, 24],

@@ -11,6 +11,8 @@ from stof.lasting import lasting
 
 # 4 MB of counters per device for captured graphs, enough for thousands of captured calls.
 _ARENA = 2**20
+# Kernels are compiled for pointers to multiples of 16 bytes, and two kernels' counters are not to share a line.
+_LINE = 32
 
 _lock = threading.Lock()
 _by_stream: dict[tuple[int, int], Tensor] = {}
@@ -44,6 +46,7 @@ def _cleared(count: int, device: torch.device) -> Tensor:
 
 
 def _from_arena(count: int, device: torch.device, index: int) -> Tensor:
+    count = -(-count // _LINE) * _LINE
     with _lock:
         arena, used = _arena.get(index, (None, 0))
         if arena is not None and used + count <= arena.numel():
