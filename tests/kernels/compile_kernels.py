@@ -135,7 +135,7 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}
     yield hopper_slash.slash_fill, [*[ints] * 10, *[i] * 8, 64, 64], {"num_warps": 1}
     for kind, width in (("*fp16", 64), ("*bf16", 128)):
-        yield fill.put_aside, [*[kind] * 4, ints, *[i] * 12, 32, width], {}
+        yield fill.put_aside, [*[kind] * 4, ints, *[i] * 12, 32, width, True], {}
     yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
     for kind, packed in (("*u8", False), (ints, True)):
         yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}

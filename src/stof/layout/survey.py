@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from stof.layout.build import checked_order, strips
+from stof.layout.aside import Seen, divided, division_counts, looked_at, may_pay, seen_columns
+from stof.layout.build import checked_order
 from stof.layout.config import LayoutConfig
 from stof.layout.device.survey import SlabCounts, device_counts
 from stof.layout.layout import Layout
+from stof.layout.strips import strips
 from stof.masks.base import Mask
 
 # Masks of a batch or of heads counted before the rest is taken to be like them: counting is linear in them.
 _MASKS_COUNTED = 8
+
+# Of `_aside_counts`: mask, lengths, the (batch entry, head) masks to count, row order, device.
+_Problem = tuple[Mask, int, int, list[tuple[int, int]], Tensor | None, torch.device | str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +33,12 @@ class TileCounts:
 
     Attributes:
         partial, full: tiles of each kind of every row block, as `build_layout` would make them.
+        aside: keys of a mask that are put aside, in whole tiles; of several masks the most.
     """
 
     partial: Tensor
     full: Tensor
+    aside: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,23 +88,54 @@ def survey(
         mask, q_len, kv_len, batch, heads, device, row_order: as for `build_layout`.
         geometries: block sizes to count.
     """
-    wanted = sorted(set(geometries), key=lambda g: (g.block_m, g.block_n, g.slab or 0))
+    asked = set(geometries)
+    # Where nothing is put aside tiles are contiguous; how much there is to gain, columns gathered singly tell.
+    asides = sorted((g for g in asked if g.aside), key=lambda g: (g.block_m, g.block_n))
+    others = {replace(g, aside=False) for g in asides} | {g.contiguous() for g in asides}
+    wanted = sorted({g for g in asked if not g.aside} | others, key=lambda g: (g.block_m, g.block_n, g.slab or 0))
     order = checked_order(row_order, q_len, device)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
     numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten()[:_MASKS_COUNTED].tolist()
     counted = [divmod(numbers.index(number), mask_heads) for number in dict.fromkeys(numbers)]
     row = [list(dict.fromkeys(numbers)).index(number) for number in numbers]
+    found = None
     if order is None and torch.device(device).type == "cuda":
         entries = [b * mask_heads + h for b, h in counted]
         heights = sorted({geometry.block_m for geometry in wanted}) or [64]
         slabs = device_counts(mask, q_len, kv_len, heights, mask_heads, entries, torch.device(device))
         if slabs is not None:
-            tiles = {geometry: tiles_of_slabs(slabs, geometry) for geometry in wanted}
-            counts = {geometry: TileCounts(partial[row], full[row]) for geometry, (partial, full) in tiles.items()}
-            return Survey(counts, slabs.kept[row].long(), mask_batch, mask_heads)
-    counts, kept = _strip_counts(mask, q_len, kv_len, wanted, counted, order, device)
-    counts = {geometry: TileCounts(own.partial[row], own.full[row]) for geometry, own in counts.items()}
+            tiles = {geometry: TileCounts(*tiles_of_slabs(slabs, geometry)) for geometry in wanted}
+            found = tiles, slabs.kept.long()
+    counts, kept = _strip_counts(mask, q_len, kv_len, wanted, counted, order, device) if found is None else found
+    problem = (mask, q_len, kv_len, counted, order, device)
+    counts |= _aside_counts(counts, asides, problem)
+    counts = {g: TileCounts(own.partial[row], own.full[row], own.aside) for g, own in counts.items() if g in asked}
     return Survey(counts, kept[row], mask_batch, mask_heads)
+
+
+def _aside_counts(
+    counts: dict[LayoutConfig, TileCounts], asides: list[LayoutConfig], problem: _Problem
+) -> dict[LayoutConfig, TileCounts]:
+    """Tiles where columns are put aside, of masks whose contiguous and singly gathered tiles are counted."""
+    mask, q_len, kv_len, counted, order, device = problem
+    seen: dict[tuple[int, int], Seen] = {}
+    found = {}
+    for geometry in asides:
+        plain, packed = counts[geometry.contiguous()], counts[replace(geometry, aside=False)]
+        partial, full, most = plain.partial.clone(), plain.full.clone(), 0
+        for n, (b, h) in enumerate(counted):
+            tiles = [int((each.partial[n] + each.full[n]).sum()) for each in (plain, packed)]
+            if not may_pay(*tiles) or not looked_at(partial.shape[1], kv_len):
+                continue
+            at = (n, geometry.block_m)
+            if at not in seen:
+                seen[at] = seen_columns(mask, q_len, kv_len, geometry.block_m, b, h, order, device)
+            division = divided(seen[at].some, geometry.block_n)
+            if division is not None:
+                partial[n], full[n] = division_counts(seen[at], division)
+                most = max(most, len(division.keys))
+        found[geometry] = TileCounts(partial, full, -(-most // geometry.block_n) * geometry.block_n)
+    return found
 
 
 def _strip_counts(
@@ -137,10 +175,22 @@ def survey_of_layout(layout: Layout) -> Survey:
     """The survey of a layout that is there: its own geometry only."""
     shape = (layout.patterns, layout.row_blocks)
     tiles, partial = layout.row_block_ptr.diff().view(shape).long(), layout.partial_count.view(shape).long()
-    counts = {layout.config: TileCounts(partial.cpu(), (tiles - partial).cpu())}
+    counts = {layout.config: TileCounts(partial.cpu(), (tiles - partial).cpu(), _put_aside(layout))}
     # Scores of the row block's tiles, spread over its rows: close enough for an estimate.
     per_row = (tiles * layout.config.block_n).cpu().repeat_interleave(layout.config.block_m, 1)[:, : layout.q_len]
     return Survey(counts, per_row, layout.mask_batch, layout.mask_heads)
+
+
+def _put_aside(layout: Layout) -> int:
+    """`TileCounts.aside` of a layout."""
+    if not layout.config.aside:
+        return 0
+    tiles = layout.tile_base < 0
+    pattern = torch.div(layout.tile_row_block()[tiles], layout.row_blocks, rounding_mode="floor")
+    slots = layout.gathered[~layout.tile_base[tiles].long()].long()
+    numbers = (pattern[:, None] * layout.kv_len + slots)[slots >= 0].unique()
+    keys = torch.bincount(torch.div(numbers, layout.kv_len, rounding_mode="floor"), minlength=1)
+    return -(-int(keys.max()) // layout.config.block_n) * layout.config.block_n
 
 
 def _count(per_column: Tensor, rows: Tensor, geometry: LayoutConfig) -> tuple[Tensor, Tensor]:
