@@ -16,6 +16,7 @@ from torch import Tensor
 from stof.errors import MaskFunctionError
 from stof.layout import bits
 from stof.layout.config import LayoutConfig
+from stof.layout.device.survey import device_columns
 from stof.layout.strips import SPAN, strips
 from stof.layout.tiles import Tiles
 from stof.masks.base import Mask
@@ -71,6 +72,12 @@ def seen_columns(
     device: torch.device | str,
 ) -> Seen:
     """Columns that row blocks of one (batch, head) mask see; `order` as `checked_order` gives it."""
+    where = torch.device(device)
+    found = (
+        device_columns(mask, q_len, kv_len, block_m, b, h, where) if order is None and where.type == "cuda" else None
+    )
+    if found is not None:
+        return Seen(*found)
     some, every = [], []
     for strip in strips(mask, q_len, kv_len, block_m, b, h, order, device):
         kept = strip.keep.sum(1, dtype=torch.int32)
