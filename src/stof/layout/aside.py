@@ -36,6 +36,12 @@ class Seen(NamedTuple):
     some: Tensor
     every: Tensor
 
+    def joined(self, count: int) -> Seen:
+        """What row blocks `count` times as tall see."""
+        missing = (0, 0, 0, -len(self.some) % count)
+        some = torch.nn.functional.pad(self.some, missing).unflatten(0, (-1, count)).any(1)
+        return Seen(some, torch.nn.functional.pad(self.every, missing, value=True).unflatten(0, (-1, count)).all(1))
+
 
 class Division(NamedTuple):
     """Where each row block finds its columns.
@@ -73,21 +79,18 @@ def seen_columns(
 ) -> Seen:
     """Columns that row blocks of one (batch, head) mask see; `order` as `checked_order` gives it."""
     where = torch.device(device)
-    found = (
-        device_columns(mask, q_len, kv_len, block_m, b, h, where) if order is None and where.type == "cuda" else None
-    )
-    if found is not None:
-        return Seen(*found)
+    if order is None and where.type == "cuda":
+        told = device_columns(mask, q_len, kv_len, block_m, b, h, where)
+        if told is not None:
+            return Seen(*told)
     some, every = [], []
     for strip in strips(mask, q_len, kv_len, block_m, b, h, order, device):
         kept = strip.keep.sum(1, dtype=torch.int32)
-        found = torch.zeros(2, len(kept), kv_len, dtype=torch.bool, device=kept.device)
-        keys = slice(None)
+        found = torch.stack([kept > 0, kept == strip.valid_rows[:, None]])
         if strip.spans is not None:
             within = torch.arange(SPAN, device=kept.device)
-            keys = (strip.spans[:, None] * SPAN + within).flatten()[: kept.shape[1]]  # type: ignore[assignment]
-        found[0][:, keys] = kept > 0
-        found[1][:, keys] = kept == strip.valid_rows[:, None]
+            keys = (strip.spans[:, None] * SPAN + within).flatten()[: kept.shape[1]]
+            found = found.new_zeros(2, len(kept), kv_len).index_copy_(2, keys, found)
         some.append(found[0])
         every.append(found[1])
     return Seen(torch.cat(some), torch.cat(every))

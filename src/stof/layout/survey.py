@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stof.layout.aside import Seen, divided, division_counts, looked_at, may_pay, seen_columns
+from stof.layout.aside import divided, division_counts, looked_at, may_pay, seen_columns
 from stof.layout.build import checked_order
 from stof.layout.config import LayoutConfig
 from stof.layout.device.survey import SlabCounts, device_counts
@@ -118,24 +118,28 @@ def _aside_counts(
 ) -> dict[LayoutConfig, TileCounts]:
     """Tiles where columns are put aside, of masks whose contiguous and singly gathered tiles are counted."""
     mask, q_len, kv_len, counted, order, device = problem
-    seen: dict[tuple[int, int], Seen] = {}
-    found = {}
-    for geometry in asides:
-        plain, packed = counts[geometry.contiguous()], counts[replace(geometry, aside=False)]
-        partial, full, most = plain.partial.clone(), plain.full.clone(), 0
-        for n, (b, h) in enumerate(counted):
-            tiles = [int((each.partial[n] + each.full[n]).sum()) for each in (plain, packed)]
-            if not may_pay(*tiles) or not looked_at(partial.shape[1], kv_len):
-                continue
-            at = (n, geometry.block_m)
-            if at not in seen:
-                seen[at] = seen_columns(mask, q_len, kv_len, geometry.block_m, b, h, order, device)
-            division = divided(seen[at].some, geometry.block_n)
+    plain = {geometry: counts[geometry.contiguous()] for geometry in asides}
+    found = {geometry: TileCounts(own.partial.clone(), own.full.clone()) for geometry, own in plain.items()}
+    # What tall row blocks see, low ones tell.
+    height = math.gcd(*(geometry.block_m for geometry in asides))
+    for n, (b, h) in enumerate(counted):
+        paying = [g for g in asides if may_pay(_tiles_of(plain[g], n), _tiles_of(counts[replace(g, aside=False)], n))]
+        if not paying or not looked_at(-(-q_len // height), kv_len):
+            continue
+        seen = seen_columns(mask, q_len, kv_len, height, b, h, order, device)
+        for geometry in paying:
+            own = seen.joined(geometry.block_m // height)
+            division = divided(own.some, geometry.block_n)
             if division is not None:
-                partial[n], full[n] = division_counts(seen[at], division)
-                most = max(most, len(division.keys))
-        found[geometry] = TileCounts(partial, full, -(-most // geometry.block_n) * geometry.block_n)
+                counted_here = found[geometry]
+                counted_here.partial[n], counted_here.full[n] = division_counts(own, division)
+                aside = -(-len(division.keys) // geometry.block_n) * geometry.block_n
+                found[geometry] = replace(counted_here, aside=max(aside, counted_here.aside))
     return found
+
+
+def _tiles_of(counts: TileCounts, mask: int) -> int:
+    return int((counts.partial[mask] + counts.full[mask]).sum())
 
 
 def _strip_counts(
