@@ -24,8 +24,8 @@ from stof.masks.index import Index
 
 # Scores evaluated at once: bounds the memory of int64 temporaries to some 100 MB.
 _AT_ONCE = 2**22
-# Pairs of a row block and a key that are looked at, a byte each in a few tensors: 92,000 keys and rows in blocks of 64.
-_MOST_PAIRS = 2**27
+# Pairs of a row block and a key that are looked at, a byte each in a few tensors: 65,536 keys and rows in blocks of 64.
+_MOST_PAIRS = 2**26
 # Columns packed without gaps have to save this share of all tiles, or no list is made: the copy must be paid for.
 _WORTH = 0.85
 

@@ -18,6 +18,8 @@ _MOST = 2**22
 # Columns of a program, and kinds of slabs: powers of two up to them.
 _COLUMNS = 256
 _KINDS = _COLUMNS.bit_length()
+# Bits unpacked at once: bounds memory.
+_UNPACKED = 2**24
 # Rows at once at most: a thread has registers for 32 scores.
 _ROWS = 16
 
@@ -81,8 +83,9 @@ def _columns(
     counted, words = row_blocks * _KINDS * 2, 2 * row_blocks * columns * (_COLUMNS // 32)
     state, letter, first = source.prepared(counted + words, 0, 0, device)
     _launch(source, state, first, q_len, kv_len, height, (0, -1, counted))
-    found = state[counted : counted + words].view(2, row_blocks, -1)
-    some, every = unpack(found, kv_len)
+    found = state[counted : counted + words].view(2 * row_blocks, -1)
+    pieces = [unpack(piece, kv_len) for piece in found.split(max(1, _UNPACKED // kv_len))]
+    some, every = torch.cat(pieces).view(2, row_blocks, kv_len)
     letter.wait(0, device)
     letter.read(0)
     return some, every
