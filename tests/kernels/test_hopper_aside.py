@@ -96,8 +96,8 @@ def test_tiles_of_no_list_are_refused() -> None:
     [(64, (128, 128)), (72, (128, 128)), (128, (64, 64)), (40, (192, 128)), (64, (64, 128)), (40, (64, 64))],
 )
 def test_memory(twin: Twin, memory_layout: str, head_dim: int, tile: tuple[int, int]) -> None:
-    layout = build_layout(STRIDED, 450, 450, config_of(tile))
-    check_call(layout, *inputs(q_len=450, kv_len=450, head_dim=head_dim, memory=memory_layout))
+    layout = build_layout(STRIDED, 700, 700, config_of(tile))
+    check_call(layout, *inputs(batch=1, q_len=700, kv_len=700, head_dim=head_dim, memory=memory_layout))
     assert (twin.constants["SLAB"], twin.constants["GROUPS"]) == (tile[1], tile[0] // 64)
 
 

@@ -12,6 +12,7 @@ from stof import LayoutConfig, masks
 from stof.errors import ArgumentError
 from stof.layout import build_layout, orders
 from stof.layout import survey as surveys
+from stof.layout.aside import seen_columns
 from stof.layout.orders import named_order
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
@@ -19,6 +20,13 @@ from stof.masks.tensors import as_mask
 from tests.strategies import dense_masks, line_masks, mask_trees, row_orders
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.fixture(autouse=True)
+def _look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it may pay or not, columns are put aside as a layout would."""
+    monkeypatch.setattr(surveys, "may_pay", lambda *tiles: True)
+
 
 lengths = st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 129, 200, 390])
 geometries = st.lists(
@@ -94,6 +102,19 @@ def test_strips_change_nothing(monkeypatch: pytest.MonkeyPatch, q_len: int) -> N
     monkeypatch.setattr("stof.layout.strips.STRIP_SCORES", 1)
     for heights in (wanted, [*wanted, LayoutConfig(192, 128), LayoutConfig(192, 128, 16)], [LayoutConfig(192, 128)]):
         assert_counts(survey(mask, q_len, 830, heights), mask, q_len, 830, heights)
+
+
+def test_only_masks_with_something_to_gain_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    looked = []
+    monkeypatch.setattr(surveys, "seen_columns", lambda *given: looked.append(given[4:6]) or seen_columns(*given))
+    wanted = [LayoutConfig(*tile, 1, aside=True) for tile in ((128, 128), (64, 64))]
+    lines = masks.strided(40, 64, 3)
+    for mask, heads in ((masks.causal(), 1), (masks.longformer(64, 64), 1), (masks.per_head([masks.full(), lines]), 2)):
+        found = survey(mask, 1024, 1024, wanted, heads=heads)
+        assert set(found.counts) == set(wanted)
+        assert all(bool(counts.aside) == (heads == 2) for counts in found.counts.values())
+    assert looked == [(0, 1)]
 
 
 def test_many_masks_are_sampled() -> None:

@@ -26,7 +26,7 @@ from stof.masks.index import Index
 _AT_ONCE = 2**22
 # Pairs of a row block and a key that are looked at, a byte each in a few tensors: 65,536 keys and rows in blocks of 64.
 _MOST_PAIRS = 2**26
-# Columns packed without gaps have to save this share of all tiles, or no list is made: the copy must be paid for.
+# Columns packed without gaps have to leave less than this share of all tiles, or surveys do not look for a list.
 _WORTH = 0.85
 
 
@@ -63,7 +63,10 @@ def looked_at(row_blocks: int, kv_len: int) -> bool:
 
 
 def may_pay(contiguous: int, packed: int) -> bool:
-    """Whether aligned tiles are so many more than those of columns without gaps that looking for a list is worth it."""
+    """Whether aligned tiles are so many more than those of columns without gaps that looking for a list is worth it.
+
+    Asked of the smallest tiles: where these lose nothing, larger ones hold no lines either, but wide runs.
+    """
     return packed <= _WORTH * contiguous
 
 
@@ -97,7 +100,7 @@ def seen_columns(
 
 
 def divided(some: Tensor, block_n: int) -> Division | None:
-    """The list for columns seen `[row blocks, kv_len]`; None where there is none that may pay.
+    """The list for columns seen `[row blocks, kv_len]`; None where it would save no tiles.
 
     A row block sees keys of a tile *alone* when they are half of the tile at most. Keys that most row blocks that see
     them at all see alone are listed; a row block takes a tile's keys from the list when all of them are there.
@@ -105,18 +108,16 @@ def divided(some: Tensor, block_n: int) -> Division | None:
     kv_len = some.shape[1]
     tiled = _tiled(some, block_n)
     count = tiled.sum(-1)
-    packed = torch.div(count.sum(1) + block_n - 1, block_n, rounding_mode="floor").sum()
-    if not may_pay(int((count > 0).sum()), int(packed)):
-        return None
     width = (kv_len - torch.arange(0, kv_len, block_n, device=some.device)).clamp(max=block_n)
     alone = (count > 0) & (2 * count <= width)
     listed = 2 * (tiled & alone[..., None]).sum(0) > tiled.sum(0)
     from_list = alone & ~(tiled & ~listed).any(-1)
     taken = (tiled & from_list[..., None]).flatten(1)[:, :kv_len]
     keys = taken.any(0).nonzero()[:, 0]
-    if not len(keys):
+    of_list = _tiled(taken[:, keys], block_n)
+    if not len(keys) or int(of_list.any(-1).sum() - from_list.sum()) >= 0:
         return None
-    return Division(keys, _tiled(taken[:, keys], block_n), (count > 0) & ~from_list)
+    return Division(keys, of_list, (count > 0) & ~from_list)
 
 
 def division_counts(seen: Seen, division: Division) -> tuple[Tensor, Tensor]:

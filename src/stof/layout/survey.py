@@ -90,8 +90,8 @@ def survey(
     """
     asked = set(geometries)
     # Where nothing is put aside tiles are contiguous; how much there is to gain, columns gathered singly tell.
-    asides = sorted((g for g in asked if g.aside), key=lambda g: (g.block_m, g.block_n))
-    others = {replace(g, aside=False) for g in asides} | {g.contiguous() for g in asides}
+    asides = sorted((g for g in asked if g.aside), key=lambda g: (g.block_m * g.block_n, g.block_m))
+    others = {replace(g, aside=False) for g in asides[:1]} | {g.contiguous() for g in asides}
     wanted = sorted({g for g in asked if not g.aside} | others, key=lambda g: (g.block_m, g.block_n, g.slab or 0))
     order = checked_order(row_order, q_len, device)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
@@ -116,30 +116,28 @@ def survey(
 def _aside_counts(
     counts: dict[LayoutConfig, TileCounts], asides: list[LayoutConfig], problem: _Problem
 ) -> dict[LayoutConfig, TileCounts]:
-    """Tiles where columns are put aside, of masks whose contiguous and singly gathered tiles are counted."""
+    """Tiles where columns are put aside. Counted are contiguous ones, and singly gathered ones of the first geometry."""
     mask, q_len, kv_len, counted, order, device = problem
     plain = {geometry: counts[geometry.contiguous()] for geometry in asides}
     found = {geometry: TileCounts(own.partial.clone(), own.full.clone()) for geometry, own in plain.items()}
     # What tall row blocks see, low ones tell.
     height = math.gcd(*(geometry.block_m for geometry in asides))
+    if not asides or not looked_at(-(-q_len // height), kv_len):
+        return found
     for n, (b, h) in enumerate(counted):
-        paying = [g for g in asides if may_pay(_tiles_of(plain[g], n), _tiles_of(counts[replace(g, aside=False)], n))]
-        if not paying or not looked_at(-(-q_len // height), kv_len):
+        both = (counts[how] for how in (asides[0].contiguous(), replace(asides[0], aside=False)))
+        if not may_pay(*(int((each.partial[n] + each.full[n]).sum()) for each in both)):
             continue
         seen = seen_columns(mask, q_len, kv_len, height, b, h, order, device)
-        for geometry in paying:
+        for geometry in asides:
             own = seen.joined(geometry.block_m // height)
             division = divided(own.some, geometry.block_n)
             if division is not None:
-                counted_here = found[geometry]
-                counted_here.partial[n], counted_here.full[n] = division_counts(own, division)
+                tiles = found[geometry]
+                tiles.partial[n], tiles.full[n] = division_counts(own, division)
                 aside = -(-len(division.keys) // geometry.block_n) * geometry.block_n
-                found[geometry] = replace(counted_here, aside=max(aside, counted_here.aside))
+                found[geometry] = replace(tiles, aside=max(aside, tiles.aside))
     return found
-
-
-def _tiles_of(counts: TileCounts, mask: int) -> int:
-    return int((counts.partial[mask] + counts.full[mask]).sum())
 
 
 def _strip_counts(
