@@ -116,7 +116,7 @@ def survey(
 def _aside_counts(
     counts: dict[LayoutConfig, TileCounts], asides: list[LayoutConfig], problem: _Problem
 ) -> dict[LayoutConfig, TileCounts]:
-    """Tiles where columns are put aside. Counted are contiguous ones, and singly gathered ones of the first geometry."""
+    """Tiles where columns are put aside, given contiguous ones, and singly gathered ones of the first geometry."""
     mask, q_len, kv_len, counted, order, device = problem
     plain = {geometry: counts[geometry.contiguous()] for geometry in asides}
     found = {geometry: TileCounts(own.partial.clone(), own.full.clone()) for geometry, own in plain.items()}

@@ -35,7 +35,7 @@ _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12
 # The launch that puts keys aside, which the Hopper kernel waits for (an H200, see `docs/performance.md`).
-_ASIDE_US = 2.0
+_ASIDE_US = 1.5
 # A thread block's registers and shared memory on every GPU since sm_80: 64 Ki registers, 1 KB kept by the system.
 _REGISTERS, _RESERVED = 65536, 1024
 
