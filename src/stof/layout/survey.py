@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stof.layout.aside import divided, division_counts, looked_at, may_pay, seen_columns
+from stof.layout.aside import divided, division_counts, listed_keys, looked_at, may_pay, seen_columns
 from stof.layout.build import checked_order
 from stof.layout.config import LayoutConfig
 from stof.layout.device.survey import SlabCounts, device_counts
@@ -177,22 +177,12 @@ def survey_of_layout(layout: Layout) -> Survey:
     """The survey of a layout that is there: its own geometry only."""
     shape = (layout.patterns, layout.row_blocks)
     tiles, partial = layout.row_block_ptr.diff().view(shape).long(), layout.partial_count.view(shape).long()
-    counts = {layout.config: TileCounts(partial.cpu(), (tiles - partial).cpu(), _put_aside(layout))}
+    lists = listed_keys(layout) if layout.config.aside else None
+    aside = 0 if lists is None else lists[0].shape[1]
+    counts = {layout.config: TileCounts(partial.cpu(), (tiles - partial).cpu(), aside)}
     # Scores of the row block's tiles, spread over its rows: close enough for an estimate.
     per_row = (tiles * layout.config.block_n).cpu().repeat_interleave(layout.config.block_m, 1)[:, : layout.q_len]
     return Survey(counts, per_row, layout.mask_batch, layout.mask_heads)
-
-
-def _put_aside(layout: Layout) -> int:
-    """`TileCounts.aside` of a layout."""
-    if not layout.config.aside:
-        return 0
-    tiles = layout.tile_base < 0
-    pattern = torch.div(layout.tile_row_block()[tiles], layout.row_blocks, rounding_mode="floor")
-    slots = layout.gathered[~layout.tile_base[tiles].long()].long()
-    numbers = (pattern[:, None] * layout.kv_len + slots)[slots >= 0].unique()
-    keys = torch.bincount(torch.div(numbers, layout.kv_len, rounding_mode="floor"), minlength=1)
-    return -(-int(keys.max()) // layout.config.block_n) * layout.config.block_n
 
 
 def _count(per_column: Tensor, rows: Tensor, geometry: LayoutConfig) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.aside import listed_keys
 from stof.kernels.triton.work import accumulator_order, live_columns, parts_of
 from stof.layout import Layout
+from stof.layout.aside import listed_keys
 from stof.layout.build import PARTIAL_TILE_COST
 from stof.layout.orders import by_remainder
 
@@ -208,9 +208,10 @@ def _put_aside(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     base = layout.tile_base.long()
     along = torch.arange(layout.config.block_n, device=base.device)
     read = base[:, None] + along
-    if bool((base >= 0).all()):
-        return base[:, None], read, layout.pattern_of.new_empty(0)
-    keys, begins = listed_keys(layout)
+    lists = listed_keys(layout)
+    if lists is None:
+        raise UnfitLayoutError("gathered tiles are not stretches of one list of columns")
+    keys, begins = lists
     of_list = base < 0
     begin = begins[~base[of_list]]
     columns = base.masked_scatter(of_list, ASIDE + begin)
