@@ -115,19 +115,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         )
     pointers = layout.row_block_ptr.long().cpu()
     partial = layout.partial_count.long().cpu()
-    slab, column_step = config.slab or 0, 1
-    aside = layout.pattern_of.new_empty(0)
-    if config.aside:
-        columns, read, aside = _put_aside(layout)
-        slab = config.block_n if aside.numel() else 0
-    elif slab == 1:
-        columns, column_step = _evenly_spaced(layout)
-        columns, slab = columns[:, None], 0
-        read = columns + column_step * torch.arange(config.block_n, device=columns.device)
-    else:
-        columns, read = _slabs(layout)
-        slab = slab if columns.shape[1] > 1 else 0
-    _check_reads(layout, read)
+    columns, aside, slab, column_step = _columns(layout)
     bitmaps = accumulator_order(layout.bitmaps, config.block_n)
     # Row blocks without a tile get one that keeps nothing; full tiles may come first in a job and then need a bitmap.
     nothing, everything = len(bitmaps), len(bitmaps) + 1
@@ -161,6 +149,24 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         chunks=chunks,
         has_full=bool((items[:, 2] < items[:, 3]).any()),
     )
+
+
+def _columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:
+    """`tile_columns` (int64, without the spare ones), `aside`, `slab` and `column_step` of `TileLists`."""
+    block_n, slab, column_step = layout.config.block_n, layout.config.slab or 0, 1
+    aside = layout.pattern_of.new_empty(0)
+    if layout.config.aside:
+        columns, read, aside = _put_aside(layout)
+        slab = block_n if aside.numel() else 0
+    elif slab == 1:
+        first, column_step = _evenly_spaced(layout)
+        columns, slab = first[:, None], 0
+        read = columns + column_step * torch.arange(block_n, device=columns.device)
+    else:
+        columns, read = _slabs(layout)
+        slab = slab if columns.shape[1] > 1 else 0
+    _check_reads(layout, read)
+    return columns, aside, slab, column_step
 
 
 def _check_reads(layout: Layout, read: Tensor) -> None:
