@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import stof
 from stof import LayoutConfig, masks
-from stof.layout import build_layout
+from stof.layout import Layout, build_layout
 from stof.layout.survey import survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
@@ -26,7 +24,7 @@ pytestmark = [
 STRIDED = masks.strided(100, 128, 8)
 
 
-def layout_of(mask: Mask, q: Tensor, k: Tensor, tile: tuple[int, int]) -> Any:
+def layout_of(mask: Mask, q: Tensor, k: Tensor, tile: tuple[int, int]) -> Layout:
     config = LayoutConfig(*tile, 1, aside=True)
     sizes = {"batch": q.shape[0], "heads": q.shape[1]}
     layout = build_layout(mask, q.shape[2], k.shape[2], config, **sizes, device="cuda")
