@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
-from stof.errors import UnfitLayoutError
+from stof.errors import LayoutError, UnfitLayoutError
 from stof.kernels.hopper.jobs import ASIDE, make_tile_lists
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
@@ -85,8 +85,11 @@ def test_tiles_of_no_list_are_refused() -> None:
     gathered = layout.gathered.clone()
     row, slot = (gathered >= 0).nonzero()[40].tolist()
     gathered[row, slot - 1 :] = torch.nn.functional.pad(gathered[row, slot:], (0, 1), value=-1)
+    broken = replace(layout, gathered=gathered)
     with pytest.raises(UnfitLayoutError, match="not stretches of one list"):
-        make_tile_lists(replace(layout, gathered=gathered))
+        make_tile_lists(broken)
+    with pytest.raises(LayoutError, match="not stretches of one list of columns put aside"):
+        broken.validate()
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -188,7 +188,7 @@ def listed_keys(layout: Layout) -> tuple[Tensor, Tensor] | None:
 
     Returns:
         int64 `[P, n]`, ascending, then -1; n is a multiple of `block_n`, 0 where no tile is of a list. And int64 `[G]`,
-        by row of `layout.gathered`. None where some gathered tile is no stretch of one list: a file may hold anything.
+        by row of `layout.gathered`. None where some gathered tile is no stretch of one list, which no builder makes.
     """
     block_n, slots = layout.config.block_n, layout.gathered.long()
     of_list = layout.tile_base < 0
