@@ -138,11 +138,35 @@ def dense_masks(draw: st.DrawFn, q_len: int, kv_len: int, batch: int = 1, heads:
     return (noise[..., :1, :] < 0.4).expand(shape).clone()
 
 
+@st.composite
+def line_masks(draw: st.DrawFn, q_len: int, kv_len: int, batch: int = 1, heads: int = 1) -> Tensor:
+    """Bool `[batch, heads, q_len, kv_len]`: a band, and vertical lines from some row on, each mask's own."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31 - 1)))
+    rows, columns = torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :]
+    stride, width = draw(st.sampled_from([3, 20, 64, 100, 128])), draw(st.sampled_from([1, 2, 8, 30]))
+    own = (batch, heads, 1, kv_len)
+    lines = {
+        "random": torch.rand(own, generator=generator) < draw(st.sampled_from([0.01, 0.1])),
+        "spaced": (columns % stride < width).expand(own),
+        "shifted": (columns + torch.randint(stride, (batch, heads, 1, 1), generator=generator)) % stride < width,
+    }[draw(st.sampled_from(["random", "spaced", "shifted"]))]
+    first_row = torch.randint(draw(st.sampled_from([1, q_len + 1])), own, generator=generator)
+    causal = draw(st.booleans())
+    seen = lines & (rows >= first_row) & ((columns <= rows + kv_len - q_len) | (not causal))
+    return seen | ((rows - columns).abs() < draw(st.sampled_from([0, 1, 40])))
+
+
 configs = st.builds(
     LayoutConfig,
     block_m=st.sampled_from([16, 32, 64, 128, 192]),
     block_n=st.sampled_from([16, 32, 64, 128]),
     slab=st.sampled_from([None, 1, 8, 16]),
+) | st.builds(
+    LayoutConfig,
+    block_m=st.sampled_from([16, 64, 192]),
+    block_n=st.sampled_from([16, 64, 128]),
+    slab=st.just(1),
+    aside=st.just(True),
 )
 
 

@@ -136,7 +136,7 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}
     yield hopper_slash.slash_fill, [*[ints] * 10, *[i] * 8, 64, 64], {"num_warps": 1}
     for kind, width in (("*fp16", 64), ("*bf16", 128)):
-        yield fill.put_aside, [*[kind] * 4, ints, *[i] * 12, 32, width], {}
+        yield fill.put_aside, [*[kind] * 4, ints, *[i] * 12, 32, width, True], {}
     yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
     for kind, packed in (("*u8", False), (ints, True)):
         yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}
@@ -158,7 +158,7 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
             yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
             yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 15, *constants], writing
         rows = min(reader.rows_at_once(64, 256), survey._ROWS)
-        yield counting.count_slabs, [read, ints, *[i] * 14, kind, 64, 256, rows], {}
+        yield counting.count_slabs, [read, ints, *[i] * 15, kind, 64, 256, rows], {}
     yield reading.prepare, [ints, ints, *[i] * 5], {}
 
 
@@ -166,6 +166,7 @@ def compiled_fill(group: str, kernel: Any, given: list[Any], options: dict[str, 
     """The same for a kernel that makes work or layouts."""
     signature, fixed, attributes = {}, {}, {}
     for place, (name, value) in enumerate(zip(kernel.arg_names, given, strict=True)):
+        value = arch >= 90 if name == "CHAINED" else value
         signature[name] = value if isinstance(value, str) else "constexpr"
         if not isinstance(value, str):
             fixed[place,] = value
@@ -225,18 +226,20 @@ def _hopper() -> Iterator[Case]:
     options = {"has_softcap": True, "has_sinks": True}
     square = (128, 128)
     for group, call, tile, kinds in (
-        ("hopper D 64", call_of(half, 64), square, ("contiguous split", "slabs of 16", "evenly spaced")),
+        ("hopper D 64", call_of(half, 64), square, ("contiguous split", "slabs of 16", "evenly spaced", "put aside")),
         ("hopper D 64", call_of(bfloat, 64), square, ("slabs of 8 split",)),
         ("hopper 64 rows", call_of(half, 64), (64, 128), ("contiguous split",)),
         ("hopper 64 rows", call_of(bfloat, 64), (64, 64), ("slabs of 8 split",)),
-        ("hopper 64 rows", call_of(half, 64), (64, 64), ("contiguous", "evenly spaced")),
+        ("hopper 64 rows", call_of(half, 64), (64, 64), ("contiguous", "evenly spaced", "put aside split")),
+        ("hopper 64 rows", call_of(half, 128), (64, 64), ("put aside",)),
+        ("hopper 64 rows", call_of(bfloat, 40), (64, 128), ("put aside",)),
         ("hopper 64 rows", call_of(half, 64, **options), (64, 64), ("slabs of 16 split",)),
         ("hopper 64 rows", call_of(half, 128), (64, 64), ("contiguous",)),
         ("hopper 64 rows", call_of(bfloat, 96, **options), (64, 64), ("slabs of 8 split",)),
         ("hopper 192 rows", call_of(half, 64), (192, 128), ("contiguous", "slabs of 16 split")),
-        ("hopper 192 rows", call_of(bfloat, 64), (192, 128), ("evenly spaced",)),
+        ("hopper 192 rows", call_of(bfloat, 64), (192, 128), ("evenly spaced", "put aside split")),
         ("hopper 192 rows", call_of(bfloat, 40, **options), (192, 128), ("contiguous split",)),
-        ("hopper D 128", call_of(half, 128), square, ("contiguous", "slabs of 8", "evenly spaced split")),
+        ("hopper D 128", call_of(half, 128), square, ("contiguous", "slabs of 8", "evenly spaced split", "put aside")),
         ("hopper D 128", call_of(bfloat, 96), square, ("slabs of 16 split",)),
         ("hopper options", call_of(half, 64, **options), square, ("slabs of 8 split",)),
         ("hopper options", call_of(bfloat, 128, **options), square, ("contiguous split",)),
@@ -301,11 +304,13 @@ def _case(group: str, call: CallSpec, kind: str, choices: list[Choice], archs: t
         "slabs of 16": (16,),
         "slabs of 8": (8,),
         "evenly spaced": (1,),
+        "put aside": (1,),
     }
     for choice in choices:
         assert choice.layout is not None
         assert choice.kernel is not None
-        gathered = choice.layout.slab in slabs[kind.removesuffix(" split")]
+        how = kind.removesuffix(" split")
+        gathered = choice.layout.slab in slabs[how] and choice.layout.aside == (how == "put aside")
         if gathered and (choice.kernel.split_tiles > 0) == kind.endswith(" split"):
             layout, kernel = choice.layout, choice.kernel
             settings = f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r"
@@ -350,6 +355,8 @@ def layout_of(call: CallSpec, choice: Choice) -> Layout:
     slab = 1 if choice.layout is None else choice.layout.slab
     if choice.row_order is not None:
         keep = keep & ((columns - rows) % 2 == 0)
+    elif choice.layout is not None and choice.layout.aside:
+        keep = keep & ((columns + 128 > rows + call.kv_len - call.q_len) | (columns % 32 < 3) | (rows == 0))
     elif choice.implementation == "hopper" and slab is not None:
         # Some columns follow each other, others in slabs. Tiles of slabs of 8 are all partial here.
         keep = keep & ((columns < 608) | (columns // slab % 3 != 1)) & ((slab != 8) | (columns % 8 != rows % 8))
@@ -383,7 +390,8 @@ def recorded(case: Case) -> Recorded:
             row_wise.row_wise_attention(q, k, v, *row_wise.prepare_row_wise(layout), **options)
         elif choice.implementation == "hopper":
             lists = make_tile_lists(layout, choice.kernel.split_tiles)
-            assert bool(lists.slab) == (layout.config.slab in (8, 16)), "the layout has no slabs"
+            slabs = layout.config.slab in (8, 16) or layout.config.aside
+            assert bool(lists.slab) == slabs, "the layout has no slabs"
             if case.name.endswith(AT_RUN_TIME):
                 lists = replace(lists, ranges=torch.zeros(len(lists.items), RANGE_FIELDS, dtype=torch.int32))
             if ASIDE_TOO in case.name:

@@ -15,7 +15,7 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import _JOB_COST, JOB_FIELDS, RUN, TileLists, job_lists, make_tile_lists
+from stof.kernels.hopper.jobs import _JOB_COST, ASIDE, JOB_FIELDS, RUN, TileLists, job_lists, make_tile_lists
 from stof.layout import Layout, build_layout
 from stof.layout.build import PARTIAL_TILE_COST
 from stof.layout.orders import named_order
@@ -44,10 +44,18 @@ def even_layout(length: int, stride: int = 16, tile: tuple[int, int] = (128, 128
     return build_layout(mask, length, length, config, row_order=named_order(f"remainder {stride}", length))
 
 
-def columns_of(lists: TileLists) -> Tensor:
-    """Key column of each column of each tile `[T + 2, block_n]`, at or past `kv_len` where TMA fills in zeros."""
+def columns_of(lists: TileLists, b: int = 0, h: int = 0) -> Tensor:
+    """Key column of each column of each tile `[T + 2, block_n]`, at or past `kv_len` where TMA fills in zeros.
+
+    Where columns are put aside, those of the tiles of one batch entry and head.
+    """
     records = lists.tile_columns.long()
-    assert not lists.aside.numel()
+    if lists.aside.numel():
+        assert lists.slab == lists.block_n
+        aside = lists.aside.expand(*lists.pattern_of.shape, -1)[b, h].long()
+        aside = torch.where(aside < 0, lists.kv_len, aside)
+        place = records - ASIDE + torch.arange(lists.block_n)
+        return torch.where(place < 0, records + torch.arange(lists.block_n), aside[place.clamp(0, len(aside) - 1)])
     if lists.slab == 0:
         assert records.shape[1] == 1
         return records + lists.column_step * torch.arange(lists.block_n)
@@ -86,9 +94,11 @@ def seen_keys(layout: Layout) -> Tensor:
 
 def counted(lists: TileLists, seen: Tensor) -> Tensor:
     """How often each score counts: int `[mask_batch, mask_heads, q_len, kv_len]`; `seen` as `seen_keys` gives it."""
-    columns, rows = columns_of(lists), rows_of(lists)
+    rows = rows_of(lists)
     times = torch.zeros(len(lists.item_ptr) - 1, lists.q_len, lists.kv_len, dtype=torch.int32)
     for pattern, (first, last) in enumerate(itertools.pairwise(lists.item_ptr.tolist())):
+        b, h = (lists.pattern_of == pattern).nonzero()[0].tolist()
+        columns = columns_of(lists, b, h)
         for row_block, begin, partial_end, end, *_, bitmap in lists.items[first:last].tolist():
             mine = rows[row_block * lists.block_m : (row_block + 1) * lists.block_m]
             assert begin < end, "a job computes one tile at least"

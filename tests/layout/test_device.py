@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.layout import Layout, build_layout
+from stof.layout.aside import seen_columns
 from stof.layout.build import PARTIAL_TILE_COST
 from stof.layout.device import build as device_build
 from stof.layout.device import source as device_source
 from stof.layout.device.build import device_layout
-from stof.layout.device.survey import device_counts
+from stof.layout.device.survey import device_columns, device_counts
 from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
 from stof.masks.program import DEPTH, programs_of
@@ -191,6 +192,13 @@ def test_survey(problem: tuple[Mask, int, int]) -> None:
         partial, full = tiles_of_slabs(counted, geometry)
         assert torch.equal(full, expected.counts[geometry].full), geometry
         assert torch.equal(partial, expected.counts[geometry].partial), geometry
+    b, h = divmod(entries[-1], shape[1])
+    columns = device_columns(mask, q_len, kv_len, 64, b, h, DEVICE)
+    assert columns is not None
+    with mock.patch("stof.layout.aside.device_columns", return_value=None):
+        seen = seen_columns(mask, q_len, kv_len, 64, b, h, None, DEVICE)
+    assert torch.equal(columns[0], seen.some)
+    assert torch.equal(columns[1], seen.every)
 
 
 SEVERAL = {

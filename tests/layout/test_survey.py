@@ -12,13 +12,21 @@ from stof import LayoutConfig, masks
 from stof.errors import ArgumentError
 from stof.layout import build_layout, orders
 from stof.layout import survey as surveys
+from stof.layout.aside import seen_columns
 from stof.layout.orders import named_order
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
-from tests.strategies import dense_masks, mask_trees, row_orders
+from tests.strategies import dense_masks, line_masks, mask_trees, row_orders
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.fixture(autouse=True)
+def _look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it may pay or not, columns are put aside as a layout would."""
+    monkeypatch.setattr(surveys, "may_pay", lambda *tiles: True)
+
 
 lengths = st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 129, 200, 390])
 geometries = st.lists(
@@ -27,6 +35,13 @@ geometries = st.lists(
         block_m=st.sampled_from([1, 4, 16, 32, 64, 128, 192]),
         block_n=st.sampled_from([16, 32, 64, 128, 256]),
         slab=st.sampled_from([None, 1, 8, 16]),
+    )
+    | st.builds(
+        LayoutConfig,
+        block_m=st.sampled_from([4, 64, 192]),
+        block_n=st.sampled_from([16, 64]),
+        slab=st.just(1),
+        aside=st.just(True),
     ),
     min_size=1,
     max_size=4,
@@ -55,6 +70,8 @@ def assert_counts(
         assert torch.equal(counts.partial, partial), config
         assert torch.equal(counts.full, full), config
         assert counts.partial.dtype == counts.full.dtype == torch.int64
+        aside = survey_of_layout(layout).counts[config].aside
+        assert counts.aside == aside if layout.pattern_of.numel() == len(pattern) else counts.aside <= aside
     keep = mask.to_dense(q_len, kv_len, batch=batch, heads=heads).flatten(0, 1)[: len(found.kept)]
     if row_order is not None:
         keep = keep[:, row_order.long()]
@@ -66,7 +83,8 @@ def assert_counts(
 def test_counts_equal_the_layouts(data: st.DataObject, q_len: int, kv_len: int, wanted: list[LayoutConfig]) -> None:
     batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     mask_batch, mask_heads = data.draw(st.sampled_from([(1, 1), (batch, 1), (1, heads), (batch, heads)]))
-    mask = as_mask(data.draw(dense_masks(q_len, kv_len, mask_batch, mask_heads)))
+    textures = data.draw(st.sampled_from([dense_masks, line_masks]))
+    mask = as_mask(data.draw(textures(q_len, kv_len, mask_batch, mask_heads)))
     order = data.draw(row_orders(q_len))
     found = survey(mask, q_len, kv_len, wanted, batch=batch, heads=heads, row_order=order)
     assert_counts(found, mask, q_len, kv_len, wanted, batch, heads, order)
@@ -81,9 +99,22 @@ def test_counts_of_expressions(mask: Mask, q_len: int, wanted: list[LayoutConfig
 def test_strips_change_nothing(monkeypatch: pytest.MonkeyPatch, q_len: int) -> None:
     """Masks are evaluated as many rows at a time as all heights divide: here 128, and 384."""
     mask, wanted = masks.longformer(20, 3), [LayoutConfig(16, 32), LayoutConfig(64, 16, 1), LayoutConfig(128, 64, 8)]
-    monkeypatch.setattr("stof.layout.build.STRIP_SCORES", 1)
+    monkeypatch.setattr("stof.layout.strips.STRIP_SCORES", 1)
     for heights in (wanted, [*wanted, LayoutConfig(192, 128), LayoutConfig(192, 128, 16)], [LayoutConfig(192, 128)]):
         assert_counts(survey(mask, q_len, 830, heights), mask, q_len, 830, heights)
+
+
+def test_only_masks_with_something_to_gain_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    looked = []
+    monkeypatch.setattr(surveys, "seen_columns", lambda *given: looked.append(given[4:6]) or seen_columns(*given))
+    wanted = [LayoutConfig(*tile, 1, aside=True) for tile in ((128, 128), (64, 64))]
+    lines = masks.strided(40, 64, 3)
+    for mask, heads in ((masks.causal(), 1), (masks.longformer(64, 64), 1), (masks.per_head([masks.full(), lines]), 2)):
+        found = survey(mask, 1024, 1024, wanted, heads=heads)
+        assert set(found.counts) == set(wanted)
+        assert all(bool(counts.aside) == (heads == 2) for counts in found.counts.values())
+    assert looked == [(0, 1)]
 
 
 def test_many_masks_are_sampled() -> None:

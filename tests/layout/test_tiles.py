@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.errors import MaskFunctionError
-from stof.layout import Layout, build, build_layout, tiles
+from stof.layout import Layout, build_layout, strips, tiles
 from stof.layout.survey import survey
 from stof.masks import Mask
 from tests.strategies import dense_masks, mask_trees
@@ -107,11 +107,11 @@ def test_few_scores_are_evaluated() -> None:
 @pytest.mark.parametrize("config", [LayoutConfig(64, 64, 1), LayoutConfig(64, 128, 16)], ids=str)
 def test_strips_ask_functions_too(config: LayoutConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered layouts of a function evaluate the stretches of keys that it does not rule out, and are the same."""
-    monkeypatch.setattr(build, "STRIP_SCORES", 2**18)
+    monkeypatch.setattr(strips, "STRIP_SCORES", 2**18)
     mask = masks.from_function(lambda b, h, q, k: (q >= k) & ((q - k < 300) | (k < 20)))
     whole = build_layout(mask, 2000, 2000, config)
     counted = survey(mask, 2000, 2000, [config])
-    monkeypatch.setattr(build, "ASKED_FROM", 0)
+    monkeypatch.setattr(strips, "ASKED_FROM", 0)
     seen = []
     evaluate = type(mask).evaluate
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
-from stof.layout import build, build_layout
+from stof.layout import build_layout, strips
 from stof.layout.survey import survey
 from stof.masks import Mask
 from tests.strategies import mask_trees
@@ -95,11 +95,11 @@ BIG = (
 @pytest.mark.parametrize("config", [LayoutConfig(64, 64, 1), LayoutConfig(128, 128), LayoutConfig(64, 256, 8)], ids=str)
 def test_building_by_spans_changes_nothing(mask: Mask, config: LayoutConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tiles in the same order as from evaluating every score, also where strips are cut elsewhere."""
-    monkeypatch.setattr(build, "STRIP_SCORES", 2**17)
+    monkeypatch.setattr(strips, "STRIP_SCORES", 2**17)
     q_len, kv_len = 2950, 3000
     layout = build_layout(mask, q_len, kv_len, config)
     counted = survey(mask, q_len, kv_len, [config])
-    monkeypatch.setattr(build, "_stretches", lambda *args: None)
+    monkeypatch.setattr(strips, "_stretches", lambda *args: None)
     whole = build_layout(mask, q_len, kv_len, config)
     for name, tensor in whole.tensors().items():
         assert torch.equal(getattr(layout, name), tensor), name

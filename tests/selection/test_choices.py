@@ -158,7 +158,15 @@ def test_texts() -> None:
     kernel = BlockWiseConfig(4, 3, 128, pack=True, split_tiles=9, side=2)
     choice = Choice("decode", LayoutConfig(16, 64, 1), "remainder 16", kernel)
     text = str(choice)
-    for part in ("decode", "16x64 tiles", "gathered by 1", "rows by remainder 16", "4 warps", "3 stages", "128 regis"):
+    for part in (
+        "decode",
+        "16x64 tiles",
+        "gathered singly",
+        "rows by remainder 16",
+        "4 warps",
+        "3 stages",
+        "128 regis",
+    ):
         assert part in text
     for part in ("heads packed", "split at 9 tiles", "2 heads side by side"):
         assert part in text

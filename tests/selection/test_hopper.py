@@ -109,9 +109,10 @@ def test_choices(head_dim: int) -> None:
         assert choice.layout is not None
         tile = (choice.layout.block_m, choice.layout.block_n)
         assert (choice.kernel.num_warps, choice.kernel.num_stages) == (4, tiles[tile])
+        assert choice.layout.aside == (choice.layout.slab == 1 and choice.row_order is None)
         keys = kinds.setdefault((tile, choice.layout.slab, choice.row_order), set())
         keys.add(choice.kernel.split_tiles * choice.layout.block_n)
-    expected = {(tile, slab, None) for tile in tiles for slab in (None, 16, 8)}
+    expected = {(tile, slab, None) for tile in tiles for slab in (None, 16, 8, 1)}
     if head_dim in (64, 128):  # 256 rows of each remainder
         expected |= {(tile, 1, "remainder 16") for tile in tiles if 256 % tile[0] == 0}
     assert set(kinds) == expected

@@ -18,6 +18,7 @@ from stof.selection import Choice
 from stof.selection.model import (
     DeviceModel,
     KernelTimes,
+    aside_us,
     critical_load,
     estimate,
     estimate_tiles,
@@ -51,7 +52,9 @@ def fit(rows: Sequence[Measured], base: DeviceModel) -> DeviceModel:
 
 def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes) -> KernelTimes:
     best, least = start, math.inf
-    cases = [(row.choice, call_of_row(row), survey_of(row), row.us - model.launch) for row in rows]
+    known = [((row.choice, call_of_row(row), survey_of(row)), row.us) for row in rows]
+    # What goes before the kernel does not depend on its constants.
+    cases = [(*case, us, model.launch + aside_us(*case, model)) for case, us in known]
     persistent = rows[0].choice.implementation == "hopper"
     # Thread blocks that stay need time to set up. Alone on a multiprocessor they are as fast whatever others do.
     settings = [(1.0, us) for us in _STARTS] if persistent else []
@@ -61,10 +64,10 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
         times = replace(start, solo=solo, start=start_us)
         for _ in range(_ROUNDS):
             features, measured = [], []
-            for choice, call, counts, us in cases:
+            for choice, call, counts, us, before_us in cases:
                 load, filled, bytes_us = critical_load(choice, call, counts, model, times)
                 busy = solo + (1 - solo) * filled
-                own_us = us - start_us
+                own_us = us - before_us - start_us
                 if bytes_us < 0.9 * own_us:  # what memory bounds says nothing about the kernel
                     compute_us = (own_us**8 - bytes_us**8) ** 0.125
                     features.append(load * busy / compute_us)
@@ -79,8 +82,8 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
             # A partial tile does all that a full one does; few measurements may say otherwise.
             times = KernelTimes(item, max(partial, full / 2), full, merge, collect, solo, start_us)
         error = sum(
-            (math.log(estimate_tiles(choice, call, counts, model, times)) - math.log(us + model.launch)) ** 2
-            for choice, call, counts, us in cases
+            (math.log(estimate_tiles(choice, call, counts, model, times)) - math.log(us)) ** 2
+            for choice, call, counts, us, _ in cases
         )
         if error < least * (_CLEARLY if persistent else 1.0):
             best, least = times, error
@@ -196,7 +199,7 @@ def short_name(choice: Choice) -> str:
     layout, kernel = choice.layout, choice.kernel
     if layout is None or kernel is None:
         return choice.implementation
-    columns = "contiguous" if layout.slab is None else "gathered"
+    columns = "aside" if layout.aside else "contiguous" if layout.slab is None else "gathered"
     split = f" split {kernel.split_tiles}" if kernel.split_tiles else ""
     order = f" by {choice.row_order}" if choice.row_order else ""
     compiled = f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r"

@@ -38,7 +38,9 @@ class Measured:
         mask, shape: the cell, `shape` as B,H,Hkv,D,Sq,Skv.
         choice: the candidate.
         us: GPU time, cold L2.
-        load: per row block `[partial, full]` tiles counts, what the model sees; by mask entry.
+        partial, full: tiles of each row block, what the model sees; by mask entry.
+        kept: scores kept.
+        aside: keys put aside, see `TileCounts`.
     """
 
     mask: str
@@ -49,6 +51,7 @@ class Measured:
     partial: list[list[int]]
     full: list[list[int]]
     kept: float
+    aside: int = 0
 
     @property
     def cell(self) -> tuple[str, str, str]:
@@ -134,13 +137,14 @@ def measure_cell(
     timings = time_calls(calls, device, rounds=3) if calls else {}
     rows = []
     for name, choice in chosen.items():
-        counts, kept = _counts(plan, call, choice)
+        layout = choice.layout or LayoutConfig()
+        survey = plan.survey((layout,), choice.row_order)
+        counts, kept = survey.counts[layout], float(survey.kept.double().mean(0).sum())
         us = timings[name].gpu_us
         assert us is not None
         sizes = (shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.q_len, shape.kv_len)
-        rows.append(
-            Measured(mask.name, ",".join(map(str, sizes)), str(dtype).removeprefix("torch."), choice, us, *counts, kept)
-        )
+        cell = (mask.name, ",".join(map(str, sizes)), str(dtype).removeprefix("torch."))
+        rows.append(Measured(*cell, choice, us, counts.partial.tolist(), counts.full.tolist(), kept, counts.aside))
     return rows
 
 
@@ -156,16 +160,9 @@ def runner(inputs: tuple[Tensor, Tensor, Tensor], plan: stof.Plan, choice: Choic
     return run
 
 
-def _counts(plan: stof.Plan, call: CallSpec, choice: Choice) -> tuple[tuple[list[list[int]], list[list[int]]], float]:
-    layout = choice.layout or LayoutConfig()
-    found = plan.survey((layout,), choice.row_order)
-    counts = found.counts[layout]
-    return (counts.partial.tolist(), counts.full.tolist()), float(found.kept.double().mean(0).sum())
-
-
 def survey_of(row: Measured) -> Survey:
     """The survey a measurement was made with, its own geometry only."""
-    counts = TileCounts(torch.tensor(row.partial), torch.tensor(row.full))
+    counts = TileCounts(torch.tensor(row.partial), torch.tensor(row.full), row.aside)
     layout = row.choice.layout or LayoutConfig()
     shape = Shape.parse(row.shape)
     kept = torch.full((1, shape.q_len), row.kept / shape.q_len)

@@ -227,9 +227,8 @@ def _times(found: Times) -> Table:
     for one in listed:
         layout = one.choice.layout
         assert layout is not None
-        columns = "contiguous" if layout.slab is None else f"gathered by {layout.slab}"
         table.add_row(
-            f"{one.choice.implementation}, {layout.block_m} x {layout.block_n}, {columns}",
+            f"{one.choice.implementation}, {layout.block_m} x {layout.block_n}, {layout.columns}",
             "reordered first" if one.reordered else one.choice.row_order or "own order",
             f"{one.computed_over_needed:.2f}",
             "" if one.estimate_us is None else f"{one.estimate_us:.1f} us",
@@ -290,13 +289,12 @@ def _table(layout: Layout, before: Layout | None) -> Table:
 def _lines(layout: Layout, found: LayoutStatistics) -> list[tuple[str, str]]:
     config = layout.config
     order = "permuted" if layout.row_order is not None else "in the queries' order"
-    columns = {None: "contiguous", 1: "gathered singly"}.get(config.slab, f"gathered by {config.slab}")
     return [
         ("queries x keys", f"{layout.q_len} x {layout.kv_len}"),
         ("batch x heads of the mask", f"{layout.mask_batch} x {layout.mask_heads}, {found.patterns} distinct"),
         ("density", f"{100 * found.density:.3g} % ({found.needed:,} scores kept)"),
         ("computed / needed", f"{found.computed_over_needed:.3f} ({found.computed:,} scores computed)"),
-        ("tiles", f"{config.block_m} x {config.block_n}, columns {columns}"),
+        ("tiles", f"{config.block_m} x {config.block_n}, {config.columns}"),
         ("  full, partial", f"{found.full_tiles:,}, {found.partial_tiles:,}"),
         ("  contiguous, gathered", f"{found.contiguous_tiles:,}, {found.gathered_tiles:,}"),
         ("row blocks", f"{found.row_blocks:,}, {found.empty_row_blocks:,} empty, rows {order}"),

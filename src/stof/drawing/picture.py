@@ -119,15 +119,12 @@ def _pixels(length: int, panel: int) -> int:
 def _heading(figure: Figure, title: str, layout: Layout, pattern: int) -> None:
     figures = statistics(layout)
     config = layout.config
-    columns = {None: "contiguous columns", 1: "columns gathered singly"}.get(
-        config.slab, f"columns gathered by {config.slab}"
-    )
     order = "" if layout.row_order is None else ", rows permuted"
     facts = [
         f"{layout.q_len} queries, {layout.kv_len} keys",
         f"density {100 * figures.density:.3g} %",
         f"computed / needed {figures.computed_over_needed:.2f}",
-        f"{config.block_m} x {config.block_n} tiles, {columns}{order}",
+        f"{config.block_m} x {config.block_n} tiles, {config.columns}{order}",
     ]
     if layout.patterns > 1:
         facts.append(f"pattern {pattern + 1} of {layout.patterns}")

@@ -5,31 +5,20 @@ Vectorised torch throughout, so it runs where the mask's tensors are: CPU or GPU
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from stof.errors import ArgumentError, ShapeError
+from stof.errors import ArgumentError
 from stof.layout import bits
+from stof.layout.aside import aside_tiles
 from stof.layout.config import LayoutConfig
 from stof.layout.device.build import device_layout
 from stof.layout.layout import Layout
+from stof.layout.strips import SPAN, Strip, strip_scores, strips
 from stof.layout.tiles import tiles_of
 from stof.masks.base import Mask, check_lengths, check_sizes
-from stof.masks.bounds import Range
-from stof.masks.index import Index
-
-# Scores evaluated at once: bounds the memory of a build (bool and int64 temporaries of this many elements). A GPU wants
-# larger strips: each one launches some 40 small kernels.
-STRIP_SCORES = 2**22
-STRIP_SCORES_GPU = 2**25
-# Keys are evaluated or left out in aligned stretches of this many: whole tiles of every width there is.
-SPAN = 256
-
-# Masks that list no spans are asked about each stretch where there are so many keys that this costs less than it saves.
-ASKED_FROM = 2**13
 
 # A partial tile costs 1.09 full ones (measured on an H200 with bitmaps in registers, D = 128).
 PARTIAL_TILE_COST = 1.09
@@ -104,101 +93,6 @@ def checked_order(row_order: Tensor | None, q_len: int, device: torch.device | s
     return row_order
 
 
-def _strip_scores(device: torch.device) -> int:
-    return STRIP_SCORES if device.type == "cpu" else STRIP_SCORES_GPU
-
-
-@dataclass(frozen=True)
-class Strip:
-    """Evaluated scores of some whole row blocks.
-
-    Attributes:
-        keep: bool `[n, block_m, K]`, rows past the end False; columns are those of `spans`.
-        valid_rows: int64 `[n]`, rows of each block that exist.
-        spans: int64 `[K / SPAN]`, which stretches of SPAN keys the columns are, in order; None for all keys.
-    """
-
-    keep: Tensor
-    valid_rows: Tensor
-    spans: Tensor | None = None
-
-
-def strips(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    block_m: int,
-    b: int,
-    h: int,
-    order: Tensor | None,
-    device: torch.device | str,
-) -> Iterator[Strip]:
-    """Evaluate one (batch, head) mask a few blocks of `block_m` rows at a time; `order` as `checked_order` gives it."""
-    row_blocks = -(-q_len // block_m)
-    most = _strip_scores(torch.device(device))
-    everything = torch.arange(kv_len, device=device)
-    batch_index = torch.tensor([b], device=device)
-    head_index = torch.tensor([h], device=device)
-    corner = Index.make(everything[:1], everything[:1], q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
-    first = 0
-    while first < row_blocks:
-        count = min(max(1, most // (block_m * kv_len)), row_blocks - first)
-        spans = None
-        if order is None:
-            spans = _stretches(mask, first * block_m, min((first + count) * block_m, q_len), corner)
-            # Where keys are few, more rows at once.
-            while spans is not None and count < row_blocks - first:
-                more = min(2 * count, row_blocks - first)
-                wider = _stretches(mask, first * block_m, min((first + more) * block_m, q_len), corner)
-                if wider is None or more * block_m * len(wider) * SPAN > most:
-                    break
-                count, spans = more, wider
-        start, stop = first * block_m, min((first + count) * block_m, q_len)
-        kv, chosen = everything, None
-        if spans is not None:
-            chosen = torch.tensor(spans, device=device)
-            kv = (chosen[:, None] * SPAN + torch.arange(SPAN, device=device)).flatten()
-            kv = kv[: len(kv) - max(0, (spans[-1] + 1) * SPAN - kv_len)]
-        rows = torch.arange(start, stop, device=device) if order is None else order[start:stop]
-        index = Index.make(rows, kv, q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
-        evaluated = mask.evaluate(index)
-        if evaluated.dtype != torch.bool:
-            raise ShapeError(f"{mask!r} evaluated to {evaluated.dtype}, expected bool")
-        keep = evaluated.expand(1, 1, stop - start, len(kv))[0, 0]
-        if stop - start < count * block_m:
-            keep = torch.nn.functional.pad(keep, (0, 0, 0, count * block_m - (stop - start)))
-        starts = torch.arange(start, start + count * block_m, block_m, device=device)
-        valid = (q_len - starts).clamp(max=block_m)
-        yield Strip(keep.reshape(count, block_m, len(kv)), valid, chosen)
-        first += count
-
-
-def _stretches(mask: Mask, start: int, stop: int, corner: Index) -> list[int] | None:
-    """Which stretches of SPAN keys queries `start` to `stop - 1` may see, at least one; None when most of them.
-
-    `corner` is any rectangle of the problem: it knows the lengths, the sequence and the head.
-    """
-    kv_len = corner.kv_len
-    known = mask.spans(start, stop - 1, kv_len)
-    found: set[int] = set()
-    if known is not None:
-        for low, high in known:
-            low, high = max(low, 0), min(high, kv_len)
-            if low < high:
-                found.update(range(low // SPAN, (high - 1) // SPAN + 1))
-    elif kv_len >= ASKED_FROM:
-        first = torch.arange(0, kv_len, SPAN, device=corner.device).view(1, 1, 1, -1)
-        rows = Range(corner.q - corner.q + start, corner.q - corner.q + (stop - 1))
-        columns = Range(first, (first + SPAN - 1).clamp(max=kv_len - 1))
-        nothing = mask.over(replace(corner, q=rows, kv=columns)).nothing  # type: ignore[arg-type]
-        found.update((~nothing).expand(first.shape).flatten().nonzero()[:, 0].tolist())
-    else:
-        return None
-    if len(found) * SPAN > 0.9 * kv_len:
-        return None
-    return sorted(found) or [0]
-
-
 @dataclass(frozen=True)
 class Pattern:
     """Tiles of consecutive row blocks; bitmaps not yet shared, tile order already final."""
@@ -232,6 +126,14 @@ def compiled(
     device: torch.device | str,
 ) -> Pattern:
     """One (batch, head) mask: in closed form where it can be asked for whole tiles, else strip by strip."""
+    if config.aside:
+        found = aside_tiles(mask, q_len, kv_len, config, b, h, order, device)
+        if found is not None:
+            return Pattern(*found)
+        # Without such columns tiles are aligned and contiguous, their columns one by one here.
+        plain = compiled(mask, q_len, kv_len, config.contiguous(), b, h, order, device)
+        columns = plain.columns + torch.arange(config.block_n, device=plain.columns.device)
+        return replace(plain, columns=torch.where(columns < kv_len, columns, -1))
     if order is None and config.slab is None:
         found = tiles_of(mask, q_len, kv_len, config, b, h, torch.device(device))
         if found is not None:
@@ -286,7 +188,7 @@ def _bitmaps(keep: Tensor, owner: Tensor, columns: Tensor, config: LayoutConfig)
     count, block_m, kv_len = keep.shape
     words = bits.words(config.block_n)
     out = torch.empty(len(owner), block_m, words, dtype=torch.int32, device=keep.device)
-    step = max(1, _strip_scores(keep.device) // (block_m * config.block_n))
+    step = max(1, strip_scores(keep.device) // (block_m * config.block_n))
     padded = torch.nn.functional.pad(keep, (0, -kv_len % config.slab_columns))
     slabbed = padded.view(count, block_m, -1, config.slab_columns)
     for start in range(0, len(owner), step):
@@ -365,6 +267,9 @@ def bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, T
     expected = columns[:, :1] + steps
     follows = (columns == expected) | ((columns < 0) & (expected >= kv_len))
     contiguous = follows.all(1) & (columns[:, 0] >= 0)
+    if config.aside:
+        # Neighbours on the list of columns put aside stay tiles of that list.
+        contiguous &= torch.remainder(columns[:, 0], config.block_n) == 0
     slot = (~contiguous).cumsum(0) - 1
     return torch.where(contiguous, columns[:, 0], ~slot), columns[~contiguous]
 

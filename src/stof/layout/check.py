@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stof.errors import LayoutError
 from stof.layout import bits
+from stof.layout.aside import listed_keys
 from stof.layout.layout import Layout
 
 
@@ -109,6 +110,8 @@ def _content_problems(layout: Layout) -> list[str]:
     key = (owner[:, None] * layout.kv_len + columns)[exists]
     if len(key.unique()) != len(key):
         problems.append("a row block lists the same column twice")
+    if layout.config.aside and listed_keys(layout) is None:
+        problems.append("gathered tiles are not stretches of one list of columns put aside")
     if not bool(exists[~partial].all()):
         problems.append("a full tile reaches past kv_len or has unused slots")
     if problems:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stof.errors import ArgumentError
 
@@ -19,11 +19,14 @@ class LayoutConfig:
         block_m: query rows of a row block; below 16 for decoding, where query heads fill up the tensor core's rows.
         block_n: key columns of a tile.
         slab: columns gathered together (1, 8 or 16); None keeps aligned, contiguous tiles.
+        aside: tiles are aligned, contiguous ones and, with slab 1, stretches of one list for all row blocks, of the
+            columns that most row blocks see alone: a kernel may put those side by side first (`stof.layout.aside`).
     """
 
     block_m: int = 64
     block_n: int = 64
     slab: int | None = None
+    aside: bool = False
 
     def __post_init__(self) -> None:
         for name, accepted in (("block_m", BLOCK_ROWS), ("block_n", BLOCK_COLUMNS)):
@@ -31,6 +34,8 @@ class LayoutConfig:
                 raise ArgumentError(f"{name} is one of {accepted}, got {getattr(self, name)!r}")
         if self.slab is not None and self.slab not in SLABS:
             raise ArgumentError(f"slab is one of {SLABS} or None (contiguous tiles), got {self.slab!r}")
+        if self.aside and self.slab != 1:
+            raise ArgumentError(f"columns are put aside one by one, so slab is 1, got {self.slab!r}")
 
     @property
     def slab_columns(self) -> int:
@@ -40,3 +45,15 @@ class LayoutConfig:
     @property
     def slabs_per_tile(self) -> int:
         return self.block_n // self.slab_columns
+
+    @property
+    def columns(self) -> str:
+        """How columns make tiles, for people."""
+        if self.aside:
+            return "scattered columns put aside"
+        names = {None: "contiguous columns", 1: "columns gathered singly"}
+        return names.get(self.slab, f"columns gathered by {self.slab}")
+
+    def contiguous(self) -> LayoutConfig:
+        """The same block sizes without gathering."""
+        return replace(self, slab=None, aside=False)

@@ -33,7 +33,9 @@ def extend_layout(layout: Layout, mask: Mask, q_len: int, kv_len: int, *, batch:
     mask_batch, mask_heads = mask.dims(batch, heads, layout.device)
     kept = layout.q_len // layout.config.block_m
     longer = q_len >= layout.q_len and kv_len >= layout.kv_len
-    alike = layout.row_order is None and (mask_batch, mask_heads) == (layout.mask_batch, layout.mask_heads)
+    # Which columns are put aside depends on all rows.
+    by_rows = layout.row_order is None and not layout.config.aside
+    alike = by_rows and (mask_batch, mask_heads) == (layout.mask_batch, layout.mask_heads)
     if not (longer and alike and kept and mask.grows and _old_see_nothing_new(layout, mask, q_len, kv_len)):
         return build_layout(mask, q_len, kv_len, layout.config, batch=batch, heads=heads, device=layout.device)
     first = kept * layout.config.block_m

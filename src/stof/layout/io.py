@@ -32,6 +32,7 @@ def save_layout(layout: Layout, path: str | os.PathLike[str], extra: Mapping[str
         "block_m": config.block_m,
         "block_n": config.block_n,
         "slab": config.slab,
+        "aside": config.aside,
         "extra": dict(extra or {}),
     }
     target = Path(path)
@@ -75,7 +76,7 @@ def load_layout(path: str | os.PathLike[str], device: torch.device | str = "cpu"
             raise PlanFileError(f"{source} has format version {header['version']}, this is version {VERSION}; {advice}")
         if header.pop("digest") != _digest(header, tensors):
             raise PlanFileError(f"{source} is corrupt: its contents do not match their digest; {advice}")
-        config = LayoutConfig(header["block_m"], header["block_n"], header["slab"])
+        config = LayoutConfig(header["block_m"], header["block_n"], header["slab"], header.get("aside", False))
         layout = Layout(q_len=int(header["q_len"]), kv_len=int(header["kv_len"]), config=config, **tensors)
         layout.validate()
         extra = {str(k): str(v) for k, v in header["extra"].items()}

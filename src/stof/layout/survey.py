@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from stof.layout.build import checked_order, strips
+from stof.layout.aside import divided, division_counts, listed_keys, looked_at, may_pay, seen_columns
+from stof.layout.build import checked_order
 from stof.layout.config import LayoutConfig
 from stof.layout.device.survey import SlabCounts, device_counts
 from stof.layout.layout import Layout
+from stof.layout.strips import strips
 from stof.masks.base import Mask
 
 # Masks of a batch or of heads counted before the rest is taken to be like them: counting is linear in them.
 _MASKS_COUNTED = 8
+
+# Of `_aside_counts`: mask, lengths, the (batch entry, head) masks to count, row order, device.
+_Problem = tuple[Mask, int, int, list[tuple[int, int]], Tensor | None, torch.device | str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +33,12 @@ class TileCounts:
 
     Attributes:
         partial, full: tiles of each kind of every row block, as `build_layout` would make them.
+        aside: keys of a mask that are put aside, in whole tiles; of several masks the most.
     """
 
     partial: Tensor
     full: Tensor
+    aside: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,23 +88,56 @@ def survey(
         mask, q_len, kv_len, batch, heads, device, row_order: as for `build_layout`.
         geometries: block sizes to count.
     """
-    wanted = sorted(set(geometries), key=lambda g: (g.block_m, g.block_n, g.slab or 0))
+    asked = set(geometries)
+    # Where nothing is put aside tiles are contiguous; how much there is to gain, columns gathered singly tell.
+    asides = sorted((g for g in asked if g.aside), key=lambda g: (g.block_m * g.block_n, g.block_m))
+    others = {replace(g, aside=False) for g in asides[:1]} | {g.contiguous() for g in asides}
+    wanted = sorted({g for g in asked if not g.aside} | others, key=lambda g: (g.block_m, g.block_n, g.slab or 0))
     order = checked_order(row_order, q_len, device)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
     numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten()[:_MASKS_COUNTED].tolist()
     counted = [divmod(numbers.index(number), mask_heads) for number in dict.fromkeys(numbers)]
     row = [list(dict.fromkeys(numbers)).index(number) for number in numbers]
+    found = None
     if order is None and torch.device(device).type == "cuda":
         entries = [b * mask_heads + h for b, h in counted]
         heights = sorted({geometry.block_m for geometry in wanted}) or [64]
         slabs = device_counts(mask, q_len, kv_len, heights, mask_heads, entries, torch.device(device))
         if slabs is not None:
-            tiles = {geometry: tiles_of_slabs(slabs, geometry) for geometry in wanted}
-            counts = {geometry: TileCounts(partial[row], full[row]) for geometry, (partial, full) in tiles.items()}
-            return Survey(counts, slabs.kept[row].long(), mask_batch, mask_heads)
-    counts, kept = _strip_counts(mask, q_len, kv_len, wanted, counted, order, device)
-    counts = {geometry: TileCounts(own.partial[row], own.full[row]) for geometry, own in counts.items()}
+            tiles = {geometry: TileCounts(*tiles_of_slabs(slabs, geometry)) for geometry in wanted}
+            found = tiles, slabs.kept.long()
+    counts, kept = _strip_counts(mask, q_len, kv_len, wanted, counted, order, device) if found is None else found
+    problem = (mask, q_len, kv_len, counted, order, device)
+    counts |= _aside_counts(counts, asides, problem)
+    counts = {g: TileCounts(own.partial[row], own.full[row], own.aside) for g, own in counts.items() if g in asked}
     return Survey(counts, kept[row], mask_batch, mask_heads)
+
+
+def _aside_counts(
+    counts: dict[LayoutConfig, TileCounts], asides: list[LayoutConfig], problem: _Problem
+) -> dict[LayoutConfig, TileCounts]:
+    """Tiles where columns are put aside, given contiguous ones, and singly gathered ones of the first geometry."""
+    mask, q_len, kv_len, counted, order, device = problem
+    plain = {geometry: counts[geometry.contiguous()] for geometry in asides}
+    found = {geometry: TileCounts(own.partial.clone(), own.full.clone()) for geometry, own in plain.items()}
+    # What tall row blocks see, low ones tell.
+    height = math.gcd(*(geometry.block_m for geometry in asides))
+    if not asides or not looked_at(-(-q_len // height), kv_len):
+        return found
+    for n, (b, h) in enumerate(counted):
+        both = (counts[how] for how in (asides[0].contiguous(), replace(asides[0], aside=False)))
+        if not may_pay(*(int((each.partial[n] + each.full[n]).sum()) for each in both)):
+            continue
+        seen = seen_columns(mask, q_len, kv_len, height, b, h, order, device)
+        for geometry in asides:
+            own = seen.joined(geometry.block_m // height)
+            division = divided(own.some, geometry.block_n)
+            if division is not None:
+                tiles = found[geometry]
+                tiles.partial[n], tiles.full[n] = division_counts(own, division)
+                aside = -(-len(division.keys) // geometry.block_n) * geometry.block_n
+                found[geometry] = replace(tiles, aside=max(aside, tiles.aside))
+    return found
 
 
 def _strip_counts(
@@ -137,7 +177,9 @@ def survey_of_layout(layout: Layout) -> Survey:
     """The survey of a layout that is there: its own geometry only."""
     shape = (layout.patterns, layout.row_blocks)
     tiles, partial = layout.row_block_ptr.diff().view(shape).long(), layout.partial_count.view(shape).long()
-    counts = {layout.config: TileCounts(partial.cpu(), (tiles - partial).cpu())}
+    lists = listed_keys(layout) if layout.config.aside else None
+    aside = 0 if lists is None else lists[0].shape[1]
+    counts = {layout.config: TileCounts(partial.cpu(), (tiles - partial).cpu(), aside)}
     # Scores of the row block's tiles, spread over its rows: close enough for an estimate.
     per_row = (tiles * layout.config.block_n).cpu().repeat_interleave(layout.config.block_m, 1)[:, : layout.q_len]
     return Survey(counts, per_row, layout.mask_batch, layout.mask_heads)

@@ -27,9 +27,7 @@ class Choice:
     def __str__(self) -> str:
         parts = []
         if self.layout is not None:
-            slab = self.layout.slab
-            columns = "contiguous columns" if slab is None else f"columns gathered by {slab}"
-            parts.append(f"{self.layout.block_m}x{self.layout.block_n} tiles, {columns}")
+            parts.append(f"{self.layout.block_m}x{self.layout.block_n} tiles, {self.layout.columns}")
         if self.row_order is not None:
             parts.append(f"rows by {self.row_order}")
         if self.kernel is not None:

@@ -100,18 +100,20 @@ def gpu_choices(
 
 
 def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None, ...]) -> list[Choice]:
-    """Contiguous tiles, slabs of 16 or 8 columns, and evenly spaced rows and columns."""
+    """Contiguous tiles, slabs of 16 or 8 columns, columns put aside, and evenly spaced rows and columns."""
     choices: list[Choice] = []
     fixed, side = geometry.fixed, _side(call, share=_HOPPER_L2_SHARE)
     for block_m, block_n, stages in _HOPPER_TILES[head_dim_class(call.head_dim, call.value_dim)]:
         kernel = BlockWiseConfig(4, stages, side=side)
         layouts: list[tuple[LayoutConfig, str | None]] = []
         if fixed is None:
-            layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in (None, 16, 8) if None in orders]
+            if None in orders:
+                layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in (None, 16, 8)]
+                layouts.append((LayoutConfig(block_m, block_n, 1, aside=True), None))
             even = [name for name in orders if _evenly_spaced(name, block_m, call)]
             layouts += [(LayoutConfig(block_m, block_n, 1), name) for name in even]
-        elif (fixed.block_m, fixed.block_n) == (block_m, block_n) and fixed.slab != 1 and not call.permuted_rows:
-            layouts.append((fixed, None))
+        elif (fixed.block_m, fixed.block_n) == (block_m, block_n) and not call.permuted_rows:
+            layouts += [(fixed, None)] if fixed.slab != 1 or fixed.aside else []
         for layout, order in layouts:
             choices += _variants(Choice("hopper", layout, order, kernel), call)
     return choices
@@ -156,7 +158,9 @@ def worthwhile(choice: Choice, survey: Survey, simpler: bool = True) -> bool:
     tiles = counts.partial + counts.full
     if kernel.split_tiles and kernel.split_tiles >= int(tiles.max()):
         return False
-    contiguous = replace(layout, slab=None)
+    contiguous = layout.contiguous()
+    if layout.aside and not counts.aside and contiguous in survey.counts:
+        return False
     if simpler and layout.slab is not None and contiguous in survey.counts:
         other = survey.counts[contiguous]
         if torch.equal(other.partial, counts.partial) and torch.equal(other.full, counts.full):

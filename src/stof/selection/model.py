@@ -34,6 +34,8 @@ _GUESS_PENALTY = 1.5
 _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12
+# The launch that puts keys aside, which the Hopper kernel waits for (an H200, see `docs/performance.md`).
+_ASIDE_US = 1.5
 # A thread block's registers and shared memory on every GPU since sm_80: 64 Ki registers, 1 KB kept by the system.
 _REGISTERS, _RESERVED = 65536, 1024
 
@@ -97,14 +99,16 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
     layout, kernel = choice.layout, choice.kernel
     assert layout is not None
     assert kernel is not None
+    hopper = choice.implementation == "hopper"
+    # Tiles of columns put aside are contiguous to the kernel.
+    slab = None if hopper and layout.aside else layout.slab
     # Decoding moves the same bytes whatever its few rows are.
     rows = "" if choice.implementation == "decode" else str(layout.block_m)
-    hopper = choice.implementation == "hopper"
     parts = [
         choice.implementation,
         f"{'float32-' if call.dtype == torch.float32 else ''}{head_dim_class(call.head_dim, call.value_dim)}",
         f"{rows}x{layout.block_n}",
-        "contiguous" if layout.slab is None else f"slabs of {layout.slab}" if hopper else "gathered",
+        "contiguous" if slab is None else f"slabs of {slab}" if hopper else "gathered",
         f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
     ]
     return "/".join(parts)
@@ -185,7 +189,17 @@ def estimate_tiles(choice: Choice, call: CallSpec, survey: Survey, model: Device
     """`estimate` of a choice that works on tiles, with given constants."""
     load, filled, bytes_us = critical_load(choice, call, survey, model, times)
     busy = times.solo + (1 - times.solo) * filled
-    return model.launch + times.start + overlapped(busy * float(load @ times.weights()), bytes_us)
+    work_us = overlapped(busy * float(load @ times.weights()), bytes_us)
+    return model.launch + times.start + work_us + aside_us(choice, call, survey, model)
+
+
+def aside_us(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel) -> float:
+    """Time until keys and values are put side by side: another launch, and each of them read and written once."""
+    if choice.implementation != "hopper" or choice.layout is None or not survey.counts[choice.layout].aside:
+        return 0.0
+    heads = call.heads if survey.mask_heads > 1 else call.kv_heads
+    elements = call.batch * heads * survey.counts[choice.layout].aside * (call.head_dim + call.value_dim)
+    return _ASIDE_US + 2 * elements * call.dtype.itemsize / model.bytes_per_us
 
 
 def overlapped(compute_us: float, bytes_us: float) -> float:

@@ -186,7 +186,7 @@ def _search_pays(waste: dict[str | None, float]) -> bool:
 
 def _contiguous(choice: Choice) -> Choice:
     """The same choice without gathering."""
-    return choice if choice.layout is None else replace(choice, layout=replace(choice.layout, slab=None))
+    return choice if choice.layout is None else replace(choice, layout=choice.layout.contiguous())
 
 
 def device_model(device: torch.device) -> DeviceModel:

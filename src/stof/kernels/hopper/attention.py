@@ -208,9 +208,10 @@ class _Aside:
                 own, own // kv_heads, int(mask_batch > 1) * mask_heads, int(mask_heads > 1), count, head_dim,
                 *k.stride()[:3], *v.stride()[:3],
             ),
-            (_ROWS_ASIDE, 2 ** (head_dim - 1).bit_length()),
+            (_ROWS_ASIDE, 2 ** (head_dim - 1).bit_length(), takes_turns(k.device)),
             num_warps=4,
             num_stages=1,
+            chained=takes_turns(k.device),
             device=k.device,
         )  # fmt: skip
 

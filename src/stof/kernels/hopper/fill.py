@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from stof.kernels.hopper.jobs import JOB_FIELDS, RANGE_FIELDS
+from stof.kernels.triton.turns import take_turn
 
 FIELDS = tl.constexpr(JOB_FIELDS)
 RANGE = tl.constexpr(RANGE_FIELDS)
@@ -183,8 +184,10 @@ def put_aside(
     stride_vs,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Put some keys and their values side by side, zeros where there are none."""
+    take_turn(CHAINED)
     chunks = n // ROWS
     program = tl.program_id(0)
     place = program % chunks * ROWS + tl.arange(0, ROWS)

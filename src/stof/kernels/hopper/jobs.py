@@ -10,6 +10,7 @@ from torch import Tensor
 from stof.errors import UnfitLayoutError
 from stof.kernels.triton.work import accumulator_order, live_columns, parts_of
 from stof.layout import Layout
+from stof.layout.aside import listed_keys
 from stof.layout.build import PARTIAL_TILE_COST
 from stof.layout.orders import by_remainder
 
@@ -101,7 +102,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
 
     Args:
         layout: row blocks of 64, 128 or 192 rows and tiles of 64 or 128 columns: contiguous ones, gathered in slabs of
-            8 or 16, or, where gathered one by one, evenly spaced.
+            8 or 16, or, where gathered one by one, with columns put aside or evenly spaced.
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
 
     Raises:
@@ -114,15 +115,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         )
     pointers = layout.row_block_ptr.long().cpu()
     partial = layout.partial_count.long().cpu()
-    slab, column_step = config.slab or 0, 1
-    if slab == 1:
-        columns, column_step = _evenly_spaced(layout)
-        columns, slab = columns[:, None], 0
-        read = columns + column_step * torch.arange(config.block_n, device=columns.device)
-    else:
-        columns, read = _slabs(layout)
-        slab = slab if columns.shape[1] > 1 else 0
-    _check_reads(layout, read)
+    columns, aside, slab, column_step = _columns(layout)
     bitmaps = accumulator_order(layout.bitmaps, config.block_n)
     # Row blocks without a tile get one that keeps nothing; full tiles may come first in a job and then need a bitmap.
     nothing, everything = len(bitmaps), len(bitmaps) + 1
@@ -145,7 +138,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         bitmaps=bitmaps.contiguous(),
         row_order=layout.pattern_of.new_empty(0) if layout.row_order is None else layout.row_order.contiguous(),
         ranges=layout.pattern_of.new_empty(0),
-        aside=layout.pattern_of.new_empty(0),
+        aside=aside,
         block_m=config.block_m,
         block_n=config.block_n,
         q_len=layout.q_len,
@@ -156,6 +149,24 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         chunks=chunks,
         has_full=bool((items[:, 2] < items[:, 3]).any()),
     )
+
+
+def _columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:
+    """`tile_columns` (int64, without the spare ones), `aside`, `slab` and `column_step` of `TileLists`."""
+    block_n, slab, column_step = layout.config.block_n, layout.config.slab or 0, 1
+    aside = layout.pattern_of.new_empty(0)
+    if layout.config.aside:
+        columns, read, aside = _put_aside(layout)
+        slab = block_n if aside.numel() else 0
+    elif slab == 1:
+        first, column_step = _evenly_spaced(layout)
+        columns, slab = first[:, None], 0
+        read = columns + column_step * torch.arange(block_n, device=columns.device)
+    else:
+        columns, read = _slabs(layout)
+        slab = slab if columns.shape[1] > 1 else 0
+    _check_reads(layout, read)
+    return columns, aside, slab, column_step
 
 
 def _check_reads(layout: Layout, read: Tensor) -> None:
@@ -196,6 +207,31 @@ def _slabs(layout: Layout) -> tuple[Tensor, Tensor]:
     is_run = (halves == halves[..., :1] + torch.arange(RUN, device=base.device)).all(-1)
     coded = torch.where(is_run[..., None], -1 - halves[..., :1], columns.unflatten(1, (-1, RUN // slab)))
     return coded.flatten(1), read
+
+
+def _put_aside(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """`TileLists.tile_columns` of tiles in either place, all columns these read, `[T, block_n]`, and `aside`."""
+    base = layout.tile_base.long()
+    along = torch.arange(layout.config.block_n, device=base.device)
+    read = base[:, None] + along
+    lists = listed_keys(layout)
+    if lists is None:
+        raise UnfitLayoutError("gathered tiles are not stretches of one list of columns")
+    keys, begins = lists
+    of_list = base < 0
+    begin = begins[~base[of_list]]
+    columns = base.masked_scatter(of_list, ASIDE + begin)
+    pattern = torch.div(layout.tile_row_block()[of_list], layout.row_blocks, rounding_mode="floor")
+    # Behind the list are zeros, as behind the last key.
+    padded = torch.where(keys < 0, layout.kv_len, keys)
+    padded = torch.nn.functional.pad(padded, (0, len(along)), value=layout.kv_len)
+    read[of_list] = padded[pattern[:, None], begin[:, None] + along]
+    aside = keys[layout.pattern_of.long()]
+    # Lists that are alike are copied once.
+    for dim in (0, 1):
+        if torch.equal(aside, aside.narrow(dim, 0, 1).expand_as(aside)):
+            aside = aside.narrow(dim, 0, 1)
+    return columns[:, None], read, aside.int().contiguous()
 
 
 def _evenly_spaced(layout: Layout) -> tuple[Tensor, int]:

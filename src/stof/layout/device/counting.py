@@ -12,7 +12,7 @@ from stof.layout.device.reading import PROGRAM, SIZES, bits_of, start_of
 
 # Kinds of slabs: every power of two of columns up to the 256 of a program.
 KINDS = tl.constexpr(9)
-_NUMBERS = [*SIZES, "first_count", "first_row"]
+_NUMBERS = [*SIZES, "first_count", "first_row", "first_word"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -34,12 +34,13 @@ def count_slabs(
     first_start,
     first_count,
     first_row,  # place of kept scores of each row [P, q_len]; below 0 they are not counted
+    first_word,  # place of bits of each column [2, P * R, 8 columns], some row keeps it and all do; below 0 not written
     SOURCE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Slabs of one row block and BLOCK_N keys that keep some scores, and that keep all."""
+    """Slabs of one row block and BLOCK_N keys that keep some scores, and that keep all; columns likewise."""
     program = tl.program_id(0)
     block = program // columns
     q0 = block % row_blocks * BLOCK_M
@@ -61,6 +62,9 @@ def count_slabs(
             for kind in tl.static_range(KINDS):
                 tl.atomic_add(count_ptr + 2 * kind, BLOCK_N >> kind)
                 tl.atomic_add(count_ptr + 2 * kind + 1, BLOCK_N >> kind)
+            if first_word >= 0:
+                both = tl.full([BLOCK_N // 32], -1, tl.int32)
+                _store_bits(counts_ptr + first_word, both, both)
             if first_row >= 0:
                 for first in range(0, rows, ROWS):
                     row = first + tl.arange(0, ROWS)
@@ -75,6 +79,10 @@ def count_slabs(
         if first_row >= 0:
             row = first + tl.arange(0, ROWS)
             tl.atomic_add(row_ptr + row, tl.sum(tl.sum(keep, 2), 1), mask=row < rows)
+    if first_word >= 0:
+        lane = tl.arange(0, 32)[None, :]
+        some = tl.sum((per_column > 0).to(tl.int32) << lane, 1)
+        _store_bits(counts_ptr + first_word, some, tl.sum((per_column == rows).to(tl.int32) << lane, 1))
     least = tl.reshape(per_column, (BLOCK_N,))
     most = least
     for kind in tl.static_range(KINDS):
@@ -84,3 +92,13 @@ def count_slabs(
             most = tl.max(tl.reshape(most, (BLOCK_N >> kind, 2)), 1)
         tl.atomic_add(count_ptr + 2 * kind, tl.sum((most > 0).to(tl.int32), 0))
         tl.atomic_add(count_ptr + 2 * kind + 1, tl.sum((least == rows).to(tl.int32), 0))
+
+
+@triton.jit
+@no_type_check
+def _store_bits(words_ptr, some, every):
+    """This program's words of the bits of columns that some row keeps, and behind all programs' of those all keep."""
+    WORDS: tl.constexpr = some.shape[0]
+    words_ptr += tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    tl.store(words_ptr, some)
+    tl.store(words_ptr + tl.num_programs(0).to(tl.int64) * WORDS, every)

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.layout.device.source import on_device, source_of
+from stof.layout.bits import unpack
+from stof.layout.device.source import Source, on_device, source_of
 from stof.masks.base import Mask
+from stof.masks.tensors import DenseMask
 
 # Programs of a kernel; masks of more are counted where their spans say.
 _MOST = 2**22
 # Columns of a program, and kinds of slabs: powers of two up to them.
 _COLUMNS = 256
 _KINDS = _COLUMNS.bit_length()
+# Bits unpacked at once: bounds memory.
+_UNPACKED = 2**24
 # Rows at once at most: a thread has registers for 32 scores.
 _ROWS = 16
 
@@ -54,6 +58,64 @@ def device_counts(
     return on_device(device, lambda device: _counted(mask, q_len, kv_len, heights, mask_heads, entries, device))
 
 
+def device_columns(
+    mask: Mask, q_len: int, kv_len: int, height: int, b: int, h: int, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """Columns that row blocks see, of one (batch, head) mask; None where no kernel serves it.
+
+    Returns:
+        bool `[row blocks, kv_len]` twice: whether some row of the block keeps the key, and whether every row does.
+    """
+    return on_device(device, lambda device: _columns(mask, q_len, kv_len, height, b, h, device))
+
+
+def _columns(
+    mask: Mask, q_len: int, kv_len: int, height: int, b: int, h: int, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    row_blocks, columns = -(-q_len // height), -(-kv_len // _COLUMNS)
+    if row_blocks * columns > _MOST:
+        return None
+    # A dense mask's entries are numbered by its own heads; of others an entry is all there is to tell.
+    heads = mask.heads if isinstance(mask, DenseMask) else h + 1
+    source = source_of(mask, q_len, kv_len, heads, [b * heads + h], device)
+    if source is None:
+        return None
+    counted, words = row_blocks * _KINDS * 2, 2 * row_blocks * columns * (_COLUMNS // 32)
+    state, letter, first = source.prepared(counted + words, 0, 0, device)
+    _launch(source, state, first, q_len, kv_len, height, (0, -1, counted))
+    found = state[counted : counted + words].view(2 * row_blocks, -1)
+    pieces = [unpack(piece, kv_len) for piece in found.split(max(1, _UNPACKED // kv_len))]
+    some, every = torch.cat(pieces).view(2, row_blocks, kv_len)
+    letter.wait(0, device)
+    letter.read(0)
+    return some, every
+
+
+def _launch(
+    source: Source, state: Tensor, first: int, q_len: int, kv_len: int, height: int, places: tuple[int, int, int]
+) -> None:
+    """Count in row blocks of one height; `first` is of `Source.prepared`, `places` are the last of `count_slabs`."""
+    from stof.layout.device.counting import count_slabs
+    from stof.layout.device.launch import launch
+
+    row_blocks, columns = -(-q_len // height), -(-kv_len // _COLUMNS)
+    tensors = (state if source.dense is None else source.dense, state)
+    sizes = (
+        *source.strides,
+        source.heads,
+        q_len,
+        kv_len,
+        row_blocks,
+        columns,
+        source.patterns,
+        first,
+        first + source.programs.first,
+    )
+    constants = (source.kind, height, _COLUMNS, min(source.rows_at_once(height, _COLUMNS), _ROWS))
+    programs = source.patterns * row_blocks * columns
+    launch(count_slabs, programs, tensors, (*sizes, *places), constants, device=state.device)
+
+
 def _counted(
     mask: Mask,
     q_len: int,
@@ -71,30 +133,13 @@ def _counted(
     if source is None:
         return None
 
-    from stof.layout.device.counting import count_slabs
-    from stof.layout.device.launch import launch
-
     places = [patterns * blocks * _KINDS * 2 for blocks in row_blocks]
     counted = sum(places) + patterns * q_len
     state, letter, first = source.prepared(counted, 0, 0, device)
-    tensors = (state if source.dense is None else source.dense, state)
-    for n, (height, blocks) in enumerate(zip(heights, row_blocks, strict=True)):
+    for n, height in enumerate(heights):
         # Every pass sees every score: the first counts those of rows.
         first_row = -1 if n else sum(places)
-        sizes = (
-            *source.strides,
-            source.heads,
-            q_len,
-            kv_len,
-            blocks,
-            columns,
-            patterns,
-            first,
-            first + source.programs.first,
-        )
-        constants = (source.kind, height, _COLUMNS, min(source.rows_at_once(height, _COLUMNS), _ROWS))
-        numbers = (*sizes, sum(places[:n]), first_row)
-        launch(count_slabs, patterns * blocks * columns, tensors, numbers, constants, device=device)
+        _launch(source, state, first, q_len, kv_len, height, (sum(places[:n]), first_row, -1))
     counts = state[:counted].cpu()
     letter.read(0)
     *parts, kept = counts.split([*places, patterns * q_len])

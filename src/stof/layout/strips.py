@@ -1,0 +1,119 @@
+"""A mask evaluated a few row blocks at a time: no `S x S` tensor is ever held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stof.errors import ShapeError
+from stof.masks.base import Mask
+from stof.masks.bounds import Range
+from stof.masks.index import Index
+
+# Scores evaluated at once: bounds the memory of a build (bool and int64 temporaries of this many elements). A GPU wants
+# larger strips: each one launches some 40 small kernels.
+STRIP_SCORES = 2**22
+STRIP_SCORES_GPU = 2**25
+# Keys are evaluated or left out in aligned stretches of this many: whole tiles of every width there is.
+SPAN = 256
+
+# Masks that list no spans are asked about each stretch where there are so many keys that this costs less than it saves.
+ASKED_FROM = 2**13
+
+
+def strip_scores(device: torch.device) -> int:
+    return STRIP_SCORES if device.type == "cpu" else STRIP_SCORES_GPU
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Evaluated scores of some whole row blocks.
+
+    Attributes:
+        keep: bool `[n, block_m, K]`, rows past the end False; columns are those of `spans`.
+        valid_rows: int64 `[n]`, rows of each block that exist.
+        spans: int64 `[K / SPAN]`, which stretches of SPAN keys the columns are, in order; None for all keys.
+    """
+
+    keep: Tensor
+    valid_rows: Tensor
+    spans: Tensor | None = None
+
+
+def strips(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    block_m: int,
+    b: int,
+    h: int,
+    order: Tensor | None,
+    device: torch.device | str,
+) -> Iterator[Strip]:
+    """Evaluate one (batch, head) mask a few blocks of `block_m` rows at a time; `order` as `checked_order` gives it."""
+    row_blocks = -(-q_len // block_m)
+    most = strip_scores(torch.device(device))
+    everything = torch.arange(kv_len, device=device)
+    batch_index = torch.tensor([b], device=device)
+    head_index = torch.tensor([h], device=device)
+    corner = Index.make(everything[:1], everything[:1], q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
+    first = 0
+    while first < row_blocks:
+        count = min(max(1, most // (block_m * kv_len)), row_blocks - first)
+        spans = None
+        if order is None:
+            spans = _stretches(mask, first * block_m, min((first + count) * block_m, q_len), corner)
+            # Where keys are few, more rows at once.
+            while spans is not None and count < row_blocks - first:
+                more = min(2 * count, row_blocks - first)
+                wider = _stretches(mask, first * block_m, min((first + more) * block_m, q_len), corner)
+                if wider is None or more * block_m * len(wider) * SPAN > most:
+                    break
+                count, spans = more, wider
+        start, stop = first * block_m, min((first + count) * block_m, q_len)
+        kv, chosen = everything, None
+        if spans is not None:
+            chosen = torch.tensor(spans, device=device)
+            kv = (chosen[:, None] * SPAN + torch.arange(SPAN, device=device)).flatten()
+            kv = kv[: len(kv) - max(0, (spans[-1] + 1) * SPAN - kv_len)]
+        rows = torch.arange(start, stop, device=device) if order is None else order[start:stop]
+        index = Index.make(rows, kv, q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
+        evaluated = mask.evaluate(index)
+        if evaluated.dtype != torch.bool:
+            raise ShapeError(f"{mask!r} evaluated to {evaluated.dtype}, expected bool")
+        keep = evaluated.expand(1, 1, stop - start, len(kv))[0, 0]
+        if stop - start < count * block_m:
+            keep = torch.nn.functional.pad(keep, (0, 0, 0, count * block_m - (stop - start)))
+        starts = torch.arange(start, start + count * block_m, block_m, device=device)
+        valid = (q_len - starts).clamp(max=block_m)
+        yield Strip(keep.reshape(count, block_m, len(kv)), valid, chosen)
+        first += count
+
+
+def _stretches(mask: Mask, start: int, stop: int, corner: Index) -> list[int] | None:
+    """Which stretches of SPAN keys queries `start` to `stop - 1` may see, at least one; None when most of them.
+
+    `corner` is any rectangle of the problem: it knows the lengths, the sequence and the head.
+    """
+    kv_len = corner.kv_len
+    known = mask.spans(start, stop - 1, kv_len)
+    found: set[int] = set()
+    if known is not None:
+        for low, high in known:
+            low, high = max(low, 0), min(high, kv_len)
+            if low < high:
+                found.update(range(low // SPAN, (high - 1) // SPAN + 1))
+    elif kv_len >= ASKED_FROM:
+        first = torch.arange(0, kv_len, SPAN, device=corner.device).view(1, 1, 1, -1)
+        rows = Range(corner.q - corner.q + start, corner.q - corner.q + (stop - 1))
+        columns = Range(first, (first + SPAN - 1).clamp(max=kv_len - 1))
+        nothing = mask.over(replace(corner, q=rows, kv=columns)).nothing  # type: ignore[arg-type]
+        found.update((~nothing).expand(first.shape).flatten().nonzero()[:, 0].tolist())
+    else:
+        return None
+    if len(found) * SPAN > 0.9 * kv_len:
+        return None
+    return sorted(found) or [0]
