@@ -218,7 +218,7 @@ def cases() -> Iterator[Case]:
 def _hopper() -> Iterator[Case]:
     """Every tile and every way to copy it, with and without splitting and options.
 
-    96 columns are padded to 128, 40 to 64.
+    192 columns are padded to 256, 96 to 128, 40 to 64.
     """
     half, bfloat = torch.float16, torch.bfloat16
     options = {"has_softcap": True, "has_sinks": True}
@@ -237,6 +237,11 @@ def _hopper() -> Iterator[Case]:
         ("hopper 192 rows", call_of(bfloat, 40, **options), (192, 128), ("contiguous split",)),
         ("hopper D 128", call_of(half, 128), square, ("contiguous", "slabs of 8", "evenly spaced split")),
         ("hopper D 128", call_of(bfloat, 96), square, ("slabs of 16 split",)),
+        ("hopper D 256", call_of(half, 256), (128, 64), ("contiguous", "slabs of 16 split", "evenly spaced")),
+        ("hopper D 256", call_of(bfloat, 192), (128, 64), ("contiguous split", "slabs of 8")),
+        ("hopper D 256", call_of(half, 256), (64, 64), ("contiguous", "slabs of 8 split")),
+        ("hopper D 256", call_of(bfloat, 192, **options), (64, 64), ("contiguous split",)),
+        ("hopper D 256", call_of(half, 256, **options), (128, 64), ("contiguous split",)),
         ("hopper options", call_of(half, 64, **options), square, ("slabs of 8 split",)),
         ("hopper options", call_of(bfloat, 128, **options), square, ("contiguous split",)),
     ):
@@ -252,6 +257,8 @@ def _hopper() -> Iterator[Case]:
         ("hopper 64 rows", call_of(half, 128), (64, 64), "contiguous"),
         ("hopper 64 rows", call_of(bfloat, 128, **options), (64, 64), "contiguous split"),
         ("hopper D 128", call_of(half, 128), square, "contiguous split"),
+        ("hopper D 256", call_of(half, 256), (128, 64), "contiguous split"),
+        ("hopper D 256", call_of(half, 256), (64, 64), "contiguous split"),
     ):
         call = replace(call, compute_capability=(9, 0))
         choices = [c for c in gpu_choices(call, Open(), "hopper") if c.layout and c.layout.block_m == tile[0]]

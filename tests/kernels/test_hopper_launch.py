@@ -126,7 +126,11 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
         assert spoil == 0
     written.view(-1)[(b * a.heads + h) * a.q_len + at] += 1
     memory(a.lse_ptr)[(b * a.heads + h) * a.q_len + at] = lse[: len(rows)].float()
-    box(a.out_desc, [b, h, row, residue * a.out_residue_stride], acc)
+    width = a.out_desc.block_shape[3]
+    assert width == (a.D if a.Q_STAGES > 1 else a.D // 2)
+    for column in range(0, a.D, width):
+        values = acc[:, column : column + width]
+        box(a.out_desc, [b, h, row, residue * a.out_residue_stride + column], values)
 
 
 def _tile(
@@ -201,8 +205,11 @@ def inputs(**sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("memory_layout", MEMORY_LAYOUTS)
 @pytest.mark.parametrize(
     ("head_dim", "tile"),
-    [(64, (128, 128)), (72, (128, 128)), (128, (64, 64)), (40, (192, 128)), (64, (192, 128)), (40, (64, 128))],
-)
+    [
+        (64, (128, 128)), (72, (128, 128)), (128, (64, 64)), (40, (192, 128)), (64, (192, 128)), (40, (64, 128)),
+        (192, (128, 64)), (256, (128, 64)), (136, (64, 64)),
+    ],
+)  # fmt: skip
 def test_memory(twin: Twin, memory_layout: str, head_dim: int, tile: tuple[int, int]) -> None:
     for slab in (None, 8):
         layout = build_layout(LONG, 200, 333, LayoutConfig(*tile, slab))
@@ -314,19 +321,19 @@ def test_patterns(tile: tuple[int, int], slab: int | None, split_tiles: int) -> 
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("memory_layout", ["bhsd", "bshd", "packed", "transposed"])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 def test_evenly_spaced_calls(twin: Twin, head_dim: int, memory_layout: str) -> None:
     """Boxes of evenly spaced rows are as wide as the kernel's tiles; heads that are narrower are refused."""
-    layout = even_layout(640, 5)
+    layout = even_layout(640, 5, (128, 64) if head_dim > 128 else (128, 128))
     geometry = Geometry(masks.full(), 640, 640, row_orders=("remainder 5",))
     offered = gpu_choices(call_of(head_dim=head_dim, q_len=640, kv_len=640), geometry, "hopper")
     given = inputs(q_len=640, kv_len=640, batch=1, heads=2, kv_heads=1, head_dim=head_dim, memory=memory_layout)
     if any(choice.row_order for choice in offered):
-        with contextlib.suppress(UnfitLayoutError) if head_dim == 80 else contextlib.nullcontext():
+        with contextlib.suppress(UnfitLayoutError) if head_dim in (80, 192) else contextlib.nullcontext():
             check_call(layout, *given, split_tiles=1)
             assert twin.constants["PERMUTED"]
     else:
-        assert head_dim == 80
+        assert head_dim in (80, 192)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stof.kernels.hopper.jobs import resident
+from stof.kernels.hopper.jobs import padded_width, resident
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
@@ -37,6 +37,7 @@ _DECODE_TILES = ((128, 4, 3), (64, 4, 2))
 _HOPPER_TILES = {
     64: ((128, 128, 4), (192, 128, 3), (64, 128, 2), (64, 64, 3)),
     128: ((128, 128, 2), (64, 64, 2)),
+    256: ((128, 64, 2), (64, 64, 2)),
 }
 # Keys of a chunk: short ones fill the machine when there are few sequences, long ones need fewer merges.
 _CHUNK_KEYS = (512, 1024, 2048, 4096)
@@ -120,8 +121,12 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
 def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
     """Whether TMA can copy rows and columns in that order, and no row block holds rows of two remainders."""
     kind, *sizes = (row_order or "own").split()
-    # The elements of a row have to fill the 64 or 128 that TMA copies.
-    return kind == "remainder" and call.head_dim in (64, 128) and call.q_len % (int(sizes[0]) * block_m) == 0
+    # The elements of a row have to fill the 64, 128 or 256 that TMA copies.
+    return (
+        kind == "remainder"
+        and call.head_dim == padded_width(call.head_dim)
+        and call.q_len % (int(sizes[0]) * block_m) == 0
+    )
 
 
 def runtime_choice(call: CallSpec, layout: LayoutConfig, limit: int) -> Choice:

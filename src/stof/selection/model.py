@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stof.kernels.hopper.jobs import resident
+from stof.kernels.hopper.jobs import padded_width, q_stages, resident
 from stof.kernels.triton.work import parts_of
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
@@ -89,7 +89,7 @@ class DeviceModel:
 
 def head_dim_class(head_dim: int, value_dim: int) -> int:
     """Tile width the kernels are tuned for: 64, 128 or 256."""
-    return 64 if max(head_dim, value_dim) <= 64 else 128 if max(head_dim, value_dim) <= 128 else 256
+    return padded_width(max(head_dim, value_dim))
 
 
 def kernel_key(choice: Choice, call: CallSpec) -> str:
@@ -275,9 +275,11 @@ def block_shared_bytes(model: DeviceModel) -> int:
 
 
 def hopper_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> int:
-    """Bytes of shared memory of the Hopper kernel: three row blocks' Q, stages of K and V, barriers."""
+    """Bytes of shared memory of the Hopper kernel: Q and output of row blocks, stages of K and V, barriers."""
     width = head_dim_class(call.head_dim, call.value_dim)
-    return call.dtype.itemsize * width * (3 * layout.block_m + 2 * num_stages * layout.block_n) + _RESERVED
+    q_places = q_stages(layout.block_m, width)
+    q_rows = layout.block_m * q_places + (layout.block_m // 2 if q_places == 1 else 0)
+    return call.dtype.itemsize * width * (q_rows + 2 * num_stages * layout.block_n) + _RESERVED
 
 
 def occupancy(choice: Choice, call: CallSpec, model: DeviceModel) -> int:

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.hopper.jobs import RUN, TileLists, job_lists, resident
+from stof.kernels.hopper.jobs import RUN, TileLists, job_lists, padded_width, q_stages, resident
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
@@ -27,8 +27,6 @@ _ROWS, _BOX = 64, 64
 # Registers of a thread, before warps trade them, by thread blocks on a multiprocessor: 256 threads each where there are
 # several, and 65,536 registers for all.
 _REGISTERS = {1: 0, 2: 128, 3: 80}
-# Row blocks whose Q (or output, on its way out) is in shared memory at once.
-_Q_STAGES = 3
 # Jobs brought up to date by one program.
 _JOBS_AT_ONCE = 128
 # Keys put aside by one program.
@@ -73,7 +71,7 @@ def bind_warp_specialized(
 
     Args:
         q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, D]`; float16 or bfloat16, D a multiple of 8 up to
-            128; a call copies what TMA cannot read (strides that are no multiples of 8, rows that are not contiguous).
+            256; a call copies what TMA cannot read (strides that are no multiples of 8, rows that are not contiguous).
         lists: see `make_tile_lists`.
         config: stages and side.
         scale, softcap: floats, softcap 0 for none.
@@ -84,13 +82,14 @@ def bind_warp_specialized(
         `out [B, H, Sq, D]` in q's memory order, `lse [B, H, Sq]` float32.
 
     Raises:
-        UnfitLayoutError: evenly spaced rows or columns, and a head_dim that is not 64 or 128.
+        UnfitLayoutError: evenly spaced rows or columns, and a head_dim that is not 64, 128 or 256.
         KernelError: (the call) the kernel does not compile here.
     """
     del bias
     device = q.device
     batch, heads, q_len, head_dim = q.shape
-    width = _BOX if head_dim <= _BOX else 2 * _BOX
+    width = padded_width(head_dim)
+    stages = q_stages(lists.block_m, width)
     if head_dim != width and (lists.row_step > 1 or lists.column_step > 1):
         raise UnfitLayoutError(f"evenly spaced rows of {head_dim} elements do not fill the {width} that TMA copies")
     # The output has the memory order of q as it was given.
@@ -102,7 +101,7 @@ def bind_warp_specialized(
     copy_any = any(copied)
     q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
     q_window = Window.over(q, _ROWS, width, lists.row_step)
-    out_window = Window.over(out, _ROWS, width, lists.row_step)
+    out_window = Window.over(out, _ROWS, width if stages > 1 else width // 2, lists.row_step)
     # Whole tiles, or runs of columns and slabs.
     aside = _Aside(k, v, lists, heads) if lists.aside.numel() else None
     box = (RUN, _BOX) if lists.slab and aside is None else (lists.block_n, width)
@@ -133,7 +132,7 @@ def bind_warp_specialized(
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
          k.stride(2), v.stride(2), heads // (k.shape[1] if aside is None else aside.like.shape[1]),
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
-        (groups, lists.block_n, width, lists.slab, config.num_stages, _Q_STAGES, permuted, lists.chunks > 0,
+        (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, lists.chunks > 0,
          modified, softcap > 0, sinks is not None, lists.has_full > 0, at_run_time, takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,

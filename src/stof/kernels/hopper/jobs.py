@@ -28,6 +28,20 @@ ASIDE = 2**30
 _JOB_COST = 0.6
 
 
+def padded_width(head_dim: int) -> int:
+    """Columns of Q, K and V in shared memory: zeros past the head's own."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+
+
+def q_stages(block_m: int, width: int) -> int:
+    """Row blocks whose Q (or output, on its way out) is in shared memory at once.
+
+    Of three one is computed, one is finished, and one leaves. 128 rows of 256 take 64 KB: there is place for one, which
+    the next row block takes after the last product with it, and for half of the output.
+    """
+    return 1 if (block_m, width) == (128, 256) else 3
+
+
 def resident(block_m: int, block_n: int, width: int) -> int:
     """Thread blocks that a multiprocessor holds at once.
 
@@ -35,7 +49,7 @@ def resident(block_m: int, block_n: int, width: int) -> int:
     beside it fill in. Three leave 136 registers to a consumer's thread and 75 KB of shared memory to each block,
     enough where scores and output are 64 columns wide. With many short row blocks they are 10 % faster than two.
     """
-    if block_m != 64:
+    if block_m != 64 or width > 128:
         return 1
     return 3 if (block_n, width) == (64, 64) else 2
 

@@ -120,12 +120,13 @@ def producer(
         begin = of_lane(job, 3)
         end = of_lane(job, 5)
         turn = number - job_begin
-        if turn > 0:
-            q_stage = turn % Q_STAGES
-            mbarrier.wait(q_empty.index(q_stage), (turn // Q_STAGES + 1) & 1)
-            copy_rows(
-                job, q_desc, q_smem, q_stage, q_full.index(q_stage), rows_per_residue, q_residue_stride, GROUPS, D
-            )
+        if Q_STAGES > 1:
+            if turn > 0:
+                q_stage = turn % Q_STAGES
+                mbarrier.wait(q_empty.index(q_stage), (turn // Q_STAGES + 1) & 1)
+                copy_rows(
+                    job, q_desc, q_smem, q_stage, q_full.index(q_stage), rows_per_residue, q_residue_stride, GROUPS, D
+                )
         for tile in range(begin, end):
             record = next_tile
             following = tile + 1
@@ -137,6 +138,13 @@ def producer(
                 mbarrier.wait(k_empty.index(stage), (count // STAGES + 1) & 1)
                 copy_tile(record, b, kv_head, slab_head, k_desc, k_slab_desc, k_smem, k_slabs, stage,
                            k_full.index(stage), kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+                if Q_STAGES == 1:
+                    # Its place is free after the last product of the job before; by then K has long been on its way.
+                    if tile == begin:
+                        mbarrier.wait(q_empty.index(0), (turn + 1) & 1)
+                        copy_rows(
+                            job, q_desc, q_smem, 0, q_full.index(0), rows_per_residue, q_residue_stride, GROUPS, D
+                        )
                 # V's ring is one ahead: its first place holds zeros, for the tile before the first.
                 stage = (count + 1) % STAGES
                 mbarrier.wait(v_empty.index(stage), ((count + 1) // STAGES + 1) & 1)

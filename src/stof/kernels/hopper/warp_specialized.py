@@ -62,8 +62,8 @@ def _consumer(
     (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, jobs_ptr,
         job_begin, job_end, next_begin, next_partial_end, next_end, first_bitmap, tile_bitmap_ptr, bitmaps_ptr,
-        q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_len, heads, rows_per_residue,
-        out_residue_stride, scale, softcap,
+        q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_len, heads,
+        rows_per_residue, out_residue_stride, scale, softcap,
     ) = shared  # fmt: skip
     dtype: gl.constexpr = q_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -126,6 +126,8 @@ def _consumer(
             pass_turn(GROUP, GROUPS)
             s = warpgroup_mma_wait(1, deps=(s,))
             mbarrier.arrive(k_empty.index(k_stage), count=1)
+            if Q_STAGES == 1:
+                mbarrier.arrive(q_empty.index(0), count=1, pred=tile + 1 == end)
             if tile < partial_end:
                 s = masked(s, words, BLOCK_N)
             m_old = m_i
@@ -141,14 +143,15 @@ def _consumer(
                 if turn > 0:
                     q_before = (turn + Q_STAGES - 1) % Q_STAGES
                     finish(
-                        acc, m_i, l_i, job_ptr - FIELDS, q_smem.index(q_before * GROUPS + GROUP), out_desc,
+                        acc, m_i, l_i, job_ptr - FIELDS, out_smem.index(q_before * GROUPS + GROUP), out_desc,
                         lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads,
                         rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
                         PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
                     )  # fmt: skip
-                    # The output of the job before that one has left its buffer long ago.
-                    tma.store_wait(1)
-                    mbarrier.arrive(q_empty.index((turn + Q_STAGES - 2) % Q_STAGES), count=1, pred=turn > 1)
+                    if Q_STAGES > 1:
+                        # The output of the job before that one has left its buffer long ago.
+                        tma.store_wait(1)
+                        mbarrier.arrive(q_empty.index((turn + Q_STAGES - 2) % Q_STAGES), count=1, pred=turn > 1)
                     acc = cleared(acc)
                     l_i = cleared(l_i)
             m_i = m_new
@@ -159,7 +162,7 @@ def _consumer(
 
         if HAS_FULL:
             # The same without bits and ends of jobs.
-            for _tile in range(rest, end):
+            for tile in range(rest, end):
                 p16 = operand(packed, dtype, p_layout)
                 v_stage = count % STAGES
                 v_phase = (count // STAGES) & 1
@@ -174,6 +177,8 @@ def _consumer(
                 pass_turn(GROUP, GROUPS)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k_empty.index(k_stage), count=1)
+                if Q_STAGES == 1:
+                    mbarrier.arrive(q_empty.index(0), count=1, pred=tile + 1 == end)
                 p, m_i, alpha, sums = weights(s, m_i, scale, softcap, False, MODIFIED, HAS_SOFTCAP, BLOCK_N)
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 acc = warpgroup_mma_wait(0, deps=(pv,))
@@ -190,7 +195,7 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=(pv,))
         turn = job_end - 1 - job_begin
         finish(
-            acc, m_i, l_i, jobs_ptr + (job_end - 1) * FIELDS, q_smem.index((turn % Q_STAGES) * GROUPS + GROUP),
+            acc, m_i, l_i, jobs_ptr + (job_end - 1) * FIELDS, out_smem.index((turn % Q_STAGES) * GROUPS + GROUP),
             out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads,
             rows_per_residue, out_residue_stride, GROUP, GROUPS, D, PERMUTED, SPLIT,
             HAS_SINKS, AT_RUN_TIME,
@@ -251,6 +256,11 @@ def warp_specialized_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS, 64, D], layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], layout)
+    # Output leaves by the place of Q that it was computed from, where that is not in use again by then.
+    if Q_STAGES > 1:
+        out_smem = q_smem
+    else:
+        out_smem = gl.allocate_shared_memory(dtype, [GROUPS, 64, D // 2], tile_layout(dtype, 64, D // 2, 2))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -291,8 +301,8 @@ def warp_specialized_kernel(
     shared = (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, jobs_ptr,
         job_begin, job_end, of_lane(start, 3), of_lane(start, 4), of_lane(start, 5), of_lane(start, 10),
-        tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_len,
-        heads, rows_per_residue, out_residue_stride, scale, softcap,
+        tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full,
+        v_empty, q_len, heads, rows_per_residue, out_residue_stride, scale, softcap,
     )  # fmt: skip
     lists = (
         q_desc, jobs_ptr, job_begin, job_end, tiles_ptr, q_smem, q_full, q_empty, heads_per_group, rows_per_residue,
