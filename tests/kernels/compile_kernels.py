@@ -243,6 +243,13 @@ def _hopper() -> Iterator[Case]:
         ("hopper D 256", call_of(bfloat, 192, **options), (64, 64), ("contiguous split",)),
         ("hopper D 256", call_of(half, 256, **options), (128, 64), ("contiguous split",)),
         ("hopper options", call_of(half, 64, **options), square, ("slabs of 8 split",)),
+        ("hopper bias", call_of(half, 64, has_bias=True), square, ("contiguous", "contiguous split")),
+        ("hopper bias", call_of(bfloat, 64, has_bias=True), (192, 64), ("contiguous",)),
+        ("hopper bias", call_of(half, 64, has_bias=True), (64, 64), ("contiguous split",)),
+        ("hopper bias", call_of(bfloat, 128, has_bias=True), (128, 64), ("contiguous split",)),
+        ("hopper bias", call_of(half, 96, has_bias=True, **options), (64, 64), ("contiguous",)),
+        ("hopper bias", call_of(half, 256, has_bias=True), (64, 64), ("contiguous",)),
+        ("hopper bias", call_of(half, 64, has_bias=True, **options), square, ("contiguous split",)),
         ("hopper options", call_of(bfloat, 128, **options), square, ("contiguous split",)),
     ):
         call = replace(call, compute_capability=(9, 0))
@@ -391,7 +398,7 @@ def recorded(case: Case) -> Recorded:
                 aside = torch.zeros(1, call.heads, lists.block_n, dtype=torch.int32)
                 lists = replace(lists, aside=aside, slab=lists.block_n, has_full=0)
             bound = hopper.bind_warp_specialized(q, k, v, lists, choice.kernel, **options)
-            bound(q, k, v, None, options["sinks"])
+            bound(q, k, v, options["bias"], options["sinks"])
         else:
             work = make_work(layout, choice.kernel.split_tiles)
             if case.name.endswith(AT_RUN_TIME):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN, job_lists
+from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN, has_tiles, job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
 from stof.kernels.triton.work import BlockWiseConfig
@@ -78,6 +78,10 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
         s = q @ k.T * a.scale * (1 if a.MODIFIED else math.log(2))
         if a.HAS_SOFTCAP:
             s = a.softcap * torch.tanh(s / a.softcap)
+        if a.HAS_BIAS:
+            assert a.MODIFIED
+            assert (a.SLAB, a.kv_step) == (0, 1)
+            s = s + box(a.bias_desc, [b * a.bias_batch, h * a.bias_heads, position, record[0]])
         if tile < partial_end:
             words = a.bitmaps_ptr[bitmap if tile == begin else int(a.tile_bitmap_ptr[tile])]
             s = s.masked_fill(~keep_of(words, a.BLOCK_N)[group * 64 : group * 64 + 64], -torch.inf)
@@ -127,7 +131,7 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
     written.view(-1)[(b * a.heads + h) * a.q_len + at] += 1
     memory(a.lse_ptr)[(b * a.heads + h) * a.q_len + at] = lse[: len(rows)].float()
     width = a.out_desc.block_shape[3]
-    assert width == (a.D if a.Q_STAGES > 1 else a.D // 2)
+    assert width == (a.D if a.Q_STAGES > 1 else max(64, a.D // 2))
     for column in range(0, a.D, width):
         values = acc[:, column : column + width]
         box(a.out_desc, [b, h, row, residue * a.out_residue_stride + column], values)
@@ -189,8 +193,8 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Twin:
 def check_call(layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, **options: Any) -> None:
     hopper = IMPLEMENTATIONS["hopper"]
     tensors, sizes = hopper.prepare(layout, BlockWiseConfig(4, 2, split_tiles=split_tiles))
-    given = {"scale": q.shape[-1] ** -0.5, "softcap": None, "sinks": None, **options}
-    scalars = Options(given["scale"], given["softcap"] or 0.0, None, given["sinks"])
+    given = {"scale": q.shape[-1] ** -0.5, "softcap": None, "bias": None, "sinks": None, **options}
+    scalars = Options(given["scale"], given["softcap"] or 0.0, given["bias"], given["sinks"])
     out, lse = hopper.run(q, k, v, tensors, sizes, scalars)
     assert out.stride() == torch.empty_like(q).stride()
     assert_attention(out, lse, q, k, v, layout.to_dense(), **given)
@@ -363,3 +367,76 @@ def test_keys_that_no_query_sees(slab: int | None, lengths: list[int]) -> None:
     stale_k, stale_v = (x.masked_fill(unseen, torch.nan) for x in (k, v))
     out, lse = IMPLEMENTATIONS["hopper"].run(q, stale_k, stale_v, tensors, sizes, Options(0.125, 0.0, None, None))
     assert_attention(out, lse, q, k, v, layout.to_dense())
+
+
+def bias_of(form: str, dtype: torch.dtype) -> Tensor:
+    """For inputs of 2 x 4 heads of 200 queries and 333 keys; values past the last key are NaN, rows 336 apart."""
+    batch, heads = {"all": (2, 4), "heads": (1, 4), "batch": (2, 1), "one": (1, 1)}[form.split()[0]]
+    rows = torch.randn(batch, heads, 200, 336, dtype=dtype)
+    rows[..., 333:] = torch.nan
+    rows[..., 7:9, :] = -torch.inf
+    rows[..., 11, 128:256] = -torch.inf
+    bias = rows[..., :333]
+    return bias.expand(2, 4, -1, -1) if form.endswith("expanded") else bias
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("form", ["all", "heads", "batch", "one", "one expanded", "heads expanded"])
+@pytest.mark.parametrize(
+    ("head_dim", "tile", "options"),
+    [
+        (64, (128, 128), {}),
+        (40, (192, 64), {"softcap": 5.0, "sinks": torch.randn(4)}),
+        (64, (64, 64), {"scale": -0.2}),
+        (128, (128, 64), {"sinks": torch.randn(4)}),
+        (256, (64, 64), {"softcap": 5.0}),
+    ],
+)
+def test_bias(twin: Twin, head_dim: int, tile: tuple[int, int], options: dict[str, Any], form: str) -> None:
+    """Where several share one it is copied from the same place; -inf leaves keys out, in full tiles too."""
+    bias = bias_of(form, torch.bfloat16 if head_dim == 128 else torch.float16)
+    assert has_tiles(bias, 200, 333)
+    keep = LONG.to_dense(200, 333).clone()
+    keep[..., 100:110, :] = False
+    keep[..., 64:, :100] = True
+    layout = layout_of(keep, None, tile)
+    for split_tiles in (0, 1):
+        check_call(layout, *inputs(head_dim=head_dim), split_tiles=split_tiles, bias=bias, **options)
+    assert (twin.constants["HAS_BIAS"], twin.constants["Q_STAGES"]) == (True, 1)
+
+
+@pytest.mark.usefixtures("poisoned_memory", "twin")
+def test_bias_at_any_address() -> None:
+    """A bound call serves every bias of the same strides; one that TMA cannot read is copied, and so are others."""
+    layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64))
+    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, BlockWiseConfig(4, 2))
+    q, k, v = inputs()
+    bias = bias_of("heads", torch.float16)
+    call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, bias, None))
+    moved = torch.full((bias.numel() // 333 * 336 + 1,), torch.nan, dtype=bias.dtype)
+    moved = moved.as_strided(bias.shape, bias.stride(), 1).copy_(bias)
+    assert moved.data_ptr() % 16
+    for given, own in ((q, bias), (q, moved), (unaligned(q), moved), (unaligned(q), bias)):
+        out, lse = call(given, k, v, own, None)
+        assert_attention(out, lse, q, k, v, layout.to_dense(), bias=bias)
+
+
+def test_bias_that_has_no_tiles() -> None:
+    """Another kernel's business."""
+    bias = bias_of("all", torch.float16)
+    assert not has_tiles(bias.float(), 200, 333)
+    assert not has_tiles(bias[..., :1], 200, 333)
+    assert not has_tiles(bias[..., :1, :], 200, 333)
+    assert not has_tiles(bias[..., :1, :].expand(2, 4, 200, 333), 200, 333)
+    assert not has_tiles(bias.contiguous(), 200, 333)  # rows of 666 bytes
+    assert not has_tiles(bias[..., :200].mT, 200, 200)
+    assert has_tiles(bias[:, :, :1, :1], 1, 1)
+
+
+@pytest.mark.parametrize("layout", [build_layout(LONG, 200, 333, LayoutConfig(128, 128, 8)), even_layout(640, 5)])
+def test_bias_needs_whole_tiles(layout: Layout) -> None:
+    q, k, v = inputs(batch=1, q_len=layout.q_len, kv_len=layout.kv_len)
+    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, BlockWiseConfig(4, 2))
+    bias = torch.zeros(1, 1, layout.q_len, 640, dtype=torch.float16)[..., : layout.kv_len]
+    with pytest.raises(UnfitLayoutError, match="a bias is copied in whole tiles"):
+        IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, bias, None))

@@ -39,6 +39,12 @@ _HOPPER_TILES = {
     128: ((128, 128, 2), (64, 64, 2)),
     256: ((128, 64, 2), (64, 64, 2)),
 }
+# With a bias, whose tiles take shared memory and registers.
+_HOPPER_BIAS_TILES = {
+    64: ((128, 128, 3), (192, 64, 4), (64, 64, 2)),
+    128: ((128, 64, 3), (64, 64, 2)),
+    256: ((64, 64, 2),),
+}
 # Keys of a chunk: short ones fill the machine when there are few sequences, long ones need fewer merges.
 _CHUNK_KEYS = (512, 1024, 2048, 4096)
 # Row blocks that fill a machine without being split, and chunks that the Hopper kernel then makes of one at most.
@@ -101,17 +107,19 @@ def gpu_choices(
 
 
 def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None, ...]) -> list[Choice]:
-    """Contiguous tiles, slabs of 16 or 8 columns, and evenly spaced rows and columns."""
+    """Contiguous tiles, slabs of 16 or 8 columns, and evenly spaced rows and columns; with a bias the first alone."""
     choices: list[Choice] = []
     fixed, side = geometry.fixed, _side(call, share=_HOPPER_L2_SHARE)
-    for block_m, block_n, stages in _HOPPER_TILES[head_dim_class(call.head_dim, call.value_dim)]:
+    table = _HOPPER_BIAS_TILES if call.has_bias else _HOPPER_TILES
+    slabs = (None,) if call.has_bias else (None, 16, 8)
+    for block_m, block_n, stages in table[head_dim_class(call.head_dim, call.value_dim)]:
         kernel = BlockWiseConfig(4, stages, side=side)
         layouts: list[tuple[LayoutConfig, str | None]] = []
         if fixed is None:
-            layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in (None, 16, 8) if None in orders]
+            layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in slabs if None in orders]
             even = [name for name in orders if _evenly_spaced(name, block_m, call)]
             layouts += [(LayoutConfig(block_m, block_n, 1), name) for name in even]
-        elif (fixed.block_m, fixed.block_n) == (block_m, block_n) and fixed.slab != 1 and not call.permuted_rows:
+        elif (fixed.block_m, fixed.block_n) == (block_m, block_n) and fixed.slab in slabs and not call.permuted_rows:
             layouts.append((fixed, None))
         for layout, order in layouts:
             choices += _variants(Choice("hopper", layout, order, kernel), call)
@@ -121,6 +129,8 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
 def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
     """Whether TMA can copy rows and columns in that order, and no row block holds rows of two remainders."""
     kind, *sizes = (row_order or "own").split()
+    if call.has_bias:
+        return False
     # The elements of a row have to fill the 64, 128 or 256 that TMA copies.
     return (
         kind == "remainder"

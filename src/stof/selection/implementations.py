@@ -230,7 +230,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
                 head_dims=(8, 256),
                 head_dim_multiple=8,
                 value_dim=False,
-                bias=False,
+                tiled_bias=True,
                 compute_capability=(9, 0),
                 one_generation=True,
             ),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stof.kernels.hopper.jobs import padded_width, q_stages, resident
+from stof.kernels.hopper.jobs import leaving_width, padded_width, q_stages, resident
 from stof.kernels.triton.work import parts_of
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
@@ -106,6 +106,8 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
         f"{rows}x{layout.block_n}",
         "contiguous" if layout.slab is None else f"slabs of {layout.slab}" if hopper else "gathered",
         f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
+        # The block-wise kernel's choices were measured without; what a bias costs them is much alike.
+        *(["bias"] if hopper and call.has_bias else []),
     ]
     return "/".join(parts)
 
@@ -275,11 +277,12 @@ def block_shared_bytes(model: DeviceModel) -> int:
 
 
 def hopper_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> int:
-    """Bytes of shared memory of the Hopper kernel: Q and output of row blocks, stages of K and V, barriers."""
+    """Bytes of shared memory of the Hopper kernel: Q and output of row blocks, stages of K, V and bias, barriers."""
     width = head_dim_class(call.head_dim, call.value_dim)
-    q_places = q_stages(layout.block_m, width)
-    q_rows = layout.block_m * q_places + (layout.block_m // 2 if q_places == 1 else 0)
-    return call.dtype.itemsize * width * (q_rows + 2 * num_stages * layout.block_n) + _RESERVED
+    places = q_stages(layout.block_m, width, call.has_bias)
+    rows = layout.block_m * (places * width + (leaving_width(width) if places == 1 else 0))
+    stage = layout.block_n * (2 * width + (layout.block_m if call.has_bias else 0))
+    return call.dtype.itemsize * (rows + num_stages * stage) + _RESERVED
 
 
 def occupancy(choice: Choice, call: CallSpec, model: DeviceModel) -> int:

@@ -40,12 +40,13 @@ def _await_leave():
 def finish(
     acc, m_i, l_i, job_ptr, place, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
     row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr,
     HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr,
 ):  # fmt: skip
     """Write 64 rows of a job's output; of a split row block's chunks, the last to meet another does.
 
-    Output leaves by way of `place` in shared memory, all columns at once or one half after the other.
+    Output leaves by way of `place` in shared memory, all columns at once or one half after the other. Where that is no
+    place of Q, with stages of its own, the output before may still be leaving.
     """
     acc_layout: gl.constexpr = acc.type.layout
     rows_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
@@ -124,6 +125,8 @@ def finish(
         row = position - residue * rows_per_residue
         first = residue * out_residue_stride
         if place.shape[1] == D:
+            if Q_STAGES == 1:
+                _await_leave()
             _leave(values, place, out_desc, b, h, row, first)
         else:
             halves = values.reshape([64, 2, D // 2]).permute((0, 2, 1))
