@@ -25,7 +25,7 @@ from stof.layout.orders import named_order
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS, failures
-from stof.selection.gpu import _HOPPER_TILES
+from stof.selection.gpu import _HOPPER_BIAS_TILES, _HOPPER_TILES
 from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
 from tests.strategies import dense_masks
@@ -41,7 +41,10 @@ pytestmark = [
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # Stages by tile, for heads up to 64, 128 and 256 wide.
-STAGES = {width: {(rows, columns): n for rows, columns, n in tiles} for width, tiles in _HOPPER_TILES.items()}
+STAGES, BIAS_STAGES = (
+    {width: {(rows, columns): n for rows, columns, n in tiles} for width, tiles in table.items()}
+    for table in (_HOPPER_TILES, _HOPPER_BIAS_TILES)
+)
 GRID = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
 HALVES = (torch.float16, torch.bfloat16)
 # Heavy first rows, to be split; columns that slabs pick.
@@ -87,16 +90,17 @@ def bound(
 ) -> BoundCall:
     """The kernel on a layout of the test's choice, row blocks split or not."""
     hopper, tile = IMPLEMENTATIONS["hopper"], (layout.config.block_m, layout.config.block_n)
-    stages = STAGES[padded_width(q.shape[3])][tile]
+    stages = (STAGES if options.get("bias") is None else BIAS_STAGES)[padded_width(q.shape[3])][tile]
     tensors, sizes = hopper.prepare(layout, BlockWiseConfig(4, stages, split_tiles=split_tiles, side=side))
-    given = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "sinks": None, **options}
-    return hopper.bound(q, k, v, tensors, sizes, Options(given["scale"], given["softcap"], None, given["sinks"]))
+    given = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "bias": None, "sinks": None, **options}
+    return hopper.bound(q, k, v, tensors, sizes, Options(**given))
 
 
 def check_layout(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, side: int = 0, **options: Any
 ) -> None:
-    out, lse = bound(layout, q, k, v, split_tiles, side, **options)(q, k, v, None, options.get("sinks"))
+    call = bound(layout, q, k, v, split_tiles, side, **options)
+    out, lse = call(q, k, v, options.get("bias"), options.get("sinks"))
     assert_attention(out, lse, q, k, v, layout.to_dense(), **options)
 
 

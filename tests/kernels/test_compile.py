@@ -34,6 +34,7 @@ SPILLS = {
     "hopper 192 rows": (160, 0),
     "hopper D 128": (96, 0),
     "hopper D 256": (384, 0),
+    "hopper bias": (32, 0),
     "hopper options": (96, 0),
     "row-wise": (0, 0),
     "fill": (0, 64),

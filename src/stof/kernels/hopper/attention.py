@@ -122,7 +122,8 @@ def bind_warp_specialized(
     blocks = resident(lists.block_m, lists.block_n, width) * processors
     on_cpu, starts = job_lists(lists, batch, heads, blocks, side)
     jobs = on_cpu.to(device)
-    modified = softcap > 0 or scale <= 0 or bias is not None
+    biased = bias is not None
+    modified = softcap > 0 or scale <= 0 or biased
     permuted, at_run_time = lists.row_order.numel() > 0, lists.ranges.numel() > 0
     starts = starts.to(device)
     refresh = _refreshing(jobs, starts, lists) if at_run_time else None
@@ -138,7 +139,7 @@ def bind_warp_specialized(
          *_own(bias),
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, lists.chunks > 0,
-         modified, softcap > 0, bias is not None, sinks is not None, lists.has_full > 0, at_run_time, takes_turns(device)),
+         modified, softcap > 0, biased, sinks is not None, lists.has_full > 0, at_run_time, takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],

@@ -40,8 +40,8 @@ def _await_leave():
 def finish(
     acc, m_i, l_i, job_ptr, place, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
     row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr,
-    HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, PERMUTED: gl.constexpr,
+    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr,
 ):  # fmt: skip
     """Write 64 rows of a job's output; of a split row block's chunks, the last to meet another does.
 
