@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -29,6 +29,8 @@ DECODE_ROWS = 16
 # Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 products.
 _FLOPS_PER_US = (2e6, 0.3e6)
 _GUESS_PENALTY = 1.5
+# What a bias makes of the time of a tile of Triton's kernels.
+_BIAS_COST = 1.5
 # A row by itself: what it costs at least (a guess), and each key that one program reads after the other (an H200: one
 # query, 4096 keys, 32 heads in 88 us).
 _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
@@ -106,8 +108,7 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
         f"{rows}x{layout.block_n}",
         "contiguous" if layout.slab is None else f"slabs of {layout.slab}" if hopper else "gathered",
         f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
-        # The block-wise kernel's choices were measured without; what a bias costs them is much alike.
-        *(["bias"] if hopper and call.has_bias else []),
+        *(["bias"] if call.has_bias else []),
     ]
     return "/".join(parts)
 
@@ -168,11 +169,21 @@ def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel)
         return None
     if choice.implementation in ("block_wise", "hopper") and call.q_len <= DECODE_ROWS:
         return None  # `decode` is made for this
-    times = model.kernels.get(kernel_key(choice, call))
+    times = _times(choice, call, model)
     if times is not None:
         return estimate_tiles(choice, call, survey, model, times)
     # A guess must not beat what was measured by being bold.
     return _GUESS_PENALTY * estimate_tiles(choice, call, survey, model, guessed_times(choice, call))
+
+
+def _times(choice: Choice, call: CallSpec, model: DeviceModel) -> KernelTimes | None:
+    """Constants of a choice, if it was measured; Triton's without a bias say enough of those with one."""
+    times = model.kernels.get(kernel_key(choice, call))
+    if times is None and call.has_bias and choice.implementation != "hopper":
+        times = model.kernels.get(kernel_key(choice, replace(call, has_bias=False)))
+        if times is not None:
+            times = replace(times, partial=times.partial * _BIAS_COST, full=times.full * _BIAS_COST)
+    return times
 
 
 def guessed_times(choice: Choice, call: CallSpec) -> KernelTimes:
