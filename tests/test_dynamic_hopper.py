@@ -116,10 +116,10 @@ def test_what_hopper_refuses() -> None:
         return found.refusals
 
     assert any("torch.float32" in reason for reason in refusals(plan, dtype=torch.float32))
-    assert refusals(plan, has_bias=True) == ("no bias",)
+    assert refusals(plan, has_bias=True) == ("no bias where tiles are made at run time",)
     assert refusals(plan, compute_capability=(10, 0))
     assert refusals(plan_of(topk(0, 32))) == ("takes blocks of 64 or 128 made at run time, not 32",)
-    with pytest.raises(UnsupportedError, match="no bias"):
+    with pytest.raises(UnsupportedError, match="no bias where tiles are made at run time"):
         plan.choice(replace(CALL, has_bias=True), "hopper")
     assert plan.choice(replace(CALL, has_bias=True)).implementation == "block_wise"
     slash = masks.vertical_slash(torch.arange(3), torch.arange(3))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError
+from stof.kernels.hopper.jobs import has_tiles
 from stof.kernels.triton.work import BoundCall
 from stof.lasting import lasting
 from stof.layout import LayoutConfig
@@ -317,6 +318,7 @@ def _call_spec(
         heads=q.shape[1],
         kv_heads=k.shape[1],
         has_bias=bias is not None,
+        tiled_bias=bias is None or has_tiles(bias, q.shape[2], k.shape[2]),
         has_softcap=softcap > 0,
         has_sinks=sinks is not None,
         permuted_rows=ready.permuted_rows,

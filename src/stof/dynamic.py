@@ -195,6 +195,8 @@ class DynamicPlan(Plan):
             return super().candidates(call)
         refusals = {name: list(IMPLEMENTATIONS[name].capabilities.refusals(call)) for name in _KERNELS}
         refusals["hopper"] += room.hopper_refusals()
+        if call.has_bias:
+            refusals["hopper"].append("no bias where tiles are made at run time")
         choices = [] if refusals["hopper"] else runtime_hopper_choices(call, room.hopper_serves)
         refused = [Candidate(name, tuple(reasons)) for name, reasons in refusals.items() if reasons]
         if refusals["block_wise"]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from stof import LayoutConfig, masks
+from stof import LayoutConfig, attention, masks
 from stof.bench import fit, selector
+from stof.bench.check import Expected
 from stof.bench.grid import Shape
+from stof.bench.problem import Problem
 from stof.cli.tune_device import tune_device
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout.survey import survey
@@ -94,14 +95,13 @@ def test_every_cell_is_kept_as_soon_as_it_is_measured(
     path.parent.mkdir()
     path.write_text(json.dumps(selector.to_json(measured)))
 
-    def cell(mask: SimpleNamespace, shape: Shape, *rest: object) -> list[selector.Measured]:
-        if mask.name == cells[-1][0]:
+    def cell(mask: str, shape: Shape, *rest: object) -> list[selector.Measured]:
+        if mask == cells[-1][0]:
             raise KeyboardInterrupt
         sizes = f"{shape.batch},{shape.heads},{shape.kv_heads},{shape.head_dim},{shape.q_len},{shape.kv_len}"
-        return [replace(row, us=7.0) for row in measured if row.cell == (mask.name, sizes, "float16")]
+        return [replace(row, us=7.0) for row in measured if row.cell == (mask, sizes, "float16")]
 
     monkeypatch.setattr(selector, "measure_cell", cell)
-    monkeypatch.setattr(selector, "cell_mask", lambda name, shape: SimpleNamespace(name=name))
     monkeypatch.setattr(selector, "CELLS", [(mask, shape) for mask, shape, _ in cells])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(KeyboardInterrupt):
@@ -114,4 +114,22 @@ def test_every_cell_is_kept_as_soon_as_it_is_measured(
 def test_cells_can_be_drawn() -> None:
     for mask, sizes in selector.CELLS:
         shape = Shape.parse(sizes)
-        assert selector.cell_mask(mask, shape).name == mask
+        assert selector.cell_mask(mask, shape).name == mask.removesuffix(selector.BIAS)
+
+
+def test_cells_with_a_bias() -> None:
+    """What is measured is checked against attention with that bias, and fitted to kernels that take one."""
+    shape = Shape.parse("2,2,16,40")
+    problem = Problem.draw(selector.cell_mask("causal+bias", shape), shape, torch.device("cpu"), torch.float32)
+    assert selector.cell_bias("causal", problem) is None
+    bias = selector.cell_bias("causal+bias", problem)
+    assert bias is not None
+    assert bias.shape == (1, 2, 40, 40)
+    out = attention(problem.q, problem.k, problem.v, problem.grid_mask.mask(40), bias=bias)
+    assert Expected.of(problem, 64, bias).error(out) < 1e-5
+    assert Expected.of(problem, 16, bias).error(out) < 1e-5
+    assert Expected.of(problem, 64).error(out) > 0.1
+    choice = Choice("block_wise")
+    row = selector.Measured("causal+bias", "2,2,2,16,40,40", "float16", choice, 1.0, [[0]], [[0]], 1.0)
+    assert selector.call_of_row(row).has_bias
+    assert not selector.call_of_row(replace(row, mask="causal")).has_bias

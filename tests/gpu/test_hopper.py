@@ -18,13 +18,14 @@ import stof
 from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
 from stof.errors import UnsupportedError
+from stof.kernels.hopper.jobs import padded_width
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 from stof.layout import Layout, build_layout
 from stof.layout.orders import named_order
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS, failures
-from stof.selection.gpu import _HOPPER_TILES
+from stof.selection.gpu import _HOPPER_BIAS_TILES, _HOPPER_TILES
 from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
 from tests.strategies import dense_masks
@@ -39,8 +40,11 @@ pytestmark = [
 # The oracle's matrix products under PyTorch's deterministic mode, which poisons memory.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# Stages by tile, for heads up to 64 wide and for wider ones.
-STAGES = {width: {(rows, columns): n for rows, columns, n in tiles} for width, tiles in _HOPPER_TILES.items()}
+# Stages by tile, for heads up to 64, 128 and 256 wide.
+STAGES, BIAS_STAGES = (
+    {width: {(rows, columns): n for rows, columns, n in tiles} for width, tiles in table.items()}
+    for table in (_HOPPER_TILES, _HOPPER_BIAS_TILES)
+)
 GRID = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
 HALVES = (torch.float16, torch.bfloat16)
 # Heavy first rows, to be split; columns that slabs pick.
@@ -86,21 +90,22 @@ def bound(
 ) -> BoundCall:
     """The kernel on a layout of the test's choice, row blocks split or not."""
     hopper, tile = IMPLEMENTATIONS["hopper"], (layout.config.block_m, layout.config.block_n)
-    stages = STAGES[64 if q.shape[3] <= 64 else 128][tile]
+    stages = (STAGES if options.get("bias") is None else BIAS_STAGES)[padded_width(q.shape[3])][tile]
     tensors, sizes = hopper.prepare(layout, BlockWiseConfig(4, stages, split_tiles=split_tiles, side=side))
-    given = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "sinks": None, **options}
-    return hopper.bound(q, k, v, tensors, sizes, Options(given["scale"], given["softcap"], None, given["sinks"]))
+    given = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "bias": None, "sinks": None, **options}
+    return hopper.bound(q, k, v, tensors, sizes, Options(**given))
 
 
 def check_layout(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, side: int = 0, **options: Any
 ) -> None:
-    out, lse = bound(layout, q, k, v, split_tiles, side, **options)(q, k, v, None, options.get("sinks"))
+    call = bound(layout, q, k, v, split_tiles, side, **options)
+    out, lse = call(q, k, v, options.get("bias"), options.get("sinks"))
     assert_attention(out, lse, q, k, v, layout.to_dense(), **options)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", GRID)
 def test_grid_masks(name: str, head_dim: int, dtype: torch.dtype) -> None:
     for length in (2048, 1003):
@@ -114,6 +119,20 @@ def test_grid_masks(name: str, head_dim: int, dtype: torch.dtype) -> None:
 def test_every_layout(name: str, tile: tuple[int, int], slab: int | None, split_tiles: int) -> None:
     q, k, v = random_inputs(q_len=1501)
     check_layout(layout_of(grid_mask(name).mask(1501), q, k, slab, tile=tile), q, k, v, split_tiles, side=3)
+
+
+@pytest.mark.parametrize("split_tiles", [0, 2])
+@pytest.mark.parametrize("slab", [None, 16, 8])
+@pytest.mark.parametrize("tile", STAGES[256], ids=str)
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+def test_wide_heads(head_dim: int, tile: tuple[int, int], slab: int | None, split_tiles: int) -> None:
+    """From jobs of one tile, which a thread block does several of, to long ones; with options and without."""
+    for q_len, kv_len, heads in ((1, 1, 2), (333, 65, 6), (6001, 130, 6), (1501, 1531, 4)):
+        q, k, v = random_inputs(q_len=q_len, kv_len=kv_len, heads=heads, head_dim=head_dim, memory="bshd")
+        layout = layout_of(SCATTERED | masks.sink_tokens(1), q, k, slab, tile=tile)
+        check_layout(layout, q, k, v, split_tiles)
+        options: dict[str, Any] = {"softcap": 20.0, "sinks": torch.randn(heads, device="cuda"), "scale": 0.1}
+        check_layout(layout, q, k, v, split_tiles, side=3, **options)
 
 
 @pytest.mark.parametrize("with_options", [False, True])
@@ -138,9 +157,12 @@ def test_one_and_three_warpgroups(head_dim: int, tile: tuple[int, int], with_opt
 @pytest.mark.parametrize("split_tiles", [0, 1])
 @pytest.mark.parametrize(
     ("head_dim", "tile"),
-    [(64, (128, 128)), (128, (128, 128)), (64, (192, 128)), (64, (64, 128)), (128, (64, 64))],
+    [
+        (64, (128, 128)), (128, (128, 128)), (64, (192, 128)), (64, (64, 128)), (128, (64, 64)),
+        (256, (128, 64)), (256, (64, 64)),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_evenly_spaced_rows_and_columns(head_dim: int, tile: tuple[int, int], split_tiles: int, memory: str) -> None:
     mask = masks.dilated_window(900, dilation=5)
     q, k, v = random_inputs(q_len=10 * tile[0], head_dim=head_dim, memory=memory)
@@ -155,11 +177,11 @@ def test_row_blocks_of_two_remainders() -> None:
 
 def test_dilated_with_heads_narrower_than_tiles() -> None:
     """Boxes of evenly spaced rows would reach into the next row."""
-    for head_dim in (40, 80):
+    for head_dim in (40, 80, 192):
         check(*random_inputs(q_len=2048, head_dim=head_dim), masks.dilated_window(2047, dilation=16))
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 120, 128])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 120, 128, 192, 256])
 def test_sizes_and_options(head_dim: int) -> None:
     """Odd lengths, grouped heads, every option."""
     q, k, v = random_inputs(heads=6, q_len=777, kv_len=1531, head_dim=head_dim, memory="bshd")
@@ -254,7 +276,7 @@ def test_random_masks_and_shapes(data: st.DataObject) -> None:
         kv_heads=kv_heads,
         q_len=q_len,
         kv_len=kv_len,
-        head_dim=data.draw(st.sampled_from([64, 80, 96, 128])),
+        head_dim=data.draw(st.sampled_from([64, 80, 96, 128, 192, 256])),
         dtype=data.draw(st.sampled_from(HALVES)),
         memory=data.draw(st.sampled_from(MEMORY_LAYOUTS)),
         seed=data.draw(st.integers(0, 2**31 - 1)),
@@ -277,7 +299,11 @@ def test_random_masks_and_shapes(data: st.DataObject) -> None:
 FAMILIES = list(
     itertools.product(
         HALVES,
-        [*itertools.product((40, 64), STAGES[64]), *itertools.product((80, 128), STAGES[128])],
+        [
+            *itertools.product((40, 64), STAGES[64]),
+            *itertools.product((80, 128), STAGES[128]),
+            *itertools.product((192, 256), STAGES[256]),
+        ],
         (1, 3),
         (None, 16, 8),
         (0, 1, 3),
@@ -334,7 +360,7 @@ def random_keep(chance: random.Random, batch: int, heads: int, q_len: int, kv_le
 
 
 def test_long_rows_split() -> None:
-    for head_dim, tile in ((128, (128, 128)), (128, (64, 64)), (64, (192, 128))):
+    for head_dim, tile in ((128, (128, 128)), (128, (64, 64)), (64, (192, 128)), (256, (128, 64))):
         q, k, v = random_inputs(batch=1, q_len=300, kv_len=20_000, head_dim=head_dim)
         for split_tiles in (8, 64, 1000):
             check_layout(layout_of(HEAVY, q, k, None, tile=tile), q, k, v, split_tiles)

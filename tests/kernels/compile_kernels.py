@@ -220,7 +220,7 @@ def cases() -> Iterator[Case]:
 def _hopper() -> Iterator[Case]:
     """Every tile and every way to copy it, with and without splitting and options.
 
-    96 columns are padded to 128, 40 to 64.
+    192 columns are padded to 256, 96 to 128, 40 to 64.
     """
     half, bfloat = torch.float16, torch.bfloat16
     options = {"has_softcap": True, "has_sinks": True}
@@ -241,7 +241,19 @@ def _hopper() -> Iterator[Case]:
         ("hopper 192 rows", call_of(bfloat, 40, **options), (192, 128), ("contiguous split",)),
         ("hopper D 128", call_of(half, 128), square, ("contiguous", "slabs of 8", "evenly spaced split", "put aside")),
         ("hopper D 128", call_of(bfloat, 96), square, ("slabs of 16 split",)),
+        ("hopper D 256", call_of(half, 256), (128, 64), ("contiguous", "slabs of 16 split", "evenly spaced")),
+        ("hopper D 256", call_of(bfloat, 192), (128, 64), ("contiguous split", "slabs of 8")),
+        ("hopper D 256", call_of(half, 256), (64, 64), ("contiguous", "slabs of 8 split")),
+        ("hopper D 256", call_of(bfloat, 192, **options), (64, 64), ("contiguous split",)),
+        ("hopper D 256", call_of(half, 256, **options), (128, 64), ("contiguous split",)),
         ("hopper options", call_of(half, 64, **options), square, ("slabs of 8 split",)),
+        ("hopper bias", call_of(half, 64, has_bias=True), square, ("contiguous", "contiguous split")),
+        ("hopper bias", call_of(bfloat, 64, has_bias=True), (192, 64), ("contiguous",)),
+        ("hopper bias", call_of(half, 64, has_bias=True), (64, 64), ("contiguous split",)),
+        ("hopper bias", call_of(bfloat, 128, has_bias=True), (128, 64), ("contiguous split",)),
+        ("hopper bias", call_of(half, 96, has_bias=True, **options), (64, 64), ("contiguous",)),
+        ("hopper bias", call_of(half, 256, has_bias=True), (64, 64), ("contiguous",)),
+        ("hopper bias", call_of(half, 64, has_bias=True, **options), square, ("contiguous split",)),
         ("hopper options", call_of(bfloat, 128, **options), square, ("contiguous split",)),
     ):
         call = replace(call, compute_capability=(9, 0))
@@ -259,6 +271,8 @@ def _hopper() -> Iterator[Case]:
         ("hopper 64 rows", call_of(half, 128), (64, 64), "contiguous"),
         ("hopper 64 rows", call_of(bfloat, 128, **options), (64, 64), "contiguous split"),
         ("hopper D 128", call_of(half, 128), square, "contiguous split"),
+        ("hopper D 256", call_of(half, 256), (128, 64), "contiguous split"),
+        ("hopper D 256", call_of(half, 256), (64, 64), "contiguous split"),
     ):
         call = replace(call, compute_capability=(9, 0))
         choices = [c for c in gpu_choices(call, Open(), "hopper") if c.layout and c.layout.block_m == tile[0]]
@@ -398,7 +412,7 @@ def recorded(case: Case) -> Recorded:
                 aside = torch.zeros(1, call.heads, lists.block_n, dtype=torch.int32)
                 lists = replace(lists, aside=aside, slab=lists.block_n, has_full=0)
             bound = hopper.bind_warp_specialized(q, k, v, lists, choice.kernel, **options)
-            bound(q, k, v, None, options["sinks"])
+            bound(q, k, v, options["bias"], options["sinks"])
         else:
             work = make_work(layout, choice.kernel.split_tiles)
             if case.name.endswith(AT_RUN_TIME):

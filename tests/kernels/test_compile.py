@@ -18,8 +18,8 @@ OLDER = Path(sys.prefix) / "triton-3.6"
 # Bytes a thread may spill, for sm_90 and for the other GPUs: what both Triton releases need, rounded up to 32. Head
 # dimensions of 64 are compiled for more programs on a multiprocessor, which pays for its few spills; 256 and float32
 # would need more than the 255 registers there are. The Hopper kernel spills at the ends of jobs where chunks are merged
-# (240 registers; 128 for one warpgroup, 160 for three, which also spill their pointers), and in the warp that copies
-# (24) where it picks slabs.
+# (240 registers; 128 for one warpgroup, 160 for three, which also spill their pointers; two accumulators of 256 columns
+# would take all), and in the warp that copies (24) where it picks slabs.
 SPILLS = {
     "D 64": (96, 128),
     "D 128": (0, 0),
@@ -33,6 +33,8 @@ SPILLS = {
     "hopper 64 rows": (64, 0),
     "hopper 192 rows": (160, 0),
     "hopper D 128": (96, 0),
+    "hopper D 256": (384, 0),
+    "hopper bias": (32, 0),
     "hopper options": (96, 0),
     "row-wise": (0, 0),
     "fill": (0, 64),

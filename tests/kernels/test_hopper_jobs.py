@@ -25,7 +25,7 @@ from tests.strategies import dense_masks
 GRID = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
 EVEN = LayoutConfig(128, 128, 1)
 # Rows of one, two and three warpgroups, and columns.
-TILES = ((64, 64), (64, 128), (128, 128), (192, 128))
+TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128))
 
 
 def layout_of(keep: Tensor, slab: int | None, tile: tuple[int, int] = (128, 128), **options: Any) -> Layout:

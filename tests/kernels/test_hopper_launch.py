@@ -84,6 +84,10 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
         s = q @ k.T * a.scale * (1 if a.MODIFIED else math.log(2))
         if a.HAS_SOFTCAP:
             s = a.softcap * torch.tanh(s / a.softcap)
+        if a.HAS_BIAS:
+            assert a.MODIFIED
+            assert (a.SLAB, a.kv_step) == (0, 1)
+            s = s + box(a.bias_desc, [b * a.bias_batch, h * a.bias_heads, position, record[0]])
         if tile < partial_end:
             words = a.bitmaps_ptr[bitmap if tile == begin else int(a.tile_bitmap_ptr[tile])]
             s = s.masked_fill(~keep_of(words, a.BLOCK_N)[group * 64 : group * 64 + 64], -torch.inf)
@@ -132,7 +136,11 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
         assert spoil == 0
     written.view(-1)[(b * a.heads + h) * a.q_len + at] += 1
     memory(a.lse_ptr)[(b * a.heads + h) * a.q_len + at] = lse[: len(rows)].float()
-    box(a.out_desc, [b, h, row, residue * a.out_residue_stride], acc)
+    width = a.out_desc.block_shape[3]
+    assert width == (a.D if a.Q_STAGES > 1 else max(64, a.D // 2))
+    for column in range(0, a.D, width):
+        values = acc[:, column : column + width]
+        box(a.out_desc, [b, h, row, residue * a.out_residue_stride + column], values)
 
 
 def _tile(
@@ -191,8 +199,8 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Twin:
 def check_call(layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, **options: Any) -> None:
     hopper = IMPLEMENTATIONS["hopper"]
     tensors, sizes = hopper.prepare(layout, BlockWiseConfig(4, 2, split_tiles=split_tiles))
-    given = {"scale": q.shape[-1] ** -0.5, "softcap": None, "sinks": None, **options}
-    scalars = Options(given["scale"], given["softcap"] or 0.0, None, given["sinks"])
+    given = {"scale": q.shape[-1] ** -0.5, "softcap": None, "bias": None, "sinks": None, **options}
+    scalars = Options(given["scale"], given["softcap"] or 0.0, given["bias"], given["sinks"])
     out, lse = hopper.run(q, k, v, tensors, sizes, scalars)
     assert out.stride() == torch.empty_like(q).stride()
     assert_attention(out, lse, q, k, v, layout.to_dense(), **given)
@@ -207,8 +215,11 @@ def inputs(**sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("memory_layout", MEMORY_LAYOUTS)
 @pytest.mark.parametrize(
     ("head_dim", "tile"),
-    [(64, (128, 128)), (72, (128, 128)), (128, (64, 64)), (40, (192, 128)), (64, (192, 128)), (40, (64, 128))],
-)
+    [
+        (64, (128, 128)), (72, (128, 128)), (128, (64, 64)), (40, (192, 128)), (64, (192, 128)), (40, (64, 128)),
+        (192, (128, 64)), (256, (128, 64)), (136, (64, 64)),
+    ],
+)  # fmt: skip
 def test_memory(twin: Twin, memory_layout: str, head_dim: int, tile: tuple[int, int]) -> None:
     for slab in (None, 8):
         layout = build_layout(LONG, 200, 333, LayoutConfig(*tile, slab))
@@ -320,19 +331,19 @@ def test_patterns(tile: tuple[int, int], slab: int | None, split_tiles: int) -> 
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("memory_layout", ["bhsd", "bshd", "packed", "transposed"])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 def test_evenly_spaced_calls(twin: Twin, head_dim: int, memory_layout: str) -> None:
     """Boxes of evenly spaced rows are as wide as the kernel's tiles; heads that are narrower are refused."""
-    layout = even_layout(640, 5)
+    layout = even_layout(640, 5, (128, 64) if head_dim > 128 else (128, 128))
     geometry = Geometry(masks.full(), 640, 640, row_orders=("remainder 5",))
     offered = gpu_choices(call_of(head_dim=head_dim, q_len=640, kv_len=640), geometry, "hopper")
     given = inputs(q_len=640, kv_len=640, batch=1, heads=2, kv_heads=1, head_dim=head_dim, memory=memory_layout)
     if any(choice.row_order for choice in offered):
-        with contextlib.suppress(UnfitLayoutError) if head_dim == 80 else contextlib.nullcontext():
+        with contextlib.suppress(UnfitLayoutError) if head_dim in (80, 192) else contextlib.nullcontext():
             check_call(layout, *given, split_tiles=1)
             assert twin.constants["PERMUTED"]
     else:
-        assert head_dim == 80
+        assert head_dim in (80, 192)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -14,7 +14,7 @@ import torch
 
 from stof import LayoutConfig, masks, plans
 from stof.errors import KernelError, UnfitLayoutError, UnsupportedError
-from stof.kernels.hopper.jobs import make_tile_lists, resident
+from stof.kernels.hopper.jobs import make_tile_lists, padded_width, resident
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
 from stof.layout.orders import named_order
@@ -25,6 +25,7 @@ from stof.plans import Plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, MaskGeometry, candidates, choose, failures, select
 from stof.selection.gpu import _CHUNK_KEYS, _HOPPER_L2_SHARE, fits, gpu_choices, starves
 from stof.selection.implementations import Options
+from stof.selection.model import kernel_key
 from stof.testing import make_inputs, oracle_attention
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 
@@ -39,6 +40,9 @@ def _no_failures() -> Iterator[None]:
 # Stages by tile, for heads up to 64 wide and for wider ones.
 NARROW = {(128, 128): 4, (192, 128): 3, (64, 128): 2, (64, 64): 3}
 WIDE = {(128, 128): 2, (64, 64): 2}
+WIDEST = {(128, 64): 2, (64, 64): 2}
+TILES = {64: NARROW, 128: WIDE, 256: WIDEST}
+BIASED = {64: {(128, 128): 3, (192, 64): 4, (64, 64): 2}, 128: {(128, 64): 3, (64, 64): 2}, 256: {(64, 64): 2}}
 DILATED = masks.dilated_window(500, dilation=16)
 
 
@@ -54,10 +58,13 @@ def choices_of(mask: Mask | None = None, fixed: LayoutConfig | None = None, **ch
     [
         ({"dtype": torch.float32}, "takes float16, bfloat16, not torch.float32"),
         ({"dtype": torch.float64}, "takes float16, bfloat16, not torch.float64"),
-        ({"has_bias": True}, "no bias"),
+        (
+            {"has_bias": True, "tiled_bias": False},
+            "takes a bias in 16 bits with a value for every query and key, in rows of multiples of 16 bytes",
+        ),
         ({"head_dim": 100}, "head_dim 100 is no multiple of 8"),
-        ({"head_dim": 160}, "head_dim 160 is outside 8..128"),
-        ({"head_dim": 4}, "head_dim 4 is outside 8..128"),
+        ({"head_dim": 264}, "head_dim 264 is outside 8..256"),
+        ({"head_dim": 4}, "head_dim 4 is outside 8..256"),
         ({"value_dim": 48}, "value width must equal head_dim"),
         ({"compute_capability": (8, 0)}, "needs compute capability 9.0, not 8.0"),
         ({"compute_capability": (8, 9)}, "needs compute capability 9.0, not 8.9"),
@@ -82,6 +89,11 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reas
         {},
         {"dtype": torch.bfloat16, "head_dim": 128},
         {"head_dim": 8},
+        {"head_dim": 192, "dtype": torch.bfloat16, "has_softcap": True},
+        {"head_dim": 256, "has_sinks": True},
+        {"has_bias": True, "has_softcap": True, "has_sinks": True},
+        {"has_bias": True, "head_dim": 256, "dtype": torch.bfloat16},
+        {"tiled_bias": False},
         {"head_dim": 96, "kv_heads": 3, "mask_heads": 12},
         {"has_softcap": True, "has_sinks": True, "q_len": 1, "kv_len": 3},
     ],
@@ -97,12 +109,13 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any])
     assert all((c.estimate_us is None) == (call.q_len <= 16) for c in mine)
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
-def test_choices(head_dim: int) -> None:
-    choices = choices_of(head_dim=head_dim, q_len=4096, kv_len=4096, heads=2)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 136, 192, 256])
+def test_choices(head_dim: int, has_bias: bool) -> None:
+    choices = choices_of(head_dim=head_dim, q_len=4096, kv_len=4096, heads=2, has_bias=has_bias)
     assert len(set(choices)) == len(choices)
     assert {choice.implementation for choice in choices} == {"hopper"}
-    tiles = WIDE if head_dim > 64 else NARROW
+    tiles = (BIASED if has_bias else TILES)[padded_width(head_dim)]
     kinds: dict[tuple[Any, ...], set[int]] = {}
     for choice in choices:
         assert choice.kernel is not None
@@ -112,8 +125,9 @@ def test_choices(head_dim: int) -> None:
         assert choice.layout.aside == (choice.layout.slab == 1 and choice.row_order is None)
         keys = kinds.setdefault((tile, choice.layout.slab, choice.row_order), set())
         keys.add(choice.kernel.split_tiles * choice.layout.block_n)
-    expected = {(tile, slab, None) for tile in tiles for slab in (None, 16, 8, 1)}
-    if head_dim in (64, 128):  # 256 rows of each remainder
+    # A bias is copied in whole tiles.
+    expected = {(tile, slab, None) for tile in tiles for slab in ((None,) if has_bias else (None, 16, 8, 1))}
+    if head_dim in TILES and not has_bias:  # 256 rows of each remainder
         expected |= {(tile, 1, "remainder 16") for tile in tiles if 256 % tile[0] == 0}
     assert set(kinds) == expected
     assert all(keys == {0, *(chunk for chunk in _CHUNK_KEYS if chunk < 4096)} for keys in kinds.values())
@@ -128,6 +142,24 @@ def test_few_chunks_where_row_blocks_fill_the_machine() -> None:
             if c.layout and c.kernel and c.kernel.split_tiles
         }
         assert min(keys) == least
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_choices_with_a_bias_fit(head_dim: int) -> None:
+    width = padded_width(head_dim)
+    for choice in choices_of(head_dim=head_dim, has_bias=True):
+        assert choice.layout is not None
+        assert choice.kernel is not None
+        block_m, block_n = choice.layout.block_m, choice.layout.block_n
+        # Q, what leaves of the output at once, and at each stage K, V and the bias of a tile.
+        leaving = {64: 64, 128: 64, 256: 128}[width]
+        stage = block_n * (2 * width + block_m)
+        needed = 2 * (block_m * (width + leaving) + choice.kernel.num_stages * stage)
+        call = call_of(head_dim=head_dim, has_bias=True)
+        assert fits(choice, call, needed + 4096)
+        assert not fits(choice, call, needed)
+        assert resident(block_m, block_n, width) * (needed + 2048) <= H200_SHARED + 1024
+        assert kernel_key(choice, call) == kernel_key(choice, call_of(head_dim=head_dim)) + "/bias"
 
 
 def test_three_thread_blocks_are_for_short_row_blocks() -> None:
@@ -174,15 +206,16 @@ def test_heads_side_by_side_share_the_cache() -> None:
 
 
 def test_choices_fit_the_gpu_they_are_made_for() -> None:
-    for head_dim in (8, 64, 72, 128):
+    for head_dim in (8, 64, 72, 128, 192, 256):
         call = call_of(head_dim=head_dim)
         for choice in choices_of(head_dim=head_dim):
             assert fits(choice, call, H200_SHARED)
-            # Q of three row blocks, and at each stage K and V of a tile.
+            # Q of three row blocks or of one and half its output, and at each stage K and V of a tile.
             assert choice.layout is not None
             block_m, block_n = choice.layout.block_m, choice.layout.block_n
-            width, tiles = (128, WIDE) if head_dim > 64 else (64, NARROW)
-            needed = 2 * width * (3 * block_m + 2 * tiles[block_m, block_n] * block_n)
+            width = padded_width(head_dim)
+            rows = 192 if (block_m, width) == (128, 256) else 3 * block_m
+            needed = 2 * width * (rows + 2 * TILES[width][block_m, block_n] * block_n)
             assert fits(choice, call, needed + 4096)
             assert not fits(choice, call, needed)
             # So many thread blocks are launched; the hardware takes 1 KB more for each.
@@ -211,6 +244,9 @@ def test_fixed_layouts_it_takes(tile: tuple[int, int], slab: int | None) -> None
         (LayoutConfig(192, 128, 1), {}),
         (LayoutConfig(192, 64), {}),
         (LayoutConfig(192, 128), {"head_dim": 128}),
+        (LayoutConfig(128, 128), {"head_dim": 256}),
+        (LayoutConfig(128, 128, 16), {"has_bias": True}),
+        (LayoutConfig(192, 128), {"has_bias": True}),
         (LayoutConfig(192, 128), {"permuted_rows": True}),
     ],
 )

@@ -28,8 +28,11 @@ class Expected:
     out: Tensor
 
     @staticmethod
-    def of(problem: Problem, most_rows: int) -> Expected:
-        """Exact attention in float64 on at most `most_rows` rows: both ends and a random sample (seed 0)."""
+    def of(problem: Problem, most_rows: int, bias: Tensor | None = None) -> Expected:
+        """Exact attention in float64 on at most `most_rows` rows: both ends and a random sample (seed 0).
+
+        `bias`: added to the scores, None or `[1, H, Sq, Skv]`.
+        """
         q_len, device = problem.shape.q_len, problem.device
         rows = torch.arange(q_len, device=device)
         if q_len > most_rows:
@@ -39,7 +42,10 @@ class Expected:
             some = drawn[: most_rows - 2 * ends].sort().values.to(device)
             rows = torch.cat((rows[:ends], some, rows[q_len - ends :]))
         keep = problem.grid_mask.dense(problem.shape, device, rows)
-        return Expected(rows, float64_attention(problem.q[:, :, rows], problem.k, problem.v, keep))
+        out = float64_attention(
+            problem.q[:, :, rows], problem.k, problem.v, keep, None if bias is None else bias[:, :, rows]
+        )
+        return Expected(rows, out)
 
     def error(self, out: Tensor) -> float:
         """`relative_error` on the checked rows; infinity when anything in the whole output is not finite."""
@@ -48,7 +54,7 @@ class Expected:
         return relative_error(out[:, :, self.rows], self.out)
 
 
-def float64_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+def float64_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, bias: Tensor | None = None) -> Tensor:
     """Dense float64 attention, one batch entry and head and 1024 rows at a time to bound memory; `[B, H, Sq, D]`."""
     group = q.shape[1] // k.shape[1]
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
@@ -62,8 +68,11 @@ def float64_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
             for start in range(0, q.shape[2], 1024):
                 rows = slice(start, start + 1024)
                 queries = q[one, head : head + 1, rows].double()
+                added = None if bias is None else bias[:, head : head + 1, rows].double()
                 scale = q.shape[-1] ** -0.5
-                out[one, head : head + 1, rows] = reference_attention(queries, *wide, kept[:, :, rows], scale=scale)[0]
+                out[one, head : head + 1, rows] = reference_attention(
+                    queries, *wide, kept[:, :, rows], scale=scale, bias=added
+                )[0]
     return out
 
 

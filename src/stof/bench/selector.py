@@ -35,7 +35,7 @@ class Measured:
     """One candidate on one cell.
 
     Attributes:
-        mask, shape: the cell, `shape` as B,H,Hkv,D,Sq,Skv.
+        mask, shape: the cell, `shape` as B,H,Hkv,D,Sq,Skv; `mask` ends with `BIAS` where scores get one.
         choice: the candidate.
         us: GPU time, cold L2.
         partial, full: tiles of each row block, what the model sees; by mask entry.
@@ -58,7 +58,9 @@ class Measured:
         return self.mask, self.shape, self.dtype
 
 
-# Cells the model is fitted on: the benchmark's grid, grouped heads, a wide head, and decoding.
+# Ends the name of cells whose scores get a bias `[1, H, Sq, Skv]`.
+BIAS = "+bias"
+# Cells the model is fitted on: the benchmark's grid, grouped heads, a wide head, biases, and decoding.
 GRID_MASKS = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
 _GRID_SHAPES = (
     "1,12,64,512", "1,12,64,2048", "1,12,64,4096", "16,12,64,1024",
@@ -67,9 +69,16 @@ _GRID_SHAPES = (
 _DECODE_SHAPES = (
     "16,32,8,128,1,16384", "16,32,8,128,1,65536", "1,32,8,128,1,16384", "16,12,12,64,1,4096", "4,8,8,128,1,8192",
 )  # fmt: skip
+_BIAS_CELLS = (
+    ("1,12,64,4096", ("full+bias", "causal+bias", "window512+bias", "longformer+bias")),
+    ("8,12,64,512", ("full+bias", "causal+bias")),
+    ("1,32,128,4096", ("full+bias", "causal+bias", "window512+bias", "longformer+bias")),
+    ("1,16,256,4096", ("full+bias", "causal+bias", "longformer+bias")),
+)
 CELLS: tuple[tuple[str, str], ...] = (
     *((mask, shape) for shape in _GRID_SHAPES for mask in GRID_MASKS),
-    *((mask, "1,16,256,4096") for mask in ("causal", "longformer", "strided")),
+    *((mask, "1,16,256,4096") for mask in ("full", "causal", "window512", "longformer", "strided")),
+    *((mask, shape) for shape, of_shape in _BIAS_CELLS for mask in of_shape),
     *(
         (mask, shape)
         for shape in _DECODE_SHAPES
@@ -81,12 +90,22 @@ CELLS: tuple[tuple[str, str], ...] = (
 
 def cell_mask(name: str, shape: Shape) -> GridMask:
     """The mask of a cell by its name."""
+    name = name.removesuffix(BIAS)
     if name.startswith("decode-"):
         return next(mask for mask in decode_masks(shape, 4096) if mask.name == name)
     return grid_mask(name)
 
 
-def call_of(shape: Shape, dtype: torch.dtype) -> CallSpec:
+def cell_bias(name: str, problem: Problem) -> Tensor | None:
+    """Scores' bias `[1, H, Sq, Skv]`, normally distributed, of cells that have one."""
+    if not name.endswith(BIAS):
+        return None
+    generator = torch.Generator(device=problem.device).manual_seed(1)
+    size = (1, problem.shape.heads, problem.shape.q_len, problem.shape.kv_len)
+    return torch.randn(size, generator=generator, device=problem.device, dtype=problem.q.dtype)
+
+
+def call_of(shape: Shape, dtype: torch.dtype, has_bias: bool = False) -> CallSpec:
     """The call spec of a benchmark cell on a GPU that refuses nothing."""
     return CallSpec(
         device="cuda",
@@ -98,23 +117,27 @@ def call_of(shape: Shape, dtype: torch.dtype) -> CallSpec:
         batch=shape.batch,
         q_len=shape.q_len,
         kv_len=shape.kv_len,
+        has_bias=has_bias,
         compute_capability=(9, 0),
     )
 
 
 def measure_cell(
-    mask: GridMask,
+    name: str,
     shape: Shape,
     device: torch.device,
     dtype: torch.dtype,
     report: Callable[[str], None],
     only: str = "",
 ) -> list[Measured]:
-    """Time every candidate of a cell that is right and not hopeless."""
+    """Time every candidate of a cell, by its mask's name, that is right and not hopeless."""
+    mask = cell_mask(name, shape)
     problem = Problem.draw(mask, shape, device, dtype)
-    expected = Expected.of(problem, 256)
+    bias = cell_bias(name, problem)
+    expected = Expected.of(problem, 256, bias)
     plan = stof.plan(mask.mask(shape.q_len), shape.q_len, shape.kv_len, device=device)
-    call = replace(call_of(shape, dtype), compute_capability=torch.cuda.get_device_capability(device))
+    call = call_of(shape, dtype, bias is not None)
+    call = replace(call, compute_capability=torch.cuda.get_device_capability(device))
     weighed = [c for c in plan.candidates(call) if c.estimate_us is not None and only in ("", c.name)]
     best = (weighed[0].estimate_us or 0.0) if weighed else 0.0
     calls: dict[str, Callable[[], object]] = {}
@@ -124,7 +147,7 @@ def measure_cell(
         if choice is None or (candidate.estimate_us or 0.0) > _WORTH_MEASURING * best:
             continue
         try:
-            run = runner((problem.q, problem.k, problem.v), plan, choice)
+            run = runner((problem.q, problem.k, problem.v), plan, choice, bias)
             error = expected.error(run())
         except KernelError as failure:
             report(f"  {choice}: {failure}")
@@ -136,26 +159,28 @@ def measure_cell(
         chosen[str(choice)] = choice
     timings = time_calls(calls, device, rounds=3) if calls else {}
     rows = []
-    for name, choice in chosen.items():
+    for text, choice in chosen.items():
         layout = choice.layout or LayoutConfig()
         survey = plan.survey((layout,), choice.row_order)
         counts, kept = survey.counts[layout], float(survey.kept.double().mean(0).sum())
-        us = timings[name].gpu_us
+        us = timings[text].gpu_us
         assert us is not None
         sizes = (shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.q_len, shape.kv_len)
-        cell = (mask.name, ",".join(map(str, sizes)), str(dtype).removeprefix("torch."))
+        cell = (name, ",".join(map(str, sizes)), str(dtype).removeprefix("torch."))
         rows.append(Measured(*cell, choice, us, counts.partial.tolist(), counts.full.tolist(), kept, counts.aside))
     return rows
 
 
-def runner(inputs: tuple[Tensor, Tensor, Tensor], plan: stof.Plan, choice: Choice) -> Callable[[], Tensor]:
+def runner(
+    inputs: tuple[Tensor, Tensor, Tensor], plan: stof.Plan, choice: Choice, bias: Tensor | None = None
+) -> Callable[[], Tensor]:
     """A call of exactly this choice on q, k and v; `KernelError` where it cannot run here."""
     prepared = plan.prepared(choice)
-    options = Options(inputs[0].shape[-1] ** -0.5, 0.0, None, None)
+    options = Options(inputs[0].shape[-1] ** -0.5, 0.0, bias, None)
     bound = IMPLEMENTATIONS[choice.implementation].bound(*inputs, prepared.tensors, prepared.sizes, options)
 
     def run() -> Tensor:
-        return bound(*inputs, None, None)[0]
+        return bound(*inputs, bias, None)[0]
 
     return run
 
@@ -170,7 +195,7 @@ def survey_of(row: Measured) -> Survey:
 
 
 def call_of_row(row: Measured) -> CallSpec:
-    return call_of(Shape.parse(row.shape), getattr(torch, row.dtype))
+    return call_of(Shape.parse(row.shape), getattr(torch, row.dtype), row.mask.endswith(BIAS))
 
 
 def to_json(rows: Iterable[Measured]) -> list[dict[str, Any]]:
@@ -212,7 +237,7 @@ def measure(
             report(f"{mask} {sizes}: left out, the budget is spent")
             continue
         shape = Shape.parse(sizes)
-        found = measure_cell(cell_mask(mask, shape), shape, torch.device("cuda"), torch.float16, report, only)
+        found = measure_cell(mask, shape, torch.device("cuda"), torch.float16, report, only)
         rows += found
         keep(rows)
         if not found:
@@ -252,13 +277,13 @@ def _warm_cell(job: tuple[str, str, str, str]) -> str | None:
         device = torch.device("cuda")
         problem = Problem.draw(cell_mask(name, shape), shape, device, getattr(torch, dtype))
         plan = stof.plan(problem.grid_mask.mask(shape.q_len), shape.q_len, shape.kv_len, device=device)
-        call = replace(
-            call_of(Shape.parse(sizes), problem.q.dtype), compute_capability=torch.cuda.get_device_capability(device)
-        )
+        bias = cell_bias(name, problem)
+        call = call_of(Shape.parse(sizes), problem.q.dtype, bias is not None)
+        call = replace(call, compute_capability=torch.cuda.get_device_capability(device))
         for candidate in plan.candidates(call):
             if candidate.choice is not None and candidate.estimate_us is not None and only in ("", candidate.name):
                 try:
-                    runner((problem.q, problem.k, problem.v), plan, candidate.choice)()
+                    runner((problem.q, problem.k, problem.v), plan, candidate.choice, bias)()
                 except KernelError:
                     continue  # reported when it is measured
     except Exception as error:  # a worker only warms caches; what fails here fails again, visibly, when measured

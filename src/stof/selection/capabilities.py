@@ -9,7 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class CallSpec:
-    """Everything about one attention call that can make an implementation refuse it."""
+    """Everything about one attention call that can make an implementation refuse it.
+
+    `tiled_bias`: TMA can copy tiles of the bias, see `stof.kernels.hopper.jobs.has_tiles`.
+    """
 
     device: str
     dtype: torch.dtype
@@ -18,6 +21,7 @@ class CallSpec:
     heads: int
     kv_heads: int
     has_bias: bool = False
+    tiled_bias: bool = True
     has_softcap: bool = False
     has_sinks: bool = False
     permuted_rows: bool = False
@@ -40,6 +44,7 @@ class Capabilities:
         value_dim: whether the width of v may differ from head_dim.
         gqa: whether several query heads may share a key head.
         bias, softcap, sinks, permuted_rows: whether the option is served.
+        tiled_bias: a bias must be one that TMA can copy tiles of.
         compute_capability: the oldest GPU that can run it.
         one_generation: it runs on GPUs of exactly that compute capability.
         head_dim_multiple: what head_dim must be a multiple of.
@@ -54,6 +59,7 @@ class Capabilities:
     value_dim: bool = True
     gqa: bool = True
     bias: bool = True
+    tiled_bias: bool = False
     softcap: bool = True
     sinks: bool = True
     permuted_rows: bool = True
@@ -81,6 +87,10 @@ class Capabilities:
             (self.value_dim or call.value_dim == call.head_dim, "value width must equal head_dim"),
             (self.gqa or call.heads == call.kv_heads, "no grouped key/value heads"),
             (self.bias or not call.has_bias, "no bias"),
+            (
+                not self.tiled_bias or not call.has_bias or call.tiled_bias,
+                "takes a bias in 16 bits with a value for every query and key, in rows of multiples of 16 bytes",
+            ),
             (self.softcap or not call.has_softcap, "no softcap"),
             (self.sinks or not call.has_sinks, "no attention sinks"),
             (self.permuted_rows or not call.permuted_rows, "no permuted rows"),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stof.kernels.hopper.jobs import resident
+from stof.kernels.hopper.jobs import padded_width, resident
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
@@ -37,6 +37,13 @@ _DECODE_TILES = ((128, 4, 3), (64, 4, 2))
 _HOPPER_TILES = {
     64: ((128, 128, 4), (192, 128, 3), (64, 128, 2), (64, 64, 3)),
     128: ((128, 128, 2), (64, 64, 2)),
+    256: ((128, 64, 2), (64, 64, 2)),
+}
+# With a bias, whose tiles take shared memory and registers.
+_HOPPER_BIAS_TILES = {
+    64: ((128, 128, 3), (192, 64, 4), (64, 64, 2)),
+    128: ((128, 64, 3), (64, 64, 2)),
+    256: ((64, 64, 2),),
 }
 # Keys of a chunk: short ones fill the machine when there are few sequences, long ones need fewer merges.
 _CHUNK_KEYS = (512, 1024, 2048, 4096)
@@ -100,20 +107,26 @@ def gpu_choices(
 
 
 def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None, ...]) -> list[Choice]:
-    """Contiguous tiles, slabs of 16 or 8 columns, columns put aside, and evenly spaced rows and columns."""
+    """Contiguous tiles, slabs of 16 or 8 columns, columns put aside, and evenly spaced rows and columns.
+
+    With a bias, which is copied in whole tiles, the first alone.
+    """
     choices: list[Choice] = []
     fixed, side = geometry.fixed, _side(call, share=_HOPPER_L2_SHARE)
-    for block_m, block_n, stages in _HOPPER_TILES[head_dim_class(call.head_dim, call.value_dim)]:
+    table = _HOPPER_BIAS_TILES if call.has_bias else _HOPPER_TILES
+    slabs = (None,) if call.has_bias else (None, 16, 8)
+    for block_m, block_n, stages in table[head_dim_class(call.head_dim, call.value_dim)]:
         kernel = BlockWiseConfig(4, stages, side=side)
         layouts: list[tuple[LayoutConfig, str | None]] = []
         if fixed is None:
-            if None in orders:
-                layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in (None, 16, 8)]
+            layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in slabs if None in orders]
+            if None in orders and not call.has_bias:
                 layouts.append((LayoutConfig(block_m, block_n, 1, aside=True), None))
             even = [name for name in orders if _evenly_spaced(name, block_m, call)]
             layouts += [(LayoutConfig(block_m, block_n, 1), name) for name in even]
         elif (fixed.block_m, fixed.block_n) == (block_m, block_n) and not call.permuted_rows:
-            layouts += [(fixed, None)] if fixed.slab != 1 or fixed.aside else []
+            serves = not call.has_bias if fixed.aside else fixed.slab in slabs
+            layouts += [(fixed, None)] if serves else []
         for layout, order in layouts:
             choices += _variants(Choice("hopper", layout, order, kernel), call)
     return choices
@@ -122,8 +135,14 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
 def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
     """Whether TMA can copy rows and columns in that order, and no row block holds rows of two remainders."""
     kind, *sizes = (row_order or "own").split()
-    # The elements of a row have to fill the 64 or 128 that TMA copies.
-    return kind == "remainder" and call.head_dim in (64, 128) and call.q_len % (int(sizes[0]) * block_m) == 0
+    if call.has_bias:
+        return False
+    # The elements of a row have to fill the 64, 128 or 256 that TMA copies.
+    return (
+        kind == "remainder"
+        and call.head_dim == padded_width(call.head_dim)
+        and call.q_len % (int(sizes[0]) * block_m) == 0
+    )
 
 
 def runtime_choice(call: CallSpec, layout: LayoutConfig, limit: int) -> Choice:

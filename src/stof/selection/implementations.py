@@ -227,10 +227,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             capabilities=Capabilities(
                 devices=("cuda",),
                 dtypes=(torch.float16, torch.bfloat16),
-                head_dims=(8, 128),
+                head_dims=(8, 256),
                 head_dim_multiple=8,
                 value_dim=False,
-                bias=False,
+                tiled_bias=True,
                 compute_capability=(9, 0),
                 one_generation=True,
             ),

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stof.kernels.hopper.jobs import resident
+from stof.kernels.hopper.jobs import leaving_width, padded_width, q_stages, resident
 from stof.kernels.triton.work import parts_of
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
@@ -29,6 +29,8 @@ DECODE_ROWS = 16
 # Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 products.
 _FLOPS_PER_US = (2e6, 0.3e6)
 _GUESS_PENALTY = 1.5
+# What a bias makes of the time of a tile of Triton's kernels.
+_BIAS_COST = 1.5
 # A row by itself: what it costs at least (a guess), and each key that one program reads after the other (an H200: one
 # query, 4096 keys, 32 heads in 88 us).
 _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
@@ -91,7 +93,7 @@ class DeviceModel:
 
 def head_dim_class(head_dim: int, value_dim: int) -> int:
     """Tile width the kernels are tuned for: 64, 128 or 256."""
-    return 64 if max(head_dim, value_dim) <= 64 else 128 if max(head_dim, value_dim) <= 128 else 256
+    return padded_width(max(head_dim, value_dim))
 
 
 def kernel_key(choice: Choice, call: CallSpec) -> str:
@@ -110,6 +112,7 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
         f"{rows}x{layout.block_n}",
         "contiguous" if slab is None else f"slabs of {slab}" if hopper else "gathered",
         f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
+        *(["bias"] if call.has_bias else []),
     ]
     return "/".join(parts)
 
@@ -170,11 +173,21 @@ def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel)
         return None
     if choice.implementation in ("block_wise", "hopper") and call.q_len <= DECODE_ROWS:
         return None  # `decode` is made for this
-    times = model.kernels.get(kernel_key(choice, call))
+    times = _times(choice, call, model)
     if times is not None:
         return estimate_tiles(choice, call, survey, model, times)
     # A guess must not beat what was measured by being bold.
     return _GUESS_PENALTY * estimate_tiles(choice, call, survey, model, guessed_times(choice, call))
+
+
+def _times(choice: Choice, call: CallSpec, model: DeviceModel) -> KernelTimes | None:
+    """Constants of a choice, if it was measured; Triton's without a bias say enough of those with one."""
+    times = model.kernels.get(kernel_key(choice, call))
+    if times is None and call.has_bias and choice.implementation != "hopper":
+        times = model.kernels.get(kernel_key(choice, replace(call, has_bias=False)))
+        if times is not None:
+            times = replace(times, partial=times.partial * _BIAS_COST, full=times.full * _BIAS_COST)
+    return times
 
 
 def guessed_times(choice: Choice, call: CallSpec) -> KernelTimes:
@@ -289,9 +302,12 @@ def block_shared_bytes(model: DeviceModel) -> int:
 
 
 def hopper_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> int:
-    """Bytes of shared memory of the Hopper kernel: three row blocks' Q, stages of K and V, barriers."""
+    """Bytes of shared memory of the Hopper kernel: Q and output of row blocks, stages of K, V and bias, barriers."""
     width = head_dim_class(call.head_dim, call.value_dim)
-    return call.dtype.itemsize * width * (3 * layout.block_m + 2 * num_stages * layout.block_n) + _RESERVED
+    places = q_stages(layout.block_m, width, call.has_bias)
+    rows = layout.block_m * (places * width + (leaving_width(width) if places == 1 else 0))
+    stage = layout.block_n * (2 * width + (layout.block_m if call.has_bias else 0))
+    return call.dtype.itemsize * (rows + num_stages * stage) + _RESERVED
 
 
 def occupancy(choice: Choice, call: CallSpec, model: DeviceModel) -> int:

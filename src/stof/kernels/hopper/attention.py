@@ -12,7 +12,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.hopper.jobs import RUN, TileLists, job_lists, resident
+from stof.kernels.hopper.jobs import RUN, TileLists, job_lists, leaving_width, padded_width, q_stages, resident
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
@@ -27,8 +27,6 @@ _ROWS, _BOX = 64, 64
 # Registers of a thread, before warps trade them, by thread blocks on a multiprocessor: 256 threads each where there are
 # several, and 65,536 registers for all.
 _REGISTERS = {1: 0, 2: 128, 3: 80}
-# Row blocks whose Q (or output, on its way out) is in shared memory at once.
-_Q_STAGES = 3
 # Jobs brought up to date by one program.
 _JOBS_AT_ONCE = 128
 # Keys put aside by one program.
@@ -73,26 +71,30 @@ def bind_warp_specialized(
 
     Args:
         q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, D]`; float16 or bfloat16, D a multiple of 8 up to
-            128; a call copies what TMA cannot read (strides that are no multiples of 8, rows that are not contiguous).
+            256; a call copies what TMA cannot read (strides that are no multiples of 8, rows that are not contiguous).
         lists: see `make_tile_lists`.
         config: stages and side.
         scale, softcap: floats, softcap 0 for none.
-        bias: must be None.
+        bias: None, or `[B or 1, H or 1, Sq, Skv]` in 16 bits whose tiles TMA can copy (`has_tiles`), with tiles of
+            contiguous columns and rows that follow each other.
         sinks: None or `[H]`.
 
     Returns (the call):
         `out [B, H, Sq, D]` in q's memory order, `lse [B, H, Sq]` float32.
 
     Raises:
-        UnfitLayoutError: evenly spaced rows or columns, and a head_dim that is not 64 or 128.
+        UnfitLayoutError: evenly spaced rows or columns, and a head_dim that is not 64, 128 or 256; gathered columns or
+            permuted rows, and a bias.
         KernelError: (the call) the kernel does not compile here.
     """
-    del bias
     device = q.device
     batch, heads, q_len, head_dim = q.shape
-    width = _BOX if head_dim <= _BOX else 2 * _BOX
+    width = padded_width(head_dim)
+    stages = q_stages(lists.block_m, width, bias is not None)
     if head_dim != width and (lists.row_step > 1 or lists.column_step > 1):
         raise UnfitLayoutError(f"evenly spaced rows of {head_dim} elements do not fill the {width} that TMA copies")
+    if bias is not None and (lists.slab or lists.row_step > 1 or lists.column_step > 1):
+        raise UnfitLayoutError("a bias is copied in whole tiles, of rows and columns that follow each other")
     # The output has the memory order of q as it was given.
     out = empty_output(q, v)
     copy_out = not _readable(out)
@@ -102,7 +104,7 @@ def bind_warp_specialized(
     copy_any = any(copied)
     q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
     q_window = Window.over(q, _ROWS, width, lists.row_step)
-    out_window = Window.over(out, _ROWS, width, lists.row_step)
+    out_window = Window.over(out, _ROWS, width if stages > 1 else leaving_width(width), lists.row_step)
     # Whole tiles, or runs of columns and slabs.
     aside = _Aside(k, v, lists, heads) if lists.aside.numel() else None
     box = (RUN, _BOX) if lists.slab and aside is None else (lists.block_n, width)
@@ -110,6 +112,7 @@ def bind_warp_specialized(
     v_window = Window.over(v, *box, lists.column_step)
     k_slab = Window.over(k, lists.slab, _BOX) if lists.slab else None
     v_slab = Window.over(v, lists.slab, _BOX) if lists.slab else None
+    bias_window = None if bias is None else Window.over(_narrow(bias), _ROWS, lists.block_n)
     if aside is not None:
         k_slab = v_slab = Window.over(aside.like, *box)
 
@@ -120,7 +123,8 @@ def bind_warp_specialized(
     on_cpu, starts = job_lists(lists, batch, heads, blocks, side)
     jobs = on_cpu.to(device)
     queued = len(jobs) - 1 > len(starts)
-    modified = softcap > 0 or scale <= 0
+    biased = bias is not None
+    modified = softcap > 0 or scale <= 0 or biased
     permuted, at_run_time = lists.row_order.numel() > 0, lists.ranges.numel() > 0
     starts = starts.to(device)
     refresh = _refreshing(jobs, starts, lists) if at_run_time else None
@@ -133,9 +137,11 @@ def bind_warp_specialized(
          lists.row_order if permuted else jobs),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
          k.stride(2), v.stride(2), heads // (k.shape[1] if aside is None else aside.like.shape[1]),
+         *_own(bias),
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
-        (groups, lists.block_n, width, lists.slab, config.num_stages, _Q_STAGES, permuted, lists.chunks > 0,
-         modified, softcap > 0, sinks is not None, lists.has_full > 0, at_run_time, queued, takes_turns(device)),
+        (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, lists.chunks > 0,
+         modified, softcap > 0, biased, sinks is not None, lists.has_full > 0, at_run_time, queued,
+         takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],
@@ -148,19 +154,22 @@ def bind_warp_specialized(
     aligned: list[BoundCall] = []
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        del bias
         result = out = empty_output(q, v)
         if copy_out:
             out = torch.empty_like(result, memory_format=torch.contiguous_format)
         if copy_any:
             q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
+        if bias is not None:
+            bias = _narrow(bias)
+            if bias.data_ptr() % 16:
+                bias = _moved(bias)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
             q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             if not aligned:
                 # Dealing jobs out takes long, and within a capture it fails.
-                settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "bias": None, "sinks": sinks}
+                settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "bias": bias, "sinks": sinks}
                 aligned.append(lasting(device, partial(bind_warp_specialized, q, k, v, lists, config, **settings)))
-            out, lse = aligned[0](q, k, v, None, sinks)
+            out, lse = aligned[0](q, k, v, bias, sinks)
             return result.copy_(out), lse
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
         # Pointers the kernel is compiled not to read take any tensor.
@@ -177,6 +186,7 @@ def bind_warp_specialized(
             k_slab and k_slab.at(k_slabs),
             v_slab and v_slab.at(v_slabs),
             out_window.at(out),
+            None if bias_window is None or bias is None else bias_window.at(bias),
         )
         if refresh is not None:
             refresh()
@@ -236,6 +246,27 @@ def _refreshing(jobs: Tensor, starts: Tensor, lists: TileLists) -> Launch:
         num_stages=1,
         device=jobs.device,
     )
+
+
+def _narrow(bias: Tensor) -> Tensor:
+    """A bias without the copies that strides of 0 stand for: batch entries and heads that share one."""
+    for dim in (0, 1):
+        if bias.stride(dim) == 0:
+            bias = bias.narrow(dim, 0, 1)
+    return bias
+
+
+def _own(bias: Tensor | None) -> tuple[int, int]:
+    """Whether batch entries, and heads, have a bias of their own: 0 or 1 each."""
+    if bias is None:
+        return 0, 0
+    shape = _narrow(bias).shape
+    return int(shape[0] > 1), int(shape[1] > 1)
+
+
+def _moved(bias: Tensor) -> Tensor:
+    """A copy with the same strides, at an address that is a multiple of 16."""
+    return torch.empty_strided(bias.shape, bias.stride(), dtype=bias.dtype, device=bias.device).copy_(bias)
 
 
 def _readable(x: Tensor) -> bool:

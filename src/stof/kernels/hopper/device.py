@@ -25,6 +25,19 @@ def bit_layout(block_n):  # type: ignore[no-untyped-def]
 
 
 @gluon.constexpr_function
+def halves_layout(width):  # type: ignore[no-untyped-def]
+    """The accumulator of 64 x width, seen as [row, column of a half, half]."""
+    groups = [[0, 8 << i, 0] for i in range((width // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1, 0], [8, 0, 0], *groups, [0, 0, 1]],
+        lane_bases=[[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]],
+        block_bases=[],
+        shape=[64, width // 2, 2],
+    )
+
+
+@gluon.constexpr_function
 def tile_layout(dtype, rows, width, rank):  # type: ignore[no-untyped-def]
     """Shared memory of a tile as TMA writes it and the tensor cores read it."""
     return gl.NVMMASharedLayout(

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from stof.kernels.hopper.device import rounded, thread_barrier, tile_layout
+from stof.kernels.hopper.device import halves_layout, rounded, thread_barrier, tile_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -16,16 +16,41 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 @no_type_check
+def _leave(values, place, out_desc, b, h, row, column):
+    """Start copying values to global memory, by way of shared memory that nobody uses."""
+    dtype: gl.constexpr = place.dtype
+    width: gl.constexpr = place.shape[1]
+    place.store(values)
+    fence_async_shared()
+    thread_barrier()
+    staged = place._reinterpret(dtype, [1, 1, 64, width], tile_layout(dtype, 64, width, 4))
+    tma.async_copy_shared_to_global(out_desc, [b, h, row, column], staged)
+
+
+@gluon.jit
+@no_type_check
+def _await_leave():
+    """Wait, all threads, until what left last has been read: one of them started the copy and knows."""
+    tma.store_wait(0)
+    thread_barrier()
+
+
+@gluon.jit
+@no_type_check
 def finish(
-    acc, m_i, l_i, job_ptr, q_rows, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
+    acc, m_i, l_i, job_ptr, place, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
     row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr,
-    HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, PERMUTED: gl.constexpr,
+    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr,
 ):  # fmt: skip
-    """Write 64 rows of a job's output; of a split row block's chunks, the last to meet another does."""
+    """Write 64 rows of a job's output; of a split row block's chunks, the last to meet another does.
+
+    Output leaves by way of `place` in shared memory, all columns at once or one half after the other. Where that is no
+    place of Q, with stages of its own, the output before may still be leaving.
+    """
     acc_layout: gl.constexpr = acc.type.layout
     rows_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    dtype: gl.constexpr = q_rows.dtype
+    dtype: gl.constexpr = place.dtype
     row_block = gl.load(job_ptr)
     b = gl.load(job_ptr + 1)
     h = gl.load(job_ptr + 2)
@@ -96,15 +121,20 @@ def finish(
         if AT_RUN_TIME:
             factor += spoil
         values = (acc * factor[:, None]).to(dtype)
-        # The rows of Q are used up: their place takes the output, and TMA takes it from there.
-        q_rows.store(values)
-        fence_async_shared()
-        thread_barrier()
         residue = position // rows_per_residue
-        staged = q_rows._reinterpret(dtype, [1, 1, 64, D], tile_layout(dtype, 64, D, 4))
-        tma.async_copy_shared_to_global(
-            out_desc, [b, h, position - residue * rows_per_residue, residue * out_residue_stride], staged
-        )
+        row = position - residue * rows_per_residue
+        first = residue * out_residue_stride
+        if place.shape[1] == D:
+            if Q_STAGES == 1:
+                _await_leave()
+            _leave(values, place, out_desc, b, h, row, first)
+        else:
+            halves = values.reshape([64, 2, D // 2]).permute((0, 2, 1))
+            left, right = gl.split(gl.convert_layout(halves, halves_layout(D), assert_trivial=True))
+            _await_leave()
+            _leave(left, place, out_desc, b, h, row, first)
+            _await_leave()
+            _leave(right, place, out_desc, b, h, row, first + D // 2)
     else:
         # Whoever lets one store be on its way counts on one a job.
         tma.store_wait(0)

@@ -29,6 +29,35 @@ ASIDE = 2**30
 _JOB_COST = 0.6
 
 
+def padded_width(head_dim: int) -> int:
+    """Columns of Q, K and V in shared memory: zeros past the head's own."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+
+
+def q_stages(block_m: int, width: int, biased: bool = False) -> int:
+    """Row blocks whose Q (or output, on its way out) is in shared memory at once.
+
+    Of three one is computed, one is finished, and one leaves. 128 rows of 256 take 64 KB: there is place for one, which
+    the next row block takes after the last product with it, and for some of the output. So it is where tiles of a bias
+    take their place.
+    """
+    return 1 if biased or (block_m, width) == (128, 256) else 3
+
+
+def leaving_width(width: int) -> int:
+    """Columns of output that leave at once where it has a place of its own, no fewer than TMA copies at best."""
+    return max(RUN, width // 2)
+
+
+def has_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
+    """Whether TMA can copy tiles of a 4-D bias: 16 bits for each query and key, rows at multiples of 16 bytes."""
+    if bias.dtype not in (torch.float16, torch.bfloat16) or bias.shape[2:] != (q_len, kv_len):
+        return False
+    outer = zip(bias.shape[:2], bias.stride()[:2], strict=True)
+    rows = q_len == 1 or (bias.stride(2) > 0 and bias.stride(2) % 8 == 0)
+    return rows and (kv_len == 1 or bias.stride(3) == 1) and all(n == 1 or (s >= 0 and s % 8 == 0) for n, s in outer)
+
+
 def resident(block_m: int, block_n: int, width: int) -> int:
     """Thread blocks that a multiprocessor holds at once.
 
@@ -36,7 +65,7 @@ def resident(block_m: int, block_n: int, width: int) -> int:
     beside it fill in. Three leave 136 registers to a consumer's thread and 75 KB of shared memory to each block,
     enough where scores and output are 64 columns wide. With many short row blocks they are 10 % faster than two.
     """
-    if block_m != 64:
+    if block_m != 64 or width > 128:
         return 1
     return 3 if (block_n, width) == (64, 64) else 2
 

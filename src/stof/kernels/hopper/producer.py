@@ -60,15 +60,15 @@ def _claimed(queue_ptr, lane):
 @no_type_check
 def copy_tile(
     record, b, h, slab_h, desc, slab_desc, buffer, slab_buffer, stage, bar, kv_step, residue_stride,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a tile of K or V, as `record` says by lane.
+    """Start copying a tile of K or V, as `record` says by lane; `MORE` bytes follow that the same barrier waits for.
 
     It comes all at once, or in runs of 64 columns and slabs; or whole from one of two places, the keys and those of
     them that were put side by side before.
     """
     dtype: gl.constexpr = buffer.dtype
-    mbarrier.expect(bar, BLOCK_N * D * (dtype.primitive_bitwidth // 8))
+    mbarrier.expect(bar, BLOCK_N * D * (dtype.primitive_bitwidth // 8) + MORE)
     if SLAB == 0:
         column = of_lane(record, 0)
         tile = buffer.index(stage)._reinterpret(dtype, [1, 1, BLOCK_N, D], tile_layout(dtype, BLOCK_N, D, 4))
@@ -129,13 +129,37 @@ def copy_rows(
         tma.async_copy_global_to_shared(q_desc, [b, h, row, residue * residue_stride], bar, rows)
 
 
+@gluon.constexpr_function
+def bias_bytes(groups, block_n, has_bias):  # type: ignore[no-untyped-def]
+    """Of a tile's bias, which comes in 16 bits."""
+    return groups * 64 * block_n * 2 if has_bias else 0
+
+
+@gluon.jit
+@no_type_check
+def copy_bias(
+    job, record, bias_desc, bias_smem, stage, bar, bias_batch, bias_heads,
+    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Start copying a tile's bias; `bias_batch` and `bias_heads` are 0 where all share one."""
+    dtype: gl.constexpr = bias_smem.dtype
+    row = of_lane(job, 0) * (GROUPS * 64)
+    b = of_lane(job, 1) * bias_batch
+    h = of_lane(job, 2) * bias_heads
+    column = of_lane(record, 0)
+    for group in gl.static_range(GROUPS):
+        place = bias_smem.index(stage * GROUPS + group)
+        place = place._reinterpret(dtype, [1, 1, 64, BLOCK_N], tile_layout(dtype, 64, BLOCK_N, 4))
+        tma.async_copy_global_to_shared(bias_desc, [b, h, row + group * 64, column], bar, place)
+
+
 @gluon.jit
 @no_type_check
 def producer(
     shared, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    k_residue_stride, v_residue_stride,
-    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, QUEUED: gl.constexpr,
+    k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
+    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, QUEUED: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies. A word of jobs and tiles to a lane; the first tile is on its way."""
     (
@@ -160,12 +184,13 @@ def producer(
         slab_head = of_lane(job, 2) // heads_per_slab
         begin = of_lane(job, 3)
         end = of_lane(job, 5)
-        if turn > 0:
-            q_stage = turn % Q_STAGES
-            mbarrier.wait(q_empty.index(q_stage), (turn // Q_STAGES + 1) & 1)
-            copy_rows(
-                job, q_desc, q_smem, q_stage, q_full.index(q_stage), rows_per_residue, q_residue_stride, GROUPS, D
-            )
+        if Q_STAGES > 1:
+            if turn > 0:
+                q_stage = turn % Q_STAGES
+                mbarrier.wait(q_empty.index(q_stage), (turn // Q_STAGES + 1) & 1)
+                copy_rows(
+                    job, q_desc, q_smem, q_stage, q_full.index(q_stage), rows_per_residue, q_residue_stride, GROUPS, D
+                )
         claimed = lane
         following = job_count
         next_job = job
@@ -179,7 +204,18 @@ def producer(
                 stage = count % STAGES
                 mbarrier.wait(k_empty.index(stage), (count // STAGES + 1) & 1)
                 copy_tile(record, b, kv_head, slab_head, k_desc, k_slab_desc, k_smem, k_slabs, stage,
-                           k_full.index(stage), kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+                           k_full.index(stage), kv_step, k_residue_stride, BLOCK_N, D, SLAB,
+                           bias_bytes(GROUPS, BLOCK_N, HAS_BIAS))  # fmt: skip
+                if HAS_BIAS:
+                    copy_bias(job, record, bias_desc, bias_smem, stage, k_full.index(stage), bias_batch, bias_heads,
+                              GROUPS, BLOCK_N)  # fmt: skip
+                if Q_STAGES == 1:
+                    # Its place is free after the last product of the job before; by then K has long been on its way.
+                    if tile == begin:
+                        mbarrier.wait(q_empty.index(0), (turn + 1) & 1)
+                        copy_rows(
+                            job, q_desc, q_smem, 0, q_full.index(0), rows_per_residue, q_residue_stride, GROUPS, D
+                        )
             if QUEUED:
                 if tile + 1 == end:
                     # While the last tile's values wait for room.
@@ -196,7 +232,7 @@ def producer(
                 stage = (count + 1) % STAGES
                 mbarrier.wait(v_empty.index(stage), ((count + 1) // STAGES + 1) & 1)
                 copy_tile(record, b, kv_head, slab_head, v_desc, v_slab_desc, v_smem, v_slabs, stage,
-                           v_full.index(stage), kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+                           v_full.index(stage), kv_step, v_residue_stride, BLOCK_N, D, SLAB, 0)  # fmt: skip
             count += 1
         job = next_job
         number = following

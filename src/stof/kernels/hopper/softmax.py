@@ -60,6 +60,24 @@ def masked(s, words, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def _capped(s, scale, softcap):
+    """`softcap * tanh(scale * s / softcap)`, tanh by exp2, which saturates to 0 or inf and so to +-1."""
+    return softcap * (1.0 - 2.0 / (1.0 + gl.exp2(s * (scale * 2.0 * LOG2E / softcap))))
+
+
+@gluon.jit
+@no_type_check
+def biased(s, bias, scale, softcap, HAS_SOFTCAP: gl.constexpr):
+    """Scores scaled, capped, and with the bias added: `weights` takes them with a scale of `LOG2E` and no options.
+
+    So the bias costs a conversion and what was a multiplication in the exponent, and is masked like any score.
+    """
+    bias = bias.to(gl.float32)
+    return _capped(s, scale, softcap) + bias if HAS_SOFTCAP else s * scale + bias
+
+
+@gluon.jit
+@no_type_check
 def weights(
     s, m_old, scale, softcap, PARTIAL: gl.constexpr, MODIFIED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -69,9 +87,8 @@ def weights(
     bits: gl.constexpr = bit_layout(BLOCK_N)
     sums_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bits))
     if HAS_SOFTCAP:
-        # tanh by exp2, which saturates to 0 or inf and so to +-1; what is masked stays so
-        capped = softcap * (1.0 - 2.0 / (1.0 + gl.exp2(s * (scale * 2.0 * LOG2E / softcap)))) * LOG2E
-        s = gl.where(s == float("-inf"), s, capped)
+        # what is masked stays so
+        s = gl.where(s == float("-inf"), s, _capped(s, scale, softcap) * LOG2E)
     elif MODIFIED:
         s = gl.where(s == float("-inf"), s, s * (scale * LOG2E))
     split = gl.convert_layout(s.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)

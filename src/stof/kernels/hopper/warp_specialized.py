@@ -40,6 +40,8 @@ from stof.kernels.hopper.jobs import JOB_FIELDS
 from stof.kernels.hopper.producer import (
     NUMBER,
     PASSED,
+    bias_bytes,
+    copy_bias,
     copy_rows,
     copy_tile,
     field_of,
@@ -47,7 +49,7 @@ from stof.kernels.hopper.producer import (
     record_layout,
     slabs_of,
 )
-from stof.kernels.hopper.softmax import masked, operand, packed_weights, weights
+from stof.kernels.hopper.softmax import LOG2E, biased, masked, operand, packed_weights, weights
 from stof.kernels.triton.turns import take_turn
 
 FIELDS = gl.constexpr(JOB_FIELDS)
@@ -65,16 +67,19 @@ def _consumer(
     shared,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr, MODIFIED: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_FULL: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_FULL: gl.constexpr,
     AT_RUN_TIME: gl.constexpr, QUEUED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of those that compute: 64 rows of every job."""
     (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, jobs_ptr,
-        job_count, records, passed_on, begin, partial_end, end, first_bitmap,
-        tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        q_len, heads, rows_per_residue, out_residue_stride, scale, softcap,
+        job_count, records, passed_on, begin, partial_end, end, first_bitmap, tile_bitmap_ptr, bitmaps_ptr,
+        q_smem, k_smem, v_smem, bias_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_len,
+        heads, rows_per_residue, out_residue_stride, scale, softcap,
     ) = shared  # fmt: skip
+    # A bias is added, and what else changes scores done, before they are masked.
+    CHANGED: gl.constexpr = MODIFIED and not HAS_BIAS
+    CAPPED: gl.constexpr = HAS_SOFTCAP and not HAS_BIAS
     dtype: gl.constexpr = q_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -93,6 +98,9 @@ def _consumer(
     l_i = gl.full([64, 4], 0.0, gl.float32, layout=sums_layout)
     packed = gl.full([64, BLOCK_N // 8, 4, 2], 0, gl.int32, layout=bits)
     count = 0
+    factor = scale
+    if HAS_BIAS:
+        factor = LOG2E
     next_words = _words(words_ptr, first_bitmap, GROUPS)
     bitmap = gl.load(tile_bitmap_ptr + begin + 1)
     # What the product with V reads before there is a tile before: 0 * NaN is NaN.
@@ -127,13 +135,20 @@ def _consumer(
             pv = warpgroup_mma(p16, v_smem.index(v_stage), acc, is_async=True)
             pass_turn(GROUP, GROUPS)
             s = warpgroup_mma_wait(1, deps=(s,))
+            if HAS_BIAS:
+                bias = bias_smem.index(k_stage * GROUPS + GROUP).load(score_layout)
             mbarrier.arrive(k_empty.index(k_stage), count=1)
+            if Q_STAGES == 1:
+                if tile + 1 == end:
+                    mbarrier.arrive(q_empty.index(0), count=1)
+            if HAS_BIAS:
+                s = biased(s, bias, scale, softcap, HAS_SOFTCAP)
             if tile < partial_end:
                 s = masked(s, words, BLOCK_N)
             m_old = m_i
             if tile == begin:
                 m_old = gl.full([64], float("-inf"), gl.float32, layout=rows_layout)
-            p, m_new, alpha, sums = weights(s, m_old, scale, softcap, True, MODIFIED, HAS_SOFTCAP, BLOCK_N)
+            p, m_new, alpha, sums = weights(s, m_old, factor, softcap, True, CHANGED, CAPPED, BLOCK_N)
             # Never blocks; it ends the basic block, across which the assembler does not move the wait for PV up.
             mbarrier.wait(v_full.index(v_stage), v_phase)
             acc = warpgroup_mma_wait(0, deps=(pv,))
@@ -144,14 +159,15 @@ def _consumer(
                     if turn > 0:
                         q_before = (turn + Q_STAGES - 1) % Q_STAGES
                         finish(
-                            acc, m_i, l_i, jobs_ptr + before * FIELDS, q_smem.index(q_before * GROUPS + GROUP),
+                            acc, m_i, l_i, jobs_ptr + before * FIELDS, out_smem.index(q_before * GROUPS + GROUP),
                             out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
                             row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
-                            PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
+                            Q_STAGES, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
                         )  # fmt: skip
-                        # The output of the job before that one has left its buffer long ago.
-                        tma.store_wait(1)
-                        mbarrier.arrive(q_empty.index((turn + Q_STAGES - 2) % Q_STAGES), count=1, pred=turn > 1)
+                        if Q_STAGES > 1:
+                            # The output of the job before that one has left its buffer long ago.
+                            tma.store_wait(1)
+                            mbarrier.arrive(q_empty.index((turn + Q_STAGES - 2) % Q_STAGES), count=1, pred=turn > 1)
                         acc = cleared(acc)
                         l_i = cleared(l_i)
             m_i = m_new
@@ -162,7 +178,7 @@ def _consumer(
 
         if HAS_FULL:
             # The same without bits and ends of jobs.
-            for _tile in range(rest, end):
+            for tile in range(rest, end):
                 p16 = operand(packed, dtype, p_layout)
                 v_stage = count % STAGES
                 v_phase = (count // STAGES) & 1
@@ -176,8 +192,15 @@ def _consumer(
                 pv = warpgroup_mma(p16, v_smem.index(v_stage), acc, is_async=True)
                 pass_turn(GROUP, GROUPS)
                 s = warpgroup_mma_wait(1, deps=(s,))
+                if HAS_BIAS:
+                    bias = bias_smem.index(k_stage * GROUPS + GROUP).load(score_layout)
                 mbarrier.arrive(k_empty.index(k_stage), count=1)
-                p, m_i, alpha, sums = weights(s, m_i, scale, softcap, False, MODIFIED, HAS_SOFTCAP, BLOCK_N)
+                if Q_STAGES == 1:
+                    if tile + 1 == end:
+                        mbarrier.arrive(q_empty.index(0), count=1)
+                if HAS_BIAS:
+                    s = biased(s, bias, scale, softcap, HAS_SOFTCAP)
+                p, m_i, alpha, sums = weights(s, m_i, factor, softcap, HAS_BIAS, CHANGED, CAPPED, BLOCK_N)
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 acc = warpgroup_mma_wait(0, deps=(pv,))
                 mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -202,9 +225,9 @@ def _consumer(
     pv = warpgroup_mma(operand(packed, dtype, p_layout), v_smem.index(v_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(pv,))
     finish(
-        acc, m_i, l_i, jobs_ptr + before * FIELDS, q_smem.index(((turn - 1) % Q_STAGES) * GROUPS + GROUP), out_desc,
+        acc, m_i, l_i, jobs_ptr + before * FIELDS, out_smem.index(((turn - 1) % Q_STAGES) * GROUPS + GROUP), out_desc,
         lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads,
-        rows_per_residue, out_residue_stride, GROUP, GROUPS, D, PERMUTED, SPLIT,
+        rows_per_residue, out_residue_stride, GROUP, GROUPS, D, Q_STAGES, PERMUTED, SPLIT,
         HAS_SINKS, AT_RUN_TIME,
     )  # fmt: skip
     tma.store_wait(0)
@@ -219,6 +242,7 @@ def warp_specialized_kernel(
     k_slab_desc,
     v_slab_desc,
     out_desc,
+    bias_desc,
     lse_ptr,
     sinks_ptr,
     chunk_out_ptr,
@@ -240,6 +264,8 @@ def warp_specialized_kernel(
     k_residue_stride,
     v_residue_stride,
     heads_per_slab,
+    bias_batch,
+    bias_heads,
     scale,
     softcap,
     GROUPS: gl.constexpr,
@@ -252,6 +278,7 @@ def warp_specialized_kernel(
     SPLIT: gl.constexpr,
     MODIFIED: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HAS_FULL: gl.constexpr,
     AT_RUN_TIME: gl.constexpr,
@@ -264,6 +291,17 @@ def warp_specialized_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS, 64, D], layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], layout)
+    if HAS_BIAS:
+        bias_layout: gl.constexpr = tile_layout(bias_desc.dtype, 64, BLOCK_N, 2)
+        bias_smem = gl.allocate_shared_memory(bias_desc.dtype, [STAGES * GROUPS, 64, BLOCK_N], bias_layout)
+    else:
+        bias_smem = k_smem
+    # Output leaves by the place of Q that it was computed from, where that is not in use again by then.
+    if Q_STAGES > 1:
+        out_smem = q_smem
+    else:
+        LEAVING: gl.constexpr = out_desc.block_type.shape[3]
+        out_smem = gl.allocate_shared_memory(dtype, [GROUPS, 64, LEAVING], tile_layout(dtype, 64, LEAVING, 2))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -303,16 +341,19 @@ def warp_specialized_kernel(
     slab_head = of_lane(start, 2) // heads_per_slab
     copy_tile(record, b, kv_head, slab_head, k_desc, k_slab_desc, k_smem,
                slabs_of(k_smem, BLOCK_N, D, SLAB, STAGES), 0,
-               k_full.index(0), kv_step, k_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+               k_full.index(0), kv_step, k_residue_stride, BLOCK_N, D, SLAB,
+               bias_bytes(GROUPS, BLOCK_N, HAS_BIAS))  # fmt: skip
+    if HAS_BIAS:
+        copy_bias(start, record, bias_desc, bias_smem, 0, k_full.index(0), bias_batch, bias_heads, GROUPS, BLOCK_N)
     copy_rows(start, q_desc, q_smem, 0, q_full.index(0), rows_per_residue, q_residue_stride, GROUPS, D)
     copy_tile(record, b, kv_head, slab_head, v_desc, v_slab_desc, v_smem,
                slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES), 1,
-               v_full.index(1), kv_step, v_residue_stride, BLOCK_N, D, SLAB)  # fmt: skip
+               v_full.index(1), kv_step, v_residue_stride, BLOCK_N, D, SLAB, 0)  # fmt: skip
 
     shared = (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr + 1, row_order_ptr, jobs_ptr,
-        job_count, records, passed_on, of_lane(start, 3), of_lane(start, 4), of_lane(start, 5),
-        of_lane(start, 10), tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
+        job_count, records, passed_on, of_lane(start, 3), of_lane(start, 4), of_lane(start, 5), of_lane(start, 10),
+        tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, bias_smem, out_smem, q_full, q_empty, k_full, k_empty,
         v_full, v_empty, q_len, heads, rows_per_residue, out_residue_stride, scale, softcap,
     )  # fmt: skip
     lists = (
@@ -323,10 +364,10 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES,
-                             QUEUED)),
+                             v_empty, k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
+                             GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES, HAS_BIAS, QUEUED)),
             ],
             [1],
             [24],
@@ -335,12 +376,12 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES,
-                             QUEUED)),
+                             v_empty, k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
+                             GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES, HAS_BIAS, QUEUED)),
             ],
             [4, 1],
             [240, 24],
@@ -349,14 +390,14 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (_consumer, (shared, 2, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
                 (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                             v_empty, k_residue_stride, v_residue_stride, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES,
-                             QUEUED)),
+                             v_empty, k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
+                             GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES, HAS_BIAS, QUEUED)),
             ],
             [4, 4, 1],
             [160, 160, 24],
