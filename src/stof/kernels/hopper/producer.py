@@ -15,7 +15,7 @@ FIELDS = gl.constexpr(JOB_FIELDS)
 ASIDE_AT = gl.constexpr(ASIDE)
 # Records of jobs that the producer passes on. It waits for the rows of the job three before to be used up, so it is
 # never further ahead; and the field of a record that says which job it is.
-PASSED = gl.constexpr(4)
+PASSED = gl.constexpr(3)
 NUMBER = gl.constexpr(JOB_FIELDS - 1)
 # A job is claimed so many tiles before the one before it has been copied: the answer takes a microsecond, and whoever
 # claims early keeps a job waiting while others have none.
