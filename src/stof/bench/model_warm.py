@@ -1,0 +1,117 @@
+"""Compile whole models in parallel before they are timed one after another: caches of Inductor and Triton fill.
+
+Each way is a process of its own that compiles, calls once and ends. What max-autotune measures there, beside other
+processes on the GPU, is not kept: its picks, and graphs that hold them, stay out of the caches. What its candidates
+compile to is kept, so that the real run only measures them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import IO, Any
+
+from stof.bench.model_race import AUTOTUNE, prepared
+from stof.bench.models import Case, build, inputs_of
+
+# Processes of Inductor that compile kernels, for each of ours.
+_COMPILERS = 4
+_POLL_S = 0.2
+
+
+@dataclass
+class _Process:
+    """A running job; what it prints goes to a file, for max-autotune prints more than a pipe holds."""
+
+    case: Case
+    impl: str
+    log: IO[str]
+    popen: subprocess.Popen[str]
+
+    @staticmethod
+    def start(case: Case, impl: str, dtype: str) -> _Process:
+        asked = json.dumps({"case": str(case), "impl": impl, "dtype": dtype})
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed with the process
+        command = [sys.executable, "-m", "stof.bench.model_warm", asked]
+        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(_COMPILERS)}
+        # A group of its own, so that Inductor's processes end with it.
+        popen = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        return _Process(case, impl, log, popen)
+
+    @property
+    def name(self) -> str:
+        return f"{self.case} {self.impl}"
+
+    def problem(self) -> str:
+        """The last line of a process that failed, "" of others; its log is gone then."""
+        with self.log as log:
+            log.seek(0)
+            last = (log.read().strip().splitlines() or ["no message"])[-1]
+        return last if self.popen.returncode else ""
+
+    def end(self) -> None:
+        os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+        self.log.close()
+
+
+def warm(
+    jobs: Sequence[tuple[Case, str]], dtype: str, *, workers: int, seconds: float, tell: Callable[[str], object] = print
+) -> list[str]:
+    """Run every job, `workers` at a time, max-autotune first; what still runs after `seconds` is ended.
+
+    Returns:
+        what did not end well, a line each.
+    """
+    waiting = sorted(jobs, key=lambda job: not job[1].startswith(AUTOTUNE))
+    running: list[_Process] = []
+    problems, start = [], time.monotonic()
+    try:
+        while (waiting or running) and time.monotonic() - start < seconds:
+            while waiting and len(running) < workers:
+                running.append(_Process.start(*waiting.pop(0), dtype))
+            time.sleep(_POLL_S)
+            for process in [one for one in running if one.popen.poll() is not None]:
+                running.remove(process)
+                problem = process.problem()
+                problems += [f"{process.name}: {problem}"] if problem else []
+                tell(f"{process.name}, {time.monotonic() - start:.0f} s{', failed' if problem else ''}")
+    finally:
+        for process in running:
+            process.end()
+            problems.append(f"{process.name}: ended for the budget")
+    return problems + [f"{case} {impl}: not begun" for case, impl in waiting]
+
+
+def warm_here(asked: dict[str, Any]) -> None:
+    """Be the process that compiles one way of one case, and calls it."""
+    import torch
+    from torch._inductor import config
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    case, dtype = Case.parse(asked["case"]), getattr(torch, asked["dtype"])
+    with device:
+        model = build(case.model, case.seq).to(dtype)
+    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs_of(case, device).items()}
+    apart: AbstractContextManager[object] = nullcontext()
+    if asked["impl"].startswith(AUTOTUNE):
+        apart = config.patch(autotune_local_cache=False, fx_graph_cache=False)
+    with torch.no_grad(), apart:
+        compiled, arguments = prepared(model, case, asked["impl"], device)
+        compiled(**inputs, **arguments)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    warm_here(json.loads(sys.argv[1]))
