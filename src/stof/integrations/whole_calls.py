@@ -216,7 +216,8 @@ def signature(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) 
 class _Weights:
     """Where the parameters and buffers of a module lie, to see whether they are still there.
 
-    Their memory is held until others are seen. They are looked up by name in their modules, and these in theirs, so that one put in another's place is seen too.
+    Their memory is held until others are seen. They are looked up by name in their modules, and these in theirs, so
+    that one put in another's place is seen too.
     """
 
     def __init__(self, module: nn.Module, frozen: bool) -> None:
