@@ -18,14 +18,14 @@ from torch import Tensor, fx, nn
 import stof
 from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.ahead import CompileAhead, settle_assembler
-from stof.fusion.choices import Known, known_choices
+from stof.fusion.choices import Known, choices_path, known_choices, update_choices
 from stof.fusion.lock import read_lock
 from stof.fusion.lower import copy_module
 from stof.fusion.measure import SegmentTimer, check
 from stof.fusion.nodes import changes_inputs
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.progress import Progress
-from stof.fusion.race import Race, decide
+from stof.fusion.race import PLAIN, RULED, SEARCHED, Race, decide, differing
 from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
 from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
@@ -199,8 +199,8 @@ def stof_backend(
     device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
     if device.type == "cuda":
         settle_assembler()
-    search = parsed.search(device)
-    plain = copy_module(gm) if search is not None else None
+    search, known = parsed.search(device), parsed.known(device)
+    copies = {name: copy_module(gm) for name in (RULED, PLAIN)} if search is not None else {}
     try:
         report = fuse(
             gm,
@@ -208,36 +208,69 @@ def stof_backend(
             twins=parsed.twins,
             fold=parsed.fold,
             experimental=parsed.experimental,
-            known=parsed.known(device),
+            known=known,
             replay=parsed.replay(device),
         )
     finally:
         if search is not None and isinstance(search.ahead, CompileAhead):
             search.ahead.close()
-
-    def compiled(module: fx.GraphModule, digest: str) -> Callable[..., Any]:
-        return _inductor(module, example_inputs, parsed, digest)
-
-    if search is None or plain is None or not report.fused:
+    if search is None or not report.fused or changes_inputs(copies[PLAIN].graph):
+        if search is not None and report.fused:
+            report.notes.append(
+                "not compared as a whole: the graph may change what it is given, so it cannot run twice"
+            )
         parsed.tell(report)
-        return compiled(gm, report.digest)
-    key = segment_key((report.digest, [(row.template, row.config) for row in report.segments], parsed.cuda_graphs))
-    times = search.store.load().races.get(key) if search.store is not None else None
-    if times is not None:
-        kept = decide(report, *times)
-        parsed.tell(report)
-        return compiled(gm, report.digest) if kept else compiled(plain, "")
-    if changes_inputs(plain.graph):
-        report.notes.append("not compared as a whole: the graph may change what it is given, so it cannot run twice")
-        parsed.tell(report)
-        return compiled(gm, report.digest)
+        return _inductor(gm, example_inputs, parsed, report.digest)
+    reports = {SEARCHED: report}
+    by_rule = fuse(copies[RULED], twins=parsed.twins, fold=parsed.fold, known=known)
+    if by_rule.fused and differing(report, by_rule):
+        reports[RULED] = by_rule
+    return _fastest({SEARCHED: gm, **copies}, reports, example_inputs, parsed, search, known)
 
-    def keep(fused_us: float, plain_us: float) -> None:
-        if search.store is not None:
-            search.store.update(Contents(races={key: (fused_us, plain_us)}))
 
-    timer = replayed_us if parsed.cuda_graphs == WHOLE else wall_us
-    return Race(compiled(gm, report.digest), compiled(plain, ""), report, parsed.tell, keep, timer)
+def _fastest(
+    modules: Mapping[str, fx.GraphModule],
+    reports: Mapping[str, FusionReport],
+    example_inputs: Sequence[Any],
+    options: CompileOptions,
+    search: Search,
+    known: Known,
+) -> Callable[..., Any]:
+    """The fastest version of a graph: what is known of an earlier process, or a race on the first call."""
+    store = search.store
+    keys = {
+        name: segment_key((one.digest, [(row.template, row.config) for row in one.segments], options.cuda_graphs))
+        for name, one in reports.items()
+    }
+
+    def version(name: str) -> Callable[..., Any]:
+        digest = reports[name].digest if name in reports else ""
+        return _inductor(modules[name], example_inputs, options, digest)
+
+    def settle(times: Mapping[str, float]) -> str:
+        winner, report = decide(reports, times)
+        if winner == RULED and store is not None:
+            # Else the rules, which go by what was measured, would choose what lost.
+            lost = differing(reports[SEARCHED], report)
+            before = {key: tuned for key in lost if (tuned := known(key)) is not None}
+            device = store.environment["device"]
+            update_choices(choices_path(store.folder, device), device, before, without=lost)
+        options.tell(report)
+        return winner
+
+    races = store.load().races if store is not None else {}
+    raced = {name: races[key] for name, key in keys.items() if key in races}
+    if SEARCHED in raced:  # rules that have learnt since are not raced again
+        reports = {name: reports[name] for name in raced}
+        return version(settle({name: us for name, (us, _) in raced.items()} | {PLAIN: raced[SEARCHED][1]}))
+
+    def keep(times: Mapping[str, float]) -> str:
+        if store is not None:
+            store.update(Contents(races={key: (times[name], times[PLAIN]) for name, key in keys.items()}))
+        return settle(times)
+
+    timer = replayed_us if options.cuda_graphs == WHOLE else wall_us
+    return Race({name: version(name) for name in (*reports, PLAIN)}, keep, timer)
 
 
 def _inductor(
