@@ -83,6 +83,10 @@ def test_groups_and_order() -> None:
     assert sorted(order, key=repr) == sorted(((case, impl) for case in cases for impl in impls), key=repr)
     slow = [impl.startswith("max-autotune") for _, impl in order]
     assert slow == sorted(slow)
+    late = [(case.model, impl) for case, impl in order if impl.startswith("max-autotune")]
+    assert late[:6] == [("bert", "max-autotune-sdpa")] * 3 + [
+        (model, "max-autotune-flex") for model in ("gpt2", "llama", "llama")
+    ]
 
 
 def test_a_case_is_checked_then_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stof
-from stof.bench.models import Case, build, inputs_of, mask_of, with_attention
+from stof.bench.models import CAUSAL, Case, build, inputs_of, mask_of, with_attention
 from stof.bench.problem import first_line
 from stof.errors import ArgumentError
 from stof.tuning.timing import wall_us
@@ -123,13 +123,14 @@ def impls_of(text: str) -> list[str]:
 def in_order(cases: Sequence[Case], impls: Sequence[str]) -> Iterator[tuple[Case, str]]:
     """What to run one after another, so that a stop loses little.
 
-    Case by case all but max-autotune, whose compiling takes longest, then that, with the better attention of a long
-    sequence (FlexAttention) first.
+    Case by case all but max-autotune, whose compiling takes longest; then that, first with the attention that is mostly
+    faster: FlexAttention in causal models (windows), SDPA in others.
     """
-    quick = [impl for impl in impls if not impl.startswith(AUTOTUNE)]
-    slow = sorted((impl for impl in impls if impl.startswith(AUTOTUNE)), key=lambda impl: not impl.endswith("flex"))
-    yield from ((case, impl) for case in cases for impl in quick)
-    yield from ((case, impl) for impl in slow for case in cases)
+    yield from ((case, impl) for case in cases for impl in impls if not impl.startswith(AUTOTUNE))
+    for likely in (True, False):
+        for case in cases:
+            slow = [impl for impl in impls if impl.startswith(AUTOTUNE)]
+            yield from ((case, impl) for impl in slow if (impl.endswith("flex") == (case.model in CAUSAL)) is likely)
 
 
 def prepared(
