@@ -42,7 +42,7 @@ __all__ = ["CompileOptions", "FusionReport", "optimize", "pack_weights", "stof_b
 # The value of `cuda_graphs` that records whole calls.
 WHOLE = "whole"
 # Seconds, and configurations drawn for each segment in a round.
-EFFORTS: dict[str, tuple[float, int]] = {"none": (0.0, 0), "quick": (60.0, 3), "full": (600.0, 8)}
+EFFORTS: dict[str, tuple[float, int]] = {"none": (0.0, 0), "quick": (40.0, 3), "full": (600.0, 8)}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class CompileOptions:
     Attributes:
         effort: "none" decides by rules, without measuring; "quick" and "full" search for the scheme and its parameters
             by measuring segments, and finally the whole model with and without templates.
-        budget_s: seconds that searching may take; None for the effort's own: 60 or 600. A compiled model has one budget
+        budget_s: seconds that searching may take; None for the effort's own: 40 or 600. A compiled model has one budget
             for each of its graphs.
         cuda_graphs: True lets Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
             "whole", for `stof.optimize`, replays whole calls, one graph for each combination of argument shapes:
@@ -221,56 +221,68 @@ def stof_backend(
             )
         parsed.tell(report)
         return _inductor(gm, example_inputs, parsed, report.digest)
-    reports = {SEARCHED: report}
-    by_rule = fuse(copies[RULED], twins=parsed.twins, fold=parsed.fold, known=known)
-    if by_rule.fused and differing(report, by_rule):
-        reports[RULED] = by_rule
-    return _fastest({SEARCHED: gm, **copies}, reports, example_inputs, parsed, search, known)
+
+    def by_rule() -> FusionReport:
+        return fuse(copies[RULED], twins=parsed.twins, fold=parsed.fold, known=known)
+
+    def version(name: str, digest: str) -> Callable[..., Any]:
+        return _inductor(copies.get(name, gm), example_inputs, parsed, digest)
+
+    return _fastest(report, by_rule, version, parsed, search.store, known)
 
 
 def _fastest(
-    modules: Mapping[str, fx.GraphModule],
-    reports: Mapping[str, FusionReport],
-    example_inputs: Sequence[Any],
+    searched: FusionReport,
+    by_rule: Callable[[], FusionReport],
+    version: Callable[[str, str], Callable[..., Any]],
     options: CompileOptions,
-    search: Search,
+    store: Store | None,
     known: Known,
 ) -> Callable[..., Any]:
-    """The fastest version of a graph: what is known of an earlier process, or a race on the first call."""
-    store = search.store
-    keys = {
-        name: segment_key((one.digest, [(row.template, row.config) for row in one.segments], options.cuda_graphs))
-        for name, one in reports.items()
-    }
+    """The fastest version of a graph: what is known from an earlier process, or a race on the first call.
 
-    def version(name: str) -> Callable[..., Any]:
-        digest = reports[name].digest if name in reports else ""
-        return _inductor(modules[name], example_inputs, options, digest)
+    Args:
+        by_rule: chooses by rule.
+        version: compiles one, given its name and its scheme's digest.
+        known: what the rules went by.
+    """
+    rows = [(row.template, row.config) for row in searched.segments]
+    key = segment_key((searched.digest, rows, options.cuda_graphs))
+    keys = {SEARCHED: key, RULED: f"{key} by rule"}
+    reports = {SEARCHED: searched}
 
     def settle(times: Mapping[str, float]) -> str:
         winner, report = decide(reports, times)
         if winner == RULED and store is not None:
             # Else the rules, which go by what was measured, would choose what lost.
-            lost = differing(reports[SEARCHED], report)
+            lost = differing(searched, report)
             before = {key: tuned for key in lost if (tuned := known(key)) is not None}
             device = store.environment["device"]
             update_choices(choices_path(store.folder, device), device, before, without=lost)
         options.tell(report)
         return winner
 
+    def compiled(name: str) -> Callable[..., Any]:
+        return version(name, reports[name].digest if name in reports else "")
+
     races = store.load().races if store is not None else {}
     raced = {name: races[key] for name, key in keys.items() if key in races}
-    if SEARCHED in raced:  # rules that have learnt since are not raced again
-        reports = {name: reports[name] for name in raced}
-        return version(settle({name: us for name, (us, _) in raced.items()} | {PLAIN: raced[SEARCHED][1]}))
+    if SEARCHED in raced:
+        times = {name: us for name, (us, _) in raced.items()} | {PLAIN: raced[SEARCHED][1]}
+        if min(times, key=times.__getitem__) == RULED:
+            reports[RULED] = by_rule()
+        return compiled(settle(times))
+    ruled = by_rule()
+    if ruled.fused and differing(searched, ruled):
+        reports[RULED] = ruled
 
     def keep(times: Mapping[str, float]) -> str:
         if store is not None:
-            store.update(Contents(races={key: (times[name], times[PLAIN]) for name, key in keys.items()}))
+            store.update(Contents(races={keys[name]: (times[name], times[PLAIN]) for name in reports}))
         return settle(times)
 
     timer = replayed_us if options.cuda_graphs == WHOLE else wall_us
-    return Race({name: version(name) for name in (*reports, PLAIN)}, keep, timer)
+    return Race({name: compiled(name) for name in (*reports, PLAIN)}, keep, timer)
 
 
 def _inductor(
