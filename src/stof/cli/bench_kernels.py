@@ -9,7 +9,7 @@ import typer
 
 from stof.cli.bench_fusion import gpu
 
-# Kernels of less than this share of a call are added up in one line.
+# Kernels of less than this share of a call are not shown; the sums have them.
 _SHOWN = 0.005
 _NAME_WIDTH = 90
 
