@@ -102,6 +102,7 @@ def warm_here(asked: dict[str, Any]) -> None:
     case, dtype = Case.parse(asked["case"]), getattr(torch, asked["dtype"])
     with device:
         model = build(case.model, case.seq).to(dtype)
+    torch.cuda.empty_cache()  # of the weights in float32: many such processes share a GPU
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs_of(case, device).items()}
     apart: AbstractContextManager[object] = nullcontext()
     if asked["impl"].startswith(AUTOTUNE):
