@@ -20,7 +20,7 @@ from stof.bench.model_race import COMPILED, KEY, Plan, Row, impls_of, in_order, 
 from stof.bench.models import Case, flex_mask, mask_of, with_attention
 from stof.bench.results import RowFile
 from stof.cli import bench_models
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, StofError
 
 CPU = torch.device("cpu")
 PLAN = Plan(CPU, torch.float32, rounds=1)
@@ -183,25 +183,47 @@ def test_warming_ends_in_time_and_tells_what_failed(monkeypatch: pytest.MonkeyPa
         return real([sys.executable, "-S", "-c", "pass" if "gpt2" in command[-1] else code], **options)
 
     monkeypatch.setattr(model_warm.subprocess, "Popen", popen)
-    ways = (("bert", "stof"), ("llama", "max-autotune-sdpa"), ("gpt2", "stof"))
-    jobs = [(Case(name, 1, 8, "full"), impl) for name, impl in ways]
+    cases = [Case(name, 1, 8, "full") for name in ("llama", "bert", "gpt2")]
+    jobs = [(case, ("stof", "stof-whole")) for case in cases]
     start = time.monotonic()
     problems = model_warm.warm(jobs, "float16", workers=2, seconds=3.0, tell=told.append)
     assert time.monotonic() - start < 20
-    assert "max-autotune" in started[0]
-    assert problems == ["bert,1,8,full stof: no room", "llama,1,8,full max-autotune-sdpa: ended for the budget"]
+    assert ["llama" in one for one in started] == [True, False, False]
+    assert problems == [
+        "bert,1,8,full stof stof-whole: no room",
+        "llama,1,8,full stof stof-whole: ended for the budget",
+    ]
     assert len(told) == 2
-    assert model_warm.warm(jobs[:1], "float16", workers=1, seconds=0.0) == ["bert,1,8,full stof: not begun"]
+    late = model_warm.warm(jobs[1:2], "float16", workers=1, seconds=0.0)
+    assert late == ["bert,1,8,full stof stof-whole: not begun"]
 
 
-@pytest.mark.parametrize("impl", ["stof", "max-autotune-sdpa"])
-def test_warming_keeps_no_picks(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_that_are_alike_warm_together() -> None:
+    cases = [Case("bert", 1, 8, "full"), Case("llama", 1, 8, "full")]
+    impls = impls_of("ours default-sdpa peers eager-flex")
+    jobs = model_warm.jobs_of([(case, impl) for case in cases for impl in impls])
+    assert sorted(f"{case} {impl}" for case, some in jobs for impl in some) == sorted(
+        f"{case} {impl}" for case in cases for impl in impls
+    )
+    assert [some for case, some in jobs if case == cases[0]] == [
+        ("max-autotune-sdpa", "max-autotune-flex"),
+        ("stof-attention", "stof-folded", "stof-whole"),
+        ("default-sdpa", "reduce-overhead-sdpa"),
+        ("default-flex", "reduce-overhead-flex", "eager-flex"),
+    ]
+    assert [some[0] for _, some in jobs[:2]] == ["max-autotune-sdpa"] * 2
+
+
+def test_warming_keeps_no_picks_and_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 
     monkeypatch.setitem(models._SIZES, "bert", TINY)
     seen = []
 
     def prepared(model: nn.Module, case: Case, impl: str, device: object) -> Any:
+        if impl == "default-flex":
+            raise RuntimeError("no such kernel")
+
         def call(**inputs: Any) -> Any:
             seen.append((config.autotune_local_cache, config.fx_graph_cache))
             return model(**inputs)
@@ -210,8 +232,10 @@ def test_warming_keeps_no_picks(impl: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(model_warm, "prepared", prepared)
     before = config.autotune_local_cache, config.fx_graph_cache
-    model_warm.warm_here({"case": "bert,1,8,full", "impl": impl, "dtype": "float32"})
-    assert seen == [before if impl == "stof" else (False, False)]
+    impls = ["max-autotune-sdpa", "default-flex", "stof"]
+    with pytest.raises(StofError, match=r"default-flex: RuntimeError: no such kernel$"):
+        model_warm.warm_here({"case": "bert,1,8,full", "impls": impls, "dtype": "float32"})
+    assert seen == [(False, False), before]
 
 
 def test_shares_of_kernels_add_up() -> None:

@@ -1,8 +1,8 @@
 """Compile whole models in parallel before they are timed one after another: caches of Inductor and Triton fill.
 
-Each way is a process of its own that compiles, calls once and ends. What max-autotune measures there, beside other
-processes on the GPU, is not kept: its picks, and graphs that hold them, stay out of the caches. What its candidates
-compile to is kept, so that the real run only measures them.
+A process compiles some ways of a case that are much alike, calls each once and ends. What max-autotune measures there,
+beside other processes on the GPU, is not kept: its picks, and graphs that hold them, stay out of the caches. What its
+candidates compile to is kept, so that the real run only measures them.
 """
 
 from __future__ import annotations
@@ -19,26 +19,44 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import IO, Any
 
-from stof.bench.model_race import AUTOTUNE, prepared
+from stof.bench.model_race import AUTOTUNE, PEERS, prepared
 from stof.bench.models import Case, build, inputs_of
+from stof.bench.problem import first_line
+from stof.errors import StofError
 
 # Processes of Inductor that compile kernels, for each of ours.
 _COMPILERS = 4
 _POLL_S = 0.2
 
 
+# A case, and ways to run it.
+Job = tuple[Case, tuple[str, ...]]
+
+
+def jobs_of(wanted: Sequence[tuple[Case, str]]) -> list[Job]:
+    """What one process each compiles: max-autotune, which takes longest and comes first; other peers by attention; ours.
+
+    Ways that are alike share most kernels.
+    """
+    found: dict[tuple[Case, str], list[str]] = {}
+    for case, impl in wanted:
+        group = AUTOTUNE if impl.startswith(AUTOTUNE) else impl.rsplit("-", 1)[1] if impl in PEERS else "ours"
+        found.setdefault((case, group), []).append(impl)
+    groups = sorted(found, key=lambda key: key[1] != AUTOTUNE)
+    return [(case, tuple(found[case, group])) for case, group in groups]
+
+
 @dataclass
 class _Process:
     """A running job; what it prints goes to a file, for max-autotune prints more than a pipe holds."""
 
-    case: Case
-    impl: str
+    job: Job
     log: IO[str]
     popen: subprocess.Popen[str]
 
     @staticmethod
-    def start(case: Case, impl: str, dtype: str) -> _Process:
-        asked = json.dumps({"case": str(case), "impl": impl, "dtype": dtype})
+    def start(job: Job, dtype: str) -> _Process:
+        asked = json.dumps({"case": str(job[0]), "impls": job[1], "dtype": dtype})
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed with the process
         command = [sys.executable, "-m", "stof.bench.model_warm", asked]
         environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(_COMPILERS)}
@@ -46,11 +64,11 @@ class _Process:
         popen = subprocess.Popen(
             command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-        return _Process(case, impl, log, popen)
+        return _Process(job, log, popen)
 
     @property
     def name(self) -> str:
-        return f"{self.case} {self.impl}"
+        return named(self.job)
 
     def problem(self) -> str:
         """The last line of a process that failed, "" of others; its log is gone then."""
@@ -65,21 +83,26 @@ class _Process:
         self.log.close()
 
 
+def named(job: Job) -> str:
+    """A job in words."""
+    return f"{job[0]} {' '.join(job[1])}"
+
+
 def warm(
-    jobs: Sequence[tuple[Case, str]], dtype: str, *, workers: int, seconds: float, tell: Callable[[str], object] = print
+    jobs: Sequence[Job], dtype: str, *, workers: int, seconds: float, tell: Callable[[str], object] = print
 ) -> list[str]:
-    """Run every job, `workers` at a time, max-autotune first; what still runs after `seconds` is ended.
+    """Run every job, `workers` at a time, in their order; what still runs after `seconds` is ended.
 
     Returns:
         what did not end well, a line each.
     """
-    waiting = sorted(jobs, key=lambda job: not job[1].startswith(AUTOTUNE))
+    waiting = list(jobs)
     running: list[_Process] = []
     problems, start = [], time.monotonic()
     try:
         while (waiting or running) and time.monotonic() - start < seconds:
             while waiting and len(running) < workers:
-                running.append(_Process.start(*waiting.pop(0), dtype))
+                running.append(_Process.start(waiting.pop(0), dtype))
             time.sleep(_POLL_S)
             for process in [one for one in running if one.popen.poll() is not None]:
                 running.remove(process)
@@ -90,11 +113,15 @@ def warm(
         for process in running:
             process.end()
             problems.append(f"{process.name}: ended for the budget")
-    return problems + [f"{case} {impl}: not begun" for case, impl in waiting]
+    return problems + [f"{named(job)}: not begun" for job in waiting]
 
 
 def warm_here(asked: dict[str, Any]) -> None:
-    """Be the process that compiles one way of one case, and calls it."""
+    """Be the process that compiles some ways of one case, and calls each.
+
+    Raises:
+        StofError: some failed; the others are compiled.
+    """
     import torch
     from torch._inductor import config
 
@@ -104,14 +131,22 @@ def warm_here(asked: dict[str, Any]) -> None:
         model = build(case.model, case.seq).to(dtype)
     torch.cuda.empty_cache()  # of the weights in float32: many such processes share a GPU
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs_of(case, device).items()}
-    apart: AbstractContextManager[object] = nullcontext()
-    if asked["impl"].startswith(AUTOTUNE):
-        apart = config.patch(autotune_local_cache=False, fx_graph_cache=False)
-    with torch.no_grad(), apart:
-        compiled, arguments = prepared(model, case, asked["impl"], device)
-        compiled(**inputs, **arguments)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    failed = []
+    for impl in asked["impls"]:
+        torch.compiler.reset()
+        apart: AbstractContextManager[object] = nullcontext()
+        if impl.startswith(AUTOTUNE):
+            apart = config.patch(autotune_local_cache=False, fx_graph_cache=False)
+        try:
+            with torch.no_grad(), apart:
+                compiled, arguments = prepared(model, case, impl, device)
+                compiled(**inputs, **arguments)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as failure:  # whatever a compiler or a model raises must not keep the others from compiling
+            failed.append(f"{impl}: {first_line(failure)}")
+    if failed:
+        raise StofError("; ".join(failed))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def models(
     from rich.text import Text
 
     from stof.bench.model_race import KEY, Plan, Row, Subject, impls_of, in_order, run_way
+    from stof.bench.model_warm import jobs_of
     from stof.bench.model_warm import warm as compile_all
     from stof.bench.models import Case
     from stof.bench.results import RowFile
@@ -65,7 +66,7 @@ def models(
 
     wanted = list(in_order([Case.parse(text) for text in cases.split()], impls_of(impls)))
     if warm:
-        for line in compile_all(wanted, dtype, workers=workers, seconds=budget or math.inf, tell=say):
+        for line in compile_all(jobs_of(wanted), dtype, workers=workers, seconds=budget or math.inf, tell=say):
             console.print(Text(line, style="red"), soft_wrap=True)
         return
     plan, file = Plan(device, precision, rounds, search_budget), RowFile(output, device, Row, KEY)
