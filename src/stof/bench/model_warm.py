@@ -34,7 +34,7 @@ Job = tuple[Case, tuple[str, ...]]
 
 
 def jobs_of(wanted: Sequence[tuple[Case, str]]) -> list[Job]:
-    """What one process each compiles: max-autotune, which takes longest and comes first; other peers by attention; ours.
+    """What a process each compiles: max-autotune, which takes longest and comes first; other peers by attention; ours.
 
     Ways that are alike share most kernels.
     """
