@@ -79,7 +79,7 @@ class WholeCalls:
             return self._call(*args, **kwargs)
         with self._lock:
             replay = self._recorded.get(key)
-            # Begun before it is known to be right: looking at the weights of a small model takes a tenth of its time.
+            # Begun before it is known to be right: the host looks at the weights while the GPU computes.
             out = replay(tensors) if replay is not None else None
             if self._weights.changed():
                 self._forget()
