@@ -12,12 +12,14 @@ import torch
 pytest.importorskip("triton")
 
 from stof.bench import gemm as bench
-from stof.bench.gemm import GEMMS, INDUCTOR, Check, Gemm, Inputs, Record, Row, calls_of, run_gemm, summaries
+from stof.bench.gemm import GEMMS, INDUCTOR, KEY, Check, Gemm, Inputs, Row, calls_of, run_gemm, summaries
 from stof.bench.layer import COSINE, FUSED, LayerShape, configs_from, run_layer
+from stof.bench.results import RowFile
 from stof.cli.bench_fusion import gemm_table
 from stof.fusion.templates import GemmConfig
 
 CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = {"every": True, "autotuned": False, "rounds": 1, "report": lambda text: None}
 
 
 def small(gemm: Gemm) -> Gemm:
@@ -49,9 +51,7 @@ def test_failures_and_wrong_results_have_no_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(bench, "configs", lambda *_: [GemmConfig.parse("cublas"), GemmConfig.parse("32x32x32,2s,tile")])
     monkeypatch.setitem(bench._MODES, INDUCTOR, "no such mode")
-    rows = run_gemm(
-        small(GEMMS[1]), 9, CPU, torch.float16, every=True, autotuned=False, chain=0, rounds=1, report=lambda text: None
-    )
+    rows = run_gemm(small(GEMMS[1]), 9, CPU, torch.float16, **OPTIONS, chain=0, sustained=0.0)
     problems = {row.impl: row.problem for row in rows}
     assert problems[INDUCTOR]
     assert problems["cublas"] == problems["32x32x32,4w,2s,tile"] == ""
@@ -74,11 +74,27 @@ def test_chains_have_weights_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(bench, "chain_us", chain_us)
     gemm = replace(small(GEMMS[0]), bias=False)
-    rows = run_gemm(
-        gemm, 9, CPU, torch.float16, every=True, autotuned=False, chain=3, rounds=1, report=lambda text: None
-    )
+    rows = run_gemm(gemm, 9, CPU, torch.float16, **OPTIONS, chain=3, sustained=0.0)
     assert len(weights) == 3
     assert [(row.impl, row.us, row.chain) for row in rows] == [(n, 2.0, 3) for n in (bench.BARE, INDUCTOR, "cublas")]
+
+
+def test_sustained_runs_repeat_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(bench, "configs", lambda *_: [GemmConfig.parse("cublas")])
+    monkeypatch.setattr(bench, "_MODES", {INDUCTOR: "default"})
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    asked: list[float] = []
+
+    def sustained_us(calls: dict[str, Any], device: torch.device, seconds: float, rounds: int) -> dict[str, float]:
+        asked.append(seconds)
+        return dict.fromkeys(calls, 3.0)
+
+    monkeypatch.setattr(bench, "sustained_us", sustained_us)
+    gemm = replace(small(GEMMS[0]), bias=False)
+    rows = run_gemm(gemm, 9, CPU, torch.float16, **OPTIONS, chain=0, sustained=0.2)
+    assert asked == [0.2]
+    assert [(row.us, row.sustained) for row in rows] == [(3.0, 0.2)] * 3
 
 
 def row(impl: str, us: float | None, tokens: int = 512, gemm: str = "qkv", chain: int = 0) -> Row:
@@ -91,6 +107,7 @@ def test_summary_and_configurations() -> None:
     first, second = summaries(rows)
     # What was measured in chains is not mixed with single calls.
     assert summaries([*rows, row("cublas", 3.0, chain=24)]) == [first, second]
+    assert summaries([*rows, replace(row("cublas", 3.0), sustained=0.2)]) == [first, second]
     assert (first.best, first.best_us) == ("cublas", 12.0)
     assert (first.needed, first.reached, first.speedup) == pytest.approx((10 / 15, 10 / 12, 15 / 12))
     assert first.by_kind == {"cublas": 12.0}
@@ -103,10 +120,10 @@ def test_summary_and_configurations() -> None:
 
 def test_file_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "gemm.json"
-    Record(path, CPU).add([row("cublas", 5.0), row(INDUCTOR, 6.0)])
-    again = Record(path, CPU)
+    RowFile(path, CPU, Row, KEY).add([row("cublas", 5.0), row(INDUCTOR, 6.0)])
+    again = RowFile(path, CPU, Row, KEY)
     again.add([row("cublas", 4.0)])
-    assert [(r.impl, r.us) for r in Record(path, CPU).rows] == [(INDUCTOR, 6.0), ("cublas", 4.0)]
+    assert [(r.impl, r.us) for r in RowFile(path, CPU, Row, KEY).rows] == [(INDUCTOR, 6.0), ("cublas", 4.0)]
 
 
 @pytest.mark.parametrize("model", ["bert", "llama"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stof.tuning import timing
-from stof.tuning.timing import chain_us, time_calls, wall_us
+from stof.tuning.timing import chain_us, sustained_us, time_calls, wall_us
 
 LAUNCH_US, FLUSH_US = 10.0, 80.0
 
@@ -115,6 +115,17 @@ def test_chains_are_captured_whole(clock: Clock) -> None:
     found = chain_us({"equal": [first] * 4, "mixed": [first, second] * 2}, torch.device("cuda"), rounds=3)
     assert found["mixed"] - found["equal"] == pytest.approx(1.0)
     assert sum(captured) == 4 + 2
+
+
+def test_sustained_calls_follow_each_other_for_as_long_as_is_asked(clock: Clock) -> None:
+    short, captured = counted(clock, 3.0)
+    long, _ = counted(clock, 700.0)
+    start = clock.us
+    found = sustained_us({"short": short, "long": long}, torch.device("cuda"), seconds=0.1, rounds=3)
+    assert 0.6e6 < clock.us - start < 0.7e6
+    count = sum(captured)  # one after the other in one graph
+    assert found["short"] == pytest.approx(3.0 + LAUNCH_US / count)
+    assert found["long"] == pytest.approx(700.0 + LAUNCH_US / 2)
 
 
 def test_what_cannot_be_captured_is_timed_eagerly(clock: Clock) -> None:

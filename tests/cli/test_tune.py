@@ -20,6 +20,7 @@ from stof.cli.tune_model import View
 from stof.errors import ArgumentError
 from stof.fusion.lock import read_lock
 from stof.fusion.progress import Progress
+from stof.fusion.race import SEARCHED
 from stof.fusion.report import FusionReport
 from stof.integrations import torch_compile
 from stof.integrations.torch_compile import CompileOptions
@@ -70,7 +71,7 @@ def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(torch_compile, "SegmentTimer", lambda: Table(linear=0.5))
-    monkeypatch.setattr(torch_compile, "wall_us", lambda calls, device: {"fused": 1.0, "plain": 2.0})
+    monkeypatch.setattr(torch_compile, "wall_us", lambda calls, device: dict.fromkeys(calls, 2.0) | {SEARCHED: 1.0})
     common = ["--dtype", "float32", "--twins", "--store", "store", "--budget", "60"]
     done = run(
         f"{own_module}:small", *common, "--lock", "small.lock", "--html", "out/report.html", "--png", "out/a.svg"

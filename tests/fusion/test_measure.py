@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 import stof
 from stof import masks
 from stof.fusion import measure, pipeline
+from stof.fusion.choices import Tuned
 from stof.fusion.claims import Claim, claims
 from stof.fusion.lower import GraphOrder
 from stof.fusion.normalise import normalise
 from stof.fusion.operators import in_words
 from stof.fusion.pipeline import Search
-from stof.fusion.race import Race
+from stof.fusion.race import PLAIN, RULED, SEARCHED, Race, decide, differing
 from stof.fusion.report import FusionReport, SegmentReport
 from stof.fusion.space import Candidate
 from stof.fusion.templates.config import GemmShape
@@ -158,22 +159,59 @@ def test_a_spent_budget_is_reported() -> None:
     assert report.notes == ["the budget of -1 s was spent after 0 measurements"]
 
 
+def version(config: str, bucket: str = "linear 4x8x6") -> FusionReport:
+    row = SegmentReport("linear + gelu", "linear", config, "measured faster", 2.0, 1.0)
+    tuned = {bucket: Tuned(config, 1.0, 2.0), "linear 9x9x9": Tuned("", 3.0, 2.0)}
+    return FusionReport([row], choices=tuned, used={bucket: config}, notes=[f"of {config}"])
+
+
 @pytest.mark.parametrize(("times", "kept"), [((10.0, 20.0), True), ((20.0, 10.0), False), ((10.0, 10.0), False)])
 def test_the_faster_of_two_models_stays(times: tuple[float, float], kept: bool) -> None:
-    told: list[FusionReport] = []
-    report = FusionReport([SegmentReport("linear + gelu", "linear", "", "measured faster", 2.0, 1.0)])
+    report, told = version("cublas"), []
+
+    def settle(taken: Mapping[str, float]) -> str:
+        winner, final = decide({SEARCHED: report}, taken)
+        told.append(final)
+        return winner
+
     race = Race(
-        lambda x: ("fused", x),
-        lambda x: ("plain", x),
-        report,
-        told.append,
-        timer=lambda calls, device: dict(zip(calls, times, strict=True)),
+        {SEARCHED: lambda x: ("fused", x), PLAIN: lambda x: ("plain", x)},
+        settle,
+        lambda calls, device: dict(zip(calls, times, strict=True)),
     )
     for _ in range(2):
         assert race(3) == ("fused" if kept else "plain", 3)
     assert told == [report]
     assert report.fused == kept
-    assert ("templates kept" if kept else "templates taken back") in report.notes[0]
+    assert report.whole_us == times
+    assert ("templates kept" if kept else "templates taken back") in report.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("times", "winner"),
+    [
+        ({SEARCHED: 10.0, RULED: 9.0, PLAIN: 20.0}, RULED),
+        ({SEARCHED: 9.0, RULED: 9.0, PLAIN: 20.0}, SEARCHED),
+        ({SEARCHED: 10.0, RULED: 9.0, PLAIN: 8.0}, PLAIN),
+    ],
+)
+def test_a_search_makes_nothing_slower_than_the_rules(times: dict[str, float], winner: str) -> None:
+    searched, ruled = version("cublas"), version("")
+    searched.measurements = 7
+    assert differing(searched, ruled) == {"linear 4x8x6"}
+    found, report = decide({SEARCHED: searched, RULED: ruled}, times)
+    assert found == winner
+    assert "9 us with those by rule" in report.notes[-1]
+    assert report.whole_us == (9.0, times[PLAIN])
+    assert report.measurements == 7
+    assert "of cublas" in report.notes
+    if winner == RULED:
+        assert report is ruled
+        assert list(report.choices) == ["linear 9x9x9"]  # what lost is not told to others
+        assert report.notes[-1].endswith("templates by rule kept")
+    else:
+        assert report is searched
+        assert report.fused == (winner == SEARCHED)
 
 
 def test_reports_print_a_row_for_alike_segments() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import stof
 from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.claims import Claim
 from stof.fusion.progress import Progress
+from stof.fusion.race import PLAIN, RULED, SEARCHED
 from stof.integrations import torch_compile
 from stof.integrations.torch_compile import CompileOptions, FusionReport, stof_backend
 from tests.integrations import models
@@ -217,7 +218,7 @@ def test_a_whole_model_that_is_slower_loses_its_templates(tmp_path: Path, monkey
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval()
     x = torch.randn(2, 8)
     for kept in (True, False):
-        times = {"fused": 1.0 if kept else 3.0, "plain": 2.0}
+        times = {SEARCHED: 1.0 if kept else 3.0, PLAIN: 2.0}
         timer = functools.partial(lambda times, calls, device: times, times)
         monkeypatch.setattr(torch_compile, "wall_us", timer)
         for notes in (1, 1):  # the second time from the store
@@ -225,6 +226,39 @@ def test_a_whole_model_that_is_slower_loses_its_templates(tmp_path: Path, monkey
             assert report.fused == kept
             assert len(report.notes) == notes
             torch.testing.assert_close(out, model(x)[0])
+
+
+@pytest.mark.parametrize("fastest", [SEARCHED, RULED, PLAIN])
+@pytest.mark.usefixtures("without_inductor")
+def test_what_the_rules_choose_takes_part(fastest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Timer:
+        """The product alone is fast in a template, with its activation it is not."""
+
+        def __init__(self) -> None:
+            self.failures: dict[Any, str] = {}
+
+        def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+            return [2.0 if config is None else 1.0 if len(claim.operators) == 1 else 3.0 for config in configs]
+
+    races: list[set[str]] = []
+
+    def wall_us(calls: Mapping[str, Any], device: torch.device) -> dict[str, float]:
+        races.append(set(calls))
+        return {name: 1.0 if name == fastest else 2.0 for name in calls}
+
+    monkeypatch.setattr(torch_compile, "SegmentTimer", Timer)
+    monkeypatch.setattr(torch_compile, "wall_us", wall_us)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval(), torch.randn(2, 8)
+    expected = {SEARCHED: ["linear 8>16"], RULED: ["linear 8>16 + gelu"], PLAIN: []}[fastest]
+    for _ in range(3):  # later ones go by the store
+        out, (report,) = run(model, {"input": x}, effort="quick", store=tmp_path)
+        assert [row.operators for row in report.segments if row.template] == expected
+        torch.testing.assert_close(out, model(x)[0])
+    assert races == [{SEARCHED, RULED, PLAIN}]
+    # What lost to the rules is not what the rules go by from now on.
+    _, (report,) = run(model, {"input": x}, store=tmp_path)
+    by_rule = [row.operators for row in report.segments if row.template]
+    assert by_rule == (expected if fastest == RULED else ["linear 8>16"])
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,24 @@ def test_weights_that_are_others_need_a_new_recording(frozen: bool) -> None:
         assert made() == 0
 
 
+def test_a_replay_begun_for_other_weights_is_dropped() -> None:
+    """It begins before the weights are looked at, and reads memory that is held until then."""
+    module = Scaled().eval()
+    calls, recorder = whole(module)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            calls(x)
+        address = module.linear.weight.data_ptr()
+        module.linear.weight.data = torch.randn(4, 4)
+        assert address in [memory.data_ptr() for memory in calls._weights._memory]
+        began = recorder.replayed
+        torch.testing.assert_close(calls(x), module(x), rtol=0, atol=0)
+        assert (recorder.replayed, recorder.made) == (began + 1, 1)
+        assert address not in [memory.data_ptr() for memory in calls._weights._memory]
+        assert not calls._recorded
+
+
 def test_modules_that_are_others_need_a_new_recording() -> None:
     module = nn.Sequential(Scaled(), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Linear(4, 4, bias=False))
     calls, recorder = whole(module.eval())

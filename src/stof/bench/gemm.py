@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +15,9 @@ from torch import Tensor
 
 from stof.bench.check import relative_error
 from stof.bench.problem import first_line
-from stof.bench.results import provenance
 from stof.fusion.templates import GemmConfig, configs, run, twins
 from stof.fusion.templates.norms import Norm
-from stof.tuning.timing import chain_us, time_calls
+from stof.tuning.timing import chain_us, sustained_us, time_calls
 
 EPS = 1e-5
 # Rows of each result that are compared with float64; all are compared with PyTorch's own result.
@@ -97,7 +94,8 @@ MODELS = tuple(dict.fromkeys(gemm.model for gemm in GEMMS))
 class Row:
     """One measurement. `us` is None when the result was wrong or the candidate failed (`problem` says how).
 
-    With a `chain`, it is of a call among so many with weights of their own; else of a single one with a cold L2.
+    With a `chain`, it is of a call among so many with weights of their own; `sustained`, of one among those that follow
+    each other for so many seconds; else of a single one with a cold L2.
     """
 
     model: str
@@ -115,9 +113,10 @@ class Row:
     first_call_s: float | None
     problem: str = ""
     chain: int = 0
+    sustained: float = 0.0
 
 
-KEY = ("model", "gemm", "tokens", "dtype", "impl", "chain")
+KEY = ("model", "gemm", "tokens", "dtype", "impl", "chain", "sustained")
 
 
 @dataclass(frozen=True)
@@ -206,6 +205,7 @@ def run_gemm(
     every: bool,
     autotuned: bool,
     chain: int,
+    sustained: float,
     rounds: int,
     report: Callable[[str], None],
 ) -> list[Row]:
@@ -215,6 +215,7 @@ def run_gemm(
         every: all configurations that fit, not only the quick ones.
         autotuned: Inductor's own search for products as well.
         chain: 0, or calls that follow each other, each with a weight of its own (`chain_us`).
+        sustained: 0, or seconds for which each call is repeated (`sustained_us`).
         rounds: timed rounds.
         report: told about each check.
     """
@@ -246,6 +247,9 @@ def run_gemm(
             good[name] = calls
     if chain:
         taken: dict[str, float | None] = {**chain_us(good, device, rounds=rounds)}
+    elif sustained:
+        once = {name: calls[0] for name, calls in good.items()}
+        taken = {**sustained_us(once, device, seconds=sustained, rounds=rounds)}
     else:
         timings = time_calls({name: calls[0] for name, calls in good.items()}, device, rounds=rounds)
         taken = {name: timing.gpu_us for name, timing in timings.items()}
@@ -257,7 +261,7 @@ def run_gemm(
         tflops = products / us / 1e6 if us else None
         rows.append(
             Row(gemm.model, gemm.name, gemm.template, tokens, gemm.n, gemm.k, str(dtype).removeprefix("torch."), name,
-                us, tflops, error, check.plain, first, problem, chain)
+                us, tflops, error, check.plain, first, problem, chain, sustained)
         )  # fmt: skip
     return rows
 
@@ -311,33 +315,6 @@ def _poisoned(call: Callable[[], Any]) -> Any:
         torch.use_deterministic_algorithms(False)
 
 
-class Record:
-    """The rows of one file, written anew after every product."""
-
-    def __init__(self, path: Path | None, device: torch.device) -> None:
-        self.path, self.device = path, device
-        self.rows: list[Row] = []
-        if path is not None and path.exists():
-            self.rows = [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
-
-    def add(self, rows: Sequence[Row]) -> None:
-        """Take rows in place of older ones of the same measurements."""
-        again = {_key(row) for row in rows}
-        self.rows = [row for row in self.rows if _key(row) not in again] + list(rows)
-        if self.path is None:
-            return
-        lines = ",\n  ".join(json.dumps(asdict(row)) for row in self.rows)
-        meta = json.dumps(provenance(self.device), indent=1)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        half = self.path.with_name(self.path.name + ".part")
-        half.write_text(f'{{"meta": {meta},\n "rows": [\n  {lines}\n ]}}\n', encoding="utf-8")
-        half.replace(self.path)
-
-
-def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(getattr(row, name) for name in KEY)
-
-
 @dataclass(frozen=True)
 class Summary:
     """One product: the bare product, Inductor's best, the best template, and what had to be reached.
@@ -370,12 +347,12 @@ class Summary:
 
 def summaries(rows: Iterable[Row]) -> list[Summary]:
     """One line a product of which everything has a time."""
-    cells: dict[tuple[str, str, int, int], dict[str, float]] = {}
+    cells: dict[tuple[str, str, int, int, float], dict[str, float]] = {}
     for row in rows:
         if row.us is not None:
-            cells.setdefault((row.model, row.gemm, row.tokens, row.chain), {})[row.impl] = row.us
+            cells.setdefault((row.model, row.gemm, row.tokens, row.chain, row.sustained), {})[row.impl] = row.us
     found = []
-    for (model, gemm, tokens, _), times in cells.items():
+    for (model, gemm, tokens, *_), times in cells.items():
         ours = {name: us for name, us in times.items() if name not in (BARE, *_MODES)}
         peers = [times[name] for name in _MODES if name in times]
         if BARE in times and peers and ours:

@@ -1,31 +1,20 @@
-"""Whole models from transformers with random weights: backend "stof" against torch.compile, same masks, same weights.
-
-Every way is checked against the model in float32, run eagerly, before it is timed; a wrong one has no time. Ways run
-one after another, each compiled afresh: compiled versions of one class slow each other's calls down.
-"""
+"""Models from transformers with random weights, their inputs, and their masks in every form that is compared."""
 
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-import stof
 from stof import masks
 from stof.bench.grid import GRID
-from stof.bench.problem import first_line
 from stof.errors import ArgumentError
 from stof.masks import Mask
-from stof.tuning.timing import wall_us
 
-# Below this the outputs are not those of the model, unless half precision alone takes it there: see `lowest_cosine`.
-COSINE = 0.999
 WINDOW, SINKS = 512, 16
 
 # Sizes as published; LLaMA's are those of a 1.0 B model.
@@ -47,14 +36,6 @@ _SIZES: dict[str, dict[str, Any]] = {
 MODELS = tuple(_SIZES)
 CAUSAL = ("gpt2", "llama")
 MASKS = ("full", "window+sinks", "longformer", "bigbird")
-_MODES = {"default": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
-PEERS = tuple(f"{mode}-{kind}" for mode in ("eager", *_MODES) for kind in ("sdpa", "flex"))
-# With our attention and no templates; with templates by rule, with norms folded, with whole calls as CUDA graphs (norms
-# folded too), each also with the scheme searched for.
-OURS = (
-    "stof-attention",
-    *(f"stof{how}{effort}" for how in ("", "-folded", "-whole") for effort in ("", "-quick", "-full")),
-)
 
 
 @dataclass(frozen=True)
@@ -66,21 +47,22 @@ class Case:
     seq: int
     mask: str
 
+    @staticmethod
+    def parse(text: str) -> Case:
+        """Read `bert,8,512,bigbird`.
 
-@dataclass(frozen=True)
-class Row:
-    """One way to run a case; `ms` is None when it was wrong or failed (`problem` says how)."""
+        Raises:
+            ArgumentError: the text is no case, or there is no such model.
+        """
+        parts = text.split(",")
+        if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
+            raise ArgumentError(f"a case is model,batch,length,mask, such as bert,8,512,bigbird; got {text!r}")
+        if parts[0] not in MODELS:
+            raise ArgumentError(f"unknown model {parts[0]!r}; there are {', '.join(MODELS)}")
+        return Case(parts[0], int(parts[1]), int(parts[2]), parts[3])
 
-    model: str
-    batch: int
-    seq: int
-    mask: str
-    dtype: str
-    impl: str
-    ms: float | None
-    first_call_s: float
-    cosine: float | None
-    problem: str = ""
+    def __str__(self) -> str:
+        return f"{self.model},{self.batch},{self.seq},{self.mask}"
 
 
 def build(name: str, seq: int) -> nn.Module:
@@ -155,7 +137,9 @@ def flex_mask(case: Case, device: torch.device) -> Any:
             keep = inner(b, h, q, k)
             return (q >= k) & keep if case.model in CAUSAL else keep
 
-    return create_block_mask(mod, None, None, case.seq, case.seq, device=str(device))
+    blocks = create_block_mask(mod, None, None, case.seq, case.seq, device=str(device))
+    blocks.ndim = 4  # type: ignore[attr-defined]  # GPT-2 asks whether a mask has yet to be made one of every head
+    return blocks
 
 
 def with_attention(model: nn.Module, case: Case, kind: str, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
@@ -163,6 +147,8 @@ def with_attention(model: nn.Module, case: Case, kind: str, device: torch.device
     changed: Any = copy.deepcopy(model)
     for part in changed.modules():
         if hasattr(part, "set_attn_implementation"):
+            # GPT-2 calls attention as FlexAttention wants it, and is only not on transformers' list.
+            part._supports_flex_attn |= part._supports_attention_backend
             part.set_attn_implementation("sdpa" if kind == "sdpa" else "flex_attention")
     if kind == "flex":
         mask = flex_mask(case, device)
@@ -172,107 +158,3 @@ def with_attention(model: nn.Module, case: Case, kind: str, device: torch.device
         return changed, {}
     dense = value.to_dense(case.seq, device=device)
     return changed, {"attention_mask": dense.expand(case.batch, 1, case.seq, case.seq)}
-
-
-def ways(
-    model: nn.Module, case: Case, impls: Iterable[str], device: torch.device, budget_s: float | None
-) -> dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]]:
-    """For each implementation what prepares it: a compiled copy of the model, and further arguments of its calls.
-
-    Raises:
-        ArgumentError: an unknown implementation.
-    """
-    prepared: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {}
-    for impl in impls:
-        if impl in OURS:
-            prepared[impl] = lambda impl=impl: (_ours(model, case, impl, budget_s), {})  # type: ignore[misc]
-        elif impl in PEERS:
-            prepared[impl] = lambda impl=impl: _peer(model, case, impl, device)  # type: ignore[misc]
-        else:
-            raise ArgumentError(f"unknown implementation {impl!r}; there are {', '.join((*PEERS, *OURS))}")
-    return prepared
-
-
-def _peer(model: nn.Module, case: Case, impl: str, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
-    mode, kind = impl.rsplit("-", 1)
-    changed, arguments = with_attention(model, case, kind, device)
-    if mode != "eager":
-        compiled: Any = torch.compile(changed, mode=_MODES[mode], dynamic=False)
-        return compiled, arguments
-    return changed, arguments
-
-
-def _ours(model: nn.Module, case: Case, impl: str, budget_s: float | None) -> nn.Module:
-    changed = copy.deepcopy(model)
-    if impl == "stof-attention":
-        stof.optimize(changed, mask=mask_of(case), pack=False)
-        compiled: Any = torch.compile(changed, mode="reduce-overhead", dynamic=False)
-        return compiled
-    words = impl.split("-")
-    options: dict[str, Any] = {
-        "fold": "folded" in words or "whole" in words,
-        "cuda_graphs": "whole" if "whole" in words else True,
-    }
-    if words[-1] in ("quick", "full"):
-        options |= {"effort": words[-1], "budget_s": budget_s}
-    return stof.optimize(changed, mask=mask_of(case), dynamic=False, report=True, **options)
-
-
-def run_case(
-    case: Case, impls: Iterable[str], device: torch.device, dtype: torch.dtype, rounds: int, budget_s: float | None
-) -> list[Row]:
-    """Check and time every implementation; wall time of a call, results awaited."""
-    with torch.device(device):  # where drawing a billion weights takes no time
-        model = build(case.model, case.seq)
-    inputs = inputs_of(case, device)
-    with torch.no_grad():
-        changed, arguments = with_attention(model, case, "sdpa", device)
-        exact = changed(**inputs, **arguments)[0].double().flatten()
-        model.to(dtype)
-        inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
-        changed.to(dtype)
-        plain = changed(**inputs, **arguments)[0].double().flatten()
-        least = lowest_cosine(float(F.cosine_similarity(plain, exact, 0)))
-        del changed, plain
-        return [
-            _run(case, impl, prepare, inputs, exact, least, device, dtype, rounds)
-            for impl, prepare in ways(model, case, impls, device, budget_s).items()
-        ]
-
-
-def lowest_cosine(plain: float) -> float:
-    """What an implementation must reach: 0.999, or half again the distance of plain eager half precision (`plain`).
-
-    A 1.0 B LLaMA of random weights is at 0.9985 in float16 whoever runs it.
-    """
-    return min(COSINE, 1 - 1.5 * (1 - plain))
-
-
-def _run(
-    case: Case,
-    impl: str,
-    prepare: Callable[[], tuple[nn.Module, dict[str, Any]]],
-    inputs: dict[str, Tensor],
-    exact: Tensor,
-    least: float,
-    device: torch.device,
-    dtype: torch.dtype,
-    rounds: int,
-) -> Row:
-    torch.compiler.reset()
-    start = time.perf_counter()
-    cosine, problem, ms, first = None, "", None, 0.0
-    try:
-        compiled, arguments = prepare()
-        out = compiled(**inputs, **arguments)[0]
-        cosine = float(F.cosine_similarity(out.double().flatten(), exact, 0))
-        first = time.perf_counter() - start
-        del out
-        if cosine < least:
-            problem = f"WRONG: cosine {cosine:.6f} to float32"
-        else:
-            ms = wall_us({impl: lambda: compiled(**inputs, **arguments)}, device, rounds=rounds)[impl] / 1e3
-    except Exception as failure:  # whatever a compiler or a model raises must not end the comparison
-        problem = first_line(failure)
-    text = str(dtype).removeprefix("torch.")
-    return Row(case.model, case.batch, case.seq, case.mask, text, impl, ms, first, cosine, problem)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -63,7 +63,7 @@ def _write_whole(path: Path, text: str) -> None:
     half.replace(path)
 
 
-def _lines(entries: Iterable[Row] | Iterable[NotRun]) -> str:
+def _lines(entries: Iterable[Any]) -> str:
     return "[\n  " + ",\n  ".join(json.dumps(asdict(entry)) for entry in entries) + "\n ]"
 
 
@@ -99,6 +99,67 @@ class Recorder:
         self.rows = [row for row in self.rows if key(row) not in again] + rows
         self.not_run = [entry for entry in self.not_run if key(entry) not in again] + not_run
         write_results(self.path, self.rows, self.device, self.not_run)
+
+
+_R = TypeVar("_R")
+
+
+class RowFile(Generic[_R]):
+    """The rows of one benchmark in one file, complete after every `add`; all of them from one state of the code.
+
+    Args:
+        path: the file, whose rows are kept; None for none.
+        device: where the benchmark runs.
+        row: its dataclass of a row.
+        names: the fields that tell measurements apart.
+
+    Raises:
+        ArgumentError: the file's rows are from another device, version or commit, or of another benchmark.
+    """
+
+    def __init__(self, path: Path | None, device: torch.device, row: Callable[..., _R], names: Sequence[str]) -> None:
+        self.path, self.device, self.names = path, device, tuple(names)
+        self.rows: list[_R] = []
+        if path is not None and path.exists():
+            meta, self.rows = read_rows(path, row)
+            here = provenance(device)
+            differing = [name for name in here if name != "date" and _state(meta.get(name)) != _state(here[name])]
+            if differing:
+                was = ", ".join(f"{name} {meta.get(name)}" for name in differing)
+                raise ArgumentError(f"{path} holds results of {was}, which are not these; write to another file")
+
+    def done(self) -> set[tuple[Any, ...]]:
+        """The key of every row."""
+        return {self.key(row) for row in self.rows}
+
+    def key(self, row: _R) -> tuple[Any, ...]:
+        return tuple(getattr(row, name) for name in self.names)
+
+    def add(self, rows: Sequence[_R]) -> None:
+        """Take rows in place of older ones of the same measurements, and write the file."""
+        again = {self.key(row) for row in rows}
+        self.rows = [row for row in self.rows if self.key(row) not in again] + list(rows)
+        if self.path is not None:
+            meta = json.dumps(provenance(self.device), indent=1)
+            _write_whole(self.path, f'{{"meta": {meta},\n "rows": {_lines(self.rows)}}}\n')
+
+
+def read_rows(path: Path, row: Callable[..., _R]) -> tuple[dict[str, Any], list[_R]]:
+    """Provenance and rows of a file.
+
+    Raises:
+        ArgumentError: there is no such file, or it holds other rows.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return dict(data["meta"]), [row(**one) for one in data["rows"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(f"{path} is no result of this benchmark: {type(error).__name__}: {error}") from None
+
+
+def _state(value: Any) -> Any:
+    """A commit without the mark of local changes: results that are written beside it are such changes."""
+    return value.removesuffix("+changes") if isinstance(value, str) else value
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stof.cli.bench_fusion import gemm, layer
+from stof.cli.bench_kernels import kernels
 from stof.cli.bench_models import models, search
 from stof.cli.bench_start import start
 
@@ -44,6 +45,7 @@ _Merge = Annotated[bool, typer.Option("--merge", help="Keep what the output file
 app.command()(gemm)
 app.command()(layer)
 app.command()(models)
+app.command()(kernels)
 app.command()(search)
 app.command()(start)
 

@@ -19,7 +19,7 @@ _Tokens = Annotated[str, typer.Option(help="Numbers of tokens (batch times lengt
 _Dtype = Annotated[str, typer.Option(help="float16 or bfloat16.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds; medians are reported.")]
 _Budget = Annotated[float | None, typer.Option(help="Seconds after which nothing further is started.")]
-_Output = Annotated[Path | None, typer.Option(help="Write the JSON here, into what it holds.")]
+_Output = Annotated[Path | None, typer.Option(help="Write the JSON here, into what it holds of this commit.")]
 
 
 def gemm(
@@ -31,6 +31,9 @@ def gemm(
     chain: Annotated[
         int, typer.Option(min=0, help="So many calls one after the other, instead of single ones with a cold L2.")
     ] = 0,
+    sustained: Annotated[
+        float, typer.Option(min=0, help="Repeat each call for so many seconds, in which the clock falls to what lasts.")
+    ] = 0.0,
     dtype: _Dtype = "float16",
     rounds: _Rounds = 7,
     budget: _Budget = None,
@@ -41,17 +44,20 @@ def gemm(
     from rich.console import Console
     from rich.text import Text
 
-    from stof.bench.gemm import GEMMS, MODELS, Record, run_gemm, summaries
+    from stof.bench.gemm import GEMMS, KEY, MODELS, Row, run_gemm, summaries
+    from stof.bench.results import RowFile
     from stof.errors import ArgumentError
 
     device, precision = gpu(dtype)
+    if chain and sustained:
+        raise ArgumentError("--chain and --sustained are two ways to time; give one of them")
     if configs not in ("quick", "all"):
         raise ArgumentError(f"configs is 'quick' or 'all', got {configs!r}")
     unknown = set(models.split()) - set(MODELS)
     if unknown:
         raise ArgumentError(f"unknown models {sorted(unknown)}; there are {', '.join(MODELS)}")
-    console, record, start = Console(stderr=True), Record(output, device), time.perf_counter()
-    held = [row for row in record.rows if resume and row.chain == chain]
+    console, record, start = Console(stderr=True), RowFile(output, device, Row, KEY), time.perf_counter()
+    held = [row for row in record.rows if resume and (row.chain, row.sustained) == (chain, sustained)]
     done = {(row.model, row.gemm, row.tokens, row.dtype) for row in held}
     wanted = [
         (one, count)
@@ -66,7 +72,8 @@ def gemm(
             break
         console.print(Text(f"{one.model} {one.name}, {count} tokens", style="dim"))
         rows = run_gemm(
-            one, count, device, precision, every=configs == "all", autotuned=autotuned, chain=chain, rounds=rounds,
+            one, count, device, precision, every=configs == "all", autotuned=autotuned, chain=chain,
+            sustained=sustained, rounds=rounds,
             report=lambda text: console.print(Text(text, style="red"), soft_wrap=True),
         )  # fmt: skip
         record.add(rows)
@@ -116,9 +123,9 @@ def layer(
     from rich.console import Console
     from rich.table import Table
 
-    from stof.bench.gemm import Record
+    from stof.bench.gemm import Row
     from stof.bench.layer import FUSED, PEERS, configs_from, layer_shape, run_layer
-    from stof.bench.results import provenance
+    from stof.bench.results import provenance, read_rows
     from stof.errors import ArgumentError
     from stof.tuning.machine import device_name
 
@@ -126,7 +133,7 @@ def layer(
         raise ArgumentError(f"model is bert or llama, got {model!r}")
     device, precision = gpu(dtype)
     shape = layer_shape(model, batch, length)
-    configs = configs_from([] if gemms is None else Record(gemms, device).rows, model, batch * length)
+    configs = configs_from([] if gemms is None else read_rows(gemms, Row)[1], model, batch * length)
     peers = list(PEERS)[: 2 if autotuned else 1]
     rows = run_layer(shape, configs, device, precision, rounds, peers)
     if output is not None:

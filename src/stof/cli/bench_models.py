@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,69 +13,99 @@ import typer
 from stof.cli.bench_fusion import gpu
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
 
+    from stof.bench.model_race import Row
     from stof.bench.search import Row as Searched
 
 
+_Cases = Annotated[str, typer.Option(help="model,batch,length,mask separated by spaces; ViT's length is ignored.")]
+_Dtype = Annotated[str, typer.Option(help="float16 or bfloat16.")]
+_CASES = (
+    "bert,1,128,full bert,8,512,bigbird bert,1,4096,bigbird gpt2,8,1024,window+sinks llama,1,4096,window+sinks "
+    "llama,1,16384,window+sinks"
+)
+
+
 def models(
-    cases: Annotated[
-        str, typer.Option(help="model,batch,length,mask separated by spaces; ViT's length is ignored.")
-    ] = "bert,8,512,bigbird gpt2,8,1024,window+sinks llama,1,4096,window+sinks",
-    impls: Annotated[str, typer.Option(help="Ways to run them, separated by spaces.")] = (
-        "reduce-overhead-sdpa reduce-overhead-flex stof-attention stof stof-whole stof-quick"
-    ),
-    dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "float16",
+    cases: _Cases = _CASES,
+    impls: Annotated[
+        str, typer.Option(help="Ways to run them, separated by spaces; 'peers' are six, 'ours' three of them.")
+    ] = "peers ours",
+    dtype: _Dtype = "float16",
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls; medians are reported.")] = 20,
-    budget: Annotated[float | None, typer.Option(help="Seconds after which no further case is started.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds after which nothing further is started.")] = None,
     search_budget: Annotated[float | None, typer.Option(help="Seconds that each search may take.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON here, into what it holds.")] = None,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Only compile, in parallel, so that a run after it finds its caches filled.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that --warm has at a time.")] = 12,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the JSON here, after each way, into what it holds of this commit.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out what the output file has.")] = False,
 ) -> None:
     """Time models from transformers with random weights, after checking their outputs against float32."""
-    import json
+    import math
 
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    from stof.bench.models import Case, Row, run_case
-    from stof.bench.results import provenance
-    from stof.errors import ArgumentError
-    from stof.tuning.machine import device_name
+    from stof.bench.model_race import KEY, Plan, Row, Subject, impls_of, in_order, run_way
+    from stof.bench.model_warm import jobs_of
+    from stof.bench.model_warm import warm as compile_all
+    from stof.bench.models import Case
+    from stof.bench.results import RowFile
 
     device, precision = gpu(dtype)
-    asked = []
-    for text in cases.split():
-        parts = text.split(",")
-        if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
-            raise ArgumentError(f"a case is model,batch,length,mask, such as bert,8,512,bigbird; got {text!r}")
-        asked.append(Case(parts[0], int(parts[1]), int(parts[2]), parts[3]))
     console, start = Console(stderr=True), time.perf_counter()
-    rows: list[Row] = []
-    for case in asked:
+
+    def say(line: str) -> None:
+        console.print(Text(line, style="dim"), soft_wrap=True)
+
+    wanted = list(in_order([Case.parse(text) for text in cases.split()], impls_of(impls)))
+    if warm:
+        for line in compile_all(jobs_of(wanted), dtype, workers=workers, seconds=budget or math.inf, tell=say):
+            console.print(Text(line, style="red"), soft_wrap=True)
+        return
+    plan, file = Plan(device, precision, rounds, search_budget), RowFile(output, device, Row, KEY)
+    done = file.done() if resume else set()
+    wanted = [(case, impl) for case, impl in wanted if (*astuple(case), dtype, impl) not in done]
+    subjects: dict[Case, Subject] = {}
+    for place, (case, impl) in enumerate(wanted):
         if budget is not None and time.perf_counter() - start > budget:
-            console.print(Text(f"left out for the budget: {case}"))
-            continue
-        console.print(Text(f"{case}", style="dim"))
-        rows += run_case(case, impls.split(), device, precision, rounds, search_budget)
-        if output is not None:
-            old = json.loads(output.read_text(encoding="utf-8"))["rows"] if output.exists() else []
-            names = ("model", "batch", "seq", "mask", "dtype", "impl")
-            again = {tuple(asdict(row)[name] for name in names) for row in rows}
-            kept = [row for row in old if tuple(row[name] for name in names) not in again]
-            output.parent.mkdir(parents=True, exist_ok=True)
-            content = {"meta": provenance(device), "rows": kept + [asdict(row) for row in rows]}
-            output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            console.print(f"{len(wanted) - place} left out for the budget; go on with --resume")
+            break
+        if case not in subjects:
+            subjects[case] = Subject.of(case, device, precision)
+        row = run_way(subjects[case], impl, plan)
+        say(f"{time.perf_counter() - start:.0f} s: {case} {impl}: {row.problem or f'{row.ms:.3f} ms'}")
+        file.add([row])
+    Console(width=150).print(models_table(file.rows, device, dtype))
+
+
+def models_table(rows: Sequence[Row], device: torch.device, dtype: str) -> Table:
+    """A line for each way, case by case, and how many times as fast the fastest of ours is as it."""
+    from rich.table import Table
+
+    from stof.bench.model_race import speedups
+    from stof.tuning.machine import device_name
+
     table = Table(title=f"Whole models on {device_name(device)}, {dtype}, ms a call")
-    for heading in ("model", "batch", "length", "mask", "way", "ms", "first call s", "cosine"):
-        table.add_column(heading, justify="right" if heading in ("batch", "length", "ms", "first call s") else "left")
-    for row in rows:
+    for heading in ("model", "batch", "length", "mask", "way", "ms", "stof faster by", "first call s", "cosine"):
+        left = heading in ("model", "mask", "way", "cosine")
+        table.add_column(heading, justify="left" if left else "right")
+    ratios = speedups(rows)
+    for row in sorted(rows, key=lambda row: (row.model, row.batch, row.seq, row.mask)):
         figure = row.problem if row.ms is None else f"{row.ms:.3f}"
         cosine = "" if row.cosine is None else f"{row.cosine:.6f}"
+        ratio = f"{ratios[row]:.2f}" if row in ratios else ""
         table.add_row(
-            row.model, str(row.batch), str(row.seq), row.mask, row.impl, figure, f"{row.first_call_s:.1f}", cosine
-        )
-    Console(width=150).print(table)
+            row.model, str(row.batch), str(row.seq), row.mask, row.impl, figure, ratio, f"{row.first_call_s:.1f}",
+            cosine,
+        )  # fmt: skip
+    return table
 
 
 def search(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,12 +87,12 @@ def choices_to_json(choices: Choices) -> dict[str, Any]:
     }
 
 
-def update_choices(path: Path, device: str, new: Choices) -> None:
-    """Add to a file; newer choices take the place of older ones."""
-    if not new:
+def update_choices(path: Path, device: str, new: Choices, without: Set[str] = frozenset()) -> None:
+    """Add to a file; newer choices take the place of older ones, and `without` go."""
+    if not new and not without:
         return
     with remembering(path), sole_writer(path):
-        merged = read_choices(path) | new
+        merged = {key: one for key, one in read_choices(path).items() if key not in without} | new
         content = {"version": VERSION, "device": device, "choices": choices_to_json(merged)}
         replace_whole(path, json.dumps(content, indent=1) + "\n")
 

@@ -112,6 +112,7 @@ def fuse(
         report.choices = graph.choices(meter.measured)
         if found is None:
             _keep(meter, search, report.choices, _results(graph, meter, search, report, chosen))
+    report.used = {bucket(choice.claim, serving): choice.config for choice in chosen.values()}
     scheme = joined(operators, [_range(start, choice) for start, choice in chosen.items()])
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
     look_up = known if replay is None else lock_known(graph, replay.lock)

@@ -1,4 +1,8 @@
-"""The last word: a whole compiled model with its templates against the same model without, on its first real inputs."""
+"""The last word: a whole compiled model with its templates against the same model without, on its first real inputs.
+
+Segments are measured one by one, each with a cold L2 on a GPU that may use all its power. In a model their sum may come
+out otherwise, so what the rules would have chosen takes part, too: a search makes nothing slower.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +16,26 @@ from stof.fusion.report import FusionReport
 from stof.tuning.timing import wall_us
 
 Timer = Callable[[Mapping[str, Callable[[], object]], torch.device], Mapping[str, float]]
+# Versions of a model: with the templates that the search chose, with those that the rules choose, with none.
+SEARCHED, RULED, PLAIN = "searched", "ruled", "plain"
 
 
 class Race:
-    """A compiled model that times two versions on its first call and is the faster one from then on.
+    """A compiled model that times its versions on its first call and is one of them from then on.
 
     Args:
-        fused, plain: with templates and without; the same function, which changes nothing in place.
-        report: gets a note with both times; when `plain` wins, its segments are marked as taken back.
-        tell: called with the report once it is decided.
-        keep: called with both times once they are known.
+        versions: by name; all the same function, which changes nothing in place.
+        settle: called with the times once they are known; names the one that stays.
         timer: microseconds of each of some calls.
     """
 
     def __init__(
         self,
-        fused: Callable[..., Any],
-        plain: Callable[..., Any],
-        report: FusionReport,
-        tell: Callable[[FusionReport], object],
-        keep: Callable[[float, float], object] = lambda fused_us, plain_us: None,
+        versions: Mapping[str, Callable[..., Any]],
+        settle: Callable[[Mapping[str, float]], str],
         timer: Timer = wall_us,
     ) -> None:
-        self.fused, self.plain, self.report, self.tell = fused, plain, report, tell
-        self.keep, self.timer = keep, timer
+        self.versions, self.settle, self.timer = dict(versions), settle, timer
         self.winner: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -47,20 +47,35 @@ class Race:
     def _decide(self, args: tuple[Any, ...]) -> None:
         devices = sorted({value.device for value in args if isinstance(value, Tensor)}, key=lambda d: d.type != "cuda")
         device = devices[0] if devices else torch.device("cpu")
-        times = self.timer({"fused": lambda: self.fused(*args), "plain": lambda: self.plain(*args)}, device)
-        fused_us, plain_us = times["fused"], times["plain"]
-        self.keep(fused_us, plain_us)
-        self.winner = self.fused if decide(self.report, fused_us, plain_us) else self.plain
-        self.fused = self.plain = self.winner  # what lost may be freed
-        self.tell(self.report)
+        calls = {name: lambda version=version: version(*args) for name, version in self.versions.items()}
+        self.winner = self.versions[self.settle(self.timer(calls, device))]
+        self.versions.clear()  # what lost may be freed
 
 
-def decide(report: FusionReport, fused_us: float, plain_us: float) -> bool:
-    """Whether a model keeps its templates; the report says so."""
-    kept = fused_us < plain_us
-    report.whole_us = fused_us, plain_us
-    verdict = "templates kept" if kept else "templates taken back"
-    report.notes.append(f"whole model: {fused_us:.0f} us with templates, {plain_us:.0f} us without; {verdict}")
+def decide(reports: Mapping[str, FusionReport], times: Mapping[str, float]) -> tuple[str, FusionReport]:
+    """Which version stays, and the report that is true of it and says so.
+
+    Args:
+        reports: of the versions with templates, `SEARCHED` among them.
+        times: microseconds of those and of `PLAIN`.
+    """
+    best = min(reports, key=lambda name: (times[name], name != SEARCHED))
+    kept = times[best] < times[PLAIN]
+    searched, report = reports[SEARCHED], reports[best if kept else SEARCHED]
+    if report is not searched:
+        report.measurements, report.notes = searched.measurements, list(dict.fromkeys(report.notes + searched.notes))
+        lost = differing(searched, report)
+        report.choices = {key: choice for key, choice in searched.choices.items() if key not in lost}
+    report.whole_us = times[best], times[PLAIN]
+    ruled = f", {times[RULED]:.0f} us with those by rule" if RULED in times else ""
+    verdict = ("templates by rule kept" if best == RULED else "templates kept") if kept else "templates taken back"
+    with_us, plain_us = times[SEARCHED], times[PLAIN]
+    report.notes.append(f"whole model: {with_us:.0f} us with templates, {plain_us:.0f} us without{ruled}; {verdict}")
     if not kept:
         report.take_back("the whole model is not faster with it")
-    return kept
+    return best if kept else PLAIN, report
+
+
+def differing(one: FusionReport, other: FusionReport) -> set[str]:
+    """The problems that two versions compute differently."""
+    return {key for key in one.used.keys() | other.used.keys() if one.used.get(key) != other.used.get(key)}

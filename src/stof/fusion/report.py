@@ -60,6 +60,7 @@ class FusionReport:
         graph: stable hash of the operators alone; "" where they were not looked at.
         fold: whether weights of norms might be folded into products.
         choices: the best measured configuration of each template and shape (`stof.fusion.choices`).
+        used: the configuration of each problem that a template computes, by the same texts.
         whole_us: the whole model's microseconds with templates and without, None where they were not compared.
     """
 
@@ -71,6 +72,7 @@ class FusionReport:
     graph: str = ""
     fold: bool = False
     choices: Choices = field(default_factory=dict)
+    used: dict[str, str] = field(default_factory=dict)
     whole_us: tuple[float, float] | None = None
 
     @property

@@ -18,14 +18,14 @@ from torch import Tensor, fx, nn
 import stof
 from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.ahead import CompileAhead, settle_assembler
-from stof.fusion.choices import Known, known_choices
+from stof.fusion.choices import Known, choices_path, known_choices, update_choices
 from stof.fusion.lock import read_lock
 from stof.fusion.lower import copy_module
 from stof.fusion.measure import SegmentTimer, check
 from stof.fusion.nodes import changes_inputs
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.progress import Progress
-from stof.fusion.race import Race, decide
+from stof.fusion.race import PLAIN, RULED, SEARCHED, Race, decide, differing
 from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
 from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
@@ -42,7 +42,7 @@ __all__ = ["CompileOptions", "FusionReport", "optimize", "pack_weights", "stof_b
 # The value of `cuda_graphs` that records whole calls.
 WHOLE = "whole"
 # Seconds, and configurations drawn for each segment in a round.
-EFFORTS: dict[str, tuple[float, int]] = {"none": (0.0, 0), "quick": (60.0, 3), "full": (600.0, 8)}
+EFFORTS: dict[str, tuple[float, int]] = {"none": (0.0, 0), "quick": (40.0, 3), "full": (600.0, 8)}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class CompileOptions:
     Attributes:
         effort: "none" decides by rules, without measuring; "quick" and "full" search for the scheme and its parameters
             by measuring segments, and finally the whole model with and without templates.
-        budget_s: seconds that searching may take; None for the effort's own: 60 or 600. A compiled model has one budget
+        budget_s: seconds that searching may take; None for the effort's own: 40 or 600. A compiled model has one budget
             for each of its graphs.
         cuda_graphs: True lets Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
             "whole", for `stof.optimize`, replays whole calls, one graph for each combination of argument shapes:
@@ -199,8 +199,8 @@ def stof_backend(
     device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
     if device.type == "cuda":
         settle_assembler()
-    search = parsed.search(device)
-    plain = copy_module(gm) if search is not None else None
+    search, known = parsed.search(device), parsed.known(device)
+    copies = {name: copy_module(gm) for name in (RULED, PLAIN)} if search is not None else {}
     try:
         report = fuse(
             gm,
@@ -208,36 +208,81 @@ def stof_backend(
             twins=parsed.twins,
             fold=parsed.fold,
             experimental=parsed.experimental,
-            known=parsed.known(device),
+            known=known,
             replay=parsed.replay(device),
         )
     finally:
         if search is not None and isinstance(search.ahead, CompileAhead):
             search.ahead.close()
-
-    def compiled(module: fx.GraphModule, digest: str) -> Callable[..., Any]:
-        return _inductor(module, example_inputs, parsed, digest)
-
-    if search is None or plain is None or not report.fused:
+    if search is None or not report.fused or changes_inputs(copies[PLAIN].graph):
+        if search is not None and report.fused:
+            report.notes.append(
+                "not compared as a whole: the graph may change what it is given, so it cannot run twice"
+            )
         parsed.tell(report)
-        return compiled(gm, report.digest)
-    key = segment_key((report.digest, [(row.template, row.config) for row in report.segments], parsed.cuda_graphs))
-    times = search.store.load().races.get(key) if search.store is not None else None
-    if times is not None:
-        kept = decide(report, *times)
-        parsed.tell(report)
-        return compiled(gm, report.digest) if kept else compiled(plain, "")
-    if changes_inputs(plain.graph):
-        report.notes.append("not compared as a whole: the graph may change what it is given, so it cannot run twice")
-        parsed.tell(report)
-        return compiled(gm, report.digest)
+        return _inductor(gm, example_inputs, parsed, report.digest)
 
-    def keep(fused_us: float, plain_us: float) -> None:
-        if search.store is not None:
-            search.store.update(Contents(races={key: (fused_us, plain_us)}))
+    def by_rule() -> FusionReport:
+        return fuse(copies[RULED], twins=parsed.twins, fold=parsed.fold, known=known)
 
-    timer = replayed_us if parsed.cuda_graphs == WHOLE else wall_us
-    return Race(compiled(gm, report.digest), compiled(plain, ""), report, parsed.tell, keep, timer)
+    def version(name: str, digest: str) -> Callable[..., Any]:
+        return _inductor(copies.get(name, gm), example_inputs, parsed, digest)
+
+    return _fastest(report, by_rule, version, parsed, search.store, known)
+
+
+def _fastest(
+    searched: FusionReport,
+    by_rule: Callable[[], FusionReport],
+    version: Callable[[str, str], Callable[..., Any]],
+    options: CompileOptions,
+    store: Store | None,
+    known: Known,
+) -> Callable[..., Any]:
+    """The fastest version of a graph: what is known from an earlier process, or a race on the first call.
+
+    Args:
+        by_rule: chooses by rule.
+        version: compiles one, given its name and its scheme's digest.
+        known: what the rules went by.
+    """
+    rows = [(row.template, row.config) for row in searched.segments]
+    key = segment_key((searched.digest, rows, options.cuda_graphs))
+    keys = {SEARCHED: key, RULED: f"{key} by rule"}
+    reports = {SEARCHED: searched}
+
+    def settle(times: Mapping[str, float]) -> str:
+        winner, report = decide(reports, times)
+        if winner == RULED and store is not None:
+            # Else the rules, which go by what was measured, would choose what lost.
+            lost = differing(searched, report)
+            before = {key: tuned for key in lost if (tuned := known(key)) is not None}
+            device = store.environment["device"]
+            update_choices(choices_path(store.folder, device), device, before, without=lost)
+        options.tell(report)
+        return winner
+
+    def compiled(name: str) -> Callable[..., Any]:
+        return version(name, reports[name].digest if name in reports else "")
+
+    races = store.load().races if store is not None else {}
+    raced = {name: races[key] for name, key in keys.items() if key in races}
+    if SEARCHED in raced:
+        times = {name: us for name, (us, _) in raced.items()} | {PLAIN: raced[SEARCHED][1]}
+        if min(times, key=times.__getitem__) == RULED:
+            reports[RULED] = by_rule()
+        return compiled(settle(times))
+    ruled = by_rule()
+    if ruled.fused and differing(searched, ruled):
+        reports[RULED] = ruled
+
+    def keep(times: Mapping[str, float]) -> str:
+        if store is not None:
+            store.update(Contents(races={keys[name]: (times[name], times[PLAIN]) for name in reports}))
+        return settle(times)
+
+    timer = replayed_us if options.cuda_graphs == WHOLE else wall_us
+    return Race({name: compiled(name) for name in (*reports, PLAIN)}, keep, timer)
 
 
 def _inductor(

@@ -78,13 +78,15 @@ class WholeCalls:
         if key is None or self._module.training or torch.compiler.is_compiling() or _capturing(tensors[0]):
             return self._call(*args, **kwargs)
         with self._lock:
+            replay = self._recorded.get(key)
+            # Begun before it is known to be right: the host looks at the weights while the GPU computes.
+            out = replay(tensors) if replay is not None else None
             if self._weights.changed():
                 self._forget()
-            replay = self._recorded.get(key)
-            if replay is None and key in self._met:
-                replay = self._second(key, args, kwargs)
-            if replay is not None:
+            elif replay is not None:
                 self._recorded.move_to_end(key)
+                return out
+            elif key in self._met and (replay := self._second(key, args, kwargs)) is not None:
                 return replay(tensors)
         versions = self._weights.versions()
         out = self._call(*args, **kwargs)
@@ -110,6 +112,8 @@ class WholeCalls:
         return self._recorded[key]
 
     def _forget(self) -> None:
+        if self._recorded and self._device_type == "cuda":
+            torch.cuda.synchronize()  # one of them may be running
         self._recorded.clear()
         self._met.clear()
         self._failed.clear()
@@ -212,7 +216,8 @@ def signature(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) 
 class _Weights:
     """Where the parameters and buffers of a module lie, to see whether they are still there.
 
-    They are looked up by name in their modules, and these in theirs, so that one put in another's place is seen too.
+    Their memory is held until others are seen. They are looked up by name in their modules, and these in theirs, so
+    that one put in another's place is seen too.
     """
 
     def __init__(self, module: nn.Module, frozen: bool) -> None:
@@ -226,6 +231,8 @@ class _Weights:
         self._tensors: list[Tensor] = []
         self._placed: list[Tensor] = []
         self._versioned: list[Tensor] = []
+        # What recordings read, so that one which no longer holds may still run.
+        self._memory: list[torch.UntypedStorage] = []
         self._places: tuple[int, ...] | None = None
         self._counts: tuple[int, ...] = ()
 
@@ -238,6 +245,7 @@ class _Weights:
         if other or places != self._places:
             # Inference tensors have no version: what is written to them is not noticed.
             self._versioned = [x for x in self._tensors if not x.is_inference()]
+            self._memory = [x.untyped_storage() for x in self._placed]
             other, self._places = True, places
         counts = self.versions() if self._frozen else ()
         changed, self._counts = other or counts != self._counts, counts

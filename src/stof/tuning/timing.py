@@ -29,6 +29,8 @@ _L2_FLUSH_BYTES = 256 * 2**20
 # A replay holds as many calls as fit in about 2 ms, at most 20: then the jitter of a replay, about 1 us, is 0.05 us a
 # call where calls are short, and long calls cost no more than they need.
 _REPLAY_US, _MOST_REPEATS = 2000.0, 20
+# In a sustained run nothing cancels the launches of replays: they are to be few.
+_MOST_SUSTAINED = 400
 _CHAIN_REPLAYS = 3
 # Half of a call's times are to lie within this share of their median, far more than a replay's own jitter. Else the
 # rounds asked for are taken again, this often in all.
@@ -94,6 +96,29 @@ def chain_us(
                 # Several replays: the launch of the first is part of what the events enclose.
                 us = _elapsed_us(partial(_each, [replay] * _CHAIN_REPLAYS))
                 taken[name].append(us / (_CHAIN_REPLAYS * len(chains[name])))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def sustained_us(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float, rounds: int = 3
+) -> dict[str, float]:
+    """GPU time of one call among many that follow each other for `seconds`, in microseconds: medians over rounds.
+
+    A card that reaches its power limit lowers its clock after some milliseconds; single calls, or short bursts, do not
+    show that. Times are of the second half of each run, in CUDA-graph replays. The calls read the same memory each
+    time, so give them more than the L2 holds where that matters.
+    """
+    with torch.cuda.device(device):
+        replays = {}
+        for name, call in calls.items():
+            count = _repeats(call, 1, most=_MOST_SUSTAINED)
+            replays[name] = _captured(partial(_each, [call] * count))[0], count
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, (replay, count) in replays.items():
+                turns = max(1, round(seconds / 2 * 1e6 / max(1.0, _elapsed_us(replay))))
+                _each([replay] * turns)
+                taken[name].append(_elapsed_us(partial(_each, [replay] * turns), wait=False) / (turns * count))
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
@@ -192,9 +217,11 @@ def _clear(taken: Sequence[float]) -> bool:
     return statistics.median(abs(one - middle) for one in taken) < _SCATTER * middle
 
 
-def _elapsed_us(run: _Run) -> float:
+def _elapsed_us(run: _Run, wait: bool = True) -> float:
+    """GPU time of a run; it begins when the GPU is idle, or without a pause after what it still does."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
+    if wait:
+        torch.cuda.synchronize()
     begin.record()
     run()
     end.record()
@@ -202,10 +229,10 @@ def _elapsed_us(run: _Run) -> float:
     return begin.elapsed_time(end) * 1e3
 
 
-def _repeats(call: _Run, warmup: int) -> int:
+def _repeats(call: _Run, warmup: int, most: int = _MOST_REPEATS) -> int:
     for _ in range(max(1, warmup)):
         call()
-    return max(1, min(_MOST_REPEATS, int(_REPLAY_US / max(_elapsed_us(call), 1.0))))
+    return max(1, min(most, int(_REPLAY_US / max(_elapsed_us(call), 1.0))))
 
 
 def _repeated(call: _Run | None, flush: Tensor, repeats: int, graphed: bool = True) -> tuple[_Run, bool]:
