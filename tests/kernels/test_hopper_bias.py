@@ -35,11 +35,15 @@ def bias_of(form: str, dtype: torch.dtype) -> Tensor:
     rows[..., 7:9, :] = -torch.inf
     rows[..., 11, 128:256] = -torch.inf
     bias = rows[..., :333]
-    return bias.expand(2, 4, -1, -1) if form.endswith("expanded") else bias
+    if "row" in form:
+        bias = bias[:, :, 12:13]
+    return bias.expand(2, 4, 200, -1) if form.endswith("expanded") else bias
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("form", ["all", "heads", "batch", "one", "one expanded", "heads expanded"])
+@pytest.mark.parametrize(
+    "form", ["all", "heads", "batch", "one", "one expanded", "heads expanded", "heads row", "all row expanded"]
+)
 @pytest.mark.parametrize(
     ("head_dim", "tile", "options"),
     [
@@ -84,11 +88,11 @@ def test_bias_that_has_no_tiles() -> None:
     bias = bias_of("all", torch.float16)
     assert not has_tiles(bias.float(), 200, 333)
     assert not has_tiles(bias[..., :1], 200, 333)
-    assert not has_tiles(bias[..., :1, :], 200, 333)
-    assert not has_tiles(bias[..., :1, :].expand(2, 4, 200, 333), 200, 333)
     assert not has_tiles(bias.contiguous(), 200, 333)  # rows of 666 bytes
     assert not has_tiles(bias[..., :200].mT, 200, 200)
     assert has_tiles(bias[:, :, :1, :1], 1, 1)
+    assert has_tiles(bias[:, :, :1], 200, 333)
+    assert has_tiles(bias[:, :, :1].expand(-1, -1, 200, -1), 200, 333)
 
 
 @pytest.mark.parametrize("layout", [build_layout(LONG, 200, 333, LayoutConfig(128, 128, 8)), even_layout(640, 5)])
@@ -110,9 +114,9 @@ def test_random_biases(data: st.DataObject) -> None:
     sizes = (data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([1, 4])))
     layout = layout_of(data.draw(dense_masks(q_len, kv_len, *sizes)), None, (block_m, block_n))
     assume(not reads_unseen_keys(layout))
-    shared = (data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([1, 4])))
+    shared = (*(data.draw(st.sampled_from([1, full])) for full in (2, 4, q_len)),)
     padded = -(-kv_len // 8) * 8 + 8 * data.draw(st.integers(0, 2))
-    bias = torch.randn(*shared, q_len, padded, dtype=torch.float16)[..., :kv_len]
+    bias = torch.randn(*shared, padded, dtype=torch.float16)[..., :kv_len]
     order = data.draw(st.permutations([0, 1, 2]))
     bias = (
         torch.full((*[bias.shape[dim] for dim in order], padded), torch.nan, dtype=bias.dtype)[..., :kv_len]

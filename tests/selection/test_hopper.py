@@ -60,7 +60,7 @@ def choices_of(mask: Mask | None = None, fixed: LayoutConfig | None = None, **ch
         ({"dtype": torch.float64}, "takes float16, bfloat16, not torch.float64"),
         (
             {"has_bias": True, "tiled_bias": False},
-            "takes a bias in 16 bits with a value for every query and key, in rows of multiples of 16 bytes",
+            "takes a bias in 16 bits with a value for every key, in rows of multiples of 16 bytes",
         ),
         ({"head_dim": 100}, "head_dim 100 is no multiple of 8"),
         ({"head_dim": 264}, "head_dim 264 is outside 8..256"),

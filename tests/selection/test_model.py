@@ -228,6 +228,24 @@ def test_unknown_kernels_are_guessed() -> None:
     assert estimate(Choice("batched"), call_of(), counted([1]), MODEL) is None
 
 
+def test_biases_have_constants_of_their_own_or_cost_more() -> None:
+    """Triton's tiles take longer with one; the Hopper kernel has other stages and places then, so it is guessed."""
+    survey, plain, biased = counted([2] * 4000, [9] * 4000), call_of(kv_len=8192), call_of(kv_len=8192, has_bias=True)
+    choice = choice_of()
+    assert kernel_key(choice, biased) == kernel_key(choice, plain) + "/bias"
+    model = replace(MODEL, kernels={kernel_key(choice, plain): TIMES})
+    without, more = (estimate(choice, call, survey, model) for call in (plain, biased))
+    assert without is not None
+    assert more is not None
+    assert 1.2 * without < more < 2 * without
+    own = replace(model, kernels={**model.kernels, kernel_key(choice, biased): replace(TIMES, full=5.0, partial=5.0)})
+    assert estimate(choice, plain, survey, own) == without
+    assert estimate(choice, biased, survey, own) == pytest.approx(5 * without, rel=0.4)
+    hopper = replace(choice, implementation="hopper")
+    model = replace(MODEL, kernels={kernel_key(hopper, plain): TIMES})
+    assert estimate(hopper, biased, survey, model) == estimate(hopper, biased, survey, MODEL)
+
+
 def test_models_by_device_name() -> None:
     h200 = load_model("NVIDIA H200")
     assert h200.device == "NVIDIA H200"

@@ -89,7 +89,7 @@ class Capabilities:
             (self.bias or not call.has_bias, "no bias"),
             (
                 not self.tiled_bias or not call.has_bias or call.tiled_bias,
-                "takes a bias in 16 bits with a value for every query and key, in rows of multiples of 16 bytes",
+                "takes a bias in 16 bits with a value for every key, in rows of multiples of 16 bytes",
             ),
             (self.softcap or not call.has_softcap, "no softcap"),
             (self.sinks or not call.has_sinks, "no attention sinks"),

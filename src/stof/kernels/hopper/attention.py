@@ -75,7 +75,7 @@ def bind_warp_specialized(
         lists: see `make_tile_lists`.
         config: stages and side.
         scale, softcap: floats, softcap 0 for none.
-        bias: None, or `[B or 1, H or 1, Sq, Skv]` in 16 bits whose tiles TMA can copy (`has_tiles`), with tiles of
+        bias: None, or `[B or 1, H or 1, Sq or 1, Skv]` in 16 bits whose tiles TMA can copy (`has_tiles`), with tiles of
             contiguous columns and rows that follow each other.
         sinks: None or `[H]`.
 
@@ -112,7 +112,9 @@ def bind_warp_specialized(
     v_window = Window.over(v, *box, lists.column_step)
     k_slab = Window.over(k, lists.slab, _BOX) if lists.slab else None
     v_slab = Window.over(v, lists.slab, _BOX) if lists.slab else None
-    bias_window = None if bias is None else Window.over(_narrow(bias), _ROWS, lists.block_n)
+    # One row for all queries is read again and again: TMA takes a stride of 0.
+    shared = None if bias is None else _narrow(bias).expand(-1, -1, q_len, -1)
+    bias_window = None if shared is None else Window.over(shared, _ROWS, lists.block_n)
     if aside is not None:
         k_slab = v_slab = Window.over(aside.like, *box)
 
@@ -249,8 +251,8 @@ def _refreshing(jobs: Tensor, starts: Tensor, lists: TileLists) -> Launch:
 
 
 def _narrow(bias: Tensor) -> Tensor:
-    """A bias without the copies that strides of 0 stand for: batch entries and heads that share one."""
-    for dim in (0, 1):
+    """A bias without the copies that strides of 0 stand for: batch entries, heads and queries that share one."""
+    for dim in range(3):
         if bias.stride(dim) == 0:
             bias = bias.narrow(dim, 0, 1)
     return bias

@@ -50,12 +50,11 @@ def leaving_width(width: int) -> int:
 
 
 def has_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
-    """Whether TMA can copy tiles of a 4-D bias: 16 bits for each query and key, rows at multiples of 16 bytes."""
-    if bias.dtype not in (torch.float16, torch.bfloat16) or bias.shape[2:] != (q_len, kv_len):
+    """Whether TMA can copy tiles of a 4-D bias: 16 bits for each key, in rows (or one) at multiples of 16 bytes."""
+    if bias.dtype not in (torch.float16, torch.bfloat16) or bias.shape[2] not in (1, q_len) or bias.shape[3] != kv_len:
         return False
-    outer = zip(bias.shape[:2], bias.stride()[:2], strict=True)
-    rows = q_len == 1 or (bias.stride(2) > 0 and bias.stride(2) % 8 == 0)
-    return rows and (kv_len == 1 or bias.stride(3) == 1) and all(n == 1 or (s >= 0 and s % 8 == 0) for n, s in outer)
+    outer = zip(bias.shape[:3], bias.stride()[:3], strict=True)
+    return (kv_len == 1 or bias.stride(3) == 1) and all(n == 1 or (s >= 0 and s % 8 == 0) for n, s in outer)
 
 
 def resident(block_m: int, block_n: int, width: int) -> int:
