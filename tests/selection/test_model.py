@@ -167,12 +167,28 @@ def test_kernel_keys() -> None:
         replace(base, layout=LayoutConfig(64, 128)),
         replace(base, layout=LayoutConfig(128, 64)),
         replace(base, implementation="decode"),
+        replace(base, row_order="remainder 16"),
         *(replace(base, kernel=kernel) for kernel in (BlockWiseConfig(8, 3, 128), BlockWiseConfig(4, 2, 128))),
         replace(base, kernel=BlockWiseConfig(4, 3, 0)),
     ]
     keys = [kernel_key(choice, call) for choice in (base, *others)]
     assert len(set(keys)) == len(keys)
     assert kernel_key(base, call_of(head_dim=128)) != kernel_key(base, call)
+    # TMA copies evenly spaced rows as it does others.
+    hopper = replace(base, implementation="hopper")
+    assert kernel_key(replace(hopper, row_order="remainder 16"), call) == kernel_key(hopper, call)
+
+
+def test_permuted_rows_by_the_constants_of_rows_in_order_until_they_were_measured() -> None:
+    call, choice, counts = call_of(), choice_of(), counted([1], [2])
+    permuted = replace(choice, row_order="remainder 16")
+    model = replace(MODEL, kernels={kernel_key(choice, call): TIMES})
+    assert estimate(permuted, call, counts, model) == estimate(choice, call, counts, model)
+    biased = replace(call, has_bias=True)
+    assert estimate(permuted, biased, counts, model) == estimate(choice, biased, counts, model)
+    own = replace(model, kernels={**model.kernels, kernel_key(permuted, call): replace(TIMES, full=5.0, partial=5.0)})
+    assert estimate(permuted, call, counts, own) > estimate(permuted, call, counts, model)
+    assert estimate(permuted, biased, counts, own) > estimate(permuted, biased, counts, model)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,8 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
         f"{rows}x{layout.block_n}",
         "contiguous" if slab is None else f"slabs of {slab}" if hopper else "gathered",
         f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
+        # Rows that do not follow each other are read one by one; where they are evenly spaced, TMA does not notice.
+        *(["permuted"] if choice.row_order is not None and not hopper else []),
         *(["bias"] if call.has_bias else []),
     ]
     return "/".join(parts)
@@ -181,12 +183,17 @@ def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel)
 
 
 def _times(choice: Choice, call: CallSpec, model: DeviceModel) -> KernelTimes | None:
-    """Constants of a choice, if it was measured; Triton's without a bias say enough of those with one."""
+    """Constants of a choice, if it or a like one was measured.
+
+    Triton's without a bias say enough of those with one, and those with rows in order of those without.
+    """
     times = model.kernels.get(kernel_key(choice, call))
     if times is None and call.has_bias and choice.implementation != "hopper":
-        times = model.kernels.get(kernel_key(choice, replace(call, has_bias=False)))
+        times = _times(choice, replace(call, has_bias=False), model)
         if times is not None:
             times = replace(times, partial=times.partial * _BIAS_COST, full=times.full * _BIAS_COST)
+    elif times is None and choice.row_order is not None:
+        times = _times(replace(choice, row_order=None), call, model)
     return times
 
 
