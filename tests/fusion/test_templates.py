@@ -448,7 +448,8 @@ def test_chains_of_kernels_that_take_turns() -> None:
         ("64x64x64,4w,4s,tile,split3", GLUON[0]),
     ):
         out = chain(t["x"], texts)
-        torch.testing.assert_close(out, plain, atol=0.05, rtol=0.05)
+        # Roundings of up to 16 layers one after the other; a value read too early would be off by its size, about 1.
+        torch.testing.assert_close(out, plain, atol=0.15, rtol=0.0)
         assert all(torch.equal(chain(t["x"], texts), out) for _ in range(20))
 
 

@@ -168,7 +168,7 @@ def bind_warp_specialized(
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
             q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             if not aligned:
-                # Dealing jobs out takes long, and within a capture it fails.
+                # Listing jobs takes long, and within a capture it fails.
                 settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "bias": bias, "sinks": sinks}
                 aligned.append(lasting(device, partial(bind_warp_specialized, q, k, v, lists, config, **settings)))
             out, lse = aligned[0](q, k, v, bias, sinks)

@@ -84,7 +84,7 @@ class TileLists:
         bitmaps: int32 `[U, block_m, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
         ranges: int32 `[I, RANGE_FIELDS]` for tiles that change on the device: what items say of tiles then only serves
-            to deal them out, and every call takes this instead. Empty when items say what is so.
+            to put them in order, and every call takes this instead. Empty when items say what is so.
         aside: int32 `[mask_batch, mask_heads, n]`, keys that every call first puts side by side, -1 for none; n is a
             multiple of block_n. A tile of them begins at `ASIDE` plus its place among them, and slab is block_n. Empty
             when all tiles are of the keys as they lie.

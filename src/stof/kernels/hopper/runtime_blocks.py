@@ -1,6 +1,6 @@
 """The Hopper kernel's lists for the best key blocks of each query block, rebuilt on the device.
 
-How many tiles each row block has is known beforehand but for scores that exclude blocks: so jobs are dealt out once,
+How many tiles each row block has is known beforehand but for scores that exclude blocks: so jobs are listed once,
 and what the device finds out are the tiles' columns and, within its place in the lists, what each item computes.
 """
 

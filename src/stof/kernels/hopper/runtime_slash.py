@@ -1,6 +1,6 @@
 """The Hopper kernel's lists for vertical columns and slash distances, rebuilt on the device.
 
-How many tiles a row block has only the device finds out, so jobs are dealt out as if slash distances lay evenly.
+How many tiles a row block has only the device finds out, so jobs are listed as if slash distances lay evenly.
 """
 
 from __future__ import annotations
