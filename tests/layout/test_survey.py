@@ -108,13 +108,17 @@ def test_only_masks_with_something_to_gain_are_looked_at(monkeypatch: pytest.Mon
     monkeypatch.undo()
     looked = []
     monkeypatch.setattr(surveys, "seen_columns", lambda *given: looked.append(given[4:6]) or seen_columns(*given))
-    wanted = [LayoutConfig(*tile, 1, aside=True) for tile in ((128, 128), (64, 64))]
+    asides = [LayoutConfig(*tile, 1, aside=True) for tile in ((128, 128), (64, 64))]
+    wanted = [*asides, LayoutConfig(64, 64)]
     lines = masks.strided(40, 64, 3)
     for mask, heads in ((masks.causal(), 1), (masks.longformer(64, 64), 1), (masks.per_head([masks.full(), lines]), 2)):
         found = survey(mask, 1024, 1024, wanted, heads=heads)
         assert set(found.counts) == set(wanted)
-        assert all(bool(counts.aside) == (heads == 2) for counts in found.counts.values())
+        assert all(bool(found.counts[geometry].aside) == (heads == 2) for geometry in asides)
     assert looked == [(0, 1)]
+    # Who asks for nothing else will have it.
+    survey(masks.causal(), 1024, 1024, asides)
+    assert looked == [(0, 1), (0, 0)]
 
 
 def test_many_masks_are_sampled() -> None:

@@ -84,6 +84,8 @@ def survey(
 ) -> Survey:
     """Count the tiles `build_layout` would make, for every geometry in one evaluation of the mask.
 
+    Beside others, geometries with columns put aside that could hardly pay are counted as contiguous ones.
+
     Args:
         mask, q_len, kv_len, batch, heads, device, row_order: as for `build_layout`.
         geometries: block sizes to count.
@@ -108,13 +110,13 @@ def survey(
             found = tiles, slabs.kept.long()
     counts, kept = _strip_counts(mask, q_len, kv_len, wanted, counted, order, device) if found is None else found
     problem = (mask, q_len, kv_len, counted, order, device)
-    counts |= _aside_counts(counts, asides, problem)
+    counts |= _aside_counts(counts, asides, problem, always=len(asides) == len(asked))
     counts = {g: TileCounts(own.partial[row], own.full[row], own.aside) for g, own in counts.items() if g in asked}
     return Survey(counts, kept[row], mask_batch, mask_heads)
 
 
 def _aside_counts(
-    counts: dict[LayoutConfig, TileCounts], asides: list[LayoutConfig], problem: _Problem
+    counts: dict[LayoutConfig, TileCounts], asides: list[LayoutConfig], problem: _Problem, always: bool
 ) -> dict[LayoutConfig, TileCounts]:
     """Tiles where columns are put aside, given contiguous ones, and singly gathered ones of the first geometry."""
     mask, q_len, kv_len, counted, order, device = problem
@@ -126,7 +128,7 @@ def _aside_counts(
         return found
     for n, (b, h) in enumerate(counted):
         both = (counts[how] for how in (asides[0].contiguous(), replace(asides[0], aside=False)))
-        if not may_pay(*(int((each.partial[n] + each.full[n]).sum()) for each in both)):
+        if not always and not may_pay(*(int((each.partial[n] + each.full[n]).sum()) for each in both)):
             continue
         seen = seen_columns(mask, q_len, kv_len, height, b, h, order, device)
         for geometry in asides:
