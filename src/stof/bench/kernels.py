@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from stof.bench.model_race import Plan, Subject, prepared
+from stof.bench.model_race import KEY as WAY_KEY
+from stof.bench.model_race import Plan, Subject, Way, prepared
 
 # The first found in a kernel's name says what it computes. Inductor's templates (`triton_tem`) are products, its
 # attention apart; its other kernels have everything that was fused in their names.
@@ -38,22 +39,16 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Share:
+class Share(Way):
     """Of one call: what ran under a name, how often, and its microseconds."""
 
-    model: str
-    batch: int
-    seq: int
-    mask: str
-    dtype: str
-    impl: str
     kind: str
     kernel: str
     times: float
     us: float
 
 
-KEY = ("model", "batch", "seq", "mask", "dtype", "impl", "kind", "kernel")
+KEY = (*WAY_KEY, "kind", "kernel")
 
 
 def kind_of(name: str) -> str:

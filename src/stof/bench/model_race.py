@@ -42,8 +42,8 @@ KEY = ("model", "batch", "seq", "mask", "dtype", "impl")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One way to run a case; `ms` is None when it was wrong or failed (`problem` says how)."""
+class Way:
+    """A case and one way to run it: the fields of `KEY`."""
 
     model: str
     batch: int
@@ -51,6 +51,12 @@ class Row:
     mask: str
     dtype: str
     impl: str
+
+
+@dataclass(frozen=True)
+class Row(Way):
+    """What came of a way; `ms` is None when it was wrong or failed (`problem` says how)."""
+
     ms: float | None
     first_call_s: float
     cosine: float | None

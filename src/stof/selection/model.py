@@ -29,7 +29,7 @@ DECODE_ROWS = 16
 # Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 products.
 _FLOPS_PER_US = (2e6, 0.3e6)
 _GUESS_PENALTY = 1.5
-# What a bias makes of the time of a tile of Triton's kernels.
+# What a bias makes of the time of a tile of Triton's kernels: a guess, for those that were not measured with one.
 _BIAS_COST = 1.5
 # A row by itself: what it costs at least (a guess), and each key that one program reads after the other (an H200: one
 # query, 4096 keys, 32 heads in 88 us).

@@ -339,7 +339,7 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
         int32 `[min(blocks, J), 32]`; both on the CPU.
         Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
         its first chunk, chunk, pattern, bitmap of the first tile; where tiles change on the device then what is added
-        to the results, and in field 14 the item.
+        to the results, and in field 14 the item. Field 15 is the kernel's own: which job a record is of.
         A start: the thread block's first job, in field 12 the number of all jobs, and the columns of the first job's
         first tile.
     """

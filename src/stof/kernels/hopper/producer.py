@@ -49,7 +49,7 @@ def field_of(records, turn, number: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _claimed(queue_ptr, lane):
-    """The first of the warp's threads takes the next number of the queue; others hold anything."""
+    """The first of the warp's threads takes the next number of the queue; only it holds it."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred first; setp.eq.b32 first, $2, 0; mov.b32 $0, 0; @first atom.global.add.u32 $0, [$1], 1; }",
         "=r,l,r", [queue_ptr.to(gl.int64, bitcast=True), lane], dtype=gl.int32, is_pure=False, pack=1,
