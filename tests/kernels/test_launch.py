@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from triton.backends.nvidia import driver
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from stof.errors import KernelError
 from stof.kernels.triton import launch
-from stof.kernels.triton.launch import Launch
+from stof.kernels.triton.launch import Launch, TensorMap
 
 STREAM = 77
 
@@ -134,3 +135,71 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         made(Kernel(error))(torch.zeros(8))
     assert caught.value is error
+
+
+def triton_launcher(received: list[list[Any]]) -> Any:
+    """Triton's own launcher of a kernel with the parameters (map, none, map, tensor), but for what starts it."""
+    launcher = driver.CudaLauncher.__new__(driver.CudaLauncher)
+    signature = {0: "tensordesc<fp16[64, 64]>", 1: "constexpr", 2: "tensordesc<fp16[64, 64]>", 3: "*fp32"}
+
+    def start(*args: Any) -> None:
+        kernel_args = list(args[-1]) if isinstance(args[-1], (list, tuple)) else list(args[-8:])
+        received.append(kernel_args)
+
+    launcher.launch = driver.wrap_handle_tensordesc(start, signature, [{"slot": 0}, {"slot": 1}])
+    for size in ("global_scratch_size", "profile_scratch_size"):
+        setattr(launcher, size, 0)
+    for other in ("global_scratch_align", "profile_scratch_align", "launch_cooperative_grid", "launch_pdl"):
+        setattr(launcher, other, 1)
+    launcher.num_ctas, launcher.arg_annotations, launcher.kernel_signature = 1, (), ()
+    return launcher
+
+
+def test_tensor_maps_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel gets is what Triton's launcher would have made of the same maps."""
+    encoded: list[tuple[int, int]] = []
+
+    def encode(tensor_map: TensorMap, metadata: dict[str, int]) -> list[Any]:
+        encoded.append((metadata["slot"], tensor_map.base.data_ptr()))
+        return [encoded[-1], *tensor_map.shape]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    tensors = [torch.zeros(8, 8, dtype=torch.float16) for _ in range(3)]
+
+    def maps(i: int, j: int) -> tuple[TensorMap | None, ...]:
+        return tuple(
+            x and TensorMap(x[0], [8, x[1]], [8, 1], [4, 4], None) for x in ((tensors[i], 1), None, (tensors[j], 2))
+        )
+
+    received: list[list[Any]] = []
+    run = triton_launcher(received)
+    direct, keeps = launch._direct(run)
+    assert keeps is not None
+    assert direct is not run
+    head = (5, 1, 1, STREAM, "function", "meta", None, None, None)
+    uses = [(0, 1), (0, 1), (1, 0), (2, 2), (0, 1)]
+    for use in uses:
+        direct(*head, *keeps(maps(*use)), "pointer")
+    assert len(encoded) == 6  # three addresses in either place
+    with_memory, received[:] = list(received), []
+    for use in uses:
+        run(*head, *maps(*use), "pointer")
+    assert with_memory == received
+    assert len(encoded) == 6 + 2 * len(uses)
+
+
+def test_few_encoded_maps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda tensor_map, metadata: [tensor_map.base.data_ptr()])
+    keeps = launch._EncodedMaps([{}])
+    tensors = [torch.zeros(8) for _ in range(3 * launch._MOST_ENCODED)]
+    for _ in range(2):
+        for tensor in tensors:
+            assert keeps((TensorMap(tensor, [8], [1], [4], None),)) == [tensor.data_ptr()]
+            assert len(keeps._kept[0]) <= launch._MOST_ENCODED
+
+
+def test_a_launcher_built_otherwise_encodes_itself() -> None:
+    run = SimpleNamespace(launch=lambda *args: None)
+    assert launch._direct(run) == (run, None)
+    unknown = SimpleNamespace(launch=print)
+    assert launch._direct(unknown) == (unknown, None)
