@@ -40,10 +40,17 @@ class Twin:
         if launch.kernel is not warp_specialized_kernel:
             self.plain(launch, *tensors, maps=maps)
             return
+        self.run(launch, self.arguments(launch, *tensors, maps=maps))
+
+    def arguments(self, launch: Launch, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> SimpleNamespace:
+        """By name."""
         _descriptors(maps)  # Triton's own checks of strides, sizes and alignment
         given = dict(zip(launch.kernel.arg_names, (*maps, *tensors, *launch.tensors, *launch.rest), strict=True))
         self.constants = {name: value for name, value in given.items() if name.isupper()}
-        a = SimpleNamespace(**given)
+        return SimpleNamespace(**given)
+
+    def run(self, launch: Launch, a: SimpleNamespace) -> None:
+        """All jobs, dealt out as the kernel's thread blocks do."""
         written = torch.zeros(a.lse_ptr.shape, dtype=torch.int32)
         # The first job of a thread block and that one's first tile are in its start.
         jobs = [start.tolist() for start in a.starts_ptr[: launch.grid]]

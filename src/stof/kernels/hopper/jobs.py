@@ -25,6 +25,10 @@ RUN = 64
 ROW_BLOCKS = (64, 128, 192)
 # Where tiles come from two places: from here on, first columns count keys that were put side by side beforehand.
 ASIDE = 2**30
+# Keys whose values trade places among themselves where they are laid across (`across.py`).
+ACROSS = 16
+# Rows and keys of the only tiles that the kernel for 8-bit operands takes.
+FP8_TILE = (128, 128)
 # What starting and ending a job costs, in full tiles.
 _JOB_COST = 0.6
 
@@ -150,8 +154,9 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     bitmaps = torch.cat([bitmaps, torch.zeros_like(bitmaps[:1]), torch.full_like(bitmaps[:1], -1)])
     tile_bitmap = torch.where(layout.tile_bitmap >= 0, layout.tile_bitmap, everything)
     dummy = len(columns)
-    # Past the end, where TMA fills in zeros: no key is read for nothing.
-    spare = columns.new_full((1, columns.shape[1]), layout.kv_len)
+    # Past the end, where TMA fills in zeros: no key is read for nothing. Nor one of those that lie among them where
+    # values are laid across.
+    spare = columns.new_full((1, columns.shape[1]), -(-layout.kv_len // ACROSS) * ACROSS)
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
 
@@ -177,6 +182,24 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         chunks=chunks,
         has_full=bool((items[:, 2] < items[:, 3]).any()),
     )
+
+
+def make_fp8_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
+    """Prepare a layout for 8-bit operands; as `make_tile_lists`.
+
+    Raises:
+        UnfitLayoutError: also other sizes than `FP8_TILE`, slabs, rows or columns that do not follow each other, and
+            tiles that begin within 16 keys whose values trade places.
+    """
+    config = layout.config
+    if (config.block_m, config.block_n) != FP8_TILE or not (config.slab is None or config.aside):
+        raise UnfitLayoutError("operands of 8 bits take whole tiles of {} x {}".format(*FP8_TILE))
+    if layout.row_order is not None:
+        raise UnfitLayoutError("operands of 8 bits take rows in their own order")
+    lists = make_tile_lists(layout, split_tiles)
+    if bool((lists.tile_columns % ACROSS != 0).any()):
+        raise UnfitLayoutError(f"operands of 8 bits take tiles that begin at multiples of {ACROSS}")
+    return lists
 
 
 def _columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:

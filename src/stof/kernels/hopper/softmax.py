@@ -80,9 +80,12 @@ def biased(s, bias, scale, softcap, HAS_SOFTCAP: gl.constexpr):
 @no_type_check
 def weights(
     s, m_old, scale, softcap, PARTIAL: gl.constexpr, MODIFIED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    BLOCK_N: gl.constexpr, SHIFT: gl.constexpr = 0,
 ):  # fmt: skip
-    """Exponentials: `(p, new maximum, factor of what was summed so far, sums of p per thread)`."""
+    """Exponentials: `(p, new maximum, factor of what was summed so far, sums of p per thread)`.
+
+    The largest is `2**SHIFT`, as near as the maximum is to that of all tiles.
+    """
     rows_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     bits: gl.constexpr = bit_layout(BLOCK_N)
     sums_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bits))
@@ -99,10 +102,11 @@ def weights(
         m_new = gl.maximum(m_old, highest * scale)
     # A row may have kept nothing so far: -inf - -inf is NaN.
     m_use = gl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL else m_new
+    lowered = m_use - SHIFT if SHIFT > 0 else m_use
     if MODIFIED:
-        p = gl.exp2(s - m_use[:, None])
+        p = gl.exp2(s - lowered[:, None])
     else:
-        p = gl.exp2(s * scale - m_use[:, None])
+        p = gl.exp2(s * scale - lowered[:, None])
     alpha = gl.exp2(m_old - m_use)
     # Sums stay with each thread (four to a row) until the row block is done.
     split = gl.convert_layout(p.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
