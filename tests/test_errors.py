@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[StofError], str]] = {
     "3-D q": (lambda: attend(q=Q[0]), ShapeError, r"q is \[batch, heads, length, head_dim\].*got \[4, 8, 16\]"),
     "0-D k": (lambda: attend(k=torch.tensor(1.0)), ShapeError, r"k is .*got \[\]"),
     "no keys": (lambda: attend(k=K[:, :, :0], v=V[:, :, :0]), ShapeError, r"no size 0, got \[2, 4, 0, 16\]"),
-    "integer q": (lambda: attend(q=Q.long()), DtypeError, "float16, bfloat16, float32 or float64, got torch.int64"),
+    "integer q": (lambda: attend(q=Q.long()), DtypeError, "float64 or float8_e4m3fn, got torch.int64"),
     "complex k": (lambda: attend(k=K.cfloat()), DtypeError, "got torch.complex64"),
     "float8 v": (lambda: attend(v=V.to(torch.float8_e4m3fn)), DtypeError, "got torch.float8_e4m3fn"),
     "dtype mix": (lambda: attend(k=K.half()), DtypeError, r"share one dtype, got torch.float32, torch.float16.*\.to\("),

@@ -53,15 +53,16 @@ def _likeness(
     scale: float | None,
     softcap: float | None,
     implementation: str | None,
+    *scales: Tensor,
 ) -> Hashable:
     """What two calls share that can use the same bound call; strides stand for the memory order of the output."""
     key = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
         v.device, scale, softcap, implementation,
     )  # fmt: skip
-    if bias is None and sinks is None:
+    if bias is None and sinks is None and not scales:
         return key
-    extra = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (bias, sinks)]
+    extra = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (bias, sinks, *scales)]
     return (*key, *extra)
 
 
@@ -193,9 +194,9 @@ class Plan:
         """The call kept for arguments like these, already checked and chosen for; None when there is none.
 
         Args:
-            given: q, k, v, bias, sinks, scale, softcap, implementation.
+            given: q, k, v, bias, sinks, scale, softcap, implementation, and scales of 8-bit tensors.
         """
-        if not self._bound or not is_plain(*given[:5]):
+        if not self._bound or not is_plain(*given[:5], *given[8:]):
             return None
         try:
             found = self._bound.get(_likeness(*given))
@@ -215,7 +216,7 @@ class Plan:
 
     def prepared(self, choice: Choice | str) -> PreparedLayout:
         """The layout of a choice in the form its implementation reads; computed once."""
-        choice = Choice(choice) if isinstance(choice, str) else choice
+        choice = Choice(choice) if isinstance(choice, str) else replace(choice, widened=False)
         found = self._prepared.get(choice)
         if found is None:
             # Complete when it is there: calls on other streams read it too.

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
+from stof.kernels.fp8 import FP8, Scales
 from stof.kernels.hopper.across import lay_across
 from stof.kernels.hopper.fp8 import GROUPS, D, fp8_kernel
-from stof.kernels.hopper.fp8_attention import Scales, bind_fp8
+from stof.kernels.hopper.fp8_attention import bind_fp8
 from stof.kernels.hopper.jobs import ACROSS, make_fp8_lists
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.work import BlockWiseConfig
@@ -24,7 +25,6 @@ from stof.testing.inputs import spread
 from tests.kernels.test_hopper_jobs import layout_of
 from tests.kernels.test_hopper_launch import Twin
 
-FP8 = torch.float8_e4m3fn
 WHOLE, ASIDE_TOO = LayoutConfig(128, 128), LayoutConfig(128, 128, 1, aside=True)
 LINES = masks.strided(40, 64, 3)
 NEAR = masks.sliding_window(40, 30) | masks.global_tokens(20)
@@ -98,7 +98,7 @@ def check_call(
     lists = make_fp8_lists(layout, split_tiles)
     known = {"scale": 128**-0.5, "softcap": 0.0, "sinks": None, **options}
     call = bind_fp8(*given, scales, lists, BlockWiseConfig(4, 4, split_tiles=split_tiles), **known)
-    out, lse = call(*given, scales, known["sinks"])
+    out, lse = call(*given, None, known["sinks"], *scales)
     wide = [x.double().nan_to_num() * s.double()[:, :, None, None] for x, s in zip(given, scales, strict=True)]
     expected, expected_lse = oracle_attention(
         wide[0], wide[1], wide[2], layout.to_dense(), **known | {"softcap": known["softcap"] or None}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from stof.kernels.cpu.attention import empty_output
+from stof.kernels.fp8 import FP8
 from stof.kernels.hopper.across import lay_across
 from stof.kernels.hopper.attention import Window, multiprocessors, readable
 from stof.kernels.hopper.fp8 import fp8_kernel
@@ -17,7 +18,7 @@ from stof.kernels.hopper.jobs import TileLists, job_lists
 from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.turns import takes_turns
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 from stof.lasting import lasting
 
 # Rows of Q for one warpgroup, and elements of a head.
@@ -26,24 +27,21 @@ _ROWS, _WIDTH = 64, 128
 _Q_STAGES = 2
 # Keys whose values are laid across by one program.
 _KEYS_ACROSS = 128
-# `(q, k, v, scales, sinks) -> (out, lse)`; scales are those of q, k and v.
-Scales = tuple[Tensor, Tensor, Tensor]
-BoundFp8 = Callable[[Tensor, Tensor, Tensor, Scales, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def bind_fp8(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scales: Scales,
+    scales: Sequence[Tensor],
     lists: TileLists,
     config: BlockWiseConfig,
     *,
     scale: float,
     softcap: float,
     sinks: Tensor | None,
-) -> BoundFp8:
-    """The kernel bound to tensors like these: `call(q, k, v, scales, sinks) -> (out, lse)`.
+) -> BoundCall:
+    """The kernel bound to tensors like these: `call(q, k, v, None, sinks, *scales) -> (out, lse)`.
 
     Args:
         q, k, v: `[B, H, Sq, 128]`, `[B, Hkv, Skv, 128]`, `[B, Hkv, Skv, 128]`; float8_e4m3fn. A call copies what TMA
@@ -99,10 +97,12 @@ def bind_fp8(
     )  # fmt: skip
     # Where a pair of chunks meets is counted at the place of the second.
     chunks = batch * heads * lists.chunks * groups
-    aligned: list[BoundFp8] = []
+    aligned: list[BoundCall] = []
     own = partial(bind_fp8, lists=lists, config=config, scale=scale, softcap=softcap)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, scales: Scales, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, bias: None, sinks: Tensor | None, *scales: Tensor
+    ) -> tuple[Tensor, Tensor]:
         result = out = empty_output(q, v)
         if copy_out:
             out = torch.empty_like(result, memory_format=torch.contiguous_format)
@@ -112,7 +112,7 @@ def bind_fp8(
             if not aligned:
                 # Listing jobs takes long, and within a capture it fails.
                 aligned.append(lasting(device, partial(own, q, k, v, scales, sinks=sinks)))
-            found, lse = aligned[0](q, k, v, scales, sinks)
+            found, lse = aligned[0](q, k, v, bias, sinks, *scales)
             return result.copy_(found), lse
         lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=device)
         # Pointers the kernel is compiled not to read take any tensor.
@@ -145,7 +145,7 @@ class _Across:
         owners: heads with keys of their own put aside, key heads where there are none.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, scales: Scales, heads: int, lists: TileLists) -> None:
+    def __init__(self, k: Tensor, v: Tensor, scales: Sequence[Tensor], heads: int, lists: TileLists) -> None:
         batch, kv_heads, kv_len, _ = k.shape
         mask_batch, mask_heads, count = lists.aside.shape if lists.aside.numel() else (1, 1, 0)
         self.owners = heads if mask_heads > 1 else kv_heads
@@ -160,7 +160,7 @@ class _Across:
             sizes = (self.owners, self.owners // kv_heads, *own, count)
             self._listed = _launch(k, v, scales, self.listed[1], sizes, lists.aside, True)
 
-    def __call__(self, k: Tensor, v: Tensor, scales: Scales) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def __call__(self, k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """V across, factors `[B, H, 2]` of scores and output, and listed keys and values (anything where none are)."""
         across = torch.empty_like(self.like, device=v.device)
         factors = torch.empty(self._factors, dtype=torch.float32, device=v.device)
@@ -174,7 +174,7 @@ class _Across:
 
 
 def _meta(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+    return torch.empty(shape, dtype=FP8, device="meta")
 
 
 def _words(x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _has_words(x: Tensor) -> bool:
 
 
 def _launch(
-    k: Tensor, v: Tensor, scales: Scales, like: Tensor, sizes: tuple[int, ...], keys: Tensor, listed: bool
+    k: Tensor, v: Tensor, scales: Sequence[Tensor], like: Tensor, sizes: tuple[int, ...], keys: Tensor, listed: bool
 ) -> Launch:
     """What lays all values across, or those of listed keys; `like` is the result, `sizes` are the kernel's."""
     words = like.shape[3] // 4
