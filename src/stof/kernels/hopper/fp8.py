@@ -38,6 +38,7 @@ from stof.kernels.hopper.device import (
     tile_layout,
 )
 from stof.kernels.hopper.finish import finish
+from stof.kernels.hopper.fp8_softmax import halves, operand, packed_halves, quad_layout
 from stof.kernels.hopper.jobs import JOB_FIELDS
 from stof.kernels.hopper.producer import (
     NUMBER,
@@ -49,7 +50,7 @@ from stof.kernels.hopper.producer import (
     record_layout,
     slabs_of,
 )
-from stof.kernels.hopper.softmax import masked, weights
+from stof.kernels.hopper.softmax import exponents, masked, thread_sums
 from stof.kernels.triton.turns import take_turn
 
 FIELDS = gl.constexpr(JOB_FIELDS)
@@ -58,52 +59,6 @@ SHIFT = gl.constexpr(8)
 # Warpgroups, and the width of heads.
 GROUPS = gl.constexpr(2)
 D = gl.constexpr(128)
-
-
-@gluon.constexpr_function
-def quad_layout(block_n):  # type: ignore[no-untyped-def]
-    """The accumulator of 64 x block_n scores, seen as [row, group of 16 columns, thread of the group, column of four].
-
-    A thread's four are columns 2q, 2q + 1, 8 + 2q and 9 + 2q of the group; those of an operand are neighbours, 4q on.
-    """
-    groups = [[0, 1 << i, 0, 0] for i in range((block_n // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [8, 0, 0, 0], *groups],
-        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
-        block_bases=[],
-        shape=[64, block_n // 16, 4, 4],
-    )
-
-
-@gluon.jit
-@no_type_check
-def _packed(p, BLOCK_N: gl.constexpr):
-    """Weights in 8 bits, four to a word: int32 `[64, N / 16, 4]`."""
-    quads: gl.constexpr = quad_layout(BLOCK_N)
-    words: gl.constexpr = gl.SliceLayout(3, quads)
-    split = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
-    first, second = gl.split(split)
-    a, c = gl.split(first)
-    b, d = gl.split(second)
-    packed = gl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
-        "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-    return gl.convert_layout(packed, words, assert_trivial=True)
-
-
-@gluon.jit
-@no_type_check
-def _operand(packed, layout: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Packed weights as the left operand of the product with V."""
-    quads: gl.constexpr = quad_layout(BLOCK_N)
-    every = packed.expand_dims(3) + gl.full([64, BLOCK_N // 16, 4, 4], 0, gl.int32, layout=quads)
-    eighths = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r,r,r", [every], dtype=gl.float8e4nv, is_pure=True, pack=4
-    )
-    return gl.convert_layout(eighths.reshape([64, BLOCK_N]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -135,7 +90,7 @@ def _tile(
     acc_layout: gl.constexpr = acc.type.layout
     no_scores = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=score_layout)
     no_product = gl.full([64, D], 0.0, gl.float32, layout=acc_layout)
-    p8 = _operand(packed, gl.DotOperandLayout(0, acc_layout, 4), BLOCK_N)
+    p8 = operand(packed, gl.DotOperandLayout(0, acc_layout, 4))
     stage = count % STAGES
     phase = (count // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
@@ -149,13 +104,19 @@ def _tile(
     if PARTIAL:
         if partial:
             s = masked(s, words, BLOCK_N)
-    p, m_new, next_alpha, sums = weights(s, m_i, factor, softcap, PARTIAL, MODIFIED, HAS_SOFTCAP, BLOCK_N, SHIFT)
-    # Never blocks; it ends the basic block, across which the assembler does not move the wait for PV up.
+    x, m_new, m_use = exponents(s, m_i, factor, softcap, PARTIAL, MODIFIED, HAS_SOFTCAP, BLOCK_N, SHIFT)
+    next_alpha = gl.exp2(m_i - m_use)
+    left, right = halves(x)
+    left = gl.exp2(left)
+    sums = thread_sums(left, BLOCK_N)
+    # Never blocks; it ends the basic block, across which the assembler does not move the wait for PV up. What follows
+    # the wait (the sum, the rounding) takes the turns that the other half of the exponentials leaves.
     mbarrier.wait(v_full.index(stage), phase)
     pv = warpgroup_mma_wait(0, deps=(pv,))
     mbarrier.arrive(v_empty.index(stage), count=1)
-    packed = _packed(p, BLOCK_N)
-    return packed, _add_product(acc, alpha, pv), next_alpha, m_new, sums
+    right = gl.exp2(right)
+    acc = _add_product(acc, alpha, pv)
+    return packed_halves(left, right), acc, next_alpha, m_new, sums + thread_sums(right, BLOCK_N)
 
 
 @gluon.jit
@@ -257,7 +218,7 @@ def _consumer(
 
     stage = count % STAGES
     mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
-    p8 = _operand(packed, gl.DotOperandLayout(0, acc_layout, 4), BLOCK_N)
+    p8 = operand(packed, gl.DotOperandLayout(0, acc_layout, 4))
     no_product = gl.full([64, D], 0.0, gl.float32, layout=acc_layout)
     pv = warpgroup_mma(p8, v_smem.index(stage).permute((1, 0)), no_product, use_acc=False, is_async=True)
     pv = warpgroup_mma_wait(0, deps=(pv,))
