@@ -33,10 +33,10 @@ def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
         raise ShapeError(f"x is [batch, heads, length, head_dim] with no size 0, got {list(x.shape)}")
     if not x.is_floating_point():
         raise DtypeError(f"x is a floating-point tensor, got {x.dtype}")
-    largest = x.abs().amax((2, 3)).float()
+    largest = torch.linalg.vector_norm(x, torch.inf, dim=(2, 3)).float()
     # Any unit will do for zeros.
     scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
-    return (x / scale[:, :, None, None]).clamp(-_LARGEST, _LARGEST).to(FP8), scale
+    return (x / scale[:, :, None, None]).to(FP8), scale
 
 
 def widened(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
