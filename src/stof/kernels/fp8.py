@@ -33,9 +33,9 @@ def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
         raise ShapeError(f"x is [batch, heads, length, head_dim] with no size 0, got {list(x.shape)}")
     if not x.is_floating_point():
         raise DtypeError(f"x is a floating-point tensor, got {x.dtype}")
-    largest = torch.linalg.vector_norm(x, torch.inf, dim=(2, 3)).float()
-    # Any unit will do for zeros.
-    scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    scale = torch.linalg.vector_norm(x, torch.inf, dim=(2, 3)).float() / _LARGEST
+    # Any unit will do for zeros, and for what is too small to have one.
+    scale = torch.where(scale > 0, scale, 1.0)
     return (x / scale[:, :, None, None]).to(FP8), scale
 
 
