@@ -10,7 +10,7 @@ V across in theirs, and `quantise` is what rounding q, k and v beforehand takes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from stof.tuning.timing import time_calls
 
 HEADS, HEAD_DIM = 32, 128
 LOOKED_AT = 2
-MASKS = ("full", "causal", "window512", "longformer", "bigbird", "strided")
+MASKS = ("full", "causal", "window512", "longformer", "strided")
 LENGTHS = (8192, 16384)
 WRONG = 0.1
 COLUMNS = (
@@ -83,6 +83,11 @@ def _rounded(us: float | None) -> float | None:
     return None if us is None else round(us, 1)
 
 
+def _line(cells: Iterable[Any]) -> str:
+    """Of a Markdown table."""
+    return "| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
@@ -91,11 +96,11 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.set_grad_enabled(False)
     rows: list[list[Any]] = []
-    print(*COLUMNS, sep=" | ")
+    print(_line(COLUMNS), _line(["---"] * len(COLUMNS)), sep="\n")
     for length in given.lengths:
         for name in MASKS:
             rows.append(row(name, length, device))
-            print(*rows[-1], sep=" | ", flush=True)
+            print(_line(rows[-1]), flush=True)
     if given.json is not None:
         write_json(given.json, {"meta": provenance(device), "columns": list(COLUMNS), "rows": rows})
 
