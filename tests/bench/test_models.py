@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -170,6 +171,30 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
     bench_models.models(**asked, resume=True)
     bench_models.models(**asked, budget=-1.0)
     assert len(ran) == 4
+
+
+def test_a_device_that_is_lost_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An illegal access fails every further call of its process: the failure is kept, what is left is for another."""
+    from stof.bench import problem
+
+    path, ran = tmp_path / "models.json", []
+
+    def run_way(subject: object, impl: str, plan: Plan) -> Row:
+        ran.append(impl)
+        return Row("bert", 1, 128, "full", "float16", impl, None, 1.0, None, "RuntimeError: illegal memory access")
+
+    monkeypatch.setattr(bench_models, "gpu", lambda dtype: (CPU, torch.float16))
+    monkeypatch.setattr(model_race, "run_way", run_way)
+    monkeypatch.setattr(model_race.Subject, "of", lambda *_: None)
+    asked: dict[str, Any] = {"cases": "bert,1,128,full", "impls": "stof default-sdpa default-flex", "output": path}
+    real = problem.device_problem
+    monkeypatch.setattr(problem, "device_problem", lambda device: "lost" if len(ran) == 2 else real(device))
+    with pytest.raises(typer.Exit) as ended:
+        bench_models.models(**asked)
+    assert ended.value.exit_code == 3
+    bench_models.models(**asked, resume=True)
+    assert ran == ["stof", "default-sdpa", "default-flex"]
+    assert len(RowFile(path, CPU, Row, KEY).rows) == 3
 
 
 def test_warming_ends_in_time_and_tells_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
