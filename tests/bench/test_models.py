@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -221,6 +222,23 @@ def test_warming_ends_in_time_and_tells_what_failed(monkeypatch: pytest.MonkeyPa
     assert len(told) == 2
     late = model_warm.warm(jobs[1:2], "float16", workers=1, seconds=0.0)
     assert late == ["bert,1,8,full stof stof-whole: not begun"]
+
+
+def test_warming_that_is_asked_to_end_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+    real = subprocess.Popen
+
+    def popen(command: list[str], **options: Any) -> Any:
+        started.append(real([sys.executable, "-S", "-c", "import time; time.sleep(60)"], **options))
+        signal.raise_signal(signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(model_warm.subprocess, "Popen", popen)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        model_warm.warm([(Case("bert", 1, 8, "full"), ("stof",))], "float16", workers=1, seconds=30.0)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert started[0].poll() is not None
 
 
 def test_ways_that_are_alike_warm_together() -> None:
