@@ -336,11 +336,11 @@ def fail_launches(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
     real, left = Launch.__call__, [times]
 
-    def call(self: Launch, *tensors: Tensor, maps: tuple[Any, ...] = ()) -> None:
+    def call(self: Launch, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
         if left[0]:
             left[0] -= 1
             raise KernelError("out of shared memory")
-        real(self, *tensors, maps=maps)
+        real(self, *tensors, bases=bases)
 
     monkeypatch.setattr(Launch, "__call__", call)
 

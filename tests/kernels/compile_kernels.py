@@ -357,8 +357,9 @@ class Recorded:
         self.made.append(one)
         return one
 
-    def __call__(self, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> None:
-        self.tensors, self.maps = tensors, maps
+    def __call__(self, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
+        windows = self.options.get("windows", ())
+        self.tensors, self.maps = tensors, tuple(w and w.at(base) for w, base in zip(windows, bases, strict=True))
 
 
 def layout_of(call: CallSpec, choice: Choice) -> Layout:

@@ -126,6 +126,6 @@ def test_random_biases(data: st.DataObject) -> None:
     assert has_tiles(bias, q_len, kv_len)
     stands_in = Twin()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launch, "__call__", lambda launch, *tensors, maps=(): stands_in(launch, *tensors, maps=maps))
+        patch.setattr(Launch, "__call__", lambda launch, *tensors, bases=(): stands_in(launch, *tensors, bases=bases))
         given_inputs = inputs(q_len=q_len, kv_len=kv_len, head_dim=data.draw(st.sampled_from([width - 8, width])))
         check_call(layout, *given_inputs, split_tiles=data.draw(st.sampled_from([0, 1])), bias=bias)

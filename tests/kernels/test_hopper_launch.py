@@ -36,10 +36,11 @@ class Twin:
         self.constants: dict[str, Any] = {}
         self.plain = Launch.__call__
 
-    def __call__(self, launch: Launch, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> None:
+    def __call__(self, launch: Launch, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
         if launch.kernel is not warp_specialized_kernel:
-            self.plain(launch, *tensors, maps=maps)
+            self.plain(launch, *tensors, bases=bases)
             return
+        maps = launch.maps(bases)
         _descriptors(maps)  # Triton's own checks of strides, sizes and alignment
         given = dict(zip(launch.kernel.arg_names, (*maps, *tensors, *launch.tensors, *launch.rest), strict=True))
         self.constants = {name: value for name, value in given.items() if name.isupper()}
@@ -192,7 +193,7 @@ def box(source: TensorMap, at: list[int], values: Tensor | None = None) -> Tenso
 @pytest.fixture
 def twin(monkeypatch: pytest.MonkeyPatch) -> Twin:
     stands_in = Twin()
-    monkeypatch.setattr(Launch, "__call__", lambda launch, *tensors, maps=(): stands_in(launch, *tensors, maps=maps))
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *tensors, bases=(): stands_in(launch, *tensors, bases=bases))
     return stands_in
 
 

@@ -147,6 +147,7 @@ def bind_warp_specialized(
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],
+        windows=(q_window, k_window, v_window, k_slab, v_slab, out_window, bias_window),
         chained=takes_turns(device),
         device=device,
     )  # fmt: skip
@@ -181,18 +182,10 @@ def bind_warp_specialized(
             chunk_out, chunk_ml = scratch, scratch[chunks * _ROWS * width :]
         counters = zeroed_counters(1 + chunks, device) if queued or chunks else jobs
         k_slabs, v_slabs = (k, v) if aside is None else aside(k, v)
-        maps = (
-            q_window.at(q),
-            k_window.at(k),
-            v_window.at(v),
-            k_slab and k_slab.at(k_slabs),
-            v_slab and v_slab.at(v_slabs),
-            out_window.at(out),
-            None if bias_window is None or bias is None else bias_window.at(bias),
-        )
         if refresh is not None:
             refresh()
-        ready(lse, q if sinks is None else sinks, chunk_out, chunk_ml, counters, maps=maps)
+        bases = (q, k, v, k_slabs, v_slabs, out, q if bias is None else bias)
+        ready(lse, q if sinks is None else sinks, chunk_out, chunk_ml, counters, bases=bases)
         return (result.copy_(out) if copy_out else result), lse
 
     return call
