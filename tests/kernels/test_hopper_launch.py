@@ -175,6 +175,7 @@ def memory(tensor: Tensor) -> Tensor:
 def box(source: TensorMap, at: list[int], values: Tensor | None = None) -> Tensor:
     """What TMA reads into a box in float64, zeros past the ends of the tensor; or writes, nothing past the ends."""
     base, shape, strides, sizes = source[:4]
+    assert at[-1] * base.element_size() % 16 == 0, "an illegal instruction"
     places = torch.zeros(1, dtype=torch.int64)
     inside = torch.ones(1, dtype=torch.bool)
     for first, length, stride, size in zip(at, shape, strides, sizes, strict=True):
