@@ -151,13 +151,14 @@ def bind_warp_specialized(
         chained=takes_turns(device),
         device=device,
     )  # fmt: skip
-    lse_shape = (batch, heads, q_len)
+    # `empty_like` of this is contiguous, and takes half as long as `empty`.
+    like_lse = torch.empty((), dtype=torch.float32, device=device).expand(batch, heads, q_len)
     # Where a pair of chunks meets is counted at the place of the second.
     chunks = batch * heads * lists.chunks * groups
     aligned: list[BoundCall] = []
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        result = out = empty_output(q, v)
+        result = out = torch.empty_like(q)
         if copy_out:
             out = torch.empty_like(result, memory_format=torch.contiguous_format)
         if copy_any:
@@ -174,7 +175,7 @@ def bind_warp_specialized(
                 aligned.append(lasting(device, partial(bind_warp_specialized, q, k, v, lists, config, **settings)))
             out, lse = aligned[0](q, k, v, bias, sinks)
             return result.copy_(out), lse
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        lse = torch.empty_like(like_lse)
         # Pointers the kernel is compiled not to read take any tensor.
         chunk_out, chunk_ml = lse, lse
         if chunks:
