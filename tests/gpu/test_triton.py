@@ -115,7 +115,7 @@ def test_equal_calls_give_equal_bits(implementation: str) -> None:
 
 def split_call(q: Tensor, k: Tensor, v: Tensor) -> Any:
     """The block-wise kernel with row blocks certainly split, whatever the selector would do."""
-    from stof.kernels.triton.block_wise import block_wise_attention
+    from stof.kernels.triton.attention import block_wise_attention
     from stof.kernels.triton.work import BlockWiseConfig, make_work
 
     layout = build_layout(HEAVY, q.shape[2], k.shape[2], LayoutConfig(64, 64, 1), device="cuda")
@@ -336,11 +336,11 @@ def fail_launches(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
     real, left = Launch.__call__, [times]
 
-    def call(self: Launch, *tensors: Tensor, maps: tuple[Any, ...] = ()) -> None:
+    def call(self: Launch, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
         if left[0]:
             left[0] -= 1
             raise KernelError("out of shared memory")
-        real(self, *tensors, maps=maps)
+        real(self, *tensors, bases=bases)
 
     monkeypatch.setattr(Launch, "__call__", call)
 

@@ -49,6 +49,15 @@ def leaving_width(width: int) -> int:
     return max(RUN, width // 2)
 
 
+def past_the_end(kv_len: int) -> int:
+    """First column of a tile that is not computed: where TMA fills in zeros, so that no key is read for nothing.
+
+    A tile of a bias begins there too, and TMA takes only multiples of 16 bytes along the rows it copies; others are an
+    illegal instruction.
+    """
+    return -(-kv_len // 8) * 8
+
+
 def has_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
     """Whether TMA can copy tiles of a 4-D bias: 16 bits for each key, in rows (or one) at multiples of 16 bytes."""
     if bias.dtype not in (torch.float16, torch.bfloat16) or bias.shape[2] not in (1, q_len) or bias.shape[3] != kv_len:
@@ -150,8 +159,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     bitmaps = torch.cat([bitmaps, torch.zeros_like(bitmaps[:1]), torch.full_like(bitmaps[:1], -1)])
     tile_bitmap = torch.where(layout.tile_bitmap >= 0, layout.tile_bitmap, everything)
     dummy = len(columns)
-    # Past the end, where TMA fills in zeros: no key is read for nothing.
-    spare = columns.new_full((1, columns.shape[1]), layout.kv_len)
+    spare = columns.new_full((1, columns.shape[1]), past_the_end(layout.kv_len))
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
 
