@@ -1,10 +1,10 @@
 """One file of `stof bench models` from several: those of GPUs that shared the cases, or of runs that went on later.
 
 `python benchmarks/merge_models.py FILE... --to benchmarks/results/h200-models.json [--commit COMMIT]`. All files are of
-one device, one version of everything and one commit; one that does not know its commit (it ran in a copy without
-history) gets COMMIT. Of a way that several files have, the last with a time counts. What the target held is replaced:
-name it among the files to keep it. Prints how many times as fast each case is as the best of its peers, and each of our
-ways as our attention under Inductor's CUDA graphs without templates: what fusion alone gains.
+one device, one version of everything and one commit; COMMIT is that of all of them where they ran in a copy, which does
+not know its own. Of a way that several files have, the last with a time counts. What the target held is replaced: name
+it among the files to keep it. Prints how many times as fast each case is as the best of its peers, and each of our ways
+as our attention under Inductor's CUDA graphs without templates: what fusion alone gains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def merged(paths: list[Path], commit: str | None = None) -> tuple[dict[str, Any]
     metas, found = [], {}
     for path in paths:
         meta, rows = read_rows(path, Row)
-        metas.append(meta | {"commit": meta.get("commit") or commit})
+        metas.append(meta | {"commit": commit or meta.get("commit")})
         for row in rows:
             key = tuple(getattr(row, name) for name in KEY)
             if row.ms is not None or key not in found or found[key].ms is None:
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--commit", help="of files that do not know theirs")
+    parser.add_argument("--commit", help="of the code that ran, where files do not know it")
     given = parser.parse_args()
     meta, rows = merged(given.files, given.commit)
     write_rows(given.to, meta, rows)
