@@ -13,7 +13,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from stof.errors import UnfitLayoutError
 from stof.kernels.cpu.attention import empty_output
 from stof.kernels.hopper.jobs import RUN, TileLists, leaving_width, padded_width, q_stages, resident
-from stof.kernels.hopper.queue import chunk_slots, job_lists
+from stof.kernels.hopper.queue import chunk_slots, idle_groups, job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
@@ -28,8 +28,6 @@ _ROWS, _BOX = 64, 64
 # Registers of a thread, before warps trade them, by thread blocks on a multiprocessor: 256 threads each where there are
 # several, and 65,536 registers for all.
 _REGISTERS = {1: 0, 2: 128, 3: 80}
-# Warpgroups without rows are asked for where they are more than one in so many: else the branch costs more (1 %).
-_IDLE_SHARE = 16
 # Jobs brought up to date by one program.
 _JOBS_AT_ONCE = 128
 # Keys put aside by one program.
@@ -146,7 +144,7 @@ def bind_warp_specialized(
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, slots > 0,
          modified, softcap > 0, biased, sinks is not None, lists.has_full > 0, at_run_time, queued,
-         queued and _idle(q_len, lists.block_m), takes_turns(device)),
+         queued and idle_groups(q_len, lists.block_m), takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],
@@ -251,12 +249,6 @@ def _refreshing(jobs: Tensor, starts: Tensor, lists: TileLists) -> Launch:
         num_stages=1,
         device=jobs.device,
     )
-
-
-def _idle(q_len: int, block_m: int) -> bool:
-    """Whether warpgroups without rows are worth asking for: there are some in the last row block, and few others."""
-    missing = -q_len % block_m // _ROWS * _ROWS
-    return missing * _IDLE_SHARE >= q_len
 
 
 def _narrow(bias: Tensor) -> Tensor:

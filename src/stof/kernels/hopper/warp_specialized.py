@@ -88,8 +88,10 @@ def _consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     q_layout: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
-    HELD: gl.constexpr = D == 128 and GROUPS == 2
+    # Q in registers for full tiles, where there is room: read once a job, not once a tile.
+    HELD: gl.constexpr = D == 128 and GROUPS == 2 and Q_STAGES > 1
     LAZY: gl.constexpr = D > 64
+    # Full tiles go by the maximum so far.
     STEADY: gl.constexpr = HAS_FULL and not MODIFIED
     bits: gl.constexpr = bit_layout(BLOCK_N)
     word_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bits))
@@ -139,23 +141,21 @@ def _consumer(
             next_words = _words(words_ptr, bitmap, GROUPS)
             bitmap = gl.load(tile_bitmap_ptr + tile + 2)
             p16 = operand(packed, dtype, p_layout)
-            v_stage = count % STAGES
-            v_phase = (count // STAGES) & 1
-            k_stage = count % STAGES
-            mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            mbarrier.wait(k_full.index(stage), phase)
             await_turn(GROUP, GROUPS)
-            s = warpgroup_mma(q_rows, k_smem.index(k_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            pv = warpgroup_mma(p16, v_smem.index(v_stage), acc, is_async=True)
+            s = warpgroup_mma(q_rows, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(stage), phase)
+            pv = warpgroup_mma(p16, v_smem.index(stage), acc, is_async=True)
             pass_turn(GROUP, GROUPS)
             s = warpgroup_mma_wait(1, deps=(s,))
             if HAS_BIAS:
-                bias = bias_smem.index(k_stage * GROUPS + GROUP).load(score_layout)
+                bias = bias_smem.index(stage * GROUPS + GROUP).load(score_layout)
+                s = biased(s, bias, scale, softcap, HAS_SOFTCAP)
             if Q_STAGES == 1:
                 if tile + 1 == end:
                     mbarrier.arrive(q_empty.index(0), count=1)
-            if HAS_BIAS:
-                s = biased(s, bias, scale, softcap, HAS_SOFTCAP)
             if tile < partial_end:
                 s = masked(s, words, BLOCK_N)
             m_old = m_i
@@ -163,9 +163,9 @@ def _consumer(
                 m_old = gl.full([64], float("-inf"), gl.float32, layout=rows_layout)
             p, m_new, alpha, sums = weights(s, m_old, factor, softcap, True, CHANGED, CAPPED, LAZY, BLOCK_N)
             # Never blocks; it ends the basic block, across which the assembler does not move the wait for PV up.
-            mbarrier.wait(v_full.index(v_stage), v_phase)
+            mbarrier.wait(v_full.index(stage), phase)
             acc = warpgroup_mma_wait(0, deps=(pv,))
-            mbarrier.arrive(kv_empty.index(v_stage), count=1)
+            mbarrier.arrive(kv_empty.index(stage), count=1)
             packed = packed_weights(p, dtype, BLOCK_N)
             if QUEUED:
                 if tile == begin:
@@ -191,64 +191,59 @@ def _consumer(
 
         if HAS_FULL:
             # The same without bits and ends of jobs.
+            q = q_rows
             if HELD:
-                q_held = q_rows.load(q_layout)
+                q = q_rows.load(q_layout)
             for tile in range(rest, last):
                 p16 = operand(packed, dtype, p_layout)
-                v_stage = count % STAGES
-                v_phase = (count // STAGES) & 1
-                k_stage = count % STAGES
-                mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+                stage = count % STAGES
+                phase = (count // STAGES) & 1
+                mbarrier.wait(k_full.index(stage), phase)
                 await_turn(GROUP, GROUPS)
-                q_operand = q_held if HELD else q_rows
-                s = warpgroup_mma(
-                    q_operand, k_smem.index(k_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
-                )
-                mbarrier.wait(v_full.index(v_stage), v_phase)
-                pv = warpgroup_mma(p16, v_smem.index(v_stage), acc, is_async=True)
+                s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(stage), phase)
+                pv = warpgroup_mma(p16, v_smem.index(stage), acc, is_async=True)
                 pass_turn(GROUP, GROUPS)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 if HAS_BIAS:
-                    bias = bias_smem.index(k_stage * GROUPS + GROUP).load(score_layout)
-                if Q_STAGES == 1:
-                    if tile + 1 == end:
-                        mbarrier.arrive(q_empty.index(0), count=1)
-                if HAS_BIAS:
+                    bias = bias_smem.index(stage * GROUPS + GROUP).load(score_layout)
                     s = biased(s, bias, scale, softcap, HAS_SOFTCAP)
                 if STEADY:
                     p, sums = steady_weights(s, m_i, factor, BLOCK_N)
                     too_large = any_above(sums, LARGEST, GROUP)
                     acc = warpgroup_mma_wait(0, deps=(pv,))
                     if too_large != 0:
-                        # With the maximum as it is by now: the scores are gone, their keys are not.
+                        # The scores are gone; their keys are not.
                         s = warpgroup_mma(
-                            q_operand, k_smem.index(k_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
+                            q, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
                         )
                         s = warpgroup_mma_wait(0, deps=(s,))
-                        p, m_i, alpha, sums = weights(s, m_i, factor, softcap, False, False, False, False, BLOCK_N)
+                        p, m_i, alpha, sums = weights(s, m_i, factor, softcap, False, CHANGED, CAPPED, False, BLOCK_N)
                         l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None]
                         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout))[:, None]
-                    mbarrier.arrive(kv_empty.index(v_stage), count=1)
-                    packed = packed_weights(p, dtype, BLOCK_N)
                     l_i += sums
                 else:
                     p, m_i, alpha, sums = weights(s, m_i, factor, softcap, HAS_BIAS, CHANGED, CAPPED, LAZY, BLOCK_N)
-                    mbarrier.wait(v_full.index(v_stage), v_phase)
+                    mbarrier.wait(v_full.index(stage), phase)
                     acc = warpgroup_mma_wait(0, deps=(pv,))
-                    mbarrier.arrive(kv_empty.index(v_stage), count=1)
-                    packed = packed_weights(p, dtype, BLOCK_N)
                     l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None] + sums
                     acc = scaled(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), LAZY, D // 2)
+                mbarrier.arrive(kv_empty.index(stage), count=1)
+                if Q_STAGES == 1:
+                    if tile + 1 == end:
+                        mbarrier.arrive(q_empty.index(0), count=1)
+                packed = packed_weights(p, dtype, BLOCK_N)
                 count += 1
         if IDLE:
             # Rows past the last one: what is copied for the others is waited for and let go.
             for tile in range(last, end):
-                v_stage = count % STAGES
-                mbarrier.wait(k_full.index(v_stage), (count // STAGES) & 1)
+                stage = count % STAGES
+                phase = (count // STAGES) & 1
+                mbarrier.wait(k_full.index(stage), phase)
                 await_turn(GROUP, GROUPS)
                 pass_turn(GROUP, GROUPS)
-                mbarrier.wait(v_full.index(v_stage), (count // STAGES) & 1)
-                mbarrier.arrive(kv_empty.index(v_stage), count=1)
+                mbarrier.wait(v_full.index(stage), phase)
+                mbarrier.arrive(kv_empty.index(stage), count=1)
                 if Q_STAGES == 1:
                     if tile + 1 == end:
                         mbarrier.arrive(q_empty.index(0), count=1)
@@ -267,9 +262,9 @@ def _consumer(
             bitmap = gl.load(tile_bitmap_ptr + begin + 1)
         turn += 1
 
-    v_stage = count % STAGES
-    mbarrier.wait(v_full.index(v_stage), (count // STAGES) & 1)
-    pv = warpgroup_mma(operand(packed, dtype, p_layout), v_smem.index(v_stage), acc, is_async=True)
+    stage = count % STAGES
+    mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+    pv = warpgroup_mma(operand(packed, dtype, p_layout), v_smem.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(pv,))
     finish(
         acc, m_i, l_i, jobs_ptr + before * FIELDS, out_smem.index(((turn - 1) % Q_STAGES) * GROUPS + GROUP), out_desc,
@@ -398,9 +393,9 @@ def warp_specialized_kernel(
 
     shared = (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr + 1, row_order_ptr, jobs_ptr,
-        job_count, records, passed_on, of_lane(start, 0), of_lane(start, 3), of_lane(start, 4), of_lane(start, 5), of_lane(start, 10),
-        tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, bias_smem, out_smem, q_full, q_empty, k_full, v_full,
-        kv_empty, q_len, heads, rows_per_residue, out_residue_stride, scale, softcap,
+        job_count, records, passed_on, of_lane(start, 0), of_lane(start, 3), of_lane(start, 4), of_lane(start, 5),
+        of_lane(start, 10), tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, bias_smem, out_smem, q_full, q_empty,
+        k_full, v_full, kv_empty, q_len, heads, rows_per_residue, out_residue_stride, scale, softcap,
     )  # fmt: skip
     lists = (
         q_desc, jobs_ptr, job_count, counters_ptr, records, passed_on, tiles_ptr, q_smem,
