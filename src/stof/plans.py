@@ -190,16 +190,23 @@ class Plan:
         """`kept`, for arguments as the user gave them: autocast would make others of them."""
         return None if torch.is_autocast_enabled(self.device.type) else self.kept(*given)
 
-    def kept(self, *given: Any) -> BoundCall | None:
-        """The call kept for arguments like these, already checked and chosen for; None when there is none.
-
-        Args:
-            given: q, k, v, bias, sinks, scale, softcap, implementation, and scales of 8-bit tensors.
-        """
-        if not self._bound or not is_plain(*given[:5], *given[8:]):
+    def kept(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+        implementation: str | None,
+        *scales: Tensor,
+    ) -> BoundCall | None:
+        """The call kept for arguments like these, already checked and chosen for; None when there is none."""
+        if not self._bound or not is_plain(q, k, v, bias, sinks, *scales):
             return None
         try:
-            found = self._bound.get(_likeness(*given))
+            found = self._bound.get(_likeness(q, k, v, bias, sinks, scale, softcap, implementation, *scales))
         except (AttributeError, TypeError):  # no tensor, or a scale that is no number: the checks have the message
             return None
         if found is not None and _capturing(self.device):
@@ -321,7 +328,7 @@ class Plan:
 
 def _capturing(device: torch.device) -> bool:
     # Where PyTorch knows no GPU, asking about its streams is an error.
-    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
 
 
 plan_cache: PlanCache[Plan] = PlanCache(max_entries=128, max_bytes=2**28)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -172,6 +174,30 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
     assert len(ran) == 4
 
 
+def test_a_device_that_is_lost_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An illegal access fails every further call of its process: the failure is kept, what is left is for another."""
+    from stof.bench import problem
+
+    path, ran = tmp_path / "models.json", []
+
+    def run_way(subject: object, impl: str, plan: Plan) -> Row:
+        ran.append(impl)
+        return Row("bert", 1, 128, "full", "float16", impl, None, 1.0, None, "RuntimeError: illegal memory access")
+
+    monkeypatch.setattr(bench_models, "gpu", lambda dtype: (CPU, torch.float16))
+    monkeypatch.setattr(model_race, "run_way", run_way)
+    monkeypatch.setattr(model_race.Subject, "of", lambda *_: None)
+    asked: dict[str, Any] = {"cases": "bert,1,128,full", "impls": "stof default-sdpa default-flex", "output": path}
+    real = problem.device_problem
+    monkeypatch.setattr(problem, "device_problem", lambda device: "lost" if len(ran) == 2 else real(device))
+    with pytest.raises(typer.Exit) as ended:
+        bench_models.models(**asked)
+    assert ended.value.exit_code == 3
+    bench_models.models(**asked, resume=True)
+    assert ran == ["stof", "default-sdpa", "default-flex"]
+    assert len(RowFile(path, CPU, Row, KEY).rows) == 3
+
+
 def test_warming_ends_in_time_and_tells_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     told: list[str] = []
@@ -196,6 +222,23 @@ def test_warming_ends_in_time_and_tells_what_failed(monkeypatch: pytest.MonkeyPa
     assert len(told) == 2
     late = model_warm.warm(jobs[1:2], "float16", workers=1, seconds=0.0)
     assert late == ["bert,1,8,full stof stof-whole: not begun"]
+
+
+def test_warming_that_is_asked_to_end_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+    real = subprocess.Popen
+
+    def popen(command: list[str], **options: Any) -> Any:
+        started.append(real([sys.executable, "-S", "-c", "import time; time.sleep(60)"], **options))
+        signal.raise_signal(signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(model_warm.subprocess, "Popen", popen)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        model_warm.warm([(Case("bert", 1, 8, "full"), ("stof",))], "float16", workers=1, seconds=30.0)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert started[0].poll() is not None
 
 
 def test_ways_that_are_alike_warm_together() -> None:

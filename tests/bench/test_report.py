@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,5 +208,6 @@ def test_launch_and_peers_commands() -> None:
 
 def test_host_time_counts_every_call() -> None:
     count = []
-    assert host_us(lambda: count.append(1), CPU, calls=100, batch=10) > 0
+    found = host_us({"a": lambda: count.append(1), "b": lambda: time.sleep(1e-3)}, CPU, calls=100, batch=10)
+    assert 0 < found["a"] < 1000 < found["b"]
     assert len(count) == 120  # two untimed batches

@@ -62,6 +62,17 @@ def test_every_tile(head_dim: int, tile: tuple[int, int], form: str, split_tiles
         check_layout(layout, q, k, v, split_tiles, bias=bias_of(form, q_len, kv_len))
 
 
+@pytest.mark.parametrize(("head_dim", "tile"), TILES, ids=str)
+@pytest.mark.parametrize("kv_len", [1, 63, 700, 901])
+def test_row_blocks_that_keep_nothing(kv_len: int, head_dim: int, tile: tuple[int, int]) -> None:
+    q, k, v = random_inputs(q_len=500, kv_len=kv_len, head_dim=head_dim)
+    keep = torch.ones(1, 1, 500, kv_len, dtype=torch.bool, device="cuda")
+    keep[:, :, 192:] = False
+    layout = layout_of(as_mask(keep), q, k, None, tile=tile)
+    for split_tiles in (0, 2):
+        check_layout(layout, q, k, v, split_tiles, bias=bias_of("heads", 500, kv_len))
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", ["full", "causal", "longformer"])

@@ -18,8 +18,8 @@ from stof.masks import Mask
 from stof.selection import CallSpec, Choice
 from stof.selection.select import failures
 from stof.testing import assert_attention
+from tests.gpu.test_calls import captured
 from tests.gpu.test_hopper import HALVES, HOPPER, random_inputs
-from tests.gpu.test_hopper_runtime import captured
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +12,8 @@ import torch
 from torch import Tensor
 
 import stof
-from stof import LayoutConfig, masks
+from stof import masks
 from stof.errors import DeviceError, KernelError
-from stof.layout import build_layout
-from stof.masks import Mask
 from stof.selection import failures
 from stof.testing import assert_attention, make_inputs
 
@@ -113,106 +110,6 @@ def test_equal_calls_give_equal_bits(implementation: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def split_call(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """The block-wise kernel with row blocks certainly split, whatever the selector would do."""
-    from stof.kernels.triton.block_wise import block_wise_attention
-    from stof.kernels.triton.work import BlockWiseConfig, make_work
-
-    layout = build_layout(HEAVY, q.shape[2], k.shape[2], LayoutConfig(64, 64, 1), device="cuda")
-    work = make_work(layout, 3)
-    assert work.splits >= 1
-
-    def call() -> Tensor:
-        config = BlockWiseConfig(4, 2, split_tiles=3)
-        return block_wise_attention(q, k, v, work, config, scale=0.125, softcap=0.0, bias=None, sinks=None)[0]
-
-    return call
-
-
-def test_split_calls_give_equal_bits() -> None:
-    q, k, v = random_inputs(q_len=2049)
-    call = split_call(q, k, v)
-    first = call()
-    assert_attention(first, None, q, k, v, HEAVY.to_dense(2049, device="cuda"))
-    assert all(torch.equal(first, call()) for _ in range(200))
-
-
-def captured(call: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    call()  # compiled and loaded before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return graph, out
-
-
-@pytest.mark.parametrize("implementation", [None, *NAMES])
-def test_graphs_replay_with_new_inputs(implementation: str | None) -> None:
-    q_len = 4 if implementation == "decode" else 1003
-    q, k, v = random_inputs(q_len=q_len, kv_len=3000)
-    plan = stof.plan(masks.longformer(64, 30), q_len, 3000, device="cuda")
-    graph, out = captured(lambda: stof.attention(q, k, v, plan, implementation=implementation))
-    for seed in range(3):
-        fresh = random_inputs(q_len=q_len, kv_len=3000, seed=seed)
-        for held, new in zip((q, k, v), fresh, strict=True):
-            held.copy_(new)
-        out.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, stof.attention(*fresh, plan, implementation=implementation))
-
-
-def test_graphs_on_two_streams_at_once() -> None:
-    """Each graph counts finished chunks in memory of its own; so does eager work on a third stream."""
-    inputs = [random_inputs(q_len=2049, seed=seed) for seed in range(3)]
-    calls = [split_call(*qkv) for qkv in inputs]
-    expected = [call() for call in calls]
-    graphs = [captured(call) for call in calls[:2]]
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    for round_ in range(30):
-        for _, out in graphs:
-            out.fill_(torch.nan)
-        torch.cuda.synchronize()
-        eager = []
-        for _ in range(5):
-            for stream, (graph, _) in zip(streams, graphs, strict=False):
-                with torch.cuda.stream(stream):
-                    graph.replay()
-            with torch.cuda.stream(streams[2]):
-                eager.append(calls[2]())
-        torch.cuda.synchronize()
-        assert all(torch.equal(out, want) for (_, out), want in zip(graphs, expected, strict=False)), round_
-        assert all(torch.equal(out, expected[2]) for out in eager), round_
-
-
-@pytest.mark.parametrize("implementation", [None, "block_wise"])
-def test_threads_on_streams_share_a_plan(implementation: str | None) -> None:
-    plan = stof.plan(HEAVY, 2049, device="cuda")
-    inputs = [random_inputs(q_len=2049, seed=seed) for seed in range(2)]
-    keep = HEAVY.to_dense(2049, device="cuda")
-    wrong: list[str] = []
-    barrier = threading.Barrier(2)
-    torch.cuda.synchronize()
-
-    def work(number: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                barrier.wait()  # the first call of both plans, chooses and compiles
-                outs = [stof.attention(*inputs[number], plan, implementation=implementation) for _ in range(100)]
-                torch.cuda.current_stream().synchronize()
-            assert_attention(outs[0], None, *inputs[number], keep)
-            wrong.extend(f"{number}: call {n}" for n, out in enumerate(outs) if not torch.equal(out, outs[0]))
-        except BaseException as error:
-            wrong.append(f"{number}: {error!r}")
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_out_of_memory_is_torchs_own_error_and_passes() -> None:
     mask = masks.sliding_window(64)
     q, k, v = (torch.randn(1, 16, 65_536, 128, device="cuda", dtype=torch.float16) for _ in range(3))  # 256 MiB each
@@ -258,54 +155,6 @@ def test_rows_far_apart(implementation: str) -> None:
         check(q, k, v, mask, implementation)
 
 
-@pytest.mark.parametrize("implementation", ["block_wise", "row_wise"])
-def test_more_than_31_bits_of_elements(implementation: str) -> None:
-    """Tensors of 2.2e9 elements each (4.4 GB); the last head and rows are checked."""
-    heads, length, width, reach = 130, 131_072, 128, 40
-    q, k, v = (torch.randn(1, heads, length, width, device="cuda", dtype=torch.float16) for _ in range(3))
-    out = stof.attention(q, k, v, masks.sliding_window(reach), implementation=implementation)
-    rows, keys = slice(length - 200, length), slice(length - 300, length)
-    keep = masks.sliding_window(reach).to_dense(300, device="cuda")[:, :, 100:]
-    for one in (slice(0, 1), slice(heads - 1, heads)):
-        assert_attention(out[:, one, rows], None, q[:, one, rows], k[:, one, keys], v[:, one, keys], keep)
-
-
-@pytest.mark.parametrize("implementation", [None, *NAMES])
-@pytest.mark.parametrize("options", [False, True])
-def test_a_ready_plan_never_synchronises(implementation: str | None, options: bool) -> None:
-    q, k, v = random_inputs(q_len=16, kv_len=4000)
-    given: dict[str, Any] = {}
-    if options:
-        given = {"bias": torch.randn(4, 1, 4000, device="cuda"), "sinks": torch.randn(4, device="cuda")}
-    plan = stof.plan(masks.longformer(64, 30), 16, 4000, device="cuda")
-    expected = stof.attention(q, k, v, plan, implementation=implementation, **given)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "a prototype feature"
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        outs = [stof.attention(q, k, v, plan, implementation=implementation, **given) for _ in range(3)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(out, expected) for out in outs)
-
-
-@pytest.mark.parametrize("implementation", [None, *NAMES])
-def test_compiled(implementation: str | None) -> None:
-    torch.compiler.reset()  # compiled variants of one function are bounded
-    q, k, v = random_inputs(q_len=16, kv_len=600)
-    mask: Mask = masks.longformer(64, 30)
-    plan = stof.plan(mask, 16, 600, device="cuda")
-    expected = stof.attention(q, k, v, plan, implementation=implementation) * 2
-    for argument in (plan, mask):
-
-        def model(q: Tensor, k: Tensor, v: Tensor, m: Any = argument) -> Tensor:
-            return stof.attention(q, k, v, m, implementation=implementation) * 2
-
-        compiled = torch.compile(model, fullgraph=True)
-        for _ in range(2):
-            torch.testing.assert_close(compiled(q, k, v), expected)
-
-
 @pytest.mark.parametrize("implementation", NAMES)
 def test_unaligned_tensors_after_aligned_ones(implementation: str) -> None:
     """A plan keeps what was compiled for tensors at multiples of 16 bytes; slices need not be."""
@@ -336,11 +185,11 @@ def fail_launches(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
     real, left = Launch.__call__, [times]
 
-    def call(self: Launch, *tensors: Tensor, maps: tuple[Any, ...] = ()) -> None:
+    def call(self: Launch, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
         if left[0]:
             left[0] -= 1
             raise KernelError("out of shared memory")
-        real(self, *tensors, maps=maps)
+        real(self, *tensors, bases=bases)
 
     monkeypatch.setattr(Launch, "__call__", call)
 

@@ -35,7 +35,8 @@ from stof.kernels.fp8 import FP8
 from stof.kernels.hopper import attention as hopper
 from stof.kernels.hopper import fp8_attention
 from stof.kernels.hopper.jobs import RANGE_FIELDS, make_fp8_lists, make_tile_lists, resident
-from stof.kernels.triton import block_wise, row_wise
+from stof.kernels.triton import attention as triton_attention
+from stof.kernels.triton import row_wise
 from stof.kernels.triton.launch import TensorMap
 from stof.kernels.triton.work import make_work
 from stof.layout import Layout, LayoutConfig, build_layout
@@ -377,8 +378,9 @@ class Recorded:
         self.made.append(one)
         return one
 
-    def __call__(self, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> None:
-        self.tensors, self.maps = tensors, maps
+    def __call__(self, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
+        windows = self.options.get("windows", ())
+        self.tensors, self.maps = tensors, tuple(w and w.at(base) for w, base in zip(windows, bases, strict=True))
 
 
 def layout_of(call: CallSpec, choice: Choice) -> Layout:
@@ -419,7 +421,7 @@ def recorded(case: Case) -> Recorded:
     }
     record = Recorded()
     with contextlib.ExitStack() as patched:
-        for module in (block_wise, row_wise, hopper, fp8_attention):
+        for module in (triton_attention, row_wise, hopper, fp8_attention):
             patched.enter_context(mock.patch.object(module, "Launch", record.make))
         if choice.kernel is None:
             row_wise.row_wise_attention(q, k, v, *row_wise.prepare_row_wise(layout), **options)
@@ -445,7 +447,7 @@ def recorded(case: Case) -> Recorded:
             if case.name.endswith(AT_RUN_TIME):
                 kind = {"shared": int("shared" in case.name), "bases": int("contiguous" in case.name)}
                 work = replace(work, has_full=1, full_runs=0, may_poison=1, **kind)
-            block_wise.block_wise_attention(q, k, v, work, choice.kernel, **options)
+            triton_attention.block_wise_attention(q, k, v, work, choice.kernel, **options)
     return record.made[-1]  # behind what brings its jobs up to date
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import LayoutConfig, masks
-from stof.kernels.triton import block_wise
-from stof.kernels.triton.block_wise import block_wise_attention
+from stof.kernels.triton import attention as triton_attention
+from stof.kernels.triton.attention import block_wise_attention
 from stof.kernels.triton.work import BlockWiseConfig, make_work
 from stof.layout import Layout, build_layout
 from stof.masks.tensors import as_mask
@@ -353,7 +353,7 @@ def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         for chosen, config in (({}, BlockWiseConfig()), (given, BlockWiseConfig(split_tiles=3))):
             narrow = check(inputs.qkv, layout, config, **chosen)
             with monkeypatch.context() as patch:
-                patch.setattr(block_wise, "_is_wide", lambda *tensors: True)
+                patch.setattr(triton_attention, "_is_wide", lambda *tensors: True)
                 assert equal(narrow, run(inputs.qkv, layout, config, **chosen))
 
 

@@ -83,6 +83,15 @@ def test_bias_at_any_address() -> None:
         assert_attention(out, lse, q, k, v, layout.to_dense(), bias=bias)
 
 
+@pytest.mark.usefixtures("poisoned_memory", "twin")
+@pytest.mark.parametrize("tile", [(64, 64), (128, 128)])
+def test_row_blocks_that_keep_nothing(tile: tuple[int, int]) -> None:
+    """What is copied for them lies past the last of 333 keys, and where TMA takes it from."""
+    keep = LONG.to_dense(200, 333).clone()
+    keep[..., 128:, :] = False
+    check_call(layout_of(keep, None, tile), *inputs(), bias=bias_of("heads", torch.float16))
+
+
 def test_bias_that_has_no_tiles() -> None:
     """Another kernel's business."""
     bias = bias_of("all", torch.float16)
@@ -126,6 +135,6 @@ def test_random_biases(data: st.DataObject) -> None:
     assert has_tiles(bias, q_len, kv_len)
     stands_in = Twin()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launch, "__call__", lambda launch, *tensors, maps=(): stands_in(launch, *tensors, maps=maps))
+        patch.setattr(Launch, "__call__", lambda launch, *tensors, bases=(): stands_in(launch, *tensors, bases=bases))
         given_inputs = inputs(q_len=q_len, kv_len=kv_len, head_dim=data.draw(st.sampled_from([width - 8, width])))
         check_call(layout, *given_inputs, split_tiles=data.draw(st.sampled_from([0, 1])), bias=bias)

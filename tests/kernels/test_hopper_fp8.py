@@ -39,12 +39,12 @@ def place_of(keys: int) -> Tensor:
 class EighthsTwin(Twin):
     """The kernel in plain PyTorch, where values are laid across: brought back, it is the one for 16 bits."""
 
-    def __call__(self, launch: Launch, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> None:
+    def __call__(self, launch: Launch, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
         if launch.kernel is not fp8_kernel:
             assert launch.kernel is lay_across
-            self.plain(launch, *tensors, maps=maps)
+            self.plain(launch, *tensors, bases=bases)
             return
-        a = self.arguments(launch, *tensors, maps=maps)
+        a = self.arguments(launch, *tensors, bases=bases)
         vars(a).update(GROUPS=GROUPS.value, D=D.value, Q_STAGES=3, kv_step=1, rows_per_residue=a.q_len)
         vars(a).update(q_residue_stride=a.D, out_residue_stride=a.D, k_residue_stride=0, v_residue_stride=0)
         vars(a).update(dict.fromkeys(("PERMUTED", "HAS_BIAS", "AT_RUN_TIME"), False))
@@ -79,7 +79,7 @@ def scaled(source: TensorMap, factors: Tensor) -> TensorMap:
 @pytest.fixture
 def twin(monkeypatch: pytest.MonkeyPatch) -> EighthsTwin:
     stands_in = EighthsTwin()
-    monkeypatch.setattr(Launch, "__call__", lambda launch, *tensors, maps=(): stands_in(launch, *tensors, maps=maps))
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *tensors, bases=(): stands_in(launch, *tensors, bases=bases))
     return stands_in
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN, job_lists
+from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN
+from stof.kernels.hopper.queue import job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
 from stof.kernels.triton.work import BlockWiseConfig
@@ -36,14 +37,15 @@ class Twin:
         self.constants: dict[str, Any] = {}
         self.plain = Launch.__call__
 
-    def __call__(self, launch: Launch, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> None:
+    def __call__(self, launch: Launch, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
         if launch.kernel is not warp_specialized_kernel:
-            self.plain(launch, *tensors, maps=maps)
+            self.plain(launch, *tensors, bases=bases)
             return
-        self.run(launch, self.arguments(launch, *tensors, maps=maps))
+        self.run(launch, self.arguments(launch, *tensors, bases=bases))
 
-    def arguments(self, launch: Launch, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> SimpleNamespace:
+    def arguments(self, launch: Launch, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> SimpleNamespace:
         """By name."""
+        maps = launch.maps(bases)
         _descriptors(maps)  # Triton's own checks of strides, sizes and alignment
         given = dict(zip(launch.kernel.arg_names, (*maps, *tensors, *launch.tensors, *launch.rest), strict=True))
         self.constants = {name: value for name, value in given.items() if name.isupper()}
@@ -181,6 +183,7 @@ def memory(tensor: Tensor) -> Tensor:
 def box(source: TensorMap, at: list[int], values: Tensor | None = None) -> Tensor:
     """What TMA reads into a box in float64, zeros past the ends of the tensor; or writes, nothing past the ends."""
     base, shape, strides, sizes = source[:4]
+    assert at[-1] * base.element_size() % 16 == 0, "an illegal instruction"
     places = torch.zeros(1, dtype=torch.int64)
     inside = torch.ones(1, dtype=torch.bool)
     for first, length, stride, size in zip(at, shape, strides, sizes, strict=True):
@@ -199,7 +202,7 @@ def box(source: TensorMap, at: list[int], values: Tensor | None = None) -> Tenso
 @pytest.fixture
 def twin(monkeypatch: pytest.MonkeyPatch) -> Twin:
     stands_in = Twin()
-    monkeypatch.setattr(Launch, "__call__", lambda launch, *tensors, maps=(): stands_in(launch, *tensors, maps=maps))
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *tensors, bases=(): stands_in(launch, *tensors, bases=bases))
     return stands_in
 
 

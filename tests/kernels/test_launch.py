@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -155,6 +155,13 @@ def triton_launcher(received: list[list[Any]]) -> Any:
     return launcher
 
 
+class Rows(NamedTuple):
+    columns: int
+
+    def at(self, tensor: torch.Tensor) -> TensorMap:
+        return TensorMap(tensor, [8, self.columns], [8, 1], [4, 4], None)
+
+
 def test_tensor_maps_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel gets is what Triton's launcher would have made of the same maps."""
     encoded: list[tuple[int, int]] = []
@@ -164,42 +171,42 @@ def test_tensor_maps_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyP
         return [encoded[-1], *tensor_map.shape]
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
-    tensors = [torch.zeros(8, 8, dtype=torch.float16) for _ in range(3)]
-
-    def maps(i: int, j: int) -> tuple[TensorMap | None, ...]:
-        return tuple(
-            x and TensorMap(x[0], [8, x[1]], [8, 1], [4, 4], None) for x in ((tensors[i], 1), None, (tensors[j], 2))
-        )
-
+    a, b, c = (torch.zeros(8, 8, dtype=torch.float16) for _ in range(3))
+    windows = (Rows(1), None, Rows(2))
     received: list[list[Any]] = []
     run = triton_launcher(received)
-    direct, keeps = launch._direct(run)
+    direct, keeps = launch._direct(run, windows)
     assert keeps is not None
     assert direct is not run
     head = (5, 1, 1, STREAM, "function", "meta", None, None, None)
-    uses = [(0, 1), (0, 1), (1, 0), (2, 2), (0, 1)]
-    for use in uses:
-        direct(*head, *keeps(maps(*use)), "pointer")
+    calls = [(a, a, b), (a, b, b), (b, c, a), (c, a, c), (a, a, b)]
+    for bases in calls:
+        direct(*head, *keeps(bases), "pointer")
     assert len(encoded) == 6  # three addresses in either place
     with_memory, received[:] = list(received), []
-    for use in uses:
-        run(*head, *maps(*use), "pointer")
+    plain = Launch(Kernel(), 5, (), (), (), num_warps=4, num_stages=1, windows=windows, device=torch.device("cpu"))
+    for bases in calls:
+        run(*head, *plain.maps(bases), "pointer")
     assert with_memory == received
-    assert len(encoded) == 6 + 2 * len(uses)
+    assert len(encoded) == 6 + 2 * len(calls)
 
 
 def test_few_encoded_maps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda tensor_map, metadata: [tensor_map.base.data_ptr()])
-    keeps = launch._EncodedMaps([{}])
+    encoded: list[int] = []
+
+    def encode(tensor_map: TensorMap, metadata: object) -> list[Any]:
+        encoded.append(tensor_map.base.data_ptr())
+        return [encoded[-1]]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    keeps = launch._EncodedMaps((Rows(1),), [{}])
     tensors = [torch.zeros(8) for _ in range(3 * launch._MOST_ENCODED)]
     for _ in range(2):
         for tensor in tensors:
-            assert keeps((TensorMap(tensor, [8], [1], [4], None),)) == [tensor.data_ptr()]
-            assert len(keeps._kept[0]) <= launch._MOST_ENCODED
+            assert keeps((tensor,)) == [tensor.data_ptr()]
+    assert len(encoded) == 2 * len(tensors)  # gone when asked for again
 
 
 def test_a_launcher_built_otherwise_encodes_itself() -> None:
-    run = SimpleNamespace(launch=lambda *args: None)
-    assert launch._direct(run) == (run, None)
-    unknown = SimpleNamespace(launch=print)
-    assert launch._direct(unknown) == (unknown, None)
+    for run in (SimpleNamespace(launch=lambda *args: None), SimpleNamespace(launch=print)):
+        assert launch._direct(run, (Rows(1),)) == (run, None)

@@ -17,6 +17,7 @@ from stof.layout.device import build as device_build
 from stof.layout.device import source as device_source
 from stof.layout.device.build import device_layout
 from stof.layout.device.survey import device_columns, device_counts
+from stof.layout.head_mask import HeadMask
 from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
 from stof.masks.program import DEPTH, programs_of
@@ -193,10 +194,11 @@ def test_survey(problem: tuple[Mask, int, int]) -> None:
         assert torch.equal(full, expected.counts[geometry].full), geometry
         assert torch.equal(partial, expected.counts[geometry].partial), geometry
     b, h = divmod(entries[-1], shape[1])
-    columns = device_columns(mask, q_len, kv_len, 64, b, h, DEVICE)
+    own = HeadMask(mask, q_len, kv_len, b, h, None, DEVICE)
+    columns = device_columns(own, 64)
     assert columns is not None
     with mock.patch("stof.layout.aside.device_columns", return_value=None):
-        seen = seen_columns(mask, q_len, kv_len, 64, b, h, None, DEVICE)
+        seen = seen_columns(own, 64)
     assert torch.equal(columns[0], seen.some)
     assert torch.equal(columns[1], seen.every)
 

@@ -107,7 +107,9 @@ def test_strips_change_nothing(monkeypatch: pytest.MonkeyPatch, q_len: int) -> N
 def test_only_masks_with_something_to_gain_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     looked = []
-    monkeypatch.setattr(surveys, "seen_columns", lambda *given: looked.append(given[4:6]) or seen_columns(*given))
+    monkeypatch.setattr(
+        surveys, "seen_columns", lambda own, height: looked.append((own.b, own.h)) or seen_columns(own, height)
+    )
     asides = [LayoutConfig(*tile, 1, aside=True) for tile in ((128, 128), (64, 64))]
     wanted = [*asides, LayoutConfig(64, 64)]
     lines = masks.strided(40, 64, 3)

@@ -165,10 +165,14 @@ def test_choices_with_a_bias_fit(head_dim: int) -> None:
 def test_three_thread_blocks_are_for_short_row_blocks() -> None:
     layout = LayoutConfig(64, 64, None)
     choice = Choice("hopper", layout, None, BlockWiseConfig(4, 3))
-    for window, head_dim, expected in ((300, 64, False), (1000, 64, True), (1000, 128, False)):
+    window = masks.sliding_window
+    cases = (window(300), 64, False), (window(550), 64, False), (window(1000), 64, True), (window(1000), 128, False)
+    for mask, head_dim, expected in cases:
         call = call_of(head_dim=head_dim, q_len=2048, kv_len=2048)
-        counted = survey(masks.sliding_window(window), 2048, 2048, (layout,))
+        counted = survey(mask, 2048, 2048, (layout,))
         assert starves(choice, call, counted) == expected
+    counted = survey(masks.causal(), 1024, 1024, (layout,))  # 8.5 tiles on average, most of them in long row blocks
+    assert starves(choice, call_of(q_len=1024, kv_len=1024), counted)
     assert not starves(replace(choice, implementation="block_wise"), call_of(), counted)
 
 

@@ -41,4 +41,4 @@ def launch_times(device: torch.device, dtype: torch.dtype, calls: int) -> list[L
             q, k, v, causal, implementation="hopper"
         )
     with torch.no_grad():
-        return [Launch(name, host_us(call, device, calls=calls)) for name, call in contenders.items()]
+        return [Launch(name, us) for name, us in host_us(contenders, device, calls=calls).items()]

@@ -32,12 +32,13 @@ COMPILED = tuple(f"{mode}-{kind}" for mode in _MODES for kind in _KINDS)
 PEERS = (*(f"eager-{kind}" for kind in _KINDS), *COMPILED)
 # With our attention and no templates; with templates by rule, with norms folded, with whole calls as CUDA graphs (norms
 # folded too), each also with the scheme searched for.
+ATTENTION = "stof-attention"
 OURS = (
-    "stof-attention",
+    ATTENTION,
     *(f"stof{how}{effort}" for how in ("", "-folded", "-whole") for effort in ("", "-quick", "-full")),
 )
 # What a comparison needs at the least, and its name on the command line.
-GROUPS = {"peers": COMPILED, "ours": ("stof-attention", "stof-folded", "stof-whole")}
+GROUPS = {"peers": COMPILED, "ours": (ATTENTION, "stof-folded", "stof-whole")}
 KEY = ("model", "batch", "seq", "mask", "dtype", "impl")
 
 
@@ -160,7 +161,7 @@ def prepared(
 
 def _ours(model: nn.Module, case: Case, impl: str, budget_s: float | None) -> nn.Module:
     changed = copy.deepcopy(model)
-    if impl == "stof-attention":
+    if impl == ATTENTION:
         stof.optimize(changed, mask=mask_of(case), pack=False)
         compiled: Any = torch.compile(changed, mode="reduce-overhead", dynamic=False)
         return compiled

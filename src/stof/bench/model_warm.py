@@ -93,14 +93,18 @@ def warm(
 ) -> list[str]:
     """Run every job, `workers` at a time, in their order; what still runs after `seconds` is ended.
 
+    So it is when this process is asked to end (SIGTERM, as `timeout` does): nothing is left to disturb a run after it.
+
     Returns:
         what did not end well, a line each.
     """
     waiting = list(jobs)
     running: list[_Process] = []
     problems, start = [], time.monotonic()
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     try:
-        while (waiting or running) and time.monotonic() - start < seconds:
+        while (waiting or running) and not asked and time.monotonic() - start < seconds:
             while waiting and len(running) < workers:
                 running.append(_Process.start(waiting.pop(0), dtype))
             time.sleep(_POLL_S)
@@ -113,6 +117,9 @@ def warm(
         for process in running:
             process.end()
             problems.append(f"{process.name}: ended for the budget")
+        signal.signal(signal.SIGTERM, before)
+    if asked:
+        sys.exit(128 + asked[0])
     return problems + [f"{named(job)}: not begun" for job in waiting]
 
 

@@ -123,7 +123,7 @@ class RowFile(Generic[_R]):
         if path is not None and path.exists():
             meta, self.rows = read_rows(path, row)
             here = provenance(device)
-            differing = [name for name in here if name != "date" and _state(meta.get(name)) != _state(here[name])]
+            differing = [name for name in here if name != "date" and state(meta.get(name)) != state(here[name])]
             if differing:
                 was = ", ".join(f"{name} {meta.get(name)}" for name in differing)
                 raise ArgumentError(f"{path} holds results of {was}, which are not these; write to another file")
@@ -140,8 +140,7 @@ class RowFile(Generic[_R]):
         again = {self.key(row) for row in rows}
         self.rows = [row for row in self.rows if self.key(row) not in again] + list(rows)
         if self.path is not None:
-            meta = json.dumps(provenance(self.device), indent=1)
-            _write_whole(self.path, f'{{"meta": {meta},\n "rows": {_lines(self.rows)}}}\n')
+            write_rows(self.path, provenance(self.device), self.rows)
 
 
 def read_rows(path: Path, row: Callable[..., _R]) -> tuple[dict[str, Any], list[_R]]:
@@ -157,7 +156,12 @@ def read_rows(path: Path, row: Callable[..., _R]) -> tuple[dict[str, Any], list[
         raise ArgumentError(f"{path} is no result of this benchmark: {type(error).__name__}: {error}") from None
 
 
-def _state(value: Any) -> Any:
+def write_rows(path: Path, meta: dict[str, Any], rows: Iterable[Any]) -> None:
+    """Write provenance and rows, one a line; readers never see half a file."""
+    _write_whole(path, f'{{"meta": {json.dumps(meta, indent=1)},\n "rows": {_lines(rows)}}}\n')
+
+
+def state(value: Any) -> Any:
     """A commit without the mark of local changes: results that are written beside it are such changes."""
     return value.removesuffix("+changes") if isinstance(value, str) else value
 

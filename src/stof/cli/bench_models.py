@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from stof.bench.model_race import Row
+    from stof.bench.model_race import Plan, Row
+    from stof.bench.models import Case
+    from stof.bench.results import RowFile
     from stof.bench.search import Row as Searched
 
 
@@ -46,13 +48,16 @@ def models(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Leave out what the output file has.")] = False,
 ) -> None:
-    """Time models from transformers with random weights, after checking their outputs against float32."""
+    """Time models from transformers with random weights, after checking their outputs against float32.
+
+    Ends with status 3 where the device no longer answers, which lasts as long as the process: go on with --resume.
+    """
     import math
 
     from rich.console import Console
     from rich.text import Text
 
-    from stof.bench.model_race import KEY, Plan, Row, Subject, impls_of, in_order, run_way
+    from stof.bench.model_race import KEY, Plan, Row, impls_of, in_order
     from stof.bench.model_warm import jobs_of
     from stof.bench.model_warm import warm as compile_all
     from stof.bench.models import Case
@@ -72,17 +77,35 @@ def models(
     plan, file = Plan(device, precision, rounds, search_budget), RowFile(output, device, Row, KEY)
     done = file.done() if resume else set()
     wanted = [(case, impl) for case, impl in wanted if (*astuple(case), dtype, impl) not in done]
+    until = math.inf if budget is None else start + budget
+    lost = _run_each(wanted, plan, file, until, lambda line: say(f"{time.perf_counter() - start:.0f} s: {line}"))
+    Console(width=150).print(models_table(file.rows, device, dtype))
+    if lost:
+        raise typer.Exit(3)
+
+
+def _run_each(
+    wanted: Sequence[tuple[Case, str]], plan: Plan, file: RowFile[Row], until: float, say: Callable[[str], object]
+) -> bool:
+    """Run ways until a moment, and keep the row of each at once; whether the device was lost on the way."""
+    from stof.bench.model_race import Subject, run_way
+    from stof.bench.problem import device_problem
+
     subjects: dict[Case, Subject] = {}
     for place, (case, impl) in enumerate(wanted):
-        if budget is not None and time.perf_counter() - start > budget:
-            console.print(f"{len(wanted) - place} left out for the budget; go on with --resume")
+        if time.perf_counter() > until:
+            say(f"{len(wanted) - place} left out for the budget; go on with --resume")
             break
         if case not in subjects:
-            subjects[case] = Subject.of(case, device, precision)
+            subjects[case] = Subject.of(case, plan.device, plan.dtype)
         row = run_way(subjects[case], impl, plan)
-        say(f"{time.perf_counter() - start:.0f} s: {case} {impl}: {row.problem or f'{row.ms:.3f} ms'}")
+        say(f"{case} {impl}: {row.problem or f'{row.ms:.3f} ms'}")
         file.add([row])
-    Console(width=150).print(models_table(file.rows, device, dtype))
+        problem = device_problem(plan.device) if row.problem else ""
+        if problem:
+            say(f"the device no longer answers ({problem}); {len(wanted) - place - 1} left: go on with --resume")
+            return True
+    return False
 
 
 def models_table(rows: Sequence[Row], device: torch.device, dtype: str) -> Table:

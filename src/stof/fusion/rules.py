@@ -7,7 +7,7 @@ from math import prod
 
 from torch import fx
 
-from stof.fusion.choices import Known
+from stof.fusion.choices import Known, Tuned
 from stof.fusion.claims import Claim, claims
 from stof.fusion.lower import Choice, GraphOrder
 from stof.fusion.operators import NORMS, Kind, Operator
@@ -20,6 +20,8 @@ from stof.fusion.templates.registry import Serving
 # Floating-point operations that a large half-precision product does while one byte is copied: about 680 TFLOP/s over
 # 4.2 TB/s on an H200. A pass over a product's [M, N] result then costs about 325 / K of the product.
 FLOPS_PER_BYTE = 162.0
+# Copied in a microsecond: the measured 4.2 TB/s.
+BYTES_PER_US = 4.2e6
 # A product of fewer operations than that (about 3 us on an H200), its operands counted as what could be computed while
 # they are copied, is mostly launching, waiting for memory and ending: see "Few rows" in docs/fusion.md.
 FEW_FLOPS = 2e9
@@ -74,16 +76,30 @@ def pays(claim: Claim, following: Operator | None = None) -> bool:
         return True
     inner = claim.operators[:-1]
     between = [o for o in inner if o.kind is Kind.LINEAR or (o.kind in NORMS and o is claim.operators[0])]
-    last = claim.operators[-1]
-    normed = following is not None and following.kind in NORMS and last.root in following.inputs
-    passes = claim.template.passes - (normed and last.kind is Kind.RESIDUAL)
-    saved = sum(
-        (1 if o.kind in NORMS else passes) * prod(size_hint(size) for size in o.value.shape) * o.value.element_size()
-        for o in between
-    )
+    passes = claim.template.passes - _joins_norm(claim, following)
+    saved = sum((1 if o.kind in NORMS else passes) * _bytes(o) for o in between)
     shape = claim.problem.shape
     flops = 2.0 * shape.m * shape.n * shape.k * (2 if shape.gated else 1)
     return saved * FLOPS_PER_BYTE >= flops * (1 / claim.template.share - 1)
+
+
+def _saved_us(claim: Claim, tuned: Tuned, following: Operator | None) -> float:
+    """What was measured to be saved, less what Inductor saves itself: it was timed without the norm `following`."""
+    shared = _bytes(claim.operators[-1]) / BYTES_PER_US if _joins_norm(claim, following) else 0.0
+    return tuned.inductor_us - tuned.template_us - shared
+
+
+def _joins_norm(claim: Claim, following: Operator | None) -> bool:
+    """Whether a claim ends with a sum that Inductor would compute in the kernel of the norm after it."""
+    last = claim.operators[-1]
+    normed = following is not None and following.kind in NORMS and last.root in following.inputs
+    return normed and last.kind is Kind.RESIDUAL
+
+
+def _bytes(operator: Operator) -> int:
+    """Of its result."""
+    value = operator.value
+    return int(prod(size_hint(size) for size in value.shape)) * value.element_size()
 
 
 def suggested(
@@ -123,19 +139,20 @@ def _choice_at(
     measured: Choice | None = None
     saved = 0.0
     for length in range(min(LONGEST, len(rest)), 0, -1):
+        following = next(iter(operators[at + length :]), None)
         for claim in claims(operators[at : at + length], serving)[0]:
             if not isinstance(order.insertion(claim), fx.Node):
                 continue
             tuned, configs = known(bucket(claim, serving)), claim.template.configs(claim.problem, serving)
             if tuned is not None and tuned.config in configs:
-                if tuned.inductor_us - tuned.template_us > saved:
+                if _saved_us(claim, tuned, following) > saved:
                     # Of other numbers of rows nothing is known.
                     rows = claim.problem.shape.m
                     config = written({bucket_of(rows): tuned.config}) if claim.any_rows else tuned.config
-                    saved = tuned.inductor_us - tuned.template_us
+                    saved = _saved_us(claim, tuned, following)
                     measured = Choice(claim, config, "measured faster before")
             # Without a default, only what was measured is faster than Inductor.
-            elif by_rule is None and "" in configs and pays(claim, next(iter(operators[at + length :]), None)):
+            elif by_rule is None and "" in configs and pays(claim, following):
                 reason = "a small product" if small(claim.problem.shape, claim.problem.dtype.itemsize) else ""
                 by_rule = Choice(claim, why=f"{reason or 'saves memory traffic'}, by rule")
     return measured or by_rule

@@ -174,14 +174,23 @@ class Recording:
                 raise RuntimeError(f"it returns a tensor on {leaf.device}")
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        with torch.cuda.device(self._device):
+        # Until the replay has begun, the GPU waits: nothing is asked or set that need not be.
+        if torch.cuda.current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                return self._replayed(tensors)
+        return self._replayed(tensors)
+
+    def _replayed(self, tensors: Sequence[Tensor]) -> Any:
+        index, last = self._device.index, self._recorder.last
+        now = index, torch._C._cuda_getCurrentRawStream(index)
+        if last is None or now != (last.device_index, last.cuda_stream):
             stream = torch.cuda.current_stream()
-            if self._recorder.last not in (None, stream):  # which may still read what this replay writes
-                stream.wait_stream(self._recorder.last)
+            if last is not None:  # it may still read what this replay writes
+                stream.wait_stream(last)
             self._recorder.last = stream
-            _copy_in(self._inputs, tensors)
-            self._graph.replay()
-            leaves = [x.clone() if isinstance(x, Tensor) else x for x in self._leaves]
+        _copy_in(self._inputs, tensors)
+        self._graph.replay()
+        leaves = [x.clone() if isinstance(x, Tensor) else x for x in self._leaves]
         return pytree.tree_unflatten(leaves, self._spec)
 
 
@@ -300,10 +309,10 @@ def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(x._version for x in tensors if not x.is_inference())
 
 
-def _copy_in(kept: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+def _copy_in(kept: list[Tensor], tensors: Sequence[Tensor]) -> None:
     with torch.inference_mode():  # among them may be inference tensors, which cannot be written to outside
-        for old, new in zip(kept, tensors, strict=True):
-            old.copy_(_memory(new))
+        # By one kernel, after which a graph begins sooner than after copies of memory.
+        torch._foreach_copy_(kept, [_memory(x) for x in tensors])
 
 
 def _capturing(x: Tensor) -> bool:

@@ -17,10 +17,10 @@ from stof.errors import MaskFunctionError
 from stof.layout import bits
 from stof.layout.config import LayoutConfig
 from stof.layout.device.survey import device_columns
+from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
 from stof.layout.strips import SPAN, strips
 from stof.layout.tiles import Tiles
-from stof.masks.base import Mask
 from stof.masks.index import Index
 
 # Scores evaluated at once: bounds the memory of int64 temporaries to some 100 MB.
@@ -71,30 +71,20 @@ def may_pay(contiguous: int, packed: int) -> bool:
     return packed <= _WORTH * contiguous
 
 
-def seen_columns(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    block_m: int,
-    b: int,
-    h: int,
-    order: Tensor | None,
-    device: torch.device | str,
-) -> Seen:
-    """Columns that row blocks of one (batch, head) mask see; `order` as `checked_order` gives it."""
-    where = torch.device(device)
-    if order is None and where.type == "cuda":
-        told = device_columns(mask, q_len, kv_len, block_m, b, h, where)
+def seen_columns(own: HeadMask, block_m: int) -> Seen:
+    """Columns that row blocks see."""
+    if own.order is None and own.device.type == "cuda":
+        told = device_columns(own, block_m)
         if told is not None:
             return Seen(*told)
     some, every = [], []
-    for strip in strips(mask, q_len, kv_len, block_m, b, h, order, device):
+    for strip in strips(own, block_m):
         kept = strip.keep.sum(1, dtype=torch.int32)
         found = torch.stack([kept > 0, kept == strip.valid_rows[:, None]])
         if strip.spans is not None:
             within = torch.arange(SPAN, device=kept.device)
             keys = (strip.spans[:, None] * SPAN + within).flatten()[: kept.shape[1]]
-            found = found.new_zeros(2, len(kept), kv_len).index_copy_(2, keys, found)
+            found = found.new_zeros(2, len(kept), own.kv_len).index_copy_(2, keys, found)
         some.append(found[0])
         every.append(found[1])
     return Seen(torch.cat(some), torch.cat(every))
@@ -142,24 +132,15 @@ def _tiled(columns: Tensor, block_n: int) -> Tensor:
     return padded.unflatten(1, (-1, block_n))
 
 
-def aside_tiles(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    config: LayoutConfig,
-    b: int,
-    h: int,
-    order: Tensor | None,
-    device: torch.device | str,
-) -> Tiles | None:
-    """Tiles of one (batch, head) mask: the fields of `build.Pattern`; None where no column is put aside.
+def aside_tiles(own: HeadMask, config: LayoutConfig) -> Tiles | None:
+    """The fields of `build.Pattern`; None where no column is put aside.
 
     Unused slots of a tile of the list are columns that its row block does not take from there, and the list's end.
     """
-    block_m, block_n = config.block_m, config.block_n
-    if not looked_at(-(-q_len // block_m), kv_len):
+    q_len, block_m, block_n = own.q_len, config.block_m, config.block_n
+    if not looked_at(own.row_blocks(block_m), own.kv_len):
         return None
-    seen = seen_columns(mask, q_len, kv_len, block_m, b, h, order, device)
+    seen = seen_columns(own, block_m)
     division = divided(seen.some, block_n)
     if division is None:
         return None
@@ -169,7 +150,7 @@ def aside_tiles(
     ranks = (2 * row + whole).argsort(stable=True)
     row, number, partial = row[ranks], number[ranks], ~whole[ranks]
     aligned = torch.arange(division.in_place.shape[1] * block_n, device=row.device)
-    aligned = torch.where(aligned < kv_len, aligned, -1)
+    aligned = torch.where(aligned < own.kv_len, aligned, -1)
     keys = torch.nn.functional.pad(division.keys, (0, -len(division.keys) % block_n), value=-1)
     columns = torch.cat([aligned, keys]).view(-1, block_n)[number]
     place = number - division.in_place.shape[1]
@@ -178,8 +159,7 @@ def aside_tiles(
     rows = row[partial][:, None] * block_m + torch.arange(block_m, device=row.device)
     exists = rows < q_len
     rows = rows.clamp(max=q_len - 1)
-    own = _Rectangles(mask, q_len, kv_len, b, h)
-    bitmaps = own.bitmaps(rows if order is None else order[rows], exists, columns[partial])
+    bitmaps = _bitmaps(own, rows if own.order is None else own.order[rows], exists, columns[partial])
     return some.sum(1), (some & ~every).sum(1), columns, partial, bitmaps
 
 
@@ -214,33 +194,25 @@ def listed_keys(layout: Layout) -> tuple[Tensor, Tensor] | None:
     return keys, begin
 
 
-class _Rectangles(NamedTuple):
-    """A mask asked for rectangles of any rows and columns."""
+def _bitmaps(own: HeadMask, rows: Tensor, exists: Tensor, columns: Tensor) -> Tensor:
+    """Packed bits `[t, block_m, words]` of rows `[t, block_m]` that exist and columns `[t, block_n]` but -1."""
+    step = max(1, _AT_ONCE // (rows.shape[1] * columns.shape[1]))
+    words = [rows.new_empty(0, rows.shape[1], bits.words(columns.shape[1]), dtype=torch.int32)]
+    for q, there, kv in zip(rows.split(step), exists.split(step), columns.split(step), strict=True):
+        if len(q):
+            keep = _kept(own, q, kv.clamp(min=0))
+            words.append(bits.pack(keep & there[:, :, None] & (kv >= 0)[:, None, :]))
+    return torch.cat(words)
 
-    mask: Mask
-    q_len: int
-    kv_len: int
-    b: int
-    h: int
 
-    def bitmaps(self, rows: Tensor, exists: Tensor, columns: Tensor) -> Tensor:
-        """Packed bits `[t, block_m, words]` of rows `[t, block_m]` that exist and columns `[t, block_n]` but -1."""
-        step = max(1, _AT_ONCE // (rows.shape[1] * columns.shape[1]))
-        words = [rows.new_empty(0, rows.shape[1], bits.words(columns.shape[1]), dtype=torch.int32)]
-        for q, own, kv in zip(rows.split(step), exists.split(step), columns.split(step), strict=True):
-            if len(q):
-                keep = self.kept(q, kv.clamp(min=0))
-                words.append(bits.pack(keep & own[:, :, None] & (kv >= 0)[:, None, :]))
-        return torch.cat(words)
-
-    def kept(self, q: Tensor, kv: Tensor) -> Tensor:
-        """bool `[t, block_m, block_n]`."""
-        b, h = (torch.tensor(number, device=q.device).view(1, 1, 1, 1) for number in (self.b, self.h))
-        index = Index(b, h, q[:, None, :, None], kv[:, None, None, :], self.q_len, self.kv_len)
-        try:
-            return self.mask.evaluate(index).expand(len(q), 1, q.shape[1], kv.shape[1])[:, 0]
-        except MaskFunctionError:
-            # A function may not take several rectangles at once.
-            if len(q) == 1:
-                raise
-            return torch.cat([self.kept(one_q, one_kv) for one_q, one_kv in zip(q.split(1), kv.split(1), strict=True)])
+def _kept(own: HeadMask, q: Tensor, kv: Tensor) -> Tensor:
+    """The mask of rectangles of any rows `[t, block_m]` and columns `[t, block_n]`: bool `[t, block_m, block_n]`."""
+    b, h = (torch.tensor(number, device=q.device).view(1, 1, 1, 1) for number in (own.b, own.h))
+    index = Index(b, h, q[:, None, :, None], kv[:, None, None, :], own.q_len, own.kv_len)
+    try:
+        return own.mask.evaluate(index).expand(len(q), 1, q.shape[1], kv.shape[1])[:, 0]
+    except MaskFunctionError:
+        # A function may not take several rectangles at once.
+        if len(q) == 1:
+            raise
+        return torch.cat([_kept(own, one_q, one_kv) for one_q, one_kv in zip(q.split(1), kv.split(1), strict=True)])

@@ -15,6 +15,7 @@ from stof.layout import bits
 from stof.layout.aside import aside_tiles
 from stof.layout.config import LayoutConfig
 from stof.layout.device.build import device_layout
+from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
 from stof.layout.strips import SPAN, Strip, strip_scores, strips
 from stof.layout.tiles import tiles_of
@@ -72,7 +73,7 @@ def build_layout(
             if numbers[b][h] in known:
                 pattern_of[b, h] = known[numbers[b][h]]
                 continue
-            built = compiled(mask, q_len, kv_len, config, b, h, order, device)
+            built = compiled(HeadMask(mask, q_len, kv_len, b, h, order, torch.device(device)), config)
             same = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
             if same == len(distinct):
                 distinct.append(built)
@@ -115,31 +116,21 @@ class Pattern:
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
-def compiled(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    config: LayoutConfig,
-    b: int,
-    h: int,
-    order: Tensor | None,
-    device: torch.device | str,
-) -> Pattern:
-    """One (batch, head) mask: in closed form where it can be asked for whole tiles, else strip by strip."""
+def compiled(own: HeadMask, config: LayoutConfig) -> Pattern:
+    """Tiles of a mask: in closed form where it can be asked for whole tiles, else strip by strip."""
     if config.aside:
-        found = aside_tiles(mask, q_len, kv_len, config, b, h, order, device)
+        found = aside_tiles(own, config)
         if found is not None:
             return Pattern(*found)
         # Without such columns tiles are aligned and contiguous, their columns one by one here.
-        plain = compiled(mask, q_len, kv_len, config.contiguous(), b, h, order, device)
+        plain = compiled(own, config.contiguous())
         columns = plain.columns + torch.arange(config.block_n, device=plain.columns.device)
-        return replace(plain, columns=torch.where(columns < kv_len, columns, -1))
-    if order is None and config.slab is None:
-        found = tiles_of(mask, q_len, kv_len, config, b, h, torch.device(device))
+        return replace(plain, columns=torch.where(columns < own.kv_len, columns, -1))
+    if own.order is None and config.slab is None:
+        found = tiles_of(own, config)
         if found is not None:
             return Pattern(*found)
-    pieces = strips(mask, q_len, kv_len, config.block_m, b, h, order, device)
-    return Pattern.join([_compile_strip(strip, config) for strip in pieces])
+    return Pattern.join([_compile_strip(strip, config) for strip in strips(own, config.block_m)])
 
 
 def _compile_strip(strip: Strip, config: LayoutConfig) -> Pattern:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from stof.layout.build import Pattern, build_layout, compiled, laid_out, shared
+from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
 from stof.masks.base import Mask, check_lengths
 from stof.masks.bounds import Range
@@ -47,7 +48,7 @@ def extend_layout(layout: Layout, mask: Mask, q_len: int, kv_len: int, *, batch:
         for h in range(mask_heads):
             old = old_pattern[b][h]
             if q_len > first:
-                new = compiled(rest, q_len - first, kv_len, layout.config, b, h, None, layout.device)
+                new = compiled(HeadMask(rest, q_len - first, kv_len, b, h, None, layout.device), layout.config)
             else:
                 new = _nothing(layout)
             places = (n for n, other in enumerate(distinct) if other[0] == old and other[1].equals(new))

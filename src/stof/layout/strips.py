@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ShapeError
+from stof.layout.head_mask import HeadMask
 from stof.masks.base import Mask
 from stof.masks.bounds import Range
 from stof.masks.index import Index
@@ -43,22 +44,14 @@ class Strip:
     spans: Tensor | None = None
 
 
-def strips(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    block_m: int,
-    b: int,
-    h: int,
-    order: Tensor | None,
-    device: torch.device | str,
-) -> Iterator[Strip]:
-    """Evaluate one (batch, head) mask a few blocks of `block_m` rows at a time; `order` as `checked_order` gives it."""
-    row_blocks = -(-q_len // block_m)
-    most = strip_scores(torch.device(device))
+def strips(own: HeadMask, block_m: int) -> Iterator[Strip]:
+    """Evaluate a mask a few blocks of `block_m` rows at a time."""
+    mask, q_len, kv_len, order, device = own.mask, own.q_len, own.kv_len, own.order, own.device
+    row_blocks = own.row_blocks(block_m)
+    most = strip_scores(device)
     everything = torch.arange(kv_len, device=device)
-    batch_index = torch.tensor([b], device=device)
-    head_index = torch.tensor([h], device=device)
+    batch_index = torch.tensor([own.b], device=device)
+    head_index = torch.tensor([own.h], device=device)
     corner = Index.make(everything[:1], everything[:1], q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
     first = 0
     while first < row_blocks:

@@ -16,15 +16,13 @@ from stof.layout.aside import divided, division_counts, listed_keys, looked_at, 
 from stof.layout.build import checked_order
 from stof.layout.config import LayoutConfig
 from stof.layout.device.survey import SlabCounts, device_counts
+from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
 from stof.layout.strips import strips
 from stof.masks.base import Mask
 
 # Masks of a batch or of heads counted before the rest is taken to be like them: counting is linear in them.
 _MASKS_COUNTED = 8
-
-# Of `_aside_counts`: mask, lengths, the (batch entry, head) masks to count, row order, device.
-_Problem = tuple[Mask, int, int, list[tuple[int, int]], Tensor | None, torch.device | str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,36 +99,36 @@ def survey(
     counted = [divmod(numbers.index(number), mask_heads) for number in dict.fromkeys(numbers)]
     row = [list(dict.fromkeys(numbers)).index(number) for number in numbers]
     found = None
-    if order is None and torch.device(device).type == "cuda":
+    where = torch.device(device)
+    if order is None and where.type == "cuda":
         entries = [b * mask_heads + h for b, h in counted]
         heights = sorted({geometry.block_m for geometry in wanted}) or [64]
-        slabs = device_counts(mask, q_len, kv_len, heights, mask_heads, entries, torch.device(device))
+        slabs = device_counts(mask, q_len, kv_len, heights, mask_heads, entries, where)
         if slabs is not None:
             tiles = {geometry: TileCounts(*tiles_of_slabs(slabs, geometry)) for geometry in wanted}
             found = tiles, slabs.kept.long()
-    counts, kept = _strip_counts(mask, q_len, kv_len, wanted, counted, order, device) if found is None else found
-    problem = (mask, q_len, kv_len, counted, order, device)
-    counts |= _aside_counts(counts, asides, problem, always=len(asides) == len(asked))
+    of_heads = [HeadMask(mask, q_len, kv_len, b, h, order, where) for b, h in counted]
+    counts, kept = _strip_counts(of_heads, wanted) if found is None else found
+    counts |= _aside_counts(of_heads, counts, asides, always=len(asides) == len(asked))
     counts = {g: TileCounts(own.partial[row], own.full[row], own.aside) for g, own in counts.items() if g in asked}
     return Survey(counts, kept[row], mask_batch, mask_heads)
 
 
 def _aside_counts(
-    counts: dict[LayoutConfig, TileCounts], asides: list[LayoutConfig], problem: _Problem, always: bool
+    of_heads: list[HeadMask], counts: dict[LayoutConfig, TileCounts], asides: list[LayoutConfig], always: bool
 ) -> dict[LayoutConfig, TileCounts]:
     """Tiles where columns are put aside, given contiguous ones, and singly gathered ones of the first geometry."""
-    mask, q_len, kv_len, counted, order, device = problem
     plain = {geometry: counts[geometry.contiguous()] for geometry in asides}
     found = {geometry: TileCounts(own.partial.clone(), own.full.clone()) for geometry, own in plain.items()}
     # What tall row blocks see, low ones tell.
     height = math.gcd(*(geometry.block_m for geometry in asides))
-    if not asides or not looked_at(-(-q_len // height), kv_len):
+    if not asides or not looked_at(of_heads[0].row_blocks(height), of_heads[0].kv_len):
         return found
-    for n, (b, h) in enumerate(counted):
+    for n, one in enumerate(of_heads):
         both = (counts[how] for how in (asides[0].contiguous(), replace(asides[0], aside=False)))
         if not always and not may_pay(*(int((each.partial[n] + each.full[n]).sum()) for each in both)):
             continue
-        seen = seen_columns(mask, q_len, kv_len, height, b, h, order, device)
+        seen = seen_columns(one, height)
         for geometry in asides:
             own = seen.joined(geometry.block_m // height)
             division = divided(own.some, geometry.block_n)
@@ -143,20 +141,14 @@ def _aside_counts(
 
 
 def _strip_counts(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    wanted: list[LayoutConfig],
-    counted: list[tuple[int, int]],
-    order: Tensor | None,
-    device: torch.device | str,
+    of_heads: list[HeadMask], wanted: list[LayoutConfig]
 ) -> tuple[dict[LayoutConfig, TileCounts], Tensor]:
-    """Tiles of each geometry and scores of each row `[counted, q_len]`, by evaluating the mask strip by strip."""
+    """Tiles of each geometry and scores of each row `[heads, q_len]`, by evaluating the masks strip by strip."""
     rows_of_strip = math.lcm(64, *(g.block_m for g in wanted))
     kept: list[Tensor] = []
     found: dict[LayoutConfig, list[tuple[Tensor, Tensor]]] = {geometry: [] for geometry in wanted}
-    for b, h in counted:
-        for strip in strips(mask, q_len, kv_len, rows_of_strip, b, h, order, device):
+    for one in of_heads:
+        for strip in strips(one, rows_of_strip):
             kept.append(strip.keep.sum(-1, dtype=torch.int32).flatten())
             for block_m in {geometry.block_m for geometry in wanted}:
                 keep = strip.keep.view(-1, block_m, strip.keep.shape[-1])
@@ -166,13 +158,13 @@ def _strip_counts(
                 for geometry in wanted:
                     if geometry.block_m == block_m:
                         found[geometry].append(_count(per_column, rows, geometry))
-    padded = -(-q_len // rows_of_strip) * rows_of_strip
+    q_len, padded = of_heads[0].q_len, of_heads[0].row_blocks(rows_of_strip) * rows_of_strip
     counts = {}
     for geometry, parts in found.items():
-        blocks = -(-q_len // geometry.block_m)
-        partial, full = (torch.cat(kind).view(len(counted), -1)[:, :blocks].cpu() for kind in zip(*parts, strict=True))
+        blocks = of_heads[0].row_blocks(geometry.block_m)
+        partial, full = (torch.cat(kind).view(len(of_heads), -1)[:, :blocks].cpu() for kind in zip(*parts, strict=True))
         counts[geometry] = TileCounts(partial, full)
-    return counts, torch.cat(kept).view(len(counted), padded)[:, :q_len].long().cpu()
+    return counts, torch.cat(kept).view(len(of_heads), padded)[:, :q_len].long().cpu()
 
 
 def survey_of_layout(layout: Layout) -> Survey:

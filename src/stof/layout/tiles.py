@@ -12,7 +12,7 @@ from torch import Tensor
 from stof.errors import MaskFunctionError
 from stof.layout import bits
 from stof.layout.config import LayoutConfig
-from stof.masks.base import Mask
+from stof.layout.head_mask import HeadMask
 from stof.masks.bounds import Range
 from stof.masks.index import Index
 from stof.masks.tensors import DenseMask
@@ -27,19 +27,10 @@ _SQUARE = 16
 Tiles = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def tiles_of(
-    mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, b: int, h: int, device: torch.device
-) -> Tiles | None:
-    """Tiles of one (batch, head) mask: the fields of `build.Pattern`; None when the mask cannot say.
-
-    Args:
-        mask, q_len, kv_len: as for `build_layout`.
-        config: contiguous tiles.
-        b, h: batch entry and head.
-        device: where to evaluate the mask.
-    """
-    grid = _Grid(mask, q_len, kv_len, config, b, h, device)
-    found = grid.of_dense(mask) if isinstance(mask, DenseMask) else grid.of_rule()
+def tiles_of(own: HeadMask, config: LayoutConfig) -> Tiles | None:
+    """Contiguous tiles of a mask, rows in their order: the fields of `build.Pattern`; None when it cannot say."""
+    grid = _Grid(own, config)
+    found = grid.of_dense(own.mask) if isinstance(own.mask, DenseMask) else grid.of_rule()
     if found is None:
         return None
     everything, some, keep = found
@@ -49,12 +40,10 @@ def tiles_of(
 class _Grid:
     """The tiles of one problem, numbered `row block * tile columns + tile column`."""
 
-    def __init__(
-        self, mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, b: int, h: int, device: torch.device
-    ) -> None:
-        self.mask, self.q_len, self.kv_len, self.config = mask, q_len, kv_len, config
-        self.b, self.h, self.device = b, h, device
-        self.rows, self.columns = -(-q_len // config.block_m), -(-kv_len // config.block_n)
+    def __init__(self, own: HeadMask, config: LayoutConfig) -> None:
+        self.mask, self.q_len, self.kv_len, self.config = own.mask, own.q_len, own.kv_len, config
+        self.b, self.h, self.device = own.b, own.h, own.device
+        self.rows, self.columns = own.row_blocks(config.block_m), -(-own.kv_len // config.block_n)
 
     def of_rule(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Numbers of full tiles, and numbers and bitmaps of partial ones; all on the device."""

@@ -51,8 +51,10 @@ _CHUNK_KEYS = (512, 1024, 2048, 4096)
 # Merging takes a step for every doubling; more never paid: Longformer's 8192 tokens of 128 took 227 us instead of 171.
 _ENOUGH, _MOST_CHUNKS = 256, 4
 # Tiles of a row block, on average, from which on three thread blocks on a multiprocessor cannot be fed: wider tiles are
-# 25 % faster at 64 tiles, 5 % at 16, and between 5 % faster and 4 % slower at 8.
-_LONG = 8
+# 25 % faster at 64 tiles, 5 % at 16, and between 5 % faster and 4 % slower at 8. And tiles of the row block in which
+# the average tile is: wider ones are 5 % slower for windows, whose row blocks are alike, at 8.8, and 5 % faster for
+# causal masks at 11.
+_LONG, _MOSTLY_LONG = 8, 10.5
 # Bytes of K and V that heads side by side may keep in the L2 cache (the H200 has 50 MB).
 _L2_SHARE = 32 * 2**20
 # The Hopper kernel's thread blocks keep step less well, so they want more room.
@@ -210,7 +212,8 @@ def starves(choice: Choice, call: CallSpec, survey: Survey) -> bool:
     if resident(layout.block_m, layout.block_n, width) < 3:
         return False
     counts = survey.counts[layout]
-    return float((counts.partial + counts.full).double().mean()) >= _LONG
+    tiles = (counts.partial + counts.full).double()
+    return float(tiles.mean()) >= _LONG and float(tiles.square().sum() / tiles.sum()) >= _MOSTLY_LONG
 
 
 def shared_memory_limit(device: torch.device) -> int:

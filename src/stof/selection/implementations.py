@@ -167,7 +167,7 @@ def prepared_work(work: Work, settings: BlockWiseConfig) -> tuple[list[Tensor], 
 def _bind_block_wise(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
 ) -> BoundCall:
-    from stof.kernels.triton.block_wise import bind_block_wise
+    from stof.kernels.triton.attention import bind_block_wise
 
     settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
     work = Work.unflatten(tensors, sizes[_SETTINGS:])

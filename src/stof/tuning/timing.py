@@ -156,22 +156,26 @@ def _await(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def host_us(call: Callable[[], object], device: torch.device, *, calls: int = 2000, batch: int = 50) -> float:
-    """Median host time of one eager call, over batches with a synchronisation after each.
+def host_us(
+    contenders: Mapping[str, Callable[[], object]], device: torch.device, *, calls: int = 2000, batch: int = 50
+) -> dict[str, float]:
+    """Median host time of one eager call of each, over batches with a synchronisation after each.
 
-    A batch is far below the 1024 launches that a stream queues, so the host never waits for the GPU.
+    Contenders take turns, so that a host that others slow down for a while slows all of them. A batch is far below the
+    1024 launches that a stream queues, so the host never waits for the GPU.
     """
-    taken = []
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(2 + max(1, calls // batch)):
-        start = time.perf_counter()
-        for _ in range(batch):
-            call()
-        end = time.perf_counter()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if turn >= 2:
-            taken.append((end - start) / batch)
-    return statistics.median(taken) * 1e6
+        for name, call in contenders.items():
+            start = time.perf_counter()
+            for _ in range(batch):
+                call()
+            end = time.perf_counter()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn >= 2:
+                taken[name].append((end - start) / batch)
+    return {name: statistics.median(times) * 1e6 for name, times in taken.items()}
 
 
 def _time_cuda(

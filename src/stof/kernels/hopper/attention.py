@@ -12,7 +12,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.hopper.jobs import RUN, TileLists, job_lists, leaving_width, padded_width, q_stages, resident
+from stof.kernels.hopper.jobs import RUN, TileLists, leaving_width, padded_width, q_stages, resident
+from stof.kernels.hopper.queue import chunk_slots, idle_groups, job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
@@ -129,7 +130,7 @@ def bind_warp_specialized(
     blocks = resident(lists.block_m, lists.block_n, width) * processors
     on_cpu, starts = job_lists(lists, batch, heads, blocks, side)
     jobs = on_cpu.to(device)
-    queued = len(jobs) - 1 > len(starts)
+    queued, slots = len(jobs) - 1 > len(starts), chunk_slots(on_cpu)
     biased = bias is not None
     modified = softcap > 0 or scale <= 0 or biased
     permuted, at_run_time = lists.row_order.numel() > 0, lists.ranges.numel() > 0
@@ -146,22 +147,24 @@ def bind_warp_specialized(
          k.stride(2), v.stride(2), heads // (k.shape[1] if aside is None else aside.like.shape[1]),
          *_own(bias),
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
-        (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, lists.chunks > 0,
+        (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, slots > 0,
          modified, softcap > 0, biased, sinks is not None, lists.has_full > 0, at_run_time, queued,
-         takes_turns(device)),
+         queued and idle_groups(q_len, lists.block_m), takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],
+        windows=(q_window, k_window, v_window, k_slab, v_slab, out_window, bias_window),
         chained=takes_turns(device),
         device=device,
     )  # fmt: skip
-    lse_shape = (batch, heads, q_len)
+    # `empty_like` of this is contiguous, and takes half as long as `empty`.
+    like_lse = torch.empty((), dtype=torch.float32, device=device).expand(batch, heads, q_len)
     # Where a pair of chunks meets is counted at the place of the second.
-    chunks = batch * heads * lists.chunks * groups
+    chunks = slots * groups
     aligned: list[BoundCall] = []
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        result = out = empty_output(q, v)
+        result = out = torch.empty_like(q)
         if copy_out:
             out = torch.empty_like(result, memory_format=torch.contiguous_format)
         if copy_any:
@@ -178,7 +181,7 @@ def bind_warp_specialized(
                 aligned.append(lasting(device, partial(bind_warp_specialized, q, k, v, lists, config, **settings)))
             out, lse = aligned[0](q, k, v, bias, sinks)
             return result.copy_(out), lse
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        lse = torch.empty_like(like_lse)
         # Pointers the kernel is compiled not to read take any tensor.
         chunk_out, chunk_ml = lse, lse
         if chunks:
@@ -186,18 +189,10 @@ def bind_warp_specialized(
             chunk_out, chunk_ml = scratch, scratch[chunks * _ROWS * width :]
         counters = zeroed_counters(1 + chunks, device) if queued or chunks else jobs
         k_slabs, v_slabs = (k, v) if aside is None else aside(k, v)
-        maps = (
-            q_window.at(q),
-            k_window.at(k),
-            v_window.at(v),
-            k_slab and k_slab.at(k_slabs),
-            v_slab and v_slab.at(v_slabs),
-            out_window.at(out),
-            None if bias_window is None or bias is None else bias_window.at(bias),
-        )
         if refresh is not None:
             refresh()
-        ready(lse, q if sinks is None else sinks, chunk_out, chunk_ml, counters, maps=maps)
+        bases = (q, k, v, k_slabs, v_slabs, out, q if bias is None else bias)
+        ready(lse, q if sinks is None else sinks, chunk_out, chunk_ml, counters, bases=bases)
         return (result.copy_(out) if copy_out else result), lse
 
     return call

@@ -85,7 +85,7 @@ def _tile(
 
     Returns `(packed, acc, alpha, m_i, sums)`: `alpha` is what `acc` is multiplied with before this tile's product.
     """
-    k_smem, v_smem, k_full, k_empty, v_full, v_empty = rings
+    k_smem, v_smem, k_full, v_full, kv_empty = rings
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     acc_layout: gl.constexpr = acc.type.layout
     no_scores = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=score_layout)
@@ -100,11 +100,10 @@ def _tile(
     pv = warpgroup_mma(p8, v_smem.index(stage).permute((1, 0)), no_product, use_acc=False, is_async=True)
     pass_turn(GROUP, GROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(k_empty.index(stage), count=1)
     if PARTIAL:
         if partial:
             s = masked(s, words, BLOCK_N)
-    x, m_new, m_use = exponents(s, m_i, factor, softcap, PARTIAL, MODIFIED, HAS_SOFTCAP, BLOCK_N, SHIFT)
+    x, m_new, m_use = exponents(s, m_i, factor, softcap, PARTIAL, MODIFIED, HAS_SOFTCAP, False, BLOCK_N, SHIFT)
     next_alpha = gl.exp2(m_i - m_use)
     left, right = halves(x)
     left = gl.exp2(left)
@@ -113,7 +112,7 @@ def _tile(
     # the wait (the sum, the rounding) takes the turns that the other half of the exponentials leaves.
     mbarrier.wait(v_full.index(stage), phase)
     pv = warpgroup_mma_wait(0, deps=(pv,))
-    mbarrier.arrive(v_empty.index(stage), count=1)
+    mbarrier.arrive(kv_empty.index(stage), count=1)
     right = gl.exp2(right)
     acc = _add_product(acc, alpha, pv)
     return packed_halves(left, right), acc, next_alpha, m_new, sums + thread_sums(right, BLOCK_N)
@@ -136,7 +135,7 @@ def _consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
     word_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bit_layout(BLOCK_N)))
     rows_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    v_smem, v_full = rings[1], rings[4]
+    v_smem, v_full = rings[1], rings[3]
     word_row = gl.arange(0, 64, layout=gl.SliceLayout(1, word_layout))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, word_layout))
     words_ptr = bitmaps_ptr + GROUP * 256 + word_row[:, None] * 4 + word[None, :]
@@ -278,9 +277,8 @@ def fp8_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     records = q_full
     passed_on = q_full
     if QUEUED:
@@ -295,9 +293,8 @@ def fp8_kernel(
             mbarrier.init(q_empty.index(i), count=GROUPS)
         if i < STAGES:
             mbarrier.init(k_full.index(i), count=1)
-            mbarrier.init(k_empty.index(i), count=GROUPS)
             mbarrier.init(v_full.index(i), count=1)
-            mbarrier.init(v_empty.index(i), count=GROUPS)
+            mbarrier.init(kv_empty.index(i), count=GROUPS)
     if QUEUED:
         for i in gl.static_range(PASSED):
             mbarrier.init(passed_on.index(i), count=1)
@@ -316,7 +313,7 @@ def fp8_kernel(
     copy_tile(record, b, kv_head, slab_head, v_desc, v_aside_desc, v_smem, v_smem, 1, v_full.index(1), 1, 0,
                BLOCK_N, D, SLAB, 0, True)  # fmt: skip
 
-    rings = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
+    rings = (k_smem, v_smem, k_full, v_full, kv_empty)
     shared = (
         out_desc, lse_ptr, sinks_ptr, scales_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr + 1, jobs_ptr, job_count,
         records, passed_on, b * heads + h, of_lane(start, 3), of_lane(start, 4), of_lane(start, 5), of_lane(start, 10),
@@ -333,9 +330,8 @@ def fp8_kernel(
                          QUEUED)),
             (_consumer, (shared, 1, BLOCK_N, STAGES, Q_STAGES, SPLIT, MODIFIED, HAS_SOFTCAP, HAS_SINKS, HAS_FULL,
                          QUEUED)),
-            (producer, (lists, k_desc, v_desc, k_aside_desc, v_aside_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                         v_empty, 0, 0, None, k_smem, 0, 0, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES, False, QUEUED,
-                         True)),
+            (producer, (lists, k_desc, v_desc, k_aside_desc, v_aside_desc, k_smem, v_smem, k_full, v_full, kv_empty,
+                         0, 0, None, k_smem, 0, 0, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES, False, QUEUED, True)),
         ],
         [4, 1],
         [240, 24],

@@ -14,7 +14,8 @@ from stof.kernels.fp8 import FP8
 from stof.kernels.hopper.across import lay_across
 from stof.kernels.hopper.attention import Window, multiprocessors, readable
 from stof.kernels.hopper.fp8 import fp8_kernel
-from stof.kernels.hopper.jobs import TileLists, job_lists
+from stof.kernels.hopper.jobs import TileLists
+from stof.kernels.hopper.queue import chunk_slots, job_lists
 from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.turns import takes_turns
@@ -80,7 +81,7 @@ def bind_fp8(
 
     blocks = multiprocessors(device)
     on_cpu, starts = job_lists(lists, batch, heads, blocks, min(config.side or batch * heads, batch * heads))
-    queued = len(on_cpu) - 1 > len(starts)
+    queued, slots = len(on_cpu) - 1 > len(starts), chunk_slots(on_cpu)
     modified = softcap > 0 or scale <= 0
     ready = Launch(
         fp8_kernel,
@@ -88,15 +89,18 @@ def bind_fp8(
         (on_cpu.to(device), starts.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps),
         (heads, heads // kv_heads, heads // across.owners, q_len,
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
-        (lists.block_n, lists.slab, config.num_stages, _Q_STAGES, lists.chunks > 0, modified, softcap > 0,
+        (lists.block_n, lists.slab, config.num_stages, _Q_STAGES, slots > 0, modified, softcap > 0,
          sinks is not None, lists.has_full > 0, queued, takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
+        windows=(q_window, k_window, v_window, k_aside, v_aside, out_window),
         chained=takes_turns(device),
         device=device,
     )  # fmt: skip
+    # `empty_like` of this is contiguous, and takes half as long as `empty`.
+    like_lse = torch.empty((), dtype=torch.float32, device=device).expand(batch, heads, q_len)
     # Where a pair of chunks meets is counted at the place of the second.
-    chunks = batch * heads * lists.chunks * groups
+    chunks = slots * groups
     aligned: list[BoundCall] = []
     own = partial(bind_fp8, lists=lists, config=config, scale=scale, softcap=softcap)
 
@@ -114,7 +118,7 @@ def bind_fp8(
                 aligned.append(lasting(device, partial(own, q, k, v, scales, sinks=sinks)))
             found, lse = aligned[0](q, k, v, bias, sinks, *scales)
             return result.copy_(found), lse
-        lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=device)
+        lse = torch.empty_like(like_lse)
         # Pointers the kernel is compiled not to read take any tensor.
         chunk_out, chunk_ml = lse, lse
         if chunks:
@@ -122,15 +126,8 @@ def bind_fp8(
             chunk_out, chunk_ml = scratch, scratch[chunks * _ROWS * _WIDTH :]
         counters = zeroed_counters(1 + chunks, device) if queued or chunks else lse
         v_across, factors, k_listed, v_listed = across(k, v, scales)
-        maps = (
-            q_window.at(q),
-            k_window.at(k),
-            v_window.at(v_across),
-            k_aside and k_aside.at(k_listed),
-            v_aside and v_aside.at(v_listed),
-            out_window.at(out),
-        )
-        ready(lse, lse if sinks is None else sinks, factors, chunk_out, chunk_ml, counters, maps=maps)
+        bases = (q, k, v_across, k_listed, v_listed, out)
+        ready(lse, lse if sinks is None else sinks, factors, chunk_out, chunk_ml, counters, bases=bases)
         return (result.copy_(out) if copy_out else result), lse
 
     return call

@@ -1,4 +1,4 @@
-"""Layouts as the Hopper kernel reads them, and the list of jobs its thread blocks take."""
+"""Layouts as the Hopper kernel reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.triton.work import accumulator_order, live_columns, parts_of
 from stof.layout import Layout
 from stof.layout.aside import listed_keys
-from stof.layout.build import PARTIAL_TILE_COST
 from stof.layout.orders import by_remainder
 
 # Integers that describe a job: one 64-byte line.
@@ -29,8 +28,6 @@ ASIDE = 2**30
 ACROSS = 16
 # Rows and keys of the only tiles that the kernel for 8-bit operands takes.
 FP8_TILE = (128, 128)
-# What starting and ending a job costs, in full tiles.
-_JOB_COST = 0.6
 
 
 def padded_width(head_dim: int) -> int:
@@ -51,6 +48,15 @@ def q_stages(block_m: int, width: int, biased: bool = False) -> int:
 def leaving_width(width: int) -> int:
     """Columns of output that leave at once where it has a place of its own, no fewer than TMA copies at best."""
     return max(RUN, width // 2)
+
+
+def past_the_end(kv_len: int) -> int:
+    """First column of a tile that is not computed: where TMA fills in zeros, so that no key is read for nothing.
+
+    A tile of a bias begins there too, and one of values laid across, and TMA takes only multiples of 16 bytes along the
+    rows it copies; others are an illegal instruction.
+    """
+    return -(-kv_len // ACROSS) * ACROSS
 
 
 def has_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
@@ -154,9 +160,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     bitmaps = torch.cat([bitmaps, torch.zeros_like(bitmaps[:1]), torch.full_like(bitmaps[:1], -1)])
     tile_bitmap = torch.where(layout.tile_bitmap >= 0, layout.tile_bitmap, everything)
     dummy = len(columns)
-    # Past the end, where TMA fills in zeros: no key is read for nothing. Nor one of those that lie among them where
-    # values are laid across.
-    spare = columns.new_full((1, columns.shape[1]), -(-layout.kv_len // ACROSS) * ACROSS)
+    spare = columns.new_full((1, columns.shape[1]), past_the_end(layout.kv_len))
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
 
@@ -346,54 +350,3 @@ def split_items(
     pattern = torch.div(owner, blocks, rounding_mode="floor")
     item_ptr = torch.nn.functional.pad(torch.bincount(pattern, minlength=patterns).cumsum(0), (1, 0)).int()
     return items, item_ptr, int(split_parts.sum(1).max())
-
-
-def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> tuple[Tensor, Tensor]:
-    """Every item of every batch entry and head, in the order in which thread blocks take them.
-
-    Args:
-        lists: of the mask.
-        batch, heads: of the call.
-        blocks: thread blocks that run at once.
-        side: neighbouring heads computed at the same time, for the L2 cache.
-
-    Returns:
-        Jobs int32 `[J + 1, 16]`, the last for reading ahead, and the start of each thread block that there is work for,
-        int32 `[min(blocks, J), 32]`; both on the CPU.
-        Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
-        its first chunk, chunk, pattern, bitmap of the first tile; where tiles change on the device then what is added
-        to the results, and in field 14 the item. Field 15 is the kernel's own: which job a record is of.
-        A start: the thread block's first job, in field 12 the number of all jobs, and the columns of the first job's
-        first tile.
-    """
-    mask_batch, mask_heads = lists.pattern_of.shape
-    pattern_of = lists.pattern_of.cpu().expand(batch if mask_batch == 1 else mask_batch, -1)
-    pattern = pattern_of.expand(-1, heads if mask_heads == 1 else mask_heads).reshape(-1).long()
-    item_ptr = lists.item_ptr.long()
-    count = item_ptr.diff()[pattern]
-    group = torch.repeat_interleave(torch.arange(len(pattern)), count)
-    item = torch.arange(len(group)) - (count.cumsum(0) - count)[group] + item_ptr[pattern[group]]
-    rows = lists.items[item].long()
-    cost = (rows[:, 2] - rows[:, 1]) * PARTIAL_TILE_COST + (rows[:, 3] - rows[:, 2]) + _JOB_COST
-    # Heads side by side come first, but jobs that would stick out at the end before all others; then longest first.
-    together = torch.div(group, side, rounding_mode="floor")
-    together[cost > cost.sum() / blocks / 8] = -1
-    order = torch.argsort(cost, descending=True, stable=True)
-    order = order[torch.argsort(together[order], stable=True)]
-    rows, group = rows[order], group[order]
-    # One more, for reading ahead.
-    jobs = torch.zeros(len(order) + 1, JOB_FIELDS, dtype=torch.int32)
-    jobs[:-1, 0] = rows[:, 0]
-    jobs[:-1, 1] = torch.div(group, heads, rounding_mode="floor")
-    jobs[:-1, 2] = group % heads
-    jobs[:-1, 3:7] = rows[:, 1:5]
-    jobs[:-1, 7] = group * lists.chunks + rows[:, 5]
-    jobs[:-1, 8] = rows[:, 6]
-    jobs[:-1, 9] = pattern[group]
-    jobs[:-1, 10] = rows[:, 7]
-    if lists.ranges.numel():
-        jobs[:-1, 14] = item[order]
-    first = jobs[: min(blocks, len(order))].clone()
-    first[:, 12] = len(order)
-    columns = lists.tile_columns[first[:, 3].to(lists.tile_columns.device)].cpu()
-    return jobs, torch.cat([first, torch.nn.functional.pad(columns, (0, JOB_FIELDS - columns.shape[1]))], 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -36,10 +36,17 @@ class TensorMap(NamedTuple):
     round_f32_to_tf32: bool = False
 
 
+class TensorWindow(Protocol):
+    """A tensor map but for the tensor, which every call brings anew, with the same shape, strides and dtype."""
+
+    def at(self, tensor: Tensor) -> TensorMap: ...
+
+
 class Launch:
     """A kernel on a one-dimensional grid with everything decided but some of its tensors.
 
-    The kernel's parameters are, in this order: a call's tensor maps and tensors, `tensors`, `numbers`, `constants`.
+    The kernel's parameters are, in this order: tensor maps of a call's bases, its tensors, `tensors`, `numbers`,
+    `constants`.
 
     Args:
         kernel: a `triton.jit` function.
@@ -48,6 +55,7 @@ class Launch:
         numbers: integers and floats.
         constants: values of the compile-time parameters.
         num_warps, num_stages, max_registers: compile options, 0 registers for no bound.
+        windows: what the kernel copies of each base by TMA; None where it reads none.
         chained: the kernel takes turns (`turns.py`).
         device: where the tensors are.
     """
@@ -63,10 +71,12 @@ class Launch:
         num_warps: int,
         num_stages: int,
         max_registers: int = 0,
+        windows: tuple[TensorWindow | None, ...] = (),
         chained: bool = False,
         device: torch.device,
     ) -> None:
         self.kernel, self.grid, self.device = kernel, grid, device
+        self.windows = windows
         self.tensors = tensors
         self.rest = (*numbers, *constants)
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
@@ -78,15 +88,19 @@ class Launch:
         self._static_aligned = not any(pointer % 16 for pointer in self._pointers)
         self._ready: _Ready | None = None
 
-    def __call__(self, *tensors: Tensor, maps: tuple[TensorMap | None, ...] = ()) -> None:
+    def __call__(self, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
         """Run the kernel; shapes, strides and dtypes are those of every other call.
+
+        Args:
+            tensors: what the kernel gets pointers to.
+            bases: what TMA copies from and to; any tensor where there is no window.
 
         Raises:
             KernelError: the kernel does not compile for this device, or needs more shared memory than it has.
         """
         ready = self._ready
         if ready is None:
-            self._first(tensors, maps)
+            self._first(tensors, bases)
             return
         pointers = [t.data_ptr() for t in tensors]
         low = 0
@@ -95,17 +109,21 @@ class Launch:
         current = torch.cuda.current_device()
         # Compiled for pointers to multiples of 16 bytes; hooks are for profilers, which want Triton's own path.
         if low & 15 or self.device.index not in (None, current) or _hooked():
-            self._first(tensors, maps)
+            self._first(tensors, bases)
             return
-        encoded = maps if ready.encoded is None else ready.encoded(maps)
+        encoded = self.maps(bases) if ready.encoded is None else ready.encoded(bases)
         ready.run(
             self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(current), ready.function, ready.metadata,
             None, None, None, *encoded, *pointers, *self._pointers, *self.rest,
         )  # fmt: skip
 
-    def _first(self, tensors: tuple[Tensor, ...], maps: tuple[TensorMap | None, ...]) -> None:
+    def maps(self, bases: tuple[Tensor, ...]) -> tuple[TensorMap | None, ...]:
+        """The tensor maps of a call."""
+        return tuple([None if w is None else w.at(base) for w, base in zip(self.windows, bases, strict=True)])
+
+    def _first(self, tensors: tuple[Tensor, ...], bases: tuple[Tensor, ...]) -> None:
         """Through Triton's own path, which compiles what is new."""
-        arguments = (*_descriptors(maps), *tensors, *self.tensors, *self.rest)
+        arguments = (*_descriptors(self.maps(bases)), *tensors, *self.tensors, *self.rest)
         if not isinstance(self.kernel, triton.JITFunction):  # Triton's interpreter
             self.kernel[(self.grid,)](*arguments)
             return
@@ -117,7 +135,7 @@ class Launch:
             first = (str(error) or type(error).__name__).strip().splitlines()[-1]
             raise KernelError(f"{name} does not run on this device: {type(error).__name__}: {first}") from error
         if self._static_aligned and not any(t.data_ptr() % 16 for t in tensors):
-            run, encoded = _direct(compiled.run) if maps else (compiled.run, None)
+            run, encoded = _direct(compiled.run, self.windows)
             self._ready = _Ready(run, encoded, compiled.function, compiled.packed_metadata)
 
 
@@ -131,31 +149,31 @@ class _Ready(NamedTuple):
 
 
 class _EncodedMaps:
-    """Tensor maps as a compiled kernel takes them, kept by address: shapes, strides and dtypes are always the same.
+    """Tensor maps as a compiled kernel takes them, kept by address.
 
     Encoding one took 2.5 of an eager call's 25 us (`stof bench launch`, H200 machine), and a call has four or more.
     """
 
-    def __init__(self, metadata: list[Any]) -> None:
-        self._metadata = metadata
-        self._kept: list[dict[int, list[Any]]] = [{} for _ in metadata]
+    def __init__(self, windows: tuple[TensorWindow | None, ...], metadata: list[Any]) -> None:
+        of_map = iter(metadata)
+        self._slots: list[tuple[TensorWindow, Any, dict[int, list[Any]]] | None] = [
+            None if window is None else (window, next(of_map), {}) for window in windows
+        ]
 
-    def __call__(self, maps: tuple[TensorMap | None, ...]) -> list[Any]:
+    def __call__(self, bases: tuple[Tensor, ...]) -> list[Any]:
         arguments: list[Any] = []
-        slot = 0
-        for tensor_map in maps:
-            if tensor_map is None:
+        for slot, base in zip(self._slots, bases, strict=True):
+            if slot is None:
                 arguments.append(None)
                 continue
-            kept = self._kept[slot]
-            address = tensor_map.base.data_ptr()
+            window, metadata, kept = slot
+            address = base.data_ptr()
             found = kept.get(address)
             if found is None:
                 if len(kept) >= _MOST_ENCODED:
                     kept.clear()
-                found = kept[address] = _encode(tensor_map, self._metadata[slot])
+                found = kept[address] = _encode(window.at(base), metadata)
             arguments += found
-            slot += 1
         return arguments
 
 
@@ -167,19 +185,19 @@ def _encode(tensor_map: TensorMap, metadata: Any) -> list[Any]:
     return arguments
 
 
-def _direct(run: Any) -> tuple[Callable[..., None], _EncodedMaps | None]:
+def _direct(run: Any, windows: tuple[TensorWindow | None, ...]) -> tuple[Callable[..., None], _EncodedMaps | None]:
     """Triton's launcher of a kernel behind its encoding of tensor maps, and that encoding with a memory.
 
     Triton has no name for the inner launcher: it is what the outer one, a closure, calls. A Triton that is built
     otherwise keeps its own encoding.
     """
-    inside = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
+    inside = inspect.getclosurevars(run.launch).nonlocals if windows and inspect.isfunction(run.launch) else {}
     launcher, metadata = inside.get("launcher"), inside.get("tensordesc_meta")
     if launcher is None or not metadata or None in metadata:
         return run, None
     direct = copy.copy(run)
     direct.launch = launcher
-    return direct, _EncodedMaps(metadata)
+    return direct, _EncodedMaps(windows, metadata)
 
 
 def _descriptors(maps: tuple[TensorMap | None, ...]) -> list[Any]:

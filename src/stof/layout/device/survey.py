@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stof.layout.bits import unpack
 from stof.layout.device.source import Source, on_device, source_of
+from stof.layout.head_mask import HeadMask
 from stof.masks.base import Mask
 from stof.masks.tensors import DenseMask
 
@@ -58,26 +59,23 @@ def device_counts(
     return on_device(device, lambda device: _counted(mask, q_len, kv_len, heights, mask_heads, entries, device))
 
 
-def device_columns(
-    mask: Mask, q_len: int, kv_len: int, height: int, b: int, h: int, device: torch.device
-) -> tuple[Tensor, Tensor] | None:
-    """Columns that row blocks see, of one (batch, head) mask; None where no kernel serves it.
+def device_columns(own: HeadMask, height: int) -> tuple[Tensor, Tensor] | None:
+    """Columns that row blocks of `height` rows see; None where no kernel serves the mask.
 
     Returns:
         bool `[row blocks, kv_len]` twice: whether some row of the block keeps the key, and whether every row does.
     """
-    return on_device(device, lambda device: _columns(mask, q_len, kv_len, height, b, h, device))
+    return on_device(own.device, lambda device: _columns(own, height, device))
 
 
-def _columns(
-    mask: Mask, q_len: int, kv_len: int, height: int, b: int, h: int, device: torch.device
-) -> tuple[Tensor, Tensor] | None:
-    row_blocks, columns = -(-q_len // height), -(-kv_len // _COLUMNS)
+def _columns(own: HeadMask, height: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    mask, q_len, kv_len, h = own.mask, own.q_len, own.kv_len, own.h
+    row_blocks, columns = own.row_blocks(height), -(-kv_len // _COLUMNS)
     if row_blocks * columns > _MOST:
         return None
     # A dense mask's entries are numbered by its own heads; of others an entry is all there is to tell.
     heads = mask.heads if isinstance(mask, DenseMask) else h + 1
-    source = source_of(mask, q_len, kv_len, heads, [b * heads + h], device)
+    source = source_of(mask, q_len, kv_len, heads, [own.b * heads + h], device)
     if source is None:
         return None
     counted, words = row_blocks * _KINDS * 2, 2 * row_blocks * columns * (_COLUMNS // 32)

@@ -1,0 +1,154 @@
+"""Calling the block-wise kernel: strides, constants, memory for split row blocks, launch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from stof.kernels.cpu.attention import empty_output
+from stof.kernels.triton.block_wise import block_wise_kernel
+from stof.kernels.triton.launch import Launch
+from stof.kernels.triton.scratch import zeroed_counters
+from stof.kernels.triton.turns import takes_turns
+from stof.kernels.triton.work import BlockWiseConfig, BoundCall, Work
+
+
+def block_wise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    work: Work,
+    config: BlockWiseConfig,
+    *,
+    scale: float,
+    softcap: float,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Masked attention over a layout's work items.
+
+    Args:
+        q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, Dv]`; float16, bfloat16 or float32, any strides.
+        work: see `make_work`.
+        config: compile-time choices.
+        scale, softcap: floats, softcap 0 for none.
+        bias: None, or 4-D and broadcastable to `[B, H, Sq, Skv]`.
+        sinks: None or `[H]`.
+
+    Returns:
+        `out [B, H, Sq, Dv]` in q's memory order, `lse [B, H, Sq]` float32.
+
+    Raises:
+        KernelError: the kernel does not compile here, or needs too much shared memory.
+    """
+    call = bind_block_wise(q, k, v, work, config, scale=scale, softcap=softcap, bias=bias, sinks=sinks)
+    return call(q, k, v, bias, sinks)
+
+
+def bind_block_wise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    work: Work,
+    config: BlockWiseConfig,
+    *,
+    scale: float,
+    softcap: float,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+) -> BoundCall:
+    """`block_wise_attention` with everything but the data decided: `call(q, k, v, bias, sinks) -> (out, lse)`.
+
+    The call takes tensors with the shapes, strides, dtypes and device of those given here.
+    """
+    if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        return _with_contiguous_rows(work, config, scale, softcap)
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, value_dim = k.shape[1], v.shape[3]
+    out = empty_output(q, v)
+    copy_out = out.stride(3) != 1
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    out_strides = out.stride()[:3] if not copy_out else (heads * q_len * value_dim, q_len * value_dim, value_dim)
+
+    per_group = heads // kv_heads
+    pack = triton.next_power_of_2(per_group) if config.pack else 1
+    groups_per_batch = kv_heads if pack > 1 else heads
+    groups = batch * groups_per_batch
+    block_m = max(16, work.block_m * pack)
+    block_d, block_v = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(value_dim))
+    items = work.items.shape[1]
+    side = min(config.side or groups, groups)
+    modified = bias is not None or softcap > 0 or scale <= 0
+    bias_strides: tuple[int, ...] = (0, 0, 0, 0)
+    if bias is not None:
+        bias_strides = tuple([0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)])
+    mask_batch, mask_heads = work.pattern_of.shape
+    permuted = work.row_order.numel() > 0
+    ready = Launch(
+        block_wise_kernel,
+        items * -(-groups // side) * side,
+        (
+            work.pattern_of, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.bitmaps,
+            work.full_columns, work.row_order if permuted else work.pattern_of,
+        ),
+        (
+            *strides, *out_strides, *bias_strides,
+            0 if mask_batch == 1 else mask_heads, 0 if mask_heads == 1 else 1,
+            groups, heads, groups_per_batch, per_group, q_len, head_dim, value_dim, items, side,
+            work.chunks, work.splits, scale if modified else scale * math.log2(math.e), softcap,
+        ),
+        (
+            work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
+            work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
+            work.splits > 0, work.may_poison, work.shared, work.bases, modified, softcap > 0, bias is not None,
+            sinks is not None, _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
+            "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages, takes_turns(q.device),
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        # The options' arithmetic does not fit the registers that the plain kernel is held to.
+        max_registers=0 if modified else config.max_registers,
+        chained=takes_turns(q.device),
+        device=q.device,
+    )  # fmt: skip
+    device = q.device
+    lse_shape = (batch, heads, q_len)
+    chunk_size = groups * work.chunks * block_m
+    counters_size = groups * work.splits
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        result = out = empty_output(q, v)
+        if copy_out:
+            out = torch.empty_like(result, memory_format=torch.contiguous_format)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        # Pointers the kernel is compiled not to read take any tensor.
+        chunk_out, chunk_ml, counters = lse, lse, work.pattern_of
+        if counters_size:
+            scratch = torch.empty(chunk_size * (block_v + 2), dtype=torch.float32, device=device)
+            chunk_out, chunk_ml = scratch, scratch[chunk_size * block_v :]
+            counters = zeroed_counters(counters_size, device)
+        ready(q, k, v, out, lse, q if bias is None else bias, q if sinks is None else sinks,
+              chunk_out, chunk_ml, counters)  # fmt: skip
+        return (result.copy_(out) if copy_out else result), lse
+
+    return call
+
+
+def _with_contiguous_rows(work: Work, config: BlockWiseConfig, scale: float, softcap: float) -> BoundCall:
+    """A call for tensors whose last dimension is not contiguous: it copies them."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        result = empty_output(q, v)
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        out, lse = block_wise_attention(q, k, v, work, config, scale=scale, softcap=softcap, bias=bias, sinks=sinks)
+        return (out if out.stride() == result.stride() else result.copy_(out)), lse
+
+    return call
+
+
+def _is_wide(*tensors: Tensor | None) -> bool:
+    """Whether offsets within one (batch, head) pass 2^31 elements; between them they are 64-bit anyway."""
+    return any(t is not None and t.stride(2) * t.shape[2] + t.stride(3) * t.shape[3] >= 2**31 for t in tensors)
