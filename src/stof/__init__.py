@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stof import errors, masks
 from stof.attention import attention, explain, plan
 from stof.dynamic import DynamicPlan, dynamic_plan
+from stof.kernels.fp8 import quantise_heads
 from stof.layout import Layout, LayoutConfig
 from stof.plans import Plan, plan_cache
 
@@ -32,6 +33,7 @@ __all__ = [
     "optimize",
     "plan",
     "plan_cache",
+    "quantise_heads",
 ]
 
 

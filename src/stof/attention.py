@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError
+from stof.kernels.fp8 import Scales, wide_dtype, widened
 from stof.kernels.hopper.jobs import has_tiles
 from stof.kernels.triton.work import BoundCall
 from stof.lasting import lasting
@@ -17,11 +18,19 @@ from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.parse import mask_by_key
 from stof.masks.tensors import as_mask
-from stof.ops import attention_op, empty_results, is_plain, no_backward
+from stof.ops import attention_op, empty_results, is_plain, no_backward, scales_of
 from stof.plans import Plan, make_plan
-from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate
+from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, refusals
 from stof.selection.implementations import Options
-from stof.validation import check_bias, check_plan, check_scale, check_sinks, check_softcap, check_tensors
+from stof.validation import (
+    check_bias,
+    check_plan,
+    check_scale,
+    check_scales,
+    check_sinks,
+    check_softcap,
+    check_tensors,
+)
 
 
 def plan(
@@ -77,6 +86,7 @@ def attention(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Scales | None = None,
     return_lse: Literal[False] = False,
     implementation: str | None = None,
 ) -> Tensor: ...
@@ -93,6 +103,7 @@ def attention(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Scales | None = None,
     return_lse: Literal[True],
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -108,16 +119,18 @@ def attention(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Scales | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention under any mask; forward only.
 
     `softmax(softcap(scale * q @ k^T) + bias)` over the keys the mask keeps, times `v`. Source: STOF
-    (arXiv 2506.06095), section 4.1; sinks as in StreamingLLM-style models (one extra logit in the denominator).
+    (arXiv 2506.06095), section 4.1; sinks as in StreamingLLM-style models (one extra logit in the denominator); 8-bit
+    tensors as in FlashAttention-3 (arXiv 2407.08608), section 3.3.
 
     Args:
-        q: queries `[B, H, Sq, D]`; float16, bfloat16, float32 or float64; any strides.
+        q: queries `[B, H, Sq, D]`; float16, bfloat16, float32, float64, or float8_e4m3fn with scales; any strides.
         k: keys `[B, Hkv, Skv, D]`, same dtype and device; `H` is a multiple of `Hkv`.
         v: values `[B, Hkv, Skv, Dv]`.
         mask_or_plan: what each query sees: a mask (compiled and cached by value), a plan from `stof.plan`, a bool
@@ -126,24 +139,28 @@ def attention(
         bias: added to the scores, broadcastable to `[B, H, Sq, Skv]` (T5 position bias, ALiBi).
         softcap: scores become `softcap * tanh(score / softcap)` before the bias is added.
         sinks: `[H]`, logits of attention sinks.
+        scales: of float8_e4m3fn q, k and v: `(q_scale, k_scale, v_scale)`, float32 above 0, `[B or 1, H]` and twice
+            `[B or 1, Hkv]`, what the values of a head are multiplied with; see `stof.quantise_heads`. Heads of 128 run
+            in 8 bits on Hopper; where that cannot run, or would be slower, tensors are widened first.
         return_lse: also return the log-sum-exp of the kept scores.
         implementation: force one of `stof.selection.IMPLEMENTATIONS`; default the first that can run the call.
 
     Returns:
-        `out [B, H, Sq, Dv]` in q's dtype, or `(out, lse)` with lse `[B, H, Sq]` in float32 (float64 for float64
-        inputs). Rows that keep no key give 0 and -inf, never NaN.
+        `out [B, H, Sq, Dv]` in q's dtype (bfloat16 for 8-bit inputs), or `(out, lse)` with lse `[B, H, Sq]` in float32
+        (float64 for float64 inputs). Rows that keep no key give 0 and -inf, never NaN.
 
     Raises:
         ShapeError, HeadCountError, DtypeError, DeviceError: tensors that disagree.
         PlanMismatchError: a plan made for other lengths, batch or heads.
-        ArgumentError: a scale, softcap or implementation outside what is accepted.
+        ArgumentError: a scale, softcap, scales or implementation outside what is accepted.
         UnsupportedError: no implementation can run the call; lists every reason.
     """
+    own: tuple[Tensor, ...] = scales if isinstance(scales, tuple) else ()
     if isinstance(mask_or_plan, Plan) and not torch.compiler.is_compiling():
-        ready = mask_or_plan.bound(q, k, v, bias, sinks, scale, softcap, implementation)
+        ready = mask_or_plan.bound(q, k, v, bias, sinks, scale, softcap, implementation, *own)
         if ready is not None:
             try:
-                found = ready(q, k, v, bias, sinks)
+                found = ready(q, k, v, bias, sinks, *own)
                 return found if return_lse else found[0]
             except KernelError:
                 pass  # another alignment needs another compilation, which failed; below the next candidate serves
@@ -151,7 +168,8 @@ def attention(
     check_tensors(q, k, v)
     factor = check_scale(scale, q.shape[-1])
     cap = check_softcap(softcap)
-    given = (q, k, v, bias, sinks, scale, softcap, implementation)
+    own = check_scales(scales, q, k)
+    given = (q, k, v, bias, sinks, scale, softcap, implementation, *own)
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
     if torch.compiler.is_compiling():
@@ -162,7 +180,7 @@ def attention(
             key = mask_or_plan.handle
         else:
             key = as_mask(mask_or_plan).key
-        out, lse = masked_attention_op(q, k, v, key, bias, sinks, factor, cap, implementation or "")
+        out, lse = masked_attention_op(q, k, v, key, bias, sinks, factor, cap, implementation or "", *own)
     else:
         plan = _planned(mask_or_plan, q, k)
         out, lse = _run(q, k, v, plan, bias, sinks, factor, cap, implementation, given)
@@ -181,11 +199,15 @@ def _run(
     implementation: str | None,
     given: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Choose how to run checked arguments, and run them; `given` are the same before they were brought into form."""
+    """Choose how to run checked arguments, and run them; `given` are the same before they were brought into form.
+
+    Behind the implementation, `given` has the scales of 8-bit tensors.
+    """
+    scales: tuple[Tensor, ...] = given[8:]
     ready_call = ready.kept(*given)
     if ready_call is not None:
         with contextlib.suppress(KernelError):  # as in `attention`
-            return ready_call(*given[:5])
+            return ready_call(*given[:5], *scales)
     call = _call_spec(ready, q, k, v, bias, softcap, sinks)
     if implementation:
         _check_forced(implementation, call)
@@ -193,27 +215,44 @@ def _run(
         choice = ready.choice(call, implementation or None)
         try:
             prepared = ready.prepared(choice)
-            if not is_plain(q, k, v, bias, sinks):
-                return attention_op(
-                    q, k, v, prepared.tensors, prepared.sizes, bias, sinks, scale, softcap, choice.implementation
-                )  # fmt: skip
-            options = Options(scale, softcap, bias, sinks)
+            operands, own = ((q, k, v), scales) if not choice.widened else (_widened(q, k, v, scales), ())
+            if not is_plain(*operands, bias, sinks, *own):
+                settings = (bias, sinks, scale, softcap, choice.implementation)
+                out, lse = attention_op(*operands, prepared.tensors, prepared.sizes, *settings, *own)
+                return (out.bfloat16() if choice.widened else out), lse
+            options = Options(scale, softcap, bias, sinks, own)
             implemented = IMPLEMENTATIONS[choice.implementation]
-            bound = lasting(q.device, partial(implemented.bound, q, k, v, prepared.tensors, prepared.sizes, options))
-            found = bound(q, k, v, bias, sinks)
+            bound = lasting(q.device, partial(implemented.bound, *operands, prepared.tensors, prepared.sizes, options))
+            if choice.widened:
+                bound = partial(_widened_call, bound)
+            found = bound(q, k, v, bias, sinks, *scales)
             as_given = given[3] is bias and given[4] is sinks
             ready.bind(given, bound if as_given else partial(_reshaped, bound))
             return found
         except KernelError as error:
             # The next best candidate serves, down to plain PyTorch, which compiles nothing.
-            ready.reject(choice, call, error)
+            ready.reject(choice, (call.widened() if choice.widened else None) or call, error)
+
+
+def _widened(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """8-bit tensors as kernels for more bits take them."""
+    dtype = wide_dtype(q.device.type)
+    return widened(q, scales[0], dtype), widened(k, scales[1], dtype), widened(v, scales[2], dtype)
+
+
+def _widened_call(
+    bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A call bound to wide tensors, for 8-bit ones."""
+    out, lse = bound(*_widened(q, k, v, scales), bias, sinks)
+    return out.bfloat16(), lse
 
 
 def _reshaped(
-    bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
+    bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *scales: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A kept call for a bias of fewer dimensions, or sinks with gaps between them."""
-    return bound(q, k, v, check_bias(bias, q, k.shape[2]), check_sinks(sinks, q))
+    return bound(q, k, v, check_bias(bias, q, k.shape[2]), check_sinks(sinks, q), *scales)
 
 
 @torch.library.custom_op("stof::masked_attention", mutates_args=())
@@ -227,13 +266,16 @@ def masked_attention_op(
     scale: float,
     softcap: float,
     implementation: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`stof::attention` for compiled code: `mask` is the key of a mask, or the handle of a plan.
 
     The plan is looked up (or built once) when the operator runs; `implementation` is "" for the default.
     """
     ready = Plan.by_handle(mask) if mask.startswith("plan ") else _planned(mask_by_key(mask), q, k)
-    given = (q, k, v, bias, sinks, scale, softcap, implementation)
+    given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales_of(q_scale, k_scale, v_scale))
     return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation, given)
 
 
@@ -248,6 +290,9 @@ def _masked_attention_fake(
     scale: float,
     softcap: float,
     implementation: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return empty_results(q, v)
 
@@ -333,6 +378,6 @@ def _call_spec(
 def _check_forced(name: str, call: CallSpec) -> None:
     if name not in IMPLEMENTATIONS:
         raise ArgumentError(f"unknown implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
-    refusals = IMPLEMENTATIONS[name].capabilities.refusals(call)
-    if refusals:
-        raise ArgumentError(f"implementation {name!r} cannot run this call: {'; '.join(refusals)}")
+    reasons = refusals(name, call)
+    if reasons:
+        raise ArgumentError(f"implementation {name!r} cannot run this call: {'; '.join(reasons)}")

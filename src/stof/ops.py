@@ -28,6 +28,9 @@ def attention_op(
     scale: float,
     softcap: float,
     implementation: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Masked attention on a prepared layout; arguments are checked by `stof.attention`, not here.
 
@@ -38,12 +41,13 @@ def attention_op(
         sinks: None or `[H]`.
         scale, softcap: floats, softcap 0 for none.
         implementation: a name of `stof.selection.IMPLEMENTATIONS`.
+        q_scale, k_scale, v_scale: float32 `[B or 1, H]` and `[B or 1, Hkv]` of 8-bit tensors, else None.
 
     Returns:
         `(out [B, H, Sq, Dv], lse [B, H, Sq])`; lse is float64 for float64 inputs, else float32.
     """
     impl = IMPLEMENTATIONS[implementation]
-    return impl.run(q, k, v, layout, sizes, Options(scale, softcap, bias, sinks))
+    return impl.run(q, k, v, layout, sizes, Options(scale, softcap, bias, sinks, scales_of(q_scale, k_scale, v_scale)))
 
 
 @attention_op.register_fake
@@ -58,8 +62,16 @@ def _attention_fake(
     scale: float,
     softcap: float,
     implementation: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return empty_results(q, v)
+
+
+def scales_of(*scales: Tensor | None) -> tuple[Tensor, ...]:
+    """The scales of a call that an operator was given one by one: three, or none."""
+    return tuple(scale for scale in scales if scale is not None)
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

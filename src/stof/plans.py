@@ -53,15 +53,16 @@ def _likeness(
     scale: float | None,
     softcap: float | None,
     implementation: str | None,
+    *scales: Tensor,
 ) -> Hashable:
     """What two calls share that can use the same bound call; strides stand for the memory order of the output."""
     key = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
         v.device, scale, softcap, implementation,
     )  # fmt: skip
-    if bias is None and sinks is None:
+    if bias is None and sinks is None and not scales:
         return key
-    extra = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (bias, sinks)]
+    extra = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (bias, sinks, *scales)]
     return (*key, *extra)
 
 
@@ -199,12 +200,13 @@ class Plan:
         scale: float | None,
         softcap: float | None,
         implementation: str | None,
+        *scales: Tensor,
     ) -> BoundCall | None:
         """The call kept for arguments like these, already checked and chosen for; None when there is none."""
-        if not self._bound or not is_plain(q, k, v, bias, sinks):
+        if not self._bound or not is_plain(q, k, v, bias, sinks, *scales):
             return None
         try:
-            found = self._bound.get(_likeness(q, k, v, bias, sinks, scale, softcap, implementation))
+            found = self._bound.get(_likeness(q, k, v, bias, sinks, scale, softcap, implementation, *scales))
         except (AttributeError, TypeError):  # no tensor, or a scale that is no number: the checks have the message
             return None
         if found is not None and _capturing(self.device):
@@ -221,7 +223,7 @@ class Plan:
 
     def prepared(self, choice: Choice | str) -> PreparedLayout:
         """The layout of a choice in the form its implementation reads; computed once."""
-        choice = Choice(choice) if isinstance(choice, str) else choice
+        choice = Choice(choice) if isinstance(choice, str) else replace(choice, widened=False)
         found = self._prepared.get(choice)
         if found is None:
             # Complete when it is there: calls on other streams read it too.

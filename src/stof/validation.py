@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, DeviceError, DtypeError, HeadCountError, PlanMismatchError, ShapeError
+from stof.kernels.fp8 import FP8
 from stof.plans import Plan
 
 _LARGEST = sys.float_info.max
@@ -24,8 +25,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} is [batch, heads, length, head_dim] with no size 0, got {list(tensor.shape)}; "
                 "unsqueeze missing dimensions, and transpose(1, 2) tensors that are [batch, length, heads, head_dim]"
             )
-        if tensor.dtype not in _DTYPES:
-            raise DtypeError(f"{name} is float16, bfloat16, float32 or float64, got {tensor.dtype}")
+        if tensor.dtype not in (*_DTYPES, FP8):
+            raise DtypeError(f"{name} is float16, bfloat16, float32, float64 or float8_e4m3fn, got {tensor.dtype}")
     if not q.dtype == k.dtype == v.dtype:
         raise DtypeError(
             f"q, k and v share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them with .to(q.dtype)"
@@ -41,6 +42,33 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"query heads are a multiple of key/value heads (grouped-query attention), "
             f"got {q.shape[1]} and {k.shape[1]}"
         )
+
+
+def check_scales(scales: object, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """Scales of 8-bit q, k and v, float32 `[B or 1, heads]`; tensors of other dtypes have none."""
+    if scales is None:
+        if q.dtype == FP8:
+            raise ArgumentError(
+                "float8_e4m3fn q, k and v need scales=(q_scale, k_scale, v_scale), got none; "
+                "stof.quantise_heads(x) gives a tensor and its scale"
+            )
+        return ()
+    if q.dtype != FP8:
+        raise DtypeError(f"scales belong to float8_e4m3fn q, k and v, got {q.dtype}; leave scales out")
+    if not isinstance(scales, (tuple, list)) or len(scales) != 3:
+        given = f"{len(scales)} of them" if isinstance(scales, (tuple, list)) else type(scales).__name__
+        raise ArgumentError(f"scales is (q_scale, k_scale, v_scale), got {given}")
+    for name, scale, heads in zip(("q", "k", "v"), scales, (q.shape[1], k.shape[1], k.shape[1]), strict=True):
+        if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+            kind = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
+            raise DtypeError(f"the scale of {name} is a float32 tensor, got {kind}")
+        if scale.ndim != 2 or scale.shape[0] not in (1, q.shape[0]) or scale.shape[1] != heads:
+            raise ShapeError(
+                f"the scale of {name} is [1 or {q.shape[0]}, {heads}], one for each head, got {list(scale.shape)}"
+            )
+        if scale.device != q.device:
+            raise DeviceError(f"the scale of {name} is on {scale.device}, the inputs on {q.device}")
+    return tuple(scales)
 
 
 def check_plan(plan: Plan, q: Tensor, k: Tensor) -> None:

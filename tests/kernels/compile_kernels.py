@@ -31,8 +31,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import stof
+from stof.kernels.fp8 import FP8
 from stof.kernels.hopper import attention as hopper
-from stof.kernels.hopper.jobs import RANGE_FIELDS, make_tile_lists, resident
+from stof.kernels.hopper import fp8_attention
+from stof.kernels.hopper.jobs import RANGE_FIELDS, make_fp8_lists, make_tile_lists, resident
 from stof.kernels.triton import attention as triton_attention
 from stof.kernels.triton import row_wise
 from stof.kernels.triton.launch import TensorMap
@@ -44,7 +46,7 @@ from stof.masks.program import Programs
 from stof.masks.tensors import as_mask
 from stof.selection import CallSpec, Choice
 from stof.selection.gpu import gpu_choices, runtime_choice
-from stof.selection.model import head_dim_class, hopper_shared_memory, shared_memory
+from stof.selection.model import fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
 
 ARCHS = (80, 89, 90, 100, 120)
 # Ends the name of cases whose work the device makes.
@@ -117,7 +119,7 @@ class Open:
 
 def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
-    from stof.kernels.hopper import fill
+    from stof.kernels.hopper import across, fill
     from stof.kernels.hopper import fill_slash as hopper_slash
     from stof.kernels.triton import fill_blocks, fill_slash, fill_slash_tables
 
@@ -138,6 +140,9 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     yield hopper_slash.slash_fill, [*[ints] * 10, *[i] * 8, 64, 64], {"num_warps": 1}
     for kind, width in (("*fp16", 64), ("*bf16", 128)):
         yield fill.put_aside, [*[kind] * 4, ints, *[i] * 12, 32, width, True], {}
+    for listed, group in ((False, 1), (False, 4), (True, 1)):
+        scales = ["*fp32"] * 4
+        yield across.lay_across, [*[ints] * 4, *scales, ints, *[i] * 18, listed, group, 32, 128, True], {}
     yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
     for kind, packed in (("*u8", False), (ints, True)):
         yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}
@@ -213,6 +218,7 @@ def cases() -> Iterator[Case]:
     yield from _kinds("decode", call_of(half, 64, q_len=1), ("contiguous split",), (80,), "decode")
     yield from _kinds("decode", call_of(half, 256, q_len=4, heads=8), ("gathered split",), (90,), "decode")
     yield from _hopper()
+    yield from _fp8()
     yield from _row_wise(call_of(half, 64), ARCHS)
     yield from _row_wise(call_of(half, 256), (90,))
     yield from _row_wise(call_of(single, 128), (80,))
@@ -282,6 +288,20 @@ def _hopper() -> Iterator[Case]:
         yield replace(case, name=f"{case.name} {AT_RUN_TIME}")
         if tile == (64, 64):
             yield replace(case, name=f"{case.name} {ASIDE_TOO} {AT_RUN_TIME}")
+
+
+def _fp8() -> Iterator[Case]:
+    """Operands of 8 bits: both ways to copy them, with and without splitting and options."""
+    plain = call_of(FP8, 128, compute_capability=(9, 0))
+    for call, kinds in (
+        (plain, ("contiguous", "contiguous split", "put aside")),
+        (replace(plain, has_softcap=True, has_sinks=True), ("put aside split",)),
+    ):
+        for kind in kinds:
+            case = _case("hopper fp8", call, kind, gpu_choices(call, Open(), "hopper_fp8"), (90,))
+            yield case
+            if kind == "contiguous split":
+                yield replace(case, name=f"{case.name} {ONE_EACH}")
 
 
 def _row_wise(call: CallSpec, archs: tuple[int, ...]) -> Iterator[Case]:
@@ -388,19 +408,20 @@ def recorded(case: Case) -> Recorded:
     call, choice = case.call, case.choice
     layout = layout_of(call, choice)
     # More jobs than thread blocks at once, so that they queue.
-    batch = 1 if choice.implementation != "hopper" or ONE_EACH in case.name else 400
+    batch = 1 if choice.implementation not in _HOPPER or ONE_EACH in case.name else 400
     q = torch.empty(batch, call.heads, call.q_len, call.head_dim, dtype=call.dtype)
     k = torch.empty(batch, call.kv_heads, call.kv_len, call.head_dim, dtype=call.dtype)
     v = torch.empty(batch, call.kv_heads, call.kv_len, call.value_dim, dtype=call.dtype)
+    narrow = torch.bfloat16 if call.dtype == FP8 else call.dtype
     options: dict[str, Any] = {
         "scale": 0.1,
         "softcap": 30.0 if call.has_softcap else 0.0,
         "bias": q.new_empty(1, call.heads, call.q_len, call.kv_len) if call.has_bias else None,
-        "sinks": q.new_empty(call.heads) if call.has_sinks else None,
+        "sinks": torch.empty(call.heads, dtype=narrow) if call.has_sinks else None,
     }
     record = Recorded()
     with contextlib.ExitStack() as patched:
-        for module in (triton_attention, row_wise, hopper):
+        for module in (triton_attention, row_wise, hopper, fp8_attention):
             patched.enter_context(mock.patch.object(module, "Launch", record.make))
         if choice.kernel is None:
             row_wise.row_wise_attention(q, k, v, *row_wise.prepare_row_wise(layout), **options)
@@ -415,6 +436,12 @@ def recorded(case: Case) -> Recorded:
                 lists = replace(lists, aside=aside, slab=lists.block_n, has_full=0)
             bound = hopper.bind_warp_specialized(q, k, v, lists, choice.kernel, **options)
             bound(q, k, v, options["bias"], options["sinks"])
+        elif choice.implementation == "hopper_fp8":
+            del options["bias"]
+            scales = tuple(torch.empty(1, heads) for heads in (call.heads, call.kv_heads, call.kv_heads))
+            lists = make_fp8_lists(layout, choice.kernel.split_tiles)
+            call_fp8 = fp8_attention.bind_fp8(q, k, v, scales, lists, choice.kernel, **options)
+            call_fp8(q, k, v, None, options["sinks"], *scales)
         else:
             work = make_work(layout, choice.kernel.split_tiles)
             if case.name.endswith(AT_RUN_TIME):
@@ -450,6 +477,9 @@ def source(record: Recorded, arch: int) -> ASTSource:
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+_TYPES[FP8] = "fp8e4nv"
+# Implementations whose kernels are Hopper's alone.
+_HOPPER = ("hopper", "hopper_fp8")
 
 
 def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
@@ -466,6 +496,8 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
         estimated = hopper_shared_memory(choice.layout, case.call, choice.kernel.num_stages)
         width = head_dim_class(case.call.head_dim, case.call.value_dim)
         blocks = resident(choice.layout.block_m, choice.layout.block_n, width)
+    elif choice.implementation == "hopper_fp8" and choice.kernel is not None and choice.layout is not None:
+        estimated = fp8_shared_memory(choice.layout, case.call, choice.kernel.num_stages)
     elif choice.kernel is not None and choice.layout is not None:
         estimated = shared_memory(choice.layout, case.call, choice.kernel.num_stages, choice.kernel.pack)
     return Compiled(
@@ -480,7 +512,7 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
         block_m=choice.layout.block_m if choice.kernel is not None and choice.layout is not None else 0,
         resident=blocks,
         itemsize=case.call.dtype.itemsize,
-        warnings=_warnings(kernel.asm["ptx"]) if choice.implementation == "hopper" else _stalls(kernel.asm, options),
+        warnings=_warnings(kernel.asm["ptx"]) if choice.implementation in _HOPPER else _stalls(kernel.asm, options),
         seconds=round(seconds, 2),
     )
 

@@ -36,6 +36,7 @@ SPILLS = {
     "hopper D 256": (384, 0),
     "hopper bias": (64, 0),
     "hopper options": (96, 0),
+    "hopper fp8": (32, 0),
     "row-wise": (0, 0),
     "fill": (0, 64),
     "layout": (0, 48),
@@ -91,6 +92,6 @@ def faults(kernel: dict[str, Any]) -> list[str]:
     programs = kernel["resident"]
     if programs > 1 and programs * (kernel["shared"] + RESERVED) > limit + RESERVED:
         found.append(f"takes {kernel['shared']} bytes of shared memory, too much for {programs} at once")
-    if kernel["arch"] == 90 and kernel["block_m"] >= 64 and kernel["itemsize"] == 2 and not kernel["wgmma"]:
+    if kernel["arch"] == 90 and kernel["block_m"] >= 64 and kernel["itemsize"] <= 2 and not kernel["wgmma"]:
         found.append("has no wgmma")
     return found + kernel["warnings"]

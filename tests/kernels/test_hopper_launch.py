@@ -41,11 +41,18 @@ class Twin:
         if launch.kernel is not warp_specialized_kernel:
             self.plain(launch, *tensors, bases=bases)
             return
+        self.run(launch, self.arguments(launch, *tensors, bases=bases))
+
+    def arguments(self, launch: Launch, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> SimpleNamespace:
+        """By name."""
         maps = launch.maps(bases)
         _descriptors(maps)  # Triton's own checks of strides, sizes and alignment
         given = dict(zip(launch.kernel.arg_names, (*maps, *tensors, *launch.tensors, *launch.rest), strict=True))
         self.constants = {name: value for name, value in given.items() if name.isupper()}
-        a = SimpleNamespace(**given)
+        return SimpleNamespace(**given)
+
+    def run(self, launch: Launch, a: SimpleNamespace) -> None:
+        """All jobs, dealt out as the kernel's thread blocks do."""
         written = torch.zeros(a.lse_ptr.shape, dtype=torch.int32)
         # The first job of a thread block and that one's first tile are in its start.
         jobs = [start.tolist() for start in a.starts_ptr[: launch.grid]]

@@ -114,7 +114,11 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "names", "reason"),
     [
         ({"compute_capability": (7, 5)}, {"block_wise", "decode", "row_wise"}, "needs compute capability 8.0, not 7.5"),
-        ({"dtype": torch.float64}, {"block_wise", "decode", "hopper", "row_wise"}, "not torch.float64"),
+        (
+            {"dtype": torch.float64},
+            {"block_wise", "decode", "hopper", "hopper_fp8", "row_wise"},
+            "not torch.float64",
+        ),
         ({"head_dim": 257}, {"block_wise", "decode", "row_wise"}, "head_dim 257 is outside 1..256"),
         ({"q_len": 17}, {"decode"}, "takes 16 query rows at most, not 17"),
         ({"q_len": 2, "kv_heads": 4, "mask_heads": 12}, {"decode"}, "share a key head have masks of their own"),

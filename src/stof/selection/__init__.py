@@ -12,6 +12,7 @@ from stof.selection.select import (
     choose,
     default_implementation,
     failures,
+    refusals,
     weighed,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "failures",
     "own_layout",
     "paper_choice",
+    "refusals",
     "weighed",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from stof.kernels.fp8 import FP8, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class CallSpec:
     kv_len: int = 1
     mask_heads: int = 1
     compute_capability: tuple[int, int] = (0, 0)
+
+    def widened(self) -> CallSpec | None:
+        """The call after 8-bit tensors have been widened, None for a call without any."""
+        return replace(self, dtype=wide_dtype(self.device)) if self.dtype == FP8 else None
 
 
 @dataclass(frozen=True)

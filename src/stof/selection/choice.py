@@ -17,15 +17,17 @@ class Choice:
         layout: block sizes and gathering; None takes the plan's own layout.
         row_order: a name for `stof.layout.orders.named_order`; None keeps the rows' order.
         kernel: settings of the block-wise kernel; None for implementations without any.
+        widened: q, k and v of 8 bits become 16 or 32 first, for an implementation that does not take them.
     """
 
     implementation: str
     layout: LayoutConfig | None = None
     row_order: str | None = None
     kernel: BlockWiseConfig | None = None
+    widened: bool = False
 
     def __str__(self) -> str:
-        parts = []
+        parts = ["widened"] if self.widened else []
         if self.layout is not None:
             parts.append(f"{self.layout.block_m}x{self.layout.block_n} tiles, {self.layout.columns}")
         if self.row_order is not None:

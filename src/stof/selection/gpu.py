@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
-from stof.kernels.hopper.jobs import padded_width, resident
+from stof.kernels.hopper.jobs import FP8_TILE, padded_width, resident
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
-from stof.selection.model import head_dim_class, hopper_shared_memory, shared_memory
+from stof.selection.model import FP8_STAGES, fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
 
 # (block_m, block_n, warps, stages, registers) worth having, by head_dim class; `stof tune --device` times them all.
 # Three stages keep K and V of two tiles in flight; four warps on 64 rows leave room for two programs or more on a
@@ -96,6 +96,8 @@ def gpu_choices(
     orders = own if found_order is None else (found_order,)
     if implementation == "hopper":
         return _hopper_choices(call, geometry, orders)
+    if implementation == "hopper_fp8":
+        return _fp8_choices(call, geometry) if None in orders else []
     if implementation == "row_wise":
         return [Choice("row_wise", geometry.fixed or LayoutConfig(64, 64, 1))] if None in orders else []
     tiles = _decode_tiles(call) if implementation == "decode" else _block_tiles(call)
@@ -132,6 +134,15 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
         for layout, order in layouts:
             choices += _variants(Choice("hopper", layout, order, kernel), call)
     return choices
+
+
+def _fp8_choices(call: CallSpec, geometry: Geometry) -> list[Choice]:
+    """Contiguous tiles of the one size there is, and columns put aside."""
+    kernel = BlockWiseConfig(4, FP8_STAGES, side=_side(call, share=_HOPPER_L2_SHARE))
+    layouts = [LayoutConfig(*FP8_TILE), LayoutConfig(*FP8_TILE, 1, aside=True)]
+    if geometry.fixed is not None:
+        layouts = [layout for layout in layouts if layout == geometry.fixed]
+    return [choice for own in layouts for choice in _variants(Choice("hopper_fp8", own, None, kernel), call)]
 
 
 def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
@@ -217,6 +228,8 @@ def fits(choice: Choice, call: CallSpec, limit: int) -> bool:
         return True
     if choice.implementation == "hopper":
         return hopper_shared_memory(choice.layout, call, choice.kernel.num_stages) <= limit
+    if choice.implementation == "hopper_fp8":
+        return fp8_shared_memory(choice.layout, call, choice.kernel.num_stages) <= limit
     return shared_memory(choice.layout, call, choice.kernel.num_stages, choice.kernel.pack) <= limit
 
 
@@ -250,7 +263,7 @@ def _variants(choice: Choice, call: CallSpec) -> Iterator[Choice]:
     assert choice.kernel is not None
     assert choice.layout is not None
     row_blocks = call.batch * call.heads * -(-call.q_len // choice.layout.block_m)
-    few = choice.implementation == "hopper" and row_blocks >= _ENOUGH
+    few = choice.implementation in ("hopper", "hopper_fp8") and row_blocks >= _ENOUGH
     for keys in (0, *_CHUNK_KEYS):
         if keys < call.kv_len and not (few and 0 < keys * _MOST_CHUNKS < call.kv_len):
             yield replace(choice, kernel=replace(choice.kernel, split_tiles=keys // choice.layout.block_n))

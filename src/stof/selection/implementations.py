@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,13 @@ from torch import Tensor
 from stof.errors import KernelError
 from stof.kernels.batched import BatchedLayout, batched_attention, make_batched
 from stof.kernels.cpu import Schedule, empty_output, make_schedule, row_block_attention
-from stof.kernels.hopper.jobs import TileLists, make_tile_lists
+from stof.kernels.fp8 import FP8
+from stof.kernels.hopper.jobs import TileLists, make_fp8_lists, make_tile_lists
 from stof.kernels.reference import reference_attention
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall, Work, make_work
 from stof.layout import Layout
 from stof.selection.capabilities import Capabilities
-from stof.selection.model import DECODE_ROWS
+from stof.selection.model import DECODE_ROWS, FP8_STAGES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GPU_FLOATS = FLOATS[:3]
@@ -46,12 +48,17 @@ class PreparedLayout:
 
 @dataclass(frozen=True)
 class Options:
-    """Scalars and optional tensors of a call, as kernels take them."""
+    """Scalars and optional tensors of a call, as kernels take them; `scales` are those of 8-bit q, k and v, or none."""
 
     scale: float
     softcap: float
     bias: Tensor | None
     sinks: Tensor | None
+    scales: tuple[Tensor, ...] = ()
+
+    def wide(self) -> dict[str, Any]:
+        """By name, for kernels that take no 8-bit tensors."""
+        return {"scale": self.scale, "softcap": self.softcap, "bias": self.bias, "sinks": self.sinks}
 
 
 Run = Callable[[Tensor, Tensor, Tensor, list[Tensor], list[int], Options], tuple[Tensor, Tensor]]
@@ -68,8 +75,8 @@ class Implementation:
         capabilities: what it can run.
         prepare: layout and the kernel's settings (None where it has none) -> the tensors and integers `run` needs.
         run: `(q, k, v, tensors, sizes, options) -> (out, lse)`, shapes as the operator's.
-        bind: the same arguments -> `call(q, k, v, bias, sinks)` for repeated calls with like tensors, where that
-            saves host time.
+        bind: the same arguments -> `call(q, k, v, bias, sinks, *scales)` for repeated calls with like tensors, where
+            that saves host time.
     """
 
     name: str
@@ -98,7 +105,7 @@ def _run_row_block(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
 ) -> tuple[Tensor, Tensor]:
     del sizes
-    return row_block_attention(q, k, v, Schedule(*tensors), **vars(options))
+    return row_block_attention(q, k, v, Schedule(*tensors), **options.wide())
 
 
 def _prepare_batched(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
@@ -109,7 +116,7 @@ def _prepare_batched(layout: Layout, settings: BlockWiseConfig | None) -> tuple[
 def _run_batched(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
 ) -> tuple[Tensor, Tensor]:
-    return batched_attention(q, k, v, BatchedLayout.unflatten(tensors, sizes), **vars(options))
+    return batched_attention(q, k, v, BatchedLayout.unflatten(tensors, sizes), **options.wide())
 
 
 def _prepare_reference(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
@@ -141,7 +148,7 @@ def _run_by(bind: Bind) -> Run:
     def run(
         q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
     ) -> tuple[Tensor, Tensor]:
-        return bind(q, k, v, tensors, sizes, options)(q, k, v, options.bias, options.sinks)
+        return bind(q, k, v, tensors, sizes, options)(q, k, v, options.bias, options.sinks, *options.scales)
 
     return run
 
@@ -164,7 +171,7 @@ def _bind_block_wise(
 
     settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
     work = Work.unflatten(tensors, sizes[_SETTINGS:])
-    return bind_block_wise(q, k, v, work, settings, **vars(options))
+    return bind_block_wise(q, k, v, work, settings, **options.wide())
 
 
 def _prepare_hopper(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
@@ -188,7 +195,26 @@ def _bind_hopper(
 
     settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
     lists = TileLists.unflatten(tensors, sizes[_SETTINGS:])
-    return bind_warp_specialized(q, k, v, lists, settings, **vars(options))
+    return bind_warp_specialized(q, k, v, lists, settings, **options.wide())
+
+
+def _prepare_hopper_fp8(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
+    settings = settings or BlockWiseConfig(num_stages=FP8_STAGES)
+    return prepared_tiles(make_fp8_lists(layout, settings.split_tiles), settings)
+
+
+def _bind_hopper_fp8(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
+) -> BoundCall:
+    try:
+        from stof.kernels.hopper.fp8_attention import bind_fp8
+    except (ImportError, AttributeError) as error:  # as for 16 bits
+        raise KernelError(f"this Triton has no Gluon that the kernel knows: {error}") from error
+
+    settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
+    lists = TileLists.unflatten(tensors, sizes[_SETTINGS:])
+    scalars = {"scale": options.scale, "softcap": options.softcap}
+    return bind_fp8(q, k, v, options.scales, lists, settings, sinks=options.sinks, **scalars)
 
 
 def _prepare_row_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
@@ -203,7 +229,7 @@ def _bind_row_wise(
 ) -> BoundCall:
     from stof.kernels.triton.row_wise import bind_row_wise
 
-    return bind_row_wise(q, k, v, tensors, sizes, **vars(options))
+    return bind_row_wise(q, k, v, tensors, sizes, **options.wide())
 
 
 _TRITON = Capabilities(
@@ -237,6 +263,23 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             prepare=_prepare_hopper,
             run=_run_by(_bind_hopper),
             bind=_bind_hopper,
+        ),
+        Implementation(
+            name="hopper_fp8",
+            summary="the same for 8-bit tensors with scales: values laid across first, twice the rate of products",
+            capabilities=Capabilities(
+                devices=("cuda",),
+                dtypes=(FP8,),
+                head_dims=(128, 128),
+                value_dim=False,
+                bias=False,
+                permuted_rows=False,
+                compute_capability=(9, 0),
+                one_generation=True,
+            ),
+            prepare=_prepare_hopper_fp8,
+            run=_run_by(_bind_hopper_fp8),
+            bind=_bind_hopper_fp8,
         ),
         Implementation(
             name="block_wise",

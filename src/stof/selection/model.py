@@ -34,6 +34,11 @@ _BIAS_COST = 1.5
 # A row by itself: what it costs at least (a guess), and each key that one program reads after the other (an H200: one
 # query, 4096 keys, 32 heads in 88 us).
 _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
+# Of a tile's time in 16 bits, what it takes in 8 (an H200, 8192 tokens under full, causal and window masks, without the
+# launch that lays V across); and the stages of K and V that go with that, for which there is room.
+_FP8_TILE, FP8_STAGES = 0.73, 4
+# Implementations whose programs are the Hopper kernel's.
+_ON_HOPPER = ("hopper", "hopper_fp8")
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12
 # The launch that puts keys aside, which the Hopper kernel waits for (an H200, see `docs/performance.md`).
@@ -101,7 +106,7 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
     layout, kernel = choice.layout, choice.kernel
     assert layout is not None
     assert kernel is not None
-    hopper = choice.implementation == "hopper"
+    hopper = choice.implementation in _ON_HOPPER
     # Tiles of columns put aside are contiguous to the kernel.
     slab = None if hopper and layout.aside else layout.slab
     # Decoding moves the same bytes whatever its few rows are.
@@ -187,6 +192,11 @@ def _times(choice: Choice, call: CallSpec, model: DeviceModel) -> KernelTimes | 
 
     Triton's without a bias say enough of those with one, and those with rows in order of those without.
     """
+    if choice.implementation == "hopper_fp8":
+        assert choice.kernel is not None
+        like = replace(choice, implementation="hopper", kernel=replace(choice.kernel, num_stages=2))
+        times = model.kernels.get(kernel_key(like, call))
+        return times and replace(times, partial=times.partial * _FP8_TILE, full=times.full * _FP8_TILE)
     times = model.kernels.get(kernel_key(choice, call))
     if times is None and call.has_bias and choice.implementation != "hopper":
         times = _times(choice, replace(call, has_bias=False), model)
@@ -210,16 +220,30 @@ def estimate_tiles(choice: Choice, call: CallSpec, survey: Survey, model: Device
     load, filled, bytes_us = critical_load(choice, call, survey, model, times)
     busy = times.solo + (1 - times.solo) * filled
     work_us = overlapped(busy * float(load @ times.weights()), bytes_us)
-    return model.launch + times.start + work_us + aside_us(choice, call, survey, model)
+    before_us = aside_us(choice, call, survey, model) + across_us(choice, call, model)
+    return model.launch + times.start + work_us + before_us
 
 
 def aside_us(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel) -> float:
     """Time until keys and values are put side by side: another launch, and each of them read and written once."""
-    if choice.implementation != "hopper" or choice.layout is None or not survey.counts[choice.layout].aside:
+    if choice.implementation not in _ON_HOPPER or choice.layout is None or not survey.counts[choice.layout].aside:
         return 0.0
     heads = call.heads if survey.mask_heads > 1 else call.kv_heads
     elements = call.batch * heads * survey.counts[choice.layout].aside * (call.head_dim + call.value_dim)
     return _ASIDE_US + 2 * elements * call.dtype.itemsize / model.bytes_per_us
+
+
+def across_us(choice: Choice, call: CallSpec, model: DeviceModel) -> float:
+    """Time until 8-bit values are laid across: another launch, and each of them read and written once."""
+    if choice.implementation != "hopper_fp8":
+        return 0.0
+    return _ASIDE_US + 2 * call.batch * call.kv_heads * call.kv_len * call.value_dim / model.bytes_per_us
+
+
+def widening_us(call: CallSpec, model: DeviceModel) -> float:
+    """Time until 8-bit tensors are widened: a launch for each, and each of them read and written in 16 bits."""
+    elements = call.heads * call.q_len * call.head_dim + call.kv_heads * call.kv_len * (call.head_dim + call.value_dim)
+    return 3 * model.launch + 3 * call.batch * elements / model.bytes_per_us
 
 
 def overlapped(compute_us: float, bytes_us: float) -> float:
@@ -258,7 +282,7 @@ def critical_load(
     load = load + last_slot(loads, loads @ times.weights(), copies / turns, slots)
     most = float(parts.max())
     # The Hopper kernel's chunks meet in pairs, and pairs in pairs; elsewhere the last one reads all others back.
-    load[4] += math.ceil(math.log2(most)) if choice.implementation == "hopper" else most * (most > 1)
+    load[4] += math.ceil(math.log2(most)) if choice.implementation in _ON_HOPPER else most * (most > 1)
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
     return load, filled, _bytes(call, touched) / model.bytes_per_us
 
@@ -317,11 +341,17 @@ def hopper_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) 
     return call.dtype.itemsize * (rows + num_stages * stage) + _RESERVED
 
 
+def fp8_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> int:
+    """The same of the kernel for 8-bit operands: two row blocks' Q, an output of 16 bits, stages of K and V."""
+    rows = layout.block_m * (2 + 2) * call.head_dim
+    return rows + num_stages * layout.block_n * 2 * call.head_dim + _RESERVED
+
+
 def occupancy(choice: Choice, call: CallSpec, model: DeviceModel) -> int:
     """Programs that fit on a multiprocessor at once."""
     assert choice.kernel is not None
     assert choice.layout is not None
-    if choice.implementation == "hopper":
+    if choice.implementation in _ON_HOPPER:
         width = head_dim_class(call.head_dim, call.value_dim)
         return resident(choice.layout.block_m, choice.layout.block_n, width)
     kernel = choice.kernel

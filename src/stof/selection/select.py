@@ -15,10 +15,10 @@ from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
 from stof.selection.gpu import Geometry, fits, geometries, gpu_choices, shared_memory_limit, starves, worthwhile
 from stof.selection.implementations import IMPLEMENTATIONS
-from stof.selection.model import DeviceModel, block_shared_bytes, estimate, load_model
+from stof.selection.model import DeviceModel, block_shared_bytes, estimate, load_model, widening_us
 
 # Implementations whose choices the cost model weighs; the others follow in their order of preference.
-_MODELLED = ("hopper", "decode", "block_wise", "row_wise")
+_MODELLED = ("hopper", "hopper_fp8", "decode", "block_wise", "row_wise")
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,44 @@ def candidates(
     """Every way to run a call, fastest first, then those without an estimate in order of preference, then refusals.
 
     Without a device and the geometry of a plan, implementations only, one candidate each. A `model` stands for a GPU
-    that need not be here; by default the device is asked.
+    that need not be here; by default the device is asked. 8-bit tensors may be widened for those that do not take them.
     """
+    wide = call.widened()
+    if wide is None:
+        return _candidates(call, device, geometry, model)
+    before_us = (
+        0.0 if device is None or device.type != "cuda" else widening_us(call, _model_and_limit(device, model)[0])
+    )
+    found = [c for c in _candidates(call, device, geometry, model) if takes(c.name, call)]
+    for candidate in _candidates(wide, device, geometry, model):
+        if not takes(candidate.name, call):
+            choice = candidate.choice and replace(candidate.choice, widened=True)
+            us = None if candidate.estimate_us is None else candidate.estimate_us + before_us
+            found.append(replace(candidate, choice=choice, estimate_us=us))
+    return _ranked([c for c in found if not c.refusals]) + [c for c in found if c.refusals]
+
+
+def takes(name: str, call: CallSpec) -> bool:
+    """Whether an implementation takes tensors of a call's dtype as they are."""
+    return call.dtype in IMPLEMENTATIONS[name].capabilities.dtypes
+
+
+def refusals(name: str, call: CallSpec) -> list[str]:
+    """Every reason an implementation cannot run a call, whose 8-bit tensors are widened for it if need be."""
+    wide = None if takes(name, call) else call.widened()
+    return IMPLEMENTATIONS[name].capabilities.refusals(wide or call)
+
+
+def _ranked(runs: list[Candidate]) -> list[Candidate]:
+    """Fastest first, then those without an estimate in order of preference."""
+    ranks = {name: rank for rank, name in enumerate(IMPLEMENTATIONS)}
+    return sorted(runs, key=lambda c: (c.estimate_us is None, c.estimate_us or 0.0, ranks[c.name]))
+
+
+def _candidates(
+    call: CallSpec, device: torch.device | None, geometry: Geometry | None, model: DeviceModel | None
+) -> list[Candidate]:
+    """`candidates` with tensors as they are."""
     runs: list[Candidate] = []
     refused: list[Candidate] = []
     weighed: dict[str, list[Choice]] = {}
@@ -115,9 +151,7 @@ def candidates(
             more, worse, _ = _weigh(choices, call, device, geometry, model, limit)
             good, bad = good + more, bad + worse
         runs, refused = runs + good, refused + bad
-    ranks = {name: rank for rank, name in enumerate(IMPLEMENTATIONS)}
-    runs.sort(key=lambda c: (c.estimate_us is None, c.estimate_us or 0.0, ranks[c.name]))
-    return runs + refused
+    return _ranked(runs) + refused
 
 
 def weighed(choices: list[Choice], call: CallSpec, device: torch.device, geometry: Geometry) -> list[Candidate]:
@@ -213,10 +247,11 @@ def choose(
     """
     if device is None or device.type != "cuda":
         # One choice each: no need to weigh.
-        for name, impl in IMPLEMENTATIONS.items():
-            failed = device is not None and failures.reason(Choice(name), call, device) is not None
-            if implementation in (None, name) and not failed and not impl.capabilities.refusals(call):
-                return Choice(name)
+        wide = call.widened() or call
+        for name in IMPLEMENTATIONS:
+            failed = device is not None and failures.reason(Choice(name), wide, device) is not None
+            if implementation in (None, name) and not failed and not refusals(name, call):
+                return Choice(name, widened=wide is not call)
     ranked = candidates(call, device, geometry)
     for candidate in ranked:
         if not candidate.refusals and implementation in (None, candidate.name):

@@ -27,6 +27,7 @@ from stof.kernels.cpu.grouping import (
     Step,
 )
 from stof.kernels.cpu.schedule import Schedule
+from stof.kernels.fp8 import FP8
 from stof.kernels.ranges import pattern_ranges
 from stof.kernels.softmax import softmax_and_lse
 
@@ -108,8 +109,14 @@ def row_block_attention(
 
 
 def empty_output(q: Tensor, v: Tensor) -> Tensor:
-    """Uninitialised `[B, H, Sq, Dv]` in q's memory order, so that `[B, S, H, D]` callers need no copy."""
-    return torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
+    """Uninitialised `[B, H, Sq, Dv]` in q's memory order, so that `[B, S, H, D]` callers need no copy.
+
+    Of q's dtype, but bfloat16 where that has 8 bits.
+    """
+    dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
+    if v.shape[-1] == q.shape[-1]:
+        return torch.empty_like(q, dtype=dtype)
+    return q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
 
 
 def _narrow(bias: Tensor, batches: slice, heads: slice) -> Tensor:

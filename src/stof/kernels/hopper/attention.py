@@ -21,8 +21,10 @@ from stof.kernels.triton.turns import takes_turns
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 from stof.lasting import lasting
 
-# 128-byte swizzle of 16-bit elements, as TMA writes and wgmma reads.
-_SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+# 128-byte swizzle, as TMA writes and wgmma reads, of elements of so many bytes.
+_SWIZZLED = {n: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * n, rank=4) for n in (1, 2)}
+# What TMA wants addresses and strides to be multiples of, in bytes.
+_ALIGNED = 16
 # Rows of Q for one warpgroup, and columns of one TMA box.
 _ROWS, _BOX = 64, 64
 # Registers of a thread, before warps trade them, by thread blocks on a multiprocessor: 256 threads each where there are
@@ -47,13 +49,16 @@ class Window(NamedTuple):
         stride = tensor.stride()
         inner = dim if step == 1 else (step - 1) * stride[2] + dim
         # A dimension of size 1 may have any stride; tensor maps want multiples of 16 bytes.
-        strides = [8 if n == 1 else s for n, s in zip(tensor.shape[:3], stride[:3], strict=True)]
+        strides = [
+            _ALIGNED // tensor.element_size() if n == 1 else s
+            for n, s in zip(tensor.shape[:3], stride[:3], strict=True)
+        ]
         strides[2] *= step
         return Window([batch, heads, length // step, inner], [*strides, 1], [1, 1, rows, width])
 
     def at(self, tensor: Tensor) -> TensorMap:
         """These boxes of a tensor with the same shape and strides."""
-        return TensorMap(tensor, self.shape, self.strides, self.block_shape, _SWIZZLED)
+        return TensorMap(tensor, self.shape, self.strides, self.block_shape, _SWIZZLED[tensor.element_size()])
 
 
 def bind_warp_specialized(
@@ -98,10 +103,10 @@ def bind_warp_specialized(
         raise UnfitLayoutError("a bias is copied in whole tiles, of rows and columns that follow each other")
     # The output has the memory order of q as it was given.
     out = empty_output(q, v)
-    copy_out = not _readable(out)
+    copy_out = not readable(out)
     if copy_out:
         out = out.contiguous()
-    copied = [not _readable(x) for x in (q, k, v)]
+    copied = [not readable(x) for x in (q, k, v)]
     copy_any = any(copied)
     q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
     q_window = Window.over(q, _ROWS, width, lists.row_step)
@@ -120,7 +125,7 @@ def bind_warp_specialized(
         k_slab = v_slab = Window.over(aside.like, *box)
 
     groups = lists.block_m // _ROWS
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    processors = multiprocessors(device)
     side = min(config.side or batch * heads, batch * heads)
     blocks = resident(lists.block_m, lists.block_n, width) * processors
     on_cpu, starts = job_lists(lists, batch, heads, blocks, side)
@@ -245,6 +250,11 @@ def _refreshing(jobs: Tensor, starts: Tensor, lists: TileLists) -> Launch:
     )
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; those of an H200 where there is none, for compiling and tests."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def _narrow(bias: Tensor) -> Tensor:
     """A bias without the copies that strides of 0 stand for: batch entries, heads and queries that share one."""
     for dim in range(3):
@@ -266,7 +276,7 @@ def _moved(bias: Tensor) -> Tensor:
     return torch.empty_strided(bias.shape, bias.stride(), dtype=bias.dtype, device=bias.device).copy_(bias)
 
 
-def _readable(x: Tensor) -> bool:
+def readable(x: Tensor) -> bool:
     """Whether TMA can read these strides: rows contiguous, all other strides positive multiples of 16 bytes."""
     outer = zip(x.shape[:3], x.stride()[:3], strict=True)
-    return x.stride(3) == 1 and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in outer)
+    return x.stride(3) == 1 and all(n == 1 or (s > 0 and s * x.element_size() % _ALIGNED == 0) for n, s in outer)

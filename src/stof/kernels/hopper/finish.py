@@ -40,13 +40,14 @@ def _await_leave():
 def finish(
     acc, m_i, l_i, job_ptr, place, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
     row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, PERMUTED: gl.constexpr,
-    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, OWN_PLACE: gl.constexpr, PERMUTED: gl.constexpr,
+    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr, scales_ptr=None,
 ):  # fmt: skip
     """Write 64 rows of a job's output; of a split row block's chunks, the last to meet another does.
 
-    Output leaves by way of `place` in shared memory, all columns at once or one half after the other. Where that is no
-    place of Q, with stages of its own, the output before may still be leaving.
+    Output leaves by way of `place` in shared memory, all columns at once or one half after the other. Where that is its
+    `OWN_PLACE`, not one of Q with stages of its own, the output before may still be leaving. The second of each head's
+    pair at `scales_ptr` is a factor on the output.
     """
     acc_layout: gl.constexpr = acc.type.layout
     rows_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
@@ -120,12 +121,14 @@ def finish(
         factor = gl.where(some, 1.0 / safe, 0.0)
         if AT_RUN_TIME:
             factor += spoil
+        if scales_ptr is not None:
+            factor *= gl.load(scales_ptr + (b * heads + h) * 2 + 1)
         values = (acc * factor[:, None]).to(dtype)
         residue = position // rows_per_residue
         row = position - residue * rows_per_residue
         first = residue * out_residue_stride
         if place.shape[1] == D:
-            if Q_STAGES == 1:
+            if OWN_PLACE:
                 _await_leave()
             _leave(values, place, out_desc, b, h, row, first)
         else:

@@ -24,6 +24,10 @@ RUN = 64
 ROW_BLOCKS = (64, 128, 192)
 # Where tiles come from two places: from here on, first columns count keys that were put side by side beforehand.
 ASIDE = 2**30
+# Keys whose values trade places among themselves where they are laid across (`across.py`).
+ACROSS = 16
+# Rows and keys of the only tiles that the kernel for 8-bit operands takes.
+FP8_TILE = (128, 128)
 
 
 def padded_width(head_dim: int) -> int:
@@ -49,10 +53,10 @@ def leaving_width(width: int) -> int:
 def past_the_end(kv_len: int) -> int:
     """First column of a tile that is not computed: where TMA fills in zeros, so that no key is read for nothing.
 
-    A tile of a bias begins there too, and TMA takes only multiples of 16 bytes along the rows it copies; others are an
-    illegal instruction.
+    A tile of a bias begins there too, or of values laid across, and TMA takes only multiples of 16 bytes along the rows
+    it copies; others are an illegal instruction.
     """
-    return -(-kv_len // 8) * 8
+    return -(-kv_len // ACROSS) * ACROSS
 
 
 def has_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
@@ -182,6 +186,24 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         chunks=chunks,
         has_full=bool((items[:, 2] < items[:, 3]).any()),
     )
+
+
+def make_fp8_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
+    """Prepare a layout for 8-bit operands; as `make_tile_lists`.
+
+    Raises:
+        UnfitLayoutError: also other sizes than `FP8_TILE`, slabs, rows or columns that do not follow each other, and
+            tiles that begin within 16 keys whose values trade places.
+    """
+    config = layout.config
+    if (config.block_m, config.block_n) != FP8_TILE or not (config.slab is None or config.aside):
+        raise UnfitLayoutError("operands of 8 bits take whole tiles of {} x {}".format(*FP8_TILE))
+    if layout.row_order is not None:
+        raise UnfitLayoutError("operands of 8 bits take rows in their own order")
+    lists = make_tile_lists(layout, split_tiles)
+    if bool((lists.tile_columns % ACROSS != 0).any()):
+        raise UnfitLayoutError(f"operands of 8 bits take tiles that begin at multiples of {ACROSS}")
+    return lists
 
 
 def _columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:

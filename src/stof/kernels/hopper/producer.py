@@ -60,16 +60,25 @@ def _claimed(queue_ptr, lane):
 @no_type_check
 def copy_tile(
     record, b, h, slab_h, desc, slab_desc, buffer, slab_buffer, stage, bar, kv_step, residue_stride,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr, MORE: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr, MORE: gl.constexpr, ACROSS: gl.constexpr = False,
 ):  # fmt: skip
     """Start copying a tile of K or V, as `record` says by lane; `MORE` bytes follow that the same barrier waits for.
 
     It comes all at once, or in runs of 64 columns and slabs; or whole from one of two places, the keys and those of
-    them that were put side by side before.
+    them that were put side by side before. `ACROSS`, whole tiles alone, have a key to a column: `[D, keys]`.
     """
     dtype: gl.constexpr = buffer.dtype
     mbarrier.expect(bar, BLOCK_N * D * (dtype.primitive_bitwidth // 8) + MORE)
-    if SLAB == 0:
+    if ACROSS:
+        column = of_lane(record, 0)
+        tile = buffer.index(stage)._reinterpret(dtype, [1, 1, D, BLOCK_N], tile_layout(dtype, D, BLOCK_N, 4))
+        if SLAB == 0:
+            tma.async_copy_global_to_shared(desc, [b, h, 0, column], bar, tile)
+        elif column >= ASIDE_AT:
+            tma.async_copy_global_to_shared(slab_desc, [b, slab_h, 0, column - ASIDE_AT], bar, tile)
+        else:
+            tma.async_copy_global_to_shared(desc, [b, h, 0, column], bar, tile)
+    elif SLAB == 0:
         column = of_lane(record, 0)
         tile = buffer.index(stage)._reinterpret(dtype, [1, 1, BLOCK_N, D], tile_layout(dtype, BLOCK_N, D, 4))
         tma.async_copy_global_to_shared(desc, [b, h, column // kv_step, (column % kv_step) * residue_stride], bar, tile)
@@ -159,7 +168,7 @@ def producer(
     shared, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, v_full, kv_empty,
     k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, QUEUED: gl.constexpr,
+    Q_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, QUEUED: gl.constexpr, V_ACROSS: gl.constexpr = False,
 ):  # fmt: skip
     """The warp that copies. A word of jobs and tiles to a lane; the first tile is on its way."""
     (
@@ -231,7 +240,7 @@ def producer(
                 stage = (count + 1) % STAGES
                 mbarrier.wait(kv_empty.index(stage), ((count + 1) // STAGES + 1) & 1)
                 copy_tile(record, b, kv_head, slab_head, v_desc, v_slab_desc, v_smem, v_slabs, stage,
-                           v_full.index(stage), kv_step, v_residue_stride, BLOCK_N, D, SLAB, 0)  # fmt: skip
+                           v_full.index(stage), kv_step, v_residue_stride, BLOCK_N, D, SLAB, 0, V_ACROSS)  # fmt: skip
             count += 1
         job = next_job
         number = following

@@ -80,14 +80,13 @@ def biased(s, bias, scale, softcap, HAS_SOFTCAP: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def weights(
+def exponents(
     s, m_old, scale, softcap, PARTIAL: gl.constexpr, MODIFIED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    LAZY: gl.constexpr, BLOCK_N: gl.constexpr,
+    LAZY: gl.constexpr, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr = 0,
 ):  # fmt: skip
-    """Exponentials: `(p, new maximum, factor of what was summed so far, sums of p per thread)`."""
+    """What weights are two to the power of, `SHIFT` at most: `(x, new maximum, the same or 0 where it is -inf)`."""
     rows_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     bits: gl.constexpr = bit_layout(BLOCK_N)
-    sums_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bits))
     if HAS_SOFTCAP:
         # what is masked stays so
         s = gl.where(s == float("-inf"), s, _capped(s, scale, softcap) * LOG2E)
@@ -102,26 +101,44 @@ def weights(
         m_new = gl.where(highest - m_old <= STALE, m_old, m_new)
     # A row may have kept nothing so far: -inf - -inf is NaN.
     m_use = gl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL else m_new
+    lowered = m_use - SHIFT if SHIFT > 0 else m_use
     if MODIFIED:
-        p = gl.exp2(s - m_use[:, None])
+        x = s - lowered[:, None]
     else:
-        p = gl.exp2(s * scale - m_use[:, None])
+        x = s * scale - lowered[:, None]
+    return x, m_new, m_use
+
+
+@gluon.jit
+@no_type_check
+def thread_sums(p, BLOCK_N: gl.constexpr):
+    """Sums of each row's weights, or of those of some columns, by thread: `[64, 4]` in the layout of all columns."""
+    COLUMNS: gl.constexpr = p.shape[1]
+    sums_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bit_layout(BLOCK_N)))
+    split = gl.convert_layout(p.reshape([64, COLUMNS // 8, 4, 2]), bit_layout(COLUMNS), assert_trivial=True)
+    return gl.convert_layout(_per_thread(split, False), sums_layout, assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
+def weights(
+    s, m_old, scale, softcap, PARTIAL: gl.constexpr, MODIFIED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    LAZY: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Exponentials: `(p, new maximum, factor of what was summed so far, sums of p per thread)`."""
+    x, m_new, m_use = exponents(s, m_old, scale, softcap, PARTIAL, MODIFIED, HAS_SOFTCAP, LAZY, BLOCK_N)
+    p = gl.exp2(x)
     alpha = gl.exp2(m_old - m_use)
     # Sums stay with each thread (four to a row) until the row block is done.
-    split = gl.convert_layout(p.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
-    sums = gl.convert_layout(_per_thread(split, False), sums_layout, assert_trivial=True)
-    return p, m_new, alpha, sums
+    return p, m_new, alpha, thread_sums(p, BLOCK_N)
 
 
 @gluon.jit
 @no_type_check
 def steady_weights(s, m, scale, BLOCK_N: gl.constexpr):
     """Exponentials of unmodified scores over a maximum of earlier tiles: `(p, sums of p per thread)`."""
-    bits: gl.constexpr = bit_layout(BLOCK_N)
     p = gl.exp2(s * scale - m[:, None])
-    split = gl.convert_layout(p.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
-    sums = gl.convert_layout(_per_thread(split, False), gl.SliceLayout(1, gl.SliceLayout(3, bits)), assert_trivial=True)
-    return p, sums
+    return p, thread_sums(p, BLOCK_N)
 
 
 @gluon.jit

@@ -175,7 +175,7 @@ def _consumer(
                             acc, m_i, l_i, jobs_ptr + before * FIELDS, out_smem.index(q_before * GROUPS + GROUP),
                             out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
                             row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
-                            Q_STAGES, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
+                            Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
                         )  # fmt: skip
                         if Q_STAGES > 1:
                             # The output of the job before that one has left its buffer long ago.
@@ -269,7 +269,7 @@ def _consumer(
     finish(
         acc, m_i, l_i, jobs_ptr + before * FIELDS, out_smem.index(((turn - 1) % Q_STAGES) * GROUPS + GROUP), out_desc,
         lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads,
-        rows_per_residue, out_residue_stride, GROUP, GROUPS, D, Q_STAGES, PERMUTED, SPLIT,
+        rows_per_residue, out_residue_stride, GROUP, GROUPS, D, Q_STAGES == 1, PERMUTED, SPLIT,
         HAS_SINKS, AT_RUN_TIME,
     )  # fmt: skip
     tma.store_wait(0)

@@ -22,8 +22,8 @@ from stof.layout.build import PARTIAL_TILE_COST
 # numbers of those before it, the same for full tiles, and what to add to shared columns.
 ITEM_FIELDS = 16
 
-# `call(q, k, v, bias, sinks) -> (out, lse)` for tensors like those it was bound to.
-BoundCall = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+# `call(q, k, v, bias, sinks) -> (out, lse)` for tensors like those it was bound to; those of 8 bits add their scales.
+BoundCall = Callable[..., tuple[Tensor, Tensor]]
 
 # Bitmaps unpacked at once while reordering: bounds the memory of `make_work`.
 _BITS_AT_ONCE = 2**25

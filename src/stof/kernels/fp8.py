@@ -1,0 +1,49 @@
+"""Tensors of 8 bits (e4m3) with a scale for each head: made, and widened again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stof.errors import DtypeError, ShapeError
+
+FP8 = torch.float8_e4m3fn
+# Scales of q, k and v, float32 `[B or 1, heads]` each.
+Scales = tuple[Tensor, Tensor, Tensor]
+
+_LARGEST = torch.finfo(FP8).max
+
+
+def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each head to 8 bits, in units that bring its largest value to the largest there is, 448.
+
+    Source: FlashAttention-3 (arXiv 2407.08608), section 3.3, with one scale for a head instead of one for a block.
+
+    Args:
+        x: `[B, H, S, D]`, any floating dtype.
+
+    Returns:
+        `(values, scale)`: float8_e4m3fn `[B, H, S, D]` in x's memory order, and float32 `[B, H]`, above 0: x is about
+        `values * scale`. Values are off by up to 1/16 of themselves, or by 2**-10 of the scale.
+
+    Raises:
+        ShapeError, DtypeError: not four dimensions, or no floating-point tensor.
+    """
+    if x.ndim != 4 or x.numel() == 0:
+        raise ShapeError(f"x is [batch, heads, length, head_dim] with no size 0, got {list(x.shape)}")
+    if not x.is_floating_point():
+        raise DtypeError(f"x is a floating-point tensor, got {x.dtype}")
+    scale = torch.linalg.vector_norm(x, torch.inf, dim=(2, 3)).float() / _LARGEST
+    # Any unit will do for zeros, and for what is too small to have one.
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (x / scale[:, :, None, None]).to(FP8), scale
+
+
+def widened(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values that 8 bits and a scale stand for, rounded once to `dtype`: `[B, H, S, D]` from `[B or 1, H]`."""
+    return (x.float() * scale[:, :, None, None]).to(dtype)
+
+
+def wide_dtype(device: str) -> torch.dtype:
+    """What kernels for 16 bits and more are given in place of 8 bits, by device type: the result has 16 in any case."""
+    return torch.bfloat16 if device == "cuda" else torch.float32

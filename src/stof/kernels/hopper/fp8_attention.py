@@ -1,0 +1,203 @@
+"""Calling the Hopper kernel for 8-bit operands: V laid across, tensor maps, the list of jobs, launches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from stof.kernels.cpu.attention import empty_output
+from stof.kernels.fp8 import FP8
+from stof.kernels.hopper.across import lay_across
+from stof.kernels.hopper.attention import Window, multiprocessors, readable
+from stof.kernels.hopper.fp8 import fp8_kernel
+from stof.kernels.hopper.jobs import TileLists
+from stof.kernels.hopper.queue import chunk_slots, job_lists
+from stof.kernels.triton.launch import Launch
+from stof.kernels.triton.scratch import zeroed_counters
+from stof.kernels.triton.turns import takes_turns
+from stof.kernels.triton.work import BlockWiseConfig, BoundCall
+from stof.lasting import lasting
+
+# Rows of Q for one warpgroup, and elements of a head.
+_ROWS, _WIDTH = 64, 128
+# Row blocks whose Q is in shared memory at once: one is computed, one is on its way.
+_Q_STAGES = 2
+# Keys whose values are laid across by one program.
+_KEYS_ACROSS = 128
+
+
+def bind_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Sequence[Tensor],
+    lists: TileLists,
+    config: BlockWiseConfig,
+    *,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> BoundCall:
+    """The kernel bound to tensors like these: `call(q, k, v, None, sinks, *scales) -> (out, lse)`.
+
+    Args:
+        q, k, v: `[B, H, Sq, 128]`, `[B, Hkv, Skv, 128]`, `[B, Hkv, Skv, 128]`; float8_e4m3fn. A call copies what TMA
+            cannot read (strides that are no multiples of 16, rows that are not contiguous).
+        scales: float32 `[B or 1, H]`, `[B or 1, Hkv]`, `[B or 1, Hkv]`, any strides.
+        lists: see `make_fp8_lists`.
+        config: stages and side.
+        scale, softcap: floats, softcap 0 for none.
+        sinks: None or `[H]`.
+
+    Returns (the call):
+        `out [B, H, Sq, 128]` bfloat16 in q's memory order, `lse [B, H, Sq]` float32.
+
+    Raises:
+        KernelError: (the call) the kernel does not compile here.
+    """
+    device = q.device
+    batch, heads, q_len, _ = q.shape
+    kv_heads = k.shape[1]
+    out = empty_output(q, v)
+    copy_out = not readable(out)
+    if copy_out:
+        out = out.contiguous()
+    copied = [not (readable(x) and _has_words(x)) for x in (q, k, v)]
+    q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
+    groups = lists.block_m // _ROWS
+    across = _Across(k, v, scales, heads, lists)
+    q_window = Window.over(q, _ROWS, _WIDTH)
+    k_window = Window.over(k, lists.block_n, _WIDTH)
+    v_window = Window.over(across.like, _WIDTH, lists.block_n)
+    k_aside = v_aside = None
+    if across.listed is not None:
+        k_aside = Window.over(across.listed[0], lists.block_n, _WIDTH)
+        v_aside = Window.over(across.listed[1], _WIDTH, lists.block_n)
+    out_window = Window.over(out, _ROWS, _WIDTH)
+
+    blocks = multiprocessors(device)
+    on_cpu, starts = job_lists(lists, batch, heads, blocks, min(config.side or batch * heads, batch * heads))
+    queued, slots = len(on_cpu) - 1 > len(starts), chunk_slots(on_cpu)
+    modified = softcap > 0 or scale <= 0
+    ready = Launch(
+        fp8_kernel,
+        len(starts),
+        (on_cpu.to(device), starts.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps),
+        (heads, heads // kv_heads, heads // across.owners, q_len,
+         float(scale if modified else scale * math.log2(math.e)), float(softcap)),
+        (lists.block_n, lists.slab, config.num_stages, _Q_STAGES, slots > 0, modified, softcap > 0,
+         sinks is not None, lists.has_full > 0, queued, takes_turns(device)),
+        num_warps=4,
+        num_stages=config.num_stages,
+        windows=(q_window, k_window, v_window, k_aside, v_aside, out_window),
+        chained=takes_turns(device),
+        device=device,
+    )  # fmt: skip
+    # Where a pair of chunks meets is counted at the place of the second.
+    chunks = slots * groups
+    aligned: list[BoundCall] = []
+    own = partial(bind_fp8, lists=lists, config=config, scale=scale, softcap=softcap)
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, bias: None, sinks: Tensor | None, *scales: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        result = out = empty_output(q, v)
+        if copy_out:
+            out = torch.empty_like(result, memory_format=torch.contiguous_format)
+        q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
+            q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+            if not aligned:
+                # Listing jobs takes long, and within a capture it fails.
+                aligned.append(lasting(device, partial(own, q, k, v, scales, sinks=sinks)))
+            found, lse = aligned[0](q, k, v, bias, sinks, *scales)
+            return result.copy_(found), lse
+        lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=device)
+        # Pointers the kernel is compiled not to read take any tensor.
+        chunk_out, chunk_ml = lse, lse
+        if chunks:
+            scratch = torch.empty(chunks * _ROWS * (_WIDTH + 2), dtype=torch.float32, device=device)
+            chunk_out, chunk_ml = scratch, scratch[chunks * _ROWS * _WIDTH :]
+        counters = zeroed_counters(1 + chunks, device) if queued or chunks else lse
+        v_across, factors, k_listed, v_listed = across(k, v, scales)
+        bases = (q, k, v_across, k_listed, v_listed, out)
+        ready(lse, lse if sinks is None else sinks, factors, chunk_out, chunk_ml, counters, bases=bases)
+        return (result.copy_(out) if copy_out else result), lse
+
+    return call
+
+
+class _Across:
+    """V laid across, and keys and values that tiles want side by side put there, anew in every call.
+
+    Attributes:
+        like: shape and strides of V laid across, `[B, Hkv, 128, keys]`.
+        listed: the same of keys put aside, `[B, owners, n, 128]`, and of their values; None where there are none.
+        owners: heads with keys of their own put aside, key heads where there are none.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, scales: Sequence[Tensor], heads: int, lists: TileLists) -> None:
+        batch, kv_heads, kv_len, _ = k.shape
+        mask_batch, mask_heads, count = lists.aside.shape if lists.aside.numel() else (1, 1, 0)
+        self.owners = heads if mask_heads > 1 else kv_heads
+        self._factors = (batch, heads, 2)
+        self.like = _meta(batch, kv_heads, _WIDTH, -(-kv_len // 16) * 16)
+        sizes = (kv_heads, heads // kv_heads, 0, 0, kv_len)
+        self._all = _launch(k, v, scales, self.like, sizes, lists.pattern_of, False)
+        self.listed: tuple[Tensor, Tensor] | None = None
+        if count:
+            self.listed = _meta(batch, self.owners, count, _WIDTH), _meta(batch, self.owners, _WIDTH, count)
+            own = (int(mask_batch > 1) * mask_heads, int(mask_heads > 1))
+            sizes = (self.owners, self.owners // kv_heads, *own, count)
+            self._listed = _launch(k, v, scales, self.listed[1], sizes, lists.aside, True)
+
+    def __call__(self, k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """V across, factors `[B, H, 2]` of scores and output, and listed keys and values (anything where none are)."""
+        across = torch.empty_like(self.like, device=v.device)
+        factors = torch.empty(self._factors, dtype=torch.float32, device=v.device)
+        words = _words(k), _words(v)
+        self._all(*words, words[0], _words(across), *scales, factors)
+        if self.listed is None:
+            return across, factors, k, v
+        k_listed, v_listed = (torch.empty_like(like, device=v.device) for like in self.listed)
+        self._listed(*words, _words(k_listed), _words(v_listed), *scales, factors)
+        return across, factors, k_listed, v_listed
+
+
+def _meta(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=FP8, device="meta")
+
+
+def _words(x: Tensor) -> Tensor:
+    """The same memory, four elements to a word."""
+    return x.view(torch.int32)
+
+
+def _has_words(x: Tensor) -> bool:
+    """Whether PyTorch can show the memory of rows that TMA can read so: it asks for strides that TMA does not."""
+    return not any(stride % 4 for stride in x.stride()[:3])
+
+
+def _launch(
+    k: Tensor, v: Tensor, scales: Sequence[Tensor], like: Tensor, sizes: tuple[int, ...], keys: Tensor, listed: bool
+) -> Launch:
+    """What lays all values across, or those of listed keys; `like` is the result, `sizes` are the kernel's."""
+    words = like.shape[3] // 4
+    at_once = _KEYS_ACROSS // 4
+    strides = [stride // 4 for x in (k, v) for stride in x.stride()[:3]]
+    scale_strides = [stride * (n > 1) for x in scales for n, stride in zip(x.shape, x.stride(), strict=True)]
+    return Launch(
+        lay_across,
+        like.shape[0] * like.shape[1] * -(-words // at_once),
+        (keys,),
+        (*sizes, words, *strides, *scale_strides),
+        (listed, 2 ** (sizes[1] - 1).bit_length(), at_once, _WIDTH, takes_turns(k.device)),
+        num_warps=4,
+        num_stages=1,
+        chained=takes_turns(k.device),
+        device=k.device,
+    )
