@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import LayoutConfig, masks
-from stof.kernels.triton import block_wise
+from stof.kernels.triton import attention as triton_attention
 from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.work import ITEM_FIELDS, BlockWiseConfig, Work, make_work
 from stof.layout import Layout, build_layout
@@ -221,9 +221,9 @@ def test_counters_are_zero_again() -> None:
     work = make_work(layout_of(keep, LayoutConfig(16, 16, 1)), config.split_tiles)
     assert work.splits > 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_wise, "zeroed_counters", remembered)
+        patch.setattr(triton_attention, "zeroed_counters", remembered)
         for _ in range(2):
-            out, lse = block_wise.block_wise_attention(
+            out, lse = triton_attention.block_wise_attention(
                 *inputs.qkv, work, config, scale=0.25, softcap=0.0, bias=None, sinks=None
             )
             assert_attention(out, lse, *inputs.qkv, keep.to(DEVICE), scale=0.25)

@@ -53,8 +53,8 @@ def leaving_width(width: int) -> int:
 def past_the_end(kv_len: int) -> int:
     """First column of a tile that is not computed: where TMA fills in zeros, so that no key is read for nothing.
 
-    A tile of a bias begins there too, and one of values laid across, and TMA takes only multiples of 16 bytes along the
-    rows it copies; others are an illegal instruction.
+    A tile of a bias begins there too, or of values laid across, and TMA takes only multiples of 16 bytes along the rows
+    it copies; others are an illegal instruction.
     """
     return -(-kv_len // ACROSS) * ACROSS
 
