@@ -97,6 +97,8 @@ def bind_fp8(
         chained=takes_turns(device),
         device=device,
     )  # fmt: skip
+    # `empty_like` of this is contiguous, and takes half as long as `empty`.
+    like_lse = torch.empty((), dtype=torch.float32, device=device).expand(batch, heads, q_len)
     # Where a pair of chunks meets is counted at the place of the second.
     chunks = slots * groups
     aligned: list[BoundCall] = []
@@ -116,7 +118,7 @@ def bind_fp8(
                 aligned.append(lasting(device, partial(own, q, k, v, scales, sinks=sinks)))
             found, lse = aligned[0](q, k, v, bias, sinks, *scales)
             return result.copy_(found), lse
-        lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=device)
+        lse = torch.empty_like(like_lse)
         # Pointers the kernel is compiled not to read take any tensor.
         chunk_out, chunk_ml = lse, lse
         if chunks:
