@@ -28,8 +28,9 @@ def file(path: Path, *rows: Row, **meta: Any) -> Path:
 
 def test_files_of_one_state_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = file(tmp_path / "0.json", timed("stof-whole", 2.0), timed("default-sdpa", 5.0), commit="abc+changes")
-    rows = timed("stof", 1.0, "gpt2"), timed("default-sdpa", None)
-    two = file(tmp_path / "1.json", *rows, commit="of another checkout")
+    two = file(
+        tmp_path / "1.json", timed("stof", 1.0, "gpt2"), timed("default-sdpa", None), commit="of another checkout"
+    )
     three = file(tmp_path / "2.json", timed("stof-whole", 1.5), timed("max-autotune-flex", None), date="2026-01-02")
     meta, rows = merged([one, two, three], "abc")
     assert meta == META | {"date": "2026-01-02"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import heapq
 import itertools
 from typing import Any
@@ -15,9 +16,9 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import _JOB_COST, ASIDE, JOB_FIELDS, RUN, TileLists, job_lists, make_tile_lists
+from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN, TileLists, make_tile_lists
+from stof.kernels.hopper.queue import chunk_slots, job_costs, job_lists
 from stof.layout import Layout, build_layout
-from stof.layout.build import PARTIAL_TILE_COST
 from stof.layout.orders import named_order
 from stof.masks.tensors import as_mask
 from tests.strategies import dense_masks
@@ -318,9 +319,27 @@ def test_lengths_that_do_not_divide() -> None:
         make_tile_lists(layout)
 
 
-def costs(jobs: Tensor) -> Tensor:
-    begin, partial_end, end = jobs[:, 3].double(), jobs[:, 4].double(), jobs[:, 5].double()
-    return (partial_end - begin) * PARTIAL_TILE_COST + (end - partial_end) + _JOB_COST
+def costs(jobs: Tensor, lists: TileLists) -> Tensor:
+    return job_costs(jobs[:, 0].long(), jobs[:, 3:6].long(), lists).double()
+
+
+def joined(jobs: Tensor, lists: TileLists, slots: int) -> list[list[int]]:
+    """Jobs without the chunks that the last ones were cut into, whose slots come from `slots` on: whole again."""
+    whole, chunks = [], collections.defaultdict(list)
+    for job in jobs.tolist():
+        (chunks[job[7]] if job[6] > 1 and job[7] >= slots else whole).append(job)
+    for slot, mine in chunks.items():
+        mine.sort(key=lambda job: int(job[8]))
+        assert [job[8] for job in mine] == list(range(mine[0][6]))
+        assert len({(*job[:3], job[6], job[9]) for job in mine}) == 1
+        partial = sum(job[4] - job[3] for job in mine)
+        for job, following in itertools.pairwise(mine):
+            assert job[5] == following[3]
+            assert job[4] == job[5] or following[3] == following[4], "partial tiles come first"
+        assert all(job[3] < job[5] and job[10] == int(lists.tile_bitmap[job[3]]) for job in mine)
+        first, last = mine[0], mine[-1]
+        whole.append([*first[:4], first[3] + partial, last[5], 1, slot, 0, *first[9:]])
+    return whole
 
 
 def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> Tensor:
@@ -332,23 +351,23 @@ def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int)
     jobs = padded[:-1]
     check_starts(starts, padded, lists, blocks)
     pattern_of = lists.pattern_of.expand(batch, heads)
-    wanted, slots = [], set()
+    wanted = []
     for b, h in itertools.product(range(batch), range(heads)):
         pattern = int(pattern_of[b, h])
         for item in lists.items[lists.item_ptr[pattern] : lists.item_ptr[pattern + 1]].tolist():
             wanted.append((b, h, pattern, *item[:5], item[6], item[7]))
     found = []
-    for row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, *rest in jobs.tolist():
+    for job in joined(jobs, lists, batch * heads * lists.chunks):
+        row_block, b, h, begin, partial_end, end, parts, _, chunk, pattern, bitmap, *rest = job
         found.append((b, h, pattern, row_block, begin, partial_end, end, parts, chunk, bitmap))
         assert not any(rest)
-        if parts > 1:
-            slots.add((slot, parts, b, h, row_block))
     assert sorted(found) == sorted(wanted)
+    slots = {(slot, parts, b, h, row) for row, b, h, _, _, _, parts, slot, *_ in jobs.tolist() if parts > 1}
     taken = [place for slot, parts, *_ in slots for place in range(slot, slot + parts)]
     assert len(set(taken)) == len(taken)
-    assert all(0 <= place < batch * heads * lists.chunks for place in taken)
+    assert all(0 <= place < chunk_slots(padded) for place in taken)
     done = [0.0] * blocks
-    for cost in costs(jobs).tolist():
+    for cost in costs(jobs, lists).tolist():
         heapq.heapreplace(done, done[0] + cost)
     return torch.tensor(done, dtype=torch.float64)
 
@@ -382,7 +401,7 @@ def test_jobs_of_grid_masks(name: str, split_tiles: int, tile: tuple[int, int]) 
     lists = make_tile_lists(grid_layout(name, 2048, None, tile), split_tiles)
     for batch, heads, side in ((1, 1, 1), (2, 12, 1), (2, 12, 4), (3, 16, 48)):
         loads = check_jobs(lists, batch, heads, 132, side)
-        longest = float(costs(job_lists(lists, batch, heads, 132, side)[0][:-1]).max())
+        longest = float(costs(job_lists(lists, batch, heads, 132, side)[0][:-1], lists).max())
         # Whoever is done takes the next, so no two thread blocks are further apart than one job.
         assert float(loads.max() - loads.min()) <= longest + 1e-6
     # With all heads at once, longest first: what is left over at the end is short.
@@ -401,7 +420,7 @@ def test_jobs_of_random_masks(data: st.DataObject, split_tiles: int, blocks: int
     times = data.draw(st.sampled_from([1, 2]))  # masks that are the same in every batch entry or head
     sizes = (batch if batch > 1 else times, heads if heads > 1 else 2 * times)
     loads = check_jobs(lists, *sizes, blocks, data.draw(st.integers(1, sizes[0] * sizes[1])))
-    jobs = costs(job_lists(lists, *sizes, blocks, 1)[0][:-1])
+    jobs = costs(job_lists(lists, *sizes, blocks, 1)[0][:-1], lists)
     assert float(loads.sum()) == pytest.approx(float(jobs.sum()))
     assert float(loads.max()) <= float(loads.mean()) + float(jobs.max()) + 1e-6
 
@@ -411,7 +430,7 @@ def test_heads_side_by_side() -> None:
     lists = make_tile_lists(grid_layout("longformer", 2048, None))
     heads, side, blocks = 24, 4, 16
     jobs = job_lists(lists, 1, heads, blocks, side)[0][:-1]
-    cost = costs(jobs)
+    cost = costs(jobs, lists)
     large = cost > cost.sum() / blocks / 8
     assert 0 < int(large.sum()) < len(large)
     group = torch.div(jobs[:, 2], side, rounding_mode="floor")

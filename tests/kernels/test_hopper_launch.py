@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN, job_lists
+from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN
+from stof.kernels.hopper.queue import job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
 from stof.kernels.triton.work import BlockWiseConfig

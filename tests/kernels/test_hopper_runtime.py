@@ -13,7 +13,8 @@ from torch import Tensor
 from stof import masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.attention import _refreshing
-from stof.kernels.hopper.jobs import JOB_FIELDS, TileLists, job_lists
+from stof.kernels.hopper.jobs import JOB_FIELDS, TileLists
+from stof.kernels.hopper.queue import job_lists
 from stof.kernels.hopper.runtime_blocks import bitmaps_of, block_counts, block_refusals
 from stof.kernels.triton.runtime import Problem
 from stof.kernels.triton.runtime_blocks import BlockRoom, block_room, fill_blocks

@@ -12,7 +12,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.hopper.jobs import RUN, TileLists, job_lists, leaving_width, padded_width, q_stages, resident
+from stof.kernels.hopper.jobs import RUN, TileLists, leaving_width, padded_width, q_stages, resident
+from stof.kernels.hopper.queue import chunk_slots, idle_groups, job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
@@ -124,7 +125,7 @@ def bind_warp_specialized(
     blocks = resident(lists.block_m, lists.block_n, width) * processors
     on_cpu, starts = job_lists(lists, batch, heads, blocks, side)
     jobs = on_cpu.to(device)
-    queued = len(jobs) - 1 > len(starts)
+    queued, slots = len(jobs) - 1 > len(starts), chunk_slots(on_cpu)
     biased = bias is not None
     modified = softcap > 0 or scale <= 0 or biased
     permuted, at_run_time = lists.row_order.numel() > 0, lists.ranges.numel() > 0
@@ -141,9 +142,9 @@ def bind_warp_specialized(
          k.stride(2), v.stride(2), heads // (k.shape[1] if aside is None else aside.like.shape[1]),
          *_own(bias),
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
-        (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, lists.chunks > 0,
+        (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, slots > 0,
          modified, softcap > 0, biased, sinks is not None, lists.has_full > 0, at_run_time, queued,
-         takes_turns(device)),
+         queued and idle_groups(q_len, lists.block_m), takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],
@@ -154,7 +155,7 @@ def bind_warp_specialized(
     # `empty_like` of this is contiguous, and takes half as long as `empty`.
     like_lse = torch.empty((), dtype=torch.float32, device=device).expand(batch, heads, q_len)
     # Where a pair of chunks meets is counted at the place of the second.
-    chunks = batch * heads * lists.chunks * groups
+    chunks = slots * groups
     aligned: list[BoundCall] = []
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

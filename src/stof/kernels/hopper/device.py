@@ -86,6 +86,35 @@ def rounded(a, b):
     return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
 
 
+@gluon.constexpr_function
+def _scaling(count):  # type: ignore[no-untyped-def]
+    """Instructions that multiply `count` values by factors, unless all factors that the warp's threads hold are 1."""
+    scale = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    same = f"setp.eq.f32 p, ${2 * count}, 1.0; setp.eq.and.f32 p, ${2 * count + 2}, 1.0, p;"
+    return f"{{ .reg .pred p; {same} vote.sync.all.pred p, p, 0xffffffff; @p bra.uni DONE; {scale} DONE: }}"
+
+
+@gluon.constexpr_function
+def _scaled_operands(count):  # type: ignore[no-untyped-def]
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+@no_type_check
+def scaled(x, factors, LAZY: gl.constexpr, PACK: gl.constexpr):
+    """An accumulator times factors of its rows; if LAZY, all or none of it in each warp, as most factors are 1.
+
+    `PACK` elements of a thread at once, of two rows by turns.
+    """
+    if LAZY:
+        x = gl.inline_asm_elementwise(
+            _scaling(PACK), _scaled_operands(PACK), [x, factors[:, None]], dtype=gl.float32, is_pure=True, pack=PACK
+        )
+    else:
+        x = x * factors[:, None]
+    return x
+
+
 @gluon.jit
 @no_type_check
 def opaque(value):
@@ -101,6 +130,37 @@ def opaque(value):
 def cleared(x):
     """Zeros like x, set where this stands: plain zeros would become one select per element for every tile."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _declaration(group):  # type: ignore[no-untyped-def]
+    return f".reg .f32 highest_{group}; mov.f32 highest_{group}, 0f00000000; mov.u32 $0, 0;"
+
+
+@gluon.constexpr_function
+def _noting(group):  # type: ignore[no-untyped-def]
+    return f"max.NaN.f32 highest_{group}, $2, $3; mov.b32 $0, 0; mov.b32 $1, 0;"
+
+
+@gluon.constexpr_function
+def _asking(group):  # type: ignore[no-untyped-def]
+    ask = f"setp.gtu.f32 p, highest_{group}, $1; barrier.cta.red.or.pred p, {11 + group}, 128, p; selp.u32 $0, 1, 0, p;"
+    return f"{{ .reg .pred p; {ask} }}"
+
+
+@gluon.jit
+@no_type_check
+def declare_highest(GROUP: gl.constexpr):
+    """The register by which `any_above` makes a number of a thread's values: Triton has no other way to it."""
+    gl.inline_asm_elementwise(_declaration(GROUP), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def any_above(x, bound, GROUP: gl.constexpr):
+    """Whether some value of `x`, two to a thread, is above a bound, or NaN: 1 or 0 for the whole warpgroup."""
+    gl.inline_asm_elementwise(_noting(GROUP), "=r,=r,f,f", [x], dtype=gl.int32, is_pure=False, pack=2)
+    return gl.inline_asm_elementwise(_asking(GROUP), "=r,f", [bound], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Layouts as the Hopper kernel reads them, and the list of jobs its thread blocks take."""
+"""Layouts as the Hopper kernel reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.triton.work import accumulator_order, live_columns, parts_of
 from stof.layout import Layout
 from stof.layout.aside import listed_keys
-from stof.layout.build import PARTIAL_TILE_COST
 from stof.layout.orders import by_remainder
 
 # Integers that describe a job: one 64-byte line.
@@ -25,8 +24,6 @@ RUN = 64
 ROW_BLOCKS = (64, 128, 192)
 # Where tiles come from two places: from here on, first columns count keys that were put side by side beforehand.
 ASIDE = 2**30
-# What starting and ending a job costs, in full tiles.
-_JOB_COST = 0.6
 
 
 def padded_width(head_dim: int) -> int:
@@ -331,54 +328,3 @@ def split_items(
     pattern = torch.div(owner, blocks, rounding_mode="floor")
     item_ptr = torch.nn.functional.pad(torch.bincount(pattern, minlength=patterns).cumsum(0), (1, 0)).int()
     return items, item_ptr, int(split_parts.sum(1).max())
-
-
-def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> tuple[Tensor, Tensor]:
-    """Every item of every batch entry and head, in the order in which thread blocks take them.
-
-    Args:
-        lists: of the mask.
-        batch, heads: of the call.
-        blocks: thread blocks that run at once.
-        side: neighbouring heads computed at the same time, for the L2 cache.
-
-    Returns:
-        Jobs int32 `[J + 1, 16]`, the last for reading ahead, and the start of each thread block that there is work for,
-        int32 `[min(blocks, J), 32]`; both on the CPU.
-        Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
-        its first chunk, chunk, pattern, bitmap of the first tile; where tiles change on the device then what is added
-        to the results, and in field 14 the item. Field 15 is the kernel's own: which job a record is of.
-        A start: the thread block's first job, in field 12 the number of all jobs, and the columns of the first job's
-        first tile.
-    """
-    mask_batch, mask_heads = lists.pattern_of.shape
-    pattern_of = lists.pattern_of.cpu().expand(batch if mask_batch == 1 else mask_batch, -1)
-    pattern = pattern_of.expand(-1, heads if mask_heads == 1 else mask_heads).reshape(-1).long()
-    item_ptr = lists.item_ptr.long()
-    count = item_ptr.diff()[pattern]
-    group = torch.repeat_interleave(torch.arange(len(pattern)), count)
-    item = torch.arange(len(group)) - (count.cumsum(0) - count)[group] + item_ptr[pattern[group]]
-    rows = lists.items[item].long()
-    cost = (rows[:, 2] - rows[:, 1]) * PARTIAL_TILE_COST + (rows[:, 3] - rows[:, 2]) + _JOB_COST
-    # Heads side by side come first, but jobs that would stick out at the end before all others; then longest first.
-    together = torch.div(group, side, rounding_mode="floor")
-    together[cost > cost.sum() / blocks / 8] = -1
-    order = torch.argsort(cost, descending=True, stable=True)
-    order = order[torch.argsort(together[order], stable=True)]
-    rows, group = rows[order], group[order]
-    # One more, for reading ahead.
-    jobs = torch.zeros(len(order) + 1, JOB_FIELDS, dtype=torch.int32)
-    jobs[:-1, 0] = rows[:, 0]
-    jobs[:-1, 1] = torch.div(group, heads, rounding_mode="floor")
-    jobs[:-1, 2] = group % heads
-    jobs[:-1, 3:7] = rows[:, 1:5]
-    jobs[:-1, 7] = group * lists.chunks + rows[:, 5]
-    jobs[:-1, 8] = rows[:, 6]
-    jobs[:-1, 9] = pattern[group]
-    jobs[:-1, 10] = rows[:, 7]
-    if lists.ranges.numel():
-        jobs[:-1, 14] = item[order]
-    first = jobs[: min(blocks, len(order))].clone()
-    first[:, 12] = len(order)
-    columns = lists.tile_columns[first[:, 3].to(lists.tile_columns.device)].cpu()
-    return jobs, torch.cat([first, torch.nn.functional.pad(columns, (0, JOB_FIELDS - columns.shape[1]))], 1)

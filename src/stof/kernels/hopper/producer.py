@@ -156,7 +156,7 @@ def copy_bias(
 @gluon.jit
 @no_type_check
 def producer(
-    shared, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    shared, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, v_full, kv_empty,
     k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, QUEUED: gl.constexpr,
@@ -202,7 +202,6 @@ def producer(
                     claimed = _claimed(queue_ptr, lane)
             if count > 0:
                 stage = count % STAGES
-                mbarrier.wait(k_empty.index(stage), (count // STAGES + 1) & 1)
                 copy_tile(record, b, kv_head, slab_head, k_desc, k_slab_desc, k_smem, k_slabs, stage,
                            k_full.index(stage), kv_step, k_residue_stride, BLOCK_N, D, SLAB,
                            bias_bytes(GROUPS, BLOCK_N, HAS_BIAS))  # fmt: skip
@@ -230,7 +229,7 @@ def producer(
             if count > 0:
                 # V's ring is one ahead: its first place holds zeros, for the tile before the first.
                 stage = (count + 1) % STAGES
-                mbarrier.wait(v_empty.index(stage), ((count + 1) // STAGES + 1) & 1)
+                mbarrier.wait(kv_empty.index(stage), ((count + 1) // STAGES + 1) & 1)
                 copy_tile(record, b, kv_head, slab_head, v_desc, v_slab_desc, v_smem, v_slabs, stage,
                            v_full.index(stage), kv_step, v_residue_stride, BLOCK_N, D, SLAB, 0)  # fmt: skip
             count += 1

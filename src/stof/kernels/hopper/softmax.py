@@ -10,6 +10,8 @@ from triton.experimental.gluon import language as gl
 from stof.kernels.hopper.device import bit_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
+STALE = gl.constexpr(8.0)
+LARGEST = gl.constexpr(32768.0)
 
 
 @gluon.jit
@@ -80,7 +82,7 @@ def biased(s, bias, scale, softcap, HAS_SOFTCAP: gl.constexpr):
 @no_type_check
 def weights(
     s, m_old, scale, softcap, PARTIAL: gl.constexpr, MODIFIED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    LAZY: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Exponentials: `(p, new maximum, factor of what was summed so far, sums of p per thread)`."""
     rows_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
@@ -93,10 +95,11 @@ def weights(
         s = gl.where(s == float("-inf"), s, s * (scale * LOG2E))
     split = gl.convert_layout(s.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
     highest = gl.convert_layout(gl.max(_per_thread(split, True), 1), rows_layout)
-    if MODIFIED:
-        m_new = gl.maximum(m_old, highest)
-    else:
-        m_new = gl.maximum(m_old, highest * scale)
+    if not MODIFIED:
+        highest *= scale
+    m_new = gl.maximum(m_old, highest)
+    if LAZY:
+        m_new = gl.where(highest - m_old <= STALE, m_old, m_new)
     # A row may have kept nothing so far: -inf - -inf is NaN.
     m_use = gl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL else m_new
     if MODIFIED:
@@ -108,6 +111,17 @@ def weights(
     split = gl.convert_layout(p.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
     sums = gl.convert_layout(_per_thread(split, False), sums_layout, assert_trivial=True)
     return p, m_new, alpha, sums
+
+
+@gluon.jit
+@no_type_check
+def steady_weights(s, m, scale, BLOCK_N: gl.constexpr):
+    """Exponentials of unmodified scores over a maximum of earlier tiles: `(p, sums of p per thread)`."""
+    bits: gl.constexpr = bit_layout(BLOCK_N)
+    p = gl.exp2(s * scale - m[:, None])
+    split = gl.convert_layout(p.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
+    sums = gl.convert_layout(_per_thread(split, False), gl.SliceLayout(1, gl.SliceLayout(3, bits)), assert_trivial=True)
+    return p, sums
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """Masked attention on Hopper, in Gluon: one warp copies by TMA, one to three warpgroups compute.
 
-A thread block stays on its multiprocessor and takes job after job from a list (see `stof.kernels.hopper.jobs`): some
+A thread block stays on its multiprocessor and takes job after job from a list (see `stof.kernels.hopper.queue`): some
 tiles of one row block, for one batch entry and one head. Whoever is done first takes the next, so that all end at about
 the same time, whatever their jobs cost and whoever shares their multiprocessor. One warp, the producer, copies Q, K and
 V to shared memory; each warpgroup of consumers owns 64 rows of the block. While a tile's softmax is computed, the
@@ -25,13 +25,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from stof.kernels.hopper.device import (
+    any_above,
     await_turn,
     bit_layout,
     cleared,
+    declare_highest,
     lane_number,
     of_lane,
     opaque,
     pass_turn,
+    scaled,
     thread_barrier,
     tile_layout,
 )
@@ -49,7 +52,7 @@ from stof.kernels.hopper.producer import (
     record_layout,
     slabs_of,
 )
-from stof.kernels.hopper.softmax import LOG2E, biased, masked, operand, packed_weights, weights
+from stof.kernels.hopper.softmax import LARGEST, LOG2E, biased, masked, operand, packed_weights, steady_weights, weights
 from stof.kernels.triton.turns import take_turn
 
 FIELDS = gl.constexpr(JOB_FIELDS)
@@ -68,14 +71,14 @@ def _consumer(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr, MODIFIED: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_FULL: gl.constexpr,
-    AT_RUN_TIME: gl.constexpr, QUEUED: gl.constexpr,
+    AT_RUN_TIME: gl.constexpr, QUEUED: gl.constexpr, IDLE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of those that compute: 64 rows of every job."""
     (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, jobs_ptr,
-        job_count, records, passed_on, begin, partial_end, end, first_bitmap, tile_bitmap_ptr, bitmaps_ptr,
-        q_smem, k_smem, v_smem, bias_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_len,
-        heads, rows_per_residue, out_residue_stride, scale, softcap,
+        job_count, records, passed_on, row_block, begin, partial_end, end, first_bitmap, tile_bitmap_ptr, bitmaps_ptr,
+        q_smem, k_smem, v_smem, bias_smem, out_smem, q_full, q_empty, k_full, v_full, kv_empty, q_len, heads,
+        rows_per_residue, out_residue_stride, scale, softcap,
     ) = shared  # fmt: skip
     # A bias is added, and what else changes scores done, before they are masked.
     CHANGED: gl.constexpr = MODIFIED and not HAS_BIAS
@@ -84,6 +87,12 @@ def _consumer(
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    q_layout: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
+    # Q in registers for full tiles, where there is room: read once a job, not once a tile.
+    HELD: gl.constexpr = D == 128 and GROUPS == 2 and Q_STAGES > 1
+    LAZY: gl.constexpr = D > 64
+    # Full tiles go by the maximum so far.
+    STEADY: gl.constexpr = HAS_FULL and not MODIFIED
     bits: gl.constexpr = bit_layout(BLOCK_N)
     word_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bits))
     sums_layout: gl.constexpr = word_layout
@@ -97,6 +106,8 @@ def _consumer(
     m_i = gl.full([64], float("-inf"), gl.float32, layout=rows_layout)
     l_i = gl.full([64, 4], 0.0, gl.float32, layout=sums_layout)
     packed = gl.full([64, BLOCK_N // 8, 4, 2], 0, gl.int32, layout=bits)
+    if STEADY:
+        declare_highest(GROUP)
     count = 0
     factor = scale
     if HAS_BIAS:
@@ -118,6 +129,11 @@ def _consumer(
         q_rows = q_smem.index((turn % Q_STAGES) * GROUPS + GROUP)
         mbarrier.wait(q_full.index(turn % Q_STAGES), (turn // Q_STAGES) & 1)
         rest = gl.maximum(begin + 1, partial_end) if HAS_FULL else end
+        last = end
+        if IDLE:
+            if row_block * (64 * GROUPS) + GROUP * 64 >= q_len:
+                last = begin + 1
+                rest = last
         for tile in range(begin, rest):
             # The weights of the tile before are multiplied with V under this tile's softmax: also when that one ended
             # the job before. Before the first tile of all, zeros are.
@@ -125,34 +141,31 @@ def _consumer(
             next_words = _words(words_ptr, bitmap, GROUPS)
             bitmap = gl.load(tile_bitmap_ptr + tile + 2)
             p16 = operand(packed, dtype, p_layout)
-            v_stage = count % STAGES
-            v_phase = (count // STAGES) & 1
-            k_stage = count % STAGES
-            mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            mbarrier.wait(k_full.index(stage), phase)
             await_turn(GROUP, GROUPS)
-            s = warpgroup_mma(q_rows, k_smem.index(k_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            pv = warpgroup_mma(p16, v_smem.index(v_stage), acc, is_async=True)
+            s = warpgroup_mma(q_rows, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(stage), phase)
+            pv = warpgroup_mma(p16, v_smem.index(stage), acc, is_async=True)
             pass_turn(GROUP, GROUPS)
             s = warpgroup_mma_wait(1, deps=(s,))
             if HAS_BIAS:
-                bias = bias_smem.index(k_stage * GROUPS + GROUP).load(score_layout)
-            mbarrier.arrive(k_empty.index(k_stage), count=1)
+                bias = bias_smem.index(stage * GROUPS + GROUP).load(score_layout)
+                s = biased(s, bias, scale, softcap, HAS_SOFTCAP)
             if Q_STAGES == 1:
                 if tile + 1 == end:
                     mbarrier.arrive(q_empty.index(0), count=1)
-            if HAS_BIAS:
-                s = biased(s, bias, scale, softcap, HAS_SOFTCAP)
             if tile < partial_end:
                 s = masked(s, words, BLOCK_N)
             m_old = m_i
             if tile == begin:
                 m_old = gl.full([64], float("-inf"), gl.float32, layout=rows_layout)
-            p, m_new, alpha, sums = weights(s, m_old, factor, softcap, True, CHANGED, CAPPED, BLOCK_N)
+            p, m_new, alpha, sums = weights(s, m_old, factor, softcap, True, CHANGED, CAPPED, LAZY, BLOCK_N)
             # Never blocks; it ends the basic block, across which the assembler does not move the wait for PV up.
-            mbarrier.wait(v_full.index(v_stage), v_phase)
+            mbarrier.wait(v_full.index(stage), phase)
             acc = warpgroup_mma_wait(0, deps=(pv,))
-            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            mbarrier.arrive(kv_empty.index(stage), count=1)
             packed = packed_weights(p, dtype, BLOCK_N)
             if QUEUED:
                 if tile == begin:
@@ -173,46 +186,75 @@ def _consumer(
             m_i = m_new
             l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None] + sums
             # Rescaled here: between the two products it would make the assembler serialise them.
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout))[:, None]
+            acc = scaled(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), LAZY, D // 2)
             count += 1
 
         if HAS_FULL:
             # The same without bits and ends of jobs.
-            for tile in range(rest, end):
+            q = q_rows
+            if HELD:
+                q = q_rows.load(q_layout)
+            for tile in range(rest, last):
                 p16 = operand(packed, dtype, p_layout)
-                v_stage = count % STAGES
-                v_phase = (count // STAGES) & 1
-                k_stage = count % STAGES
-                mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+                stage = count % STAGES
+                phase = (count // STAGES) & 1
+                mbarrier.wait(k_full.index(stage), phase)
                 await_turn(GROUP, GROUPS)
-                s = warpgroup_mma(
-                    q_rows, k_smem.index(k_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
-                )
-                mbarrier.wait(v_full.index(v_stage), v_phase)
-                pv = warpgroup_mma(p16, v_smem.index(v_stage), acc, is_async=True)
+                s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(stage), phase)
+                pv = warpgroup_mma(p16, v_smem.index(stage), acc, is_async=True)
                 pass_turn(GROUP, GROUPS)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 if HAS_BIAS:
-                    bias = bias_smem.index(k_stage * GROUPS + GROUP).load(score_layout)
-                mbarrier.arrive(k_empty.index(k_stage), count=1)
+                    bias = bias_smem.index(stage * GROUPS + GROUP).load(score_layout)
+                    s = biased(s, bias, scale, softcap, HAS_SOFTCAP)
+                if STEADY:
+                    p, sums = steady_weights(s, m_i, factor, BLOCK_N)
+                    too_large = any_above(sums, LARGEST, GROUP)
+                    acc = warpgroup_mma_wait(0, deps=(pv,))
+                    if too_large != 0:
+                        # The scores are gone; their keys are not.
+                        s = warpgroup_mma(
+                            q, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
+                        )
+                        s = warpgroup_mma_wait(0, deps=(s,))
+                        p, m_i, alpha, sums = weights(s, m_i, factor, softcap, False, CHANGED, CAPPED, False, BLOCK_N)
+                        l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None]
+                        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout))[:, None]
+                    l_i += sums
+                else:
+                    p, m_i, alpha, sums = weights(s, m_i, factor, softcap, HAS_BIAS, CHANGED, CAPPED, LAZY, BLOCK_N)
+                    mbarrier.wait(v_full.index(stage), phase)
+                    acc = warpgroup_mma_wait(0, deps=(pv,))
+                    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None] + sums
+                    acc = scaled(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), LAZY, D // 2)
+                mbarrier.arrive(kv_empty.index(stage), count=1)
                 if Q_STAGES == 1:
                     if tile + 1 == end:
                         mbarrier.arrive(q_empty.index(0), count=1)
-                if HAS_BIAS:
-                    s = biased(s, bias, scale, softcap, HAS_SOFTCAP)
-                p, m_i, alpha, sums = weights(s, m_i, factor, softcap, HAS_BIAS, CHANGED, CAPPED, BLOCK_N)
-                mbarrier.wait(v_full.index(v_stage), v_phase)
-                acc = warpgroup_mma_wait(0, deps=(pv,))
-                mbarrier.arrive(v_empty.index(v_stage), count=1)
                 packed = packed_weights(p, dtype, BLOCK_N)
-                l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None] + sums
-                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout))[:, None]
+                count += 1
+        if IDLE:
+            # Rows past the last one: what is copied for the others is waited for and let go.
+            for tile in range(last, end):
+                stage = count % STAGES
+                phase = (count // STAGES) & 1
+                mbarrier.wait(k_full.index(stage), phase)
+                await_turn(GROUP, GROUPS)
+                pass_turn(GROUP, GROUPS)
+                mbarrier.wait(v_full.index(stage), phase)
+                mbarrier.arrive(kv_empty.index(stage), count=1)
+                if Q_STAGES == 1:
+                    if tile + 1 == end:
+                        mbarrier.arrive(q_empty.index(0), count=1)
                 count += 1
         before = number
         number = job_count
         if QUEUED:
             mbarrier.wait(passed_on.index(turn % PASSED), (turn // PASSED) & 1)
             number = field_of(records, turn, NUMBER)
+            if IDLE:
+                row_block = opaque(field_of(records, turn, 0))
             begin = opaque(field_of(records, turn, 3))
             partial_end = opaque(field_of(records, turn, 4))
             end = opaque(field_of(records, turn, 5))
@@ -220,9 +262,9 @@ def _consumer(
             bitmap = gl.load(tile_bitmap_ptr + begin + 1)
         turn += 1
 
-    v_stage = count % STAGES
-    mbarrier.wait(v_full.index(v_stage), (count // STAGES) & 1)
-    pv = warpgroup_mma(operand(packed, dtype, p_layout), v_smem.index(v_stage), acc, is_async=True)
+    stage = count % STAGES
+    mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+    pv = warpgroup_mma(operand(packed, dtype, p_layout), v_smem.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(pv,))
     finish(
         acc, m_i, l_i, jobs_ptr + before * FIELDS, out_smem.index(((turn - 1) % Q_STAGES) * GROUPS + GROUP), out_desc,
@@ -283,6 +325,7 @@ def warp_specialized_kernel(
     HAS_FULL: gl.constexpr,
     AT_RUN_TIME: gl.constexpr,
     QUEUED: gl.constexpr,
+    IDLE: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
     take_turn(CHAINED)
@@ -305,9 +348,8 @@ def warp_specialized_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     records = q_full
     passed_on = q_full
     if QUEUED:
@@ -325,9 +367,8 @@ def warp_specialized_kernel(
             mbarrier.init(q_empty.index(i), count=GROUPS)
         if i < STAGES:
             mbarrier.init(k_full.index(i), count=1)
-            mbarrier.init(k_empty.index(i), count=GROUPS)
             mbarrier.init(v_full.index(i), count=1)
-            mbarrier.init(v_empty.index(i), count=GROUPS)
+            mbarrier.init(kv_empty.index(i), count=GROUPS)
     if QUEUED:
         for i in gl.static_range(PASSED):
             mbarrier.init(passed_on.index(i), count=1)
@@ -352,9 +393,9 @@ def warp_specialized_kernel(
 
     shared = (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr + 1, row_order_ptr, jobs_ptr,
-        job_count, records, passed_on, of_lane(start, 3), of_lane(start, 4), of_lane(start, 5), of_lane(start, 10),
-        tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, bias_smem, out_smem, q_full, q_empty, k_full, k_empty,
-        v_full, v_empty, q_len, heads, rows_per_residue, out_residue_stride, scale, softcap,
+        job_count, records, passed_on, of_lane(start, 0), of_lane(start, 3), of_lane(start, 4), of_lane(start, 5),
+        of_lane(start, 10), tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, bias_smem, out_smem, q_full, q_empty,
+        k_full, v_full, kv_empty, q_len, heads, rows_per_residue, out_residue_stride, scale, softcap,
     )  # fmt: skip
     lists = (
         q_desc, jobs_ptr, job_count, counters_ptr, records, passed_on, tiles_ptr, q_smem,
@@ -364,9 +405,9 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
-                (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                             v_empty, k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED, False)),
+                (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, v_full, kv_empty,
+                             k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
                              GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES, HAS_BIAS, QUEUED)),
             ],
             [1],
@@ -376,11 +417,11 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED, False)),
                 (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
-                (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                             v_empty, k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED, IDLE)),
+                (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, v_full, kv_empty,
+                             k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
                              GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES, HAS_BIAS, QUEUED)),
             ],
             [4, 1],
@@ -390,13 +431,13 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED, False)),
                 (_consumer, (shared, 1, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED, IDLE)),
                 (_consumer, (shared, 2, GROUPS, BLOCK_N, D, STAGES, Q_STAGES, PERMUTED, SPLIT, MODIFIED, HAS_SOFTCAP,
-                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED)),
-                (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, k_empty, v_full,
-                             v_empty, k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
+                             HAS_BIAS, HAS_SINKS, HAS_FULL, AT_RUN_TIME, QUEUED, IDLE)),
+                (producer, (lists, k_desc, v_desc, k_slab_desc, v_slab_desc, k_smem, v_smem, k_full, v_full, kv_empty,
+                             k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
                              GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES, HAS_BIAS, QUEUED)),
             ],
             [4, 4, 1],
