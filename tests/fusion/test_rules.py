@@ -55,6 +55,18 @@ def test_what_was_measured_before_a_norm_saves_one_pass_less(saved_us: float, no
     assert chosen(lambda x, w, r: F.linear(x, w) + r) == [0] * (saved_us > 0)
 
 
+@pytest.mark.parametrize(("alone_us", "expected"), [(2.0, [0]), (5.0, [1])])
+def test_what_saves_most_is_chosen_wherever_it_begins(alone_us: float, expected: list[int]) -> None:
+    """As in GPT-2, where the activation saves more in a product without the norm before it than in one with it."""
+    x, w = (torch.empty(size, dtype=torch.float16, device="meta") for size in ((8192, 768), (3072, 768)))
+    gm = capture(lambda x, w: F.gelu(F.linear(F.layer_norm(x, (768,)), w)), x, w)
+    known = {
+        "norm_linear 8192x3072x768 activation=gelu norm=layer float16 twins": Tuned("", 60.0, 63.0),
+        "linear 8192x3072x768 activation=gelu float16 twins": Tuned("", 50.0, 50.0 + alone_us),
+    }
+    assert list(suggested(normalise(gm.graph), GraphOrder(gm.graph), Serving.TWINS, known.get)) == expected
+
+
 @pytest.mark.parametrize(("tokens", "width", "expected"), [(128, 3072, True), (512, 768, True), (65536, 3072, False)])
 def test_small_products_are_claimed_by_shape_alone(tokens: int, width: int, expected: bool) -> None:
     """With an epilogue and without; a large product by itself is never better off with us."""

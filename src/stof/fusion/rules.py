@@ -112,7 +112,7 @@ def suggested(
     """Choices by the first operator of their segments: from the left, the longest sequence whose claim pays.
 
     A product by itself counts as a sequence; unless it is small, nothing is saved. Where it is `known` what a shape
-    takes, that decides: what saves most is chosen, and what saves nothing is not.
+    takes, that decides: what saves most is chosen, also over one that begins before it, and what saves nothing is not.
 
     Args:
         within: stretches of operators to look at; None for all.
@@ -121,19 +121,24 @@ def suggested(
     for stretch in [range(len(operators))] if within is None else within:
         at = stretch.start
         while at < stretch.stop:
-            choice = _choice_at(operators, range(at, stretch.stop), order, serving, known)
-            if choice is None:
+            choice, saved = _choice_at(operators, range(at, stretch.stop), order, serving, known)
+            end = at + 1 if choice is None else at + len(choice.claim.operators)
+            later = (_choice_at(operators, range(o, stretch.stop), order, serving, known) for o in range(at + 1, end))
+            if choice is None or (saved and any(more > saved for _, more in later)):
                 at += 1
             else:
                 chosen[at] = choice
-                at += len(choice.claim.operators)
+                at = end
     return chosen
 
 
 def _choice_at(
     operators: Sequence[Operator], rest: range, order: GraphOrder, serving: Serving, known: Known
-) -> Choice | None:
-    """The choice for a segment that begins where `rest` does and ends within it."""
+) -> tuple[Choice | None, float]:
+    """The choice for a segment that begins where `rest` does and ends within it.
+
+    With the microseconds it was measured to save, 0 where nothing was measured.
+    """
     at = rest.start
     by_rule: Choice | None = None
     measured: Choice | None = None
@@ -155,7 +160,7 @@ def _choice_at(
             elif by_rule is None and "" in configs and pays(claim, following):
                 reason = "a small product" if small(claim.problem.shape, claim.problem.dtype.itemsize) else ""
                 by_rule = Choice(claim, why=f"{reason or 'saves memory traffic'}, by rule")
-    return measured or by_rule
+    return measured or by_rule, saved
 
 
 def bucket(claim: Claim, serving: Serving) -> str:
