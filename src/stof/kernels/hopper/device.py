@@ -151,7 +151,10 @@ def _asking(group):  # type: ignore[no-untyped-def]
 @gluon.jit
 @no_type_check
 def declare_highest(GROUP: gl.constexpr):
-    """The register by which `any_above` makes a number of a thread's values: Triton has no other way to it."""
+    """The register, of this name in all of the kernel, by which `any_above` gets from a tensor to one number.
+
+    Triton has reductions for that, which go through shared memory and wait for all warps more than once.
+    """
     gl.inline_asm_elementwise(_declaration(GROUP), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 

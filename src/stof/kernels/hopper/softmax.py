@@ -10,7 +10,9 @@ from triton.experimental.gluon import language as gl
 from stof.kernels.hopper.device import bit_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
+# Powers of two by which scores may outgrow a row's maximum before it follows them, if lazily: half precision has 15.
 STALE = gl.constexpr(8.0)
+# Sum of a thread's weights of a row up to which each of them is in half precision's range, which ends at 65504.
 LARGEST = gl.constexpr(32768.0)
 
 
@@ -84,7 +86,10 @@ def exponents(
     s, m_old, scale, softcap, PARTIAL: gl.constexpr, MODIFIED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     LAZY: gl.constexpr, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr = 0,
 ):  # fmt: skip
-    """What weights are two to the power of, `SHIFT` at most: `(x, new maximum, the same or 0 where it is -inf)`."""
+    """What weights are two to the power of, `SHIFT` at most: `(x, new maximum, the same or 0 where it is -inf)`.
+
+    If LAZY, a row keeps its maximum until scores are `STALE` above it, and `x` is up to so much above `SHIFT`.
+    """
     rows_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     bits: gl.constexpr = bit_layout(BLOCK_N)
     if HAS_SOFTCAP:
@@ -136,7 +141,10 @@ def weights(
 @gluon.jit
 @no_type_check
 def steady_weights(s, m, scale, BLOCK_N: gl.constexpr):
-    """Exponentials of unmodified scores over a maximum of earlier tiles: `(p, sums of p per thread)`."""
+    """Exponentials of unmodified scores over the maximum of tiles before: `(p, sums of p per thread)`.
+
+    Sums above `LARGEST`, or NaN, say that this maximum does not serve: also where no key was kept so far.
+    """
     p = gl.exp2(s * scale - m[:, None])
     return p, thread_sums(p, BLOCK_N)
 
