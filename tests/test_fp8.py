@@ -234,6 +234,12 @@ def test_refusals_on_a_gpu() -> None:
         assert [reason in c.refusals[0] for c in weighed if c.name == "hopper_fp8"] == [True]
 
 
+def test_choices_without_a_device() -> None:
+    call = call_of(head_dim=128, dtype=FP8)
+    assert choose(call) == Choice("hopper", widened=True)
+    assert choose(call, implementation="hopper_fp8") == Choice("hopper_fp8")
+
+
 def test_other_layouts_than_its_own() -> None:
     """A plan with a layout of its own: whole tiles of 128 x 128 or none."""
     call = call_of(dtype=FP8, heads=16, head_dim=128)
