@@ -14,6 +14,7 @@ import stof
 from stof import masks
 from stof.dynamic import DynamicPlan, make_room
 from stof.errors import KernelError, UnfitLayoutError, UnsupportedError
+from stof.kernels.fp8 import FP8, widened
 from stof.kernels.triton.runtime_blocks import BlockRoom
 from stof.masks.runtime import BlockTopK
 from stof.selection import IMPLEMENTATIONS, failures
@@ -152,6 +153,29 @@ def test_the_next_choice_serves(capturing: list[bool]) -> None:
         plan.choice(CALL, "hopper")
     capturing[0] = False
     assert plan.choice(CALL) == plan.candidates(CALL)[0].choice
+
+
+def test_eight_bits_are_widened() -> None:
+    """Tiles made at run time are for 16 bits and more."""
+    mask = topk(0)
+    plan = plan_of(mask)
+    narrow = replace(CALL, dtype=FP8)
+    choice = plan.choice(narrow)
+    assert choice == replace(plan.choice(replace(CALL, dtype=torch.bfloat16)), widened=True)
+    assert plan.prepared(choice) is plan.prepared(replace(choice, widened=False))
+    with pytest.raises(UnsupportedError, match="not on hopper_fp8"):
+        plan.choice(narrow, "hopper_fp8")
+    (q, q_scale), (k, k_scale), (v, v_scale) = (
+        stof.quantise_heads(x) for x in make_inputs(heads=2, q_len=LENGTH, kv_len=LENGTH, head_dim=64).qkv
+    )
+    scales = (q_scale, k_scale, v_scale)
+    out, lse = stof.attention(q, k, v, plan, scales=scales, return_lse=True, implementation="block_wise")
+    wide = [widened(x, scale, torch.float32) for x, scale in zip((q, k, v), scales, strict=True)]
+    expected, expected_lse = stof.attention(
+        wide[0], wide[1], wide[2], plan, return_lse=True, implementation="block_wise"
+    )
+    assert torch.equal(out, expected.bfloat16())
+    assert torch.equal(lse, expected_lse)
 
 
 def attend(plan: DynamicPlan, implementation: str) -> Callable[[BlockTopK], None]:

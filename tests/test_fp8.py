@@ -64,6 +64,9 @@ def test_heads_of_next_to_nothing() -> None:
     values, scale = stof.quantise_heads(torch.zeros(1, 2, 5, 4) + torch.tensor([0.0, 1e-44]).view(2, 1, 1))
     assert not bool(values.float().any())
     assert bool((scale > 0).all())
+    # 600 times the smallest number: a unit of 1.34 of them would be 1, and the head 600 of 448.
+    values, scale = stof.quantise_heads(torch.full((1, 1, 5, 4), 600 * 2.0**-149))
+    assert bool((values.float() * scale).abs().max() <= 2.0**-10)
 
 
 @pytest.mark.parametrize("x", [torch.zeros(3, 4), torch.zeros(1, 0, 2, 3)])
@@ -72,6 +75,8 @@ def test_only_heads_are_quantised(x: Tensor) -> None:
         stof.quantise_heads(x)
     with pytest.raises(DtypeError, match="floating-point"):
         stof.quantise_heads(torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+    with pytest.raises(DtypeError, match="16 bits or more"):
+        stof.quantise_heads(torch.zeros(1, 1, 1, 1, dtype=FP8))
 
 
 @pytest.mark.parametrize("implementation", [None, *ON_CPU])
@@ -82,6 +87,15 @@ def test_only_heads_are_quantised(x: Tensor) -> None:
 )
 def test_widened(implementation: str | None, options: dict[str, Any]) -> None:
     check(*narrow_inputs(), implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("implementation", [None, *ON_CPU])
+def test_autocast(implementation: str | None) -> None:
+    """It has nothing to cast, inside as little as outside."""
+    given, scales = narrow_inputs()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            check(given, scales, implementation=implementation)
 
 
 @pytest.mark.parametrize("memory", MEMORY_LAYOUTS)
@@ -218,6 +232,12 @@ def test_refusals_on_a_gpu() -> None:
         assert weighed[0].choice is not None
         assert weighed[0].choice.widened
         assert [reason in c.refusals[0] for c in weighed if c.name == "hopper_fp8"] == [True]
+
+
+def test_choices_without_a_device() -> None:
+    call = call_of(head_dim=128, dtype=FP8)
+    assert choose(call) == Choice("hopper", widened=True)
+    assert choose(call, implementation="hopper_fp8") == Choice("hopper_fp8")
 
 
 def test_other_layouts_than_its_own() -> None:

@@ -224,15 +224,16 @@ def test_inference_mode(planned: str) -> None:
 
 
 @pytest.mark.parametrize("compile_it", [False, True])
-def test_autocast(compile_it: bool) -> None:
+@pytest.mark.parametrize("name", ["row_block", "batched", "reference"])
+def test_autocast(compile_it: bool, name: str) -> None:
     q, k, v = make_inputs().qkv
-    fn: Any = lambda q, k, v: stof.attention(q, k, v, MASK, return_lse=True)  # noqa: E731 (compiled below)
+    fn: Any = lambda q, k, v: stof.attention(q, k, v, MASK, return_lse=True, implementation=name)  # noqa: E731 (compiled below)
     if compile_it:
         fn = torch.compile(fn, backend="aot_eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
         out, lse = fn(q, k, v)
-        mixed = stof.attention(q, k.bfloat16(), v.bfloat16(), MASK)
-    assert out.dtype == torch.bfloat16
+        mixed = stof.attention(q, k.bfloat16(), v.bfloat16(), MASK, implementation=name)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(mixed, out)
     assert_attention(out, lse, q.bfloat16(), k.bfloat16(), v.bfloat16(), MASK.to_dense(64))
 

@@ -203,6 +203,11 @@ def _run(
 
     Behind the implementation, `given` has the scales of 8-bit tensors.
     """
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # What it casts has been cast; within an implementation it would mix dtypes and round sums.
+        with torch.autocast(kind, enabled=False):
+            return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation, given)
     scales: tuple[Tensor, ...] = given[8:]
     ready_call = ready.kept(*given)
     if ready_call is not None:

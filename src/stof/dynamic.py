@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -189,10 +189,20 @@ class DynamicPlan(Plan):
                 self._room.catch_up()
 
     def candidates(self, call: CallSpec) -> list[Candidate]:
-        """The ways to run a call on a GPU: by the block-wise Triton kernel, and by the Hopper kernel where it can."""
-        room = self._room
-        if room is None:
+        """The ways to run a call on a GPU: by the block-wise Triton kernel, and by the Hopper kernel where it can.
+
+        Neither takes 8-bit tensors with tiles made at run time; these are widened.
+        """
+        if self._room is None:
             return super().candidates(call)
+        wide = call.widened()
+        if wide is None:
+            return self._in_room(self._room, call)
+        found = self._in_room(self._room, wide)
+        return [replace(one, choice=one.choice and replace(one.choice, widened=True)) for one in found]
+
+    def _in_room(self, room: WorkRoom, call: CallSpec) -> list[Candidate]:
+        """`candidates` with tensors as they are."""
         refusals = {name: list(IMPLEMENTATIONS[name].capabilities.refusals(call)) for name in _KERNELS}
         refusals["hopper"] += room.hopper_refusals()
         if call.has_bias:
@@ -228,10 +238,11 @@ class DynamicPlan(Plan):
         if self._room is None:
             return super().prepared(choice)
         assert isinstance(choice, Choice)
-        assert choice.kernel is not None
+        kernel, choice = choice.kernel, replace(choice, widened=False)
+        assert kernel is not None
         found = self._prepared.get(choice)
         if found is None:
-            room, kernel = self._room, choice.kernel
+            room = self._room
             if choice.implementation == "hopper":
                 assert choice.layout is not None
                 lists = room.use_hopper(choice.layout, kernel.split_tiles, self._captured)

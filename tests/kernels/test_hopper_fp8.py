@@ -143,6 +143,15 @@ def test_memory(memory: str) -> None:
     check_call(build_layout(NEAR, 330, 333, WHOLE), (moved[0], moved[1], moved[2]), scales)
 
 
+@pytest.mark.usefixtures("twin")
+def test_one_batch_entry_whose_stride_is_none_of_words() -> None:
+    """A tensor that is contiguous whatever the strides of its dimensions of size 1 are."""
+    given, scales = inputs(batch=1)
+    q, k, v = (x.as_strided(x.shape, (1, *x.stride()[1:])) for x in given)
+    assert k.is_contiguous()
+    check_call(build_layout(NEAR, 330, 333, WHOLE), (q, k, v), scales)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -12,6 +12,8 @@ FP8 = torch.float8_e4m3fn
 Scales = tuple[Tensor, Tensor, Tensor]
 
 _LARGEST = torch.finfo(FP8).max
+# Smaller units are not exact enough: below this, float32 has fewer bits.
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,7 +22,7 @@ def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     Source: FlashAttention-3 (arXiv 2407.08608), section 3.3, with one scale for a head instead of one for a block.
 
     Args:
-        x: `[B, H, S, D]`, any floating dtype.
+        x: `[B, H, S, D]`, any floating dtype of 16 bits or more.
 
     Returns:
         `(values, scale)`: float8_e4m3fn `[B, H, S, D]` in x's memory order, and float32 `[B, H]`, above 0: x is about
@@ -31,11 +33,11 @@ def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if x.ndim != 4 or x.numel() == 0:
         raise ShapeError(f"x is [batch, heads, length, head_dim] with no size 0, got {list(x.shape)}")
-    if not x.is_floating_point():
-        raise DtypeError(f"x is a floating-point tensor, got {x.dtype}")
+    if not x.is_floating_point() or x.element_size() == 1:
+        raise DtypeError(f"x is a floating-point tensor of 16 bits or more, got {x.dtype}")
     scale = torch.linalg.vector_norm(x, torch.inf, dim=(2, 3)).float() / _LARGEST
     # Any unit will do for zeros, and for what is too small to have one.
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = torch.where(scale >= _SMALLEST, scale, 1.0)
     return (x / scale[:, :, None, None]).to(FP8), scale
 
 

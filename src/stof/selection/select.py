@@ -247,8 +247,8 @@ def choose(
     """
     if device is None or device.type != "cuda":
         # One choice each: no need to weigh.
-        wide = call.widened() or call
         for name in IMPLEMENTATIONS:
+            wide = call if takes(name, call) else call.widened() or call
             failed = device is not None and failures.reason(Choice(name), wide, device) is not None
             if implementation in (None, name) and not failed and not refusals(name, call):
                 return Choice(name, widened=wide is not call)

@@ -58,7 +58,8 @@ def cut_ends(tiles: Tensor, cost: Tensor, whole: Tensor, blocks: int) -> Tensor:
     if bound + merges * _MERGE_COST > max(uncut) - _MERGE_COST:
         return plain
     first = min(cut)
-    taken = [(costs[job], job, 0, 0, int(tiles[job])) for job in range(first, len(tiles)) if job not in cut]
+    uncut_jobs = (~late[first:]).nonzero()[:, 0] + first
+    taken = [(costs[job], job, 0, 0, int(tiles[job])) for job in uncut_jobs.tolist()]
     for job, weight, cuts in zip(cut, weights, pieces, strict=True):
         bounds = itertools.pairwise(itertools.accumulate(cuts, initial=0))
         taken += [((end - begin) * weight, job, chunk, begin, end) for chunk, (begin, end) in enumerate(bounds)]

@@ -67,7 +67,7 @@ def bind_fp8(
     if copy_out:
         out = out.contiguous()
     copied = [not (readable(x) and _has_words(x)) for x in (q, k, v)]
-    q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
+    q, k, v = (_tight(x) if copy else x for x, copy in zip((q, k, v), copied, strict=True))
     groups = lists.block_m // _ROWS
     across = _Across(k, v, scales, heads, lists)
     q_window = Window.over(q, _ROWS, _WIDTH)
@@ -110,9 +110,9 @@ def bind_fp8(
         result = out = empty_output(q, v)
         if copy_out:
             out = torch.empty_like(result, memory_format=torch.contiguous_format)
-        q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
+        q, k, v = (_tight(x) if copy else x for x, copy in zip((q, k, v), copied, strict=True))
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
-            q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+            q, k, v = _tight(q), _tight(k), _tight(v)
             if not aligned:
                 # Listing jobs takes long, and within a capture it fails.
                 aligned.append(lasting(device, partial(own, q, k, v, scales, sinks=sinks)))
@@ -182,6 +182,11 @@ def _words(x: Tensor) -> Tensor:
 def _has_words(x: Tensor) -> bool:
     """Whether PyTorch can show the memory of rows that TMA can read so: it asks for strides that TMA does not."""
     return not any(stride % 4 for stride in x.stride()[:3])
+
+
+def _tight(x: Tensor) -> Tensor:
+    """A copy without gaps. To `contiguous()` a dimension of size 1 may have any stride, to `_words` it may not."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _launch(
