@@ -151,6 +151,8 @@ class Recording:
         with torch.cuda.device(self._device):
             if recorder.pool is None or not recorder.alive:  # PyTorch takes no pool again that was given up
                 recorder.pool = torch.cuda.graph_pool_handle()
+            # As every call will: a dtype that no kernel copies is found out here, where nothing is kept yet.
+            _copy_in(self._inputs, [x for x in given if isinstance(x, Tensor)])
             versions = _versions(self._inputs)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
