@@ -34,8 +34,9 @@ _BIAS_COST = 1.5
 # A row by itself: what it costs at least (a guess), and each key that one program reads after the other (an H200: one
 # query, 4096 keys, 32 heads in 88 us).
 _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
-# Of a tile's time in 16 bits, what it takes in 8 (an H200, 8192 tokens under full, causal and window masks, without the
-# launch that lays V across); and the stages of K and V that go with that, for which there is room.
+# Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/fp8.py` took 1123 us under a
+# full mask of 8192 tokens on an H200, V laid across included, where they rest on 1571. And the stages of K and V that
+# go with that, for which there is room.
 _FP8_TILE, FP8_STAGES = 0.73, 4
 # Implementations whose programs are the Hopper kernel's.
 _ON_HOPPER = ("hopper", "hopper_fp8")

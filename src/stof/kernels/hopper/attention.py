@@ -182,12 +182,7 @@ def bind_warp_specialized(
             out, lse = aligned[0](q, k, v, bias, sinks)
             return result.copy_(out), lse
         lse = torch.empty_like(like_lse)
-        # Pointers the kernel is compiled not to read take any tensor.
-        chunk_out, chunk_ml = lse, lse
-        if chunks:
-            scratch = torch.empty(chunks * _ROWS * (width + 2), dtype=torch.float32, device=device)
-            chunk_out, chunk_ml = scratch, scratch[chunks * _ROWS * width :]
-        counters = zeroed_counters(1 + chunks, device) if queued or chunks else jobs
+        chunk_out, chunk_ml, counters = work_memory(chunks, width, queued, lse, jobs)
         k_slabs, v_slabs = (k, v) if aside is None else aside(k, v)
         if refresh is not None:
             refresh()
@@ -196,6 +191,17 @@ def bind_warp_specialized(
         return (result.copy_(out) if copy_out else result), lse
 
     return call
+
+
+def work_memory(chunks: int, width: int, queued: bool, lse: Tensor, jobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where chunks leave their output, float32, and their maxima and sums, and what jobs and chunks are counted in.
+
+    Pointers the kernel is compiled not to read take any tensor: `lse`, and `jobs` for integers.
+    """
+    if not chunks:
+        return lse, lse, zeroed_counters(1, lse.device) if queued else jobs
+    scratch = torch.empty(chunks * _ROWS * (width + 2), dtype=torch.float32, device=lse.device)
+    return scratch, scratch[chunks * _ROWS * width :], zeroed_counters(1 + chunks, lse.device)
 
 
 class _Aside:

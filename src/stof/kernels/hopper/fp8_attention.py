@@ -12,12 +12,11 @@ from torch import Tensor
 from stof.kernels.cpu.attention import empty_output
 from stof.kernels.fp8 import FP8
 from stof.kernels.hopper.across import lay_across
-from stof.kernels.hopper.attention import Window, multiprocessors, readable
+from stof.kernels.hopper.attention import Window, multiprocessors, readable, work_memory
 from stof.kernels.hopper.fp8 import fp8_kernel
 from stof.kernels.hopper.jobs import TileLists
 from stof.kernels.hopper.queue import chunk_slots, job_lists
 from stof.kernels.triton.launch import Launch
-from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.turns import takes_turns
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 from stof.lasting import lasting
@@ -81,12 +80,13 @@ def bind_fp8(
 
     blocks = multiprocessors(device)
     on_cpu, starts = job_lists(lists, batch, heads, blocks, min(config.side or batch * heads, batch * heads))
+    jobs = on_cpu.to(device)
     queued, slots = len(on_cpu) - 1 > len(starts), chunk_slots(on_cpu)
     modified = softcap > 0 or scale <= 0
     ready = Launch(
         fp8_kernel,
         len(starts),
-        (on_cpu.to(device), starts.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps),
+        (jobs, starts.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps),
         (heads, heads // kv_heads, heads // across.owners, q_len,
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (lists.block_n, lists.slab, config.num_stages, _Q_STAGES, slots > 0, modified, softcap > 0,
@@ -119,12 +119,7 @@ def bind_fp8(
             found, lse = aligned[0](q, k, v, bias, sinks, *scales)
             return result.copy_(found), lse
         lse = torch.empty_like(like_lse)
-        # Pointers the kernel is compiled not to read take any tensor.
-        chunk_out, chunk_ml = lse, lse
-        if chunks:
-            scratch = torch.empty(chunks * _ROWS * (_WIDTH + 2), dtype=torch.float32, device=device)
-            chunk_out, chunk_ml = scratch, scratch[chunks * _ROWS * _WIDTH :]
-        counters = zeroed_counters(1 + chunks, device) if queued or chunks else lse
+        chunk_out, chunk_ml, counters = work_memory(chunks, _WIDTH, queued, lse, jobs)
         v_across, factors, k_listed, v_listed = across(k, v, scales)
         bases = (q, k, v_across, k_listed, v_listed, out)
         ready(lse, lse if sinks is None else sinks, factors, chunk_out, chunk_ml, counters, bases=bases)

@@ -15,6 +15,7 @@ _JOB_COST = 0.6
 _ALONE = 0.5
 # Rows of a warpgroup.
 _ROWS = 64
+# Warpgroups for one without rows, at most, that asking which has none pays.
 _IDLE_SHARE = 16
 
 
