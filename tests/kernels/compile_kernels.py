@@ -493,7 +493,7 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
     registers, spilled = _resources(kernel.asm["cubin"])
     choice, estimated, blocks = case.choice, 0, 1
     if choice.implementation == "hopper" and choice.kernel is not None and choice.layout is not None:
-        estimated = hopper_shared_memory(choice.layout, case.call, choice.kernel.num_stages)
+        estimated = hopper_shared_memory(choice, case.call)
         width = head_dim_class(case.call.head_dim, case.call.value_dim)
         blocks = resident(choice.layout.block_m, choice.layout.block_n, width)
     elif choice.implementation == "hopper_fp8" and choice.kernel is not None and choice.layout is not None:

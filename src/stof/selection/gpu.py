@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stof.kernels.hopper.jobs import FP8_TILE, padded_width, resident
+from stof.kernels.hopper.jobs import FP8_TILE, SMALL_TILE, padded_width, resident
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
@@ -39,6 +39,8 @@ _HOPPER_TILES = {
     128: ((128, 128, 2), (64, 64, 2)),
     256: ((128, 64, 2), (64, 64, 2)),
 }
+# Stages where row blocks go in pairs, which is for heads of 128: what shared memory holds.
+_PAIRED_STAGES = 5
 # With a bias, whose tiles take shared memory and registers.
 _HOPPER_BIAS_TILES = {
     64: ((128, 128, 3), (192, 64, 4), (64, 64, 2)),
@@ -133,7 +135,22 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
             layouts += [(fixed, None)] if serves else []
         for layout, order in layouts:
             choices += _variants(Choice("hopper", layout, order, kernel), call)
+            if _goes_in_pairs(layout, order, call):
+                # Heavy row blocks whole: in pairs, cutting them never paid.
+                paired = replace(kernel, num_stages=_PAIRED_STAGES, paired=True)
+                choices.append(Choice("hopper", layout, order, paired))
     return choices
+
+
+def _goes_in_pairs(layout: LayoutConfig, order: str | None, call: CallSpec) -> bool:
+    """Whether two row blocks of a layout may be one job."""
+    return (
+        (layout.block_m, layout.block_n) == SMALL_TILE
+        and layout.slab in (None, 16)
+        and head_dim_class(call.head_dim, call.value_dim) == 128
+        and order is None
+        and not (call.has_bias or call.has_softcap or call.permuted_rows)
+    )
 
 
 def _fp8_choices(call: CallSpec, geometry: Geometry) -> list[Choice]:
@@ -227,7 +244,7 @@ def fits(choice: Choice, call: CallSpec, limit: int) -> bool:
     if choice.kernel is None or choice.layout is None:
         return True
     if choice.implementation == "hopper":
-        return hopper_shared_memory(choice.layout, call, choice.kernel.num_stages) <= limit
+        return hopper_shared_memory(choice, call) <= limit
     if choice.implementation == "hopper_fp8":
         return fp8_shared_memory(choice.layout, call, choice.kernel.num_stages) <= limit
     return shared_memory(choice.layout, call, choice.kernel.num_stages, choice.kernel.pack) <= limit

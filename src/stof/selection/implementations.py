@@ -18,6 +18,7 @@ from stof.kernels.batched import BatchedLayout, batched_attention, make_batched
 from stof.kernels.cpu import Schedule, empty_output, make_schedule, row_block_attention
 from stof.kernels.fp8 import FP8
 from stof.kernels.hopper.jobs import TileLists, make_fp8_lists, make_tile_lists
+from stof.kernels.hopper.pairs import make_paired_lists
 from stof.kernels.reference import reference_attention
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall, Work, make_work
 from stof.layout import Layout
@@ -176,7 +177,8 @@ def _bind_block_wise(
 
 def _prepare_hopper(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
     settings = settings or BlockWiseConfig(num_stages=2)
-    return prepared_tiles(make_tile_lists(layout, settings.split_tiles), settings)
+    make = make_paired_lists if settings.paired else make_tile_lists
+    return prepared_tiles(make(layout, settings.split_tiles), settings)
 
 
 def prepared_tiles(lists: TileLists, settings: BlockWiseConfig) -> tuple[list[Tensor], list[int]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from stof.kernels.hopper.jobs import leaving_width, padded_width, q_stages, resident
 from stof.kernels.triton.work import parts_of
 from stof.layout import LayoutConfig
-from stof.layout.survey import Survey
+from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
 
@@ -118,6 +118,7 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
         f"{rows}x{layout.block_n}",
         "contiguous" if slab is None else f"slabs of {slab}" if hopper else "gathered",
         f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
+        *(["paired"] if kernel.paired else []),
         # Rows that do not follow each other are read one by one; where they are evenly spaced, TMA does not notice.
         *(["permuted"] if choice.row_order is not None and not hopper else []),
         *(["bias"] if call.has_bias else []),
@@ -264,7 +265,7 @@ def critical_load(
     assert choice.kernel is not None
     assert choice.layout is not None
     layout, kernel = choice.layout, choice.kernel
-    counts = survey.counts[layout]
+    counts = _per_job(survey.counts[layout], kernel.paired)
     tiles = counts.partial + counts.full
     masks = tiles.shape[0]
     parts = parts_of(tiles, kernel.split_tiles).flatten().double()
@@ -286,6 +287,18 @@ def critical_load(
     load[4] += math.ceil(math.log2(most)) if choice.implementation in _ON_HOPPER else most * (most > 1)
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
     return load, filled, _bytes(call, touched) / model.bytes_per_us
+
+
+def _per_job(counts: TileCounts, paired: bool) -> TileCounts:
+    """Tiles of each row block, or of each pair of them those that one computes, on average: both do at once."""
+    if not paired:
+        return counts
+
+    def shared(tiles: Tensor) -> Tensor:
+        tiles = torch.nn.functional.pad(tiles, (0, tiles.shape[1] % 2)).unflatten(1, (-1, 2)).sum(2)
+        return torch.div(tiles + 1, 2, rounding_mode="floor")
+
+    return TileCounts(shared(counts.partial), shared(counts.full), counts.aside)
 
 
 def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor:
@@ -333,13 +346,17 @@ def block_shared_bytes(model: DeviceModel) -> int:
     return model.shared_bytes - _RESERVED
 
 
-def hopper_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> int:
+def hopper_shared_memory(choice: Choice, call: CallSpec) -> int:
     """Bytes of shared memory of the Hopper kernel: Q and output of row blocks, stages of K, V and bias, barriers."""
+    layout, kernel = choice.layout, choice.kernel
+    assert layout is not None
+    assert kernel is not None
     width = head_dim_class(call.head_dim, call.value_dim)
-    places = q_stages(layout.block_m, width, call.has_bias)
-    rows = layout.block_m * (places * width + (leaving_width(width) if places == 1 else 0))
-    stage = layout.block_n * (2 * width + (layout.block_m if call.has_bias else 0))
-    return call.dtype.itemsize * (rows + num_stages * stage) + _RESERVED
+    block_m = layout.block_m * (1 + kernel.paired)
+    places = q_stages(block_m, width, call.has_bias, kernel.paired)
+    rows = block_m * (places * width + (leaving_width(width) if places == 1 else 0))
+    stage = layout.block_n * (2 * width + (block_m if call.has_bias else 0))
+    return call.dtype.itemsize * (rows + kernel.num_stages * stage) + _RESERVED
 
 
 def fp8_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> int:
@@ -354,7 +371,8 @@ def occupancy(choice: Choice, call: CallSpec, model: DeviceModel) -> int:
     assert choice.layout is not None
     if choice.implementation in _ON_HOPPER:
         width = head_dim_class(call.head_dim, call.value_dim)
-        return resident(choice.layout.block_m, choice.layout.block_n, width)
+        block_m = choice.layout.block_m * (1 + choice.kernel.paired)
+        return resident(block_m, choice.layout.block_n, width)
     kernel = choice.kernel
     by_memory = model.shared_bytes // (shared_memory(choice.layout, call, kernel.num_stages, kernel.pack) + _RESERVED)
     registers = kernel.max_registers or (255 if head_dim_class(call.head_dim, call.value_dim) > 64 else 160)

@@ -96,7 +96,7 @@ def bind_warp_specialized(
     device = q.device
     batch, heads, q_len, head_dim = q.shape
     width = padded_width(head_dim)
-    stages = q_stages(lists.block_m, width, bias is not None)
+    stages = q_stages(lists.block_m, width, bias is not None, bool(lists.paired))
     if head_dim != width and (lists.row_step > 1 or lists.column_step > 1):
         raise UnfitLayoutError(f"evenly spaced rows of {head_dim} elements do not fill the {width} that TMA copies")
     if bias is not None and (lists.slab or lists.row_step > 1 or lists.column_step > 1):
@@ -133,6 +133,8 @@ def bind_warp_specialized(
     queued, slots = len(jobs) - 1 > len(starts), chunk_slots(on_cpu)
     biased = bias is not None
     modified = softcap > 0 or scale <= 0 or biased
+    if lists.paired and modified:
+        raise UnfitLayoutError("pairs of row blocks take scores as they are, times a positive scale")
     permuted, at_run_time = lists.row_order.numel() > 0, lists.ranges.numel() > 0
     starts = starts.to(device)
     refresh = _refreshing(jobs, starts, lists) if at_run_time else None
@@ -149,7 +151,7 @@ def bind_warp_specialized(
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, slots > 0,
          modified, softcap > 0, biased, sinks is not None, lists.has_full > 0, at_run_time, queued,
-         queued and idle_groups(q_len, lists.block_m), takes_turns(device)),
+         queued and not lists.paired and idle_groups(q_len, lists.block_m), lists.paired > 0, takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],

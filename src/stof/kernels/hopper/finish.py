@@ -38,7 +38,7 @@ def _await_leave():
 @gluon.jit
 @no_type_check
 def finish(
-    acc, m_i, l_i, job_ptr, place, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
+    acc, m_i, l_i, job_ptr, known, place, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
     row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, OWN_PLACE: gl.constexpr, PERMUTED: gl.constexpr,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr, scales_ptr=None,
@@ -46,21 +46,19 @@ def finish(
     """Write 64 rows of a job's output; of a split row block's chunks, the last to meet another does.
 
     Output leaves by way of `place` in shared memory, all columns at once or one half after the other. Where that is its
-    `OWN_PLACE`, not one of Q with stages of its own, the output before may still be leaving. The second of each head's
-    pair at `scales_ptr` is a factor on the output.
+    `OWN_PLACE`, not one of Q with stages of its own, the output before may still be leaving. `known` are the job's row
+    block, batch entry, head, and number of chunks, which came with the job. The second of each head's pair at
+    `scales_ptr` is a factor on the output.
     """
     acc_layout: gl.constexpr = acc.type.layout
     rows_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
     dtype: gl.constexpr = place.dtype
-    row_block = gl.load(job_ptr)
-    b = gl.load(job_ptr + 1)
-    h = gl.load(job_ptr + 2)
+    row_block, b, h, parts = known
     m = gl.convert_layout(m_i, rows_layout)
     total = gl.convert_layout(gl.sum(l_i, 1), rows_layout)
     r = gl.arange(0, 64, layout=rows_layout)
     write = True
     if SPLIT:
-        parts = gl.load(job_ptr + 6)
         if parts > 1:
             slot = gl.load(job_ptr + 7).to(gl.int64) * GROUPS + GROUP
             chunk = gl.load(job_ptr + 8)

@@ -49,6 +49,8 @@ from stof.kernels.hopper.producer import (
     producer,
     record_layout,
     slabs_of,
+    whose,
+    whose_first,
 )
 from stof.kernels.hopper.softmax import exponents, masked, thread_sums
 from stof.kernels.triton.turns import take_turn
@@ -128,8 +130,8 @@ def _consumer(
     """One warpgroup of those that compute: 64 rows of every job."""
     (
         out_desc, lse_ptr, sinks_ptr, scales_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, jobs_ptr, job_count,
-        records, passed_on, head, begin, partial_end, end, first_bitmap, tile_bitmap_ptr, bitmaps_ptr, q_smem, out_smem,
-        rings, q_full, q_empty, q_len, heads, scale, softcap,
+        records, passed_on, current, begin, partial_end, end, first_bitmap, tile_bitmap_ptr, bitmaps_ptr, q_smem,
+        out_smem, rings, q_full, q_empty, q_len, heads, scale, softcap,
     ) = shared  # fmt: skip
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
@@ -146,7 +148,7 @@ def _consumer(
     l_i = gl.full([64, 4], 0.0, gl.float32, layout=word_layout)
     packed = gl.full([64, BLOCK_N // 16, 4], 0, gl.int32, layout=gl.SliceLayout(3, quad_layout(BLOCK_N)))
     count = 0
-    factor = scale * gl.load(scales_ptr + head * 2)
+    factor = scale * gl.load(scales_ptr + (current[1] * heads + current[2]) * 2)
     next_words = _words(words_ptr, first_bitmap)
     bitmap = gl.load(tile_bitmap_ptr + begin + 1)
     # What the product with V reads before there is a tile before: 0 * NaN is NaN.
@@ -161,6 +163,7 @@ def _consumer(
     number = gl.program_id(0)
     # Not the same value: Triton takes what then equals `number` in one turn for something that no turn changes.
     before = opaque(number)
+    known = (opaque(current[0]), opaque(current[1]), opaque(current[2]), opaque(current[3]) if SPLIT else 1)
     turn = 0
     while number < job_count:
         q_stage = turn % Q_STAGES
@@ -182,9 +185,9 @@ def _consumer(
                 if tile == begin:
                     if turn > 0:
                         finish(
-                            acc, m_i - SHIFT, l_i, jobs_ptr + before * FIELDS, out_smem.index(GROUP), out_desc, lse_ptr,
-                            sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, sinks_ptr, q_len, heads, q_len, D,
-                            GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, scales_ptr,
+                            acc, m_i - SHIFT, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(GROUP), out_desc,
+                            lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, sinks_ptr, q_len, heads,
+                            q_len, D, GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, scales_ptr,
                         )  # fmt: skip
                         acc = cleared(acc)
                         l_i = cleared(l_i)
@@ -203,6 +206,7 @@ def _consumer(
                 count += 1
         mbarrier.arrive(q_empty.index(q_stage), count=1)
         before = number
+        known = current
         number = job_count
         if QUEUED:
             mbarrier.wait(passed_on.index(turn % PASSED), (turn // PASSED) & 1)
@@ -210,7 +214,8 @@ def _consumer(
             begin = opaque(field_of(records, turn, 3))
             partial_end = opaque(field_of(records, turn, 4))
             end = opaque(field_of(records, turn, 5))
-            factor = scale * gl.load(scales_ptr + (field_of(records, turn, 1) * heads + field_of(records, turn, 2)) * 2)
+            current = whose(records, turn, SPLIT)
+            factor = scale * gl.load(scales_ptr + (current[1] * heads + current[2]) * 2)
             next_words = _words(words_ptr, field_of(records, turn, 10))
             bitmap = gl.load(tile_bitmap_ptr + begin + 1)
         turn += 1
@@ -222,8 +227,8 @@ def _consumer(
     pv = warpgroup_mma(p8, v_smem.index(stage).permute((1, 0)), no_product, use_acc=False, is_async=True)
     pv = warpgroup_mma_wait(0, deps=(pv,))
     finish(
-        _add_product(acc, alpha, pv), m_i - SHIFT, l_i, jobs_ptr + before * FIELDS, out_smem.index(GROUP), out_desc,
-        lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, sinks_ptr, q_len, heads, q_len, D,
+        _add_product(acc, alpha, pv), m_i - SHIFT, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(GROUP),
+        out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, sinks_ptr, q_len, heads, q_len, D,
         GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, scales_ptr,
     )  # fmt: skip
     tma.store_wait(0)
@@ -316,8 +321,9 @@ def fp8_kernel(
     rings = (k_smem, v_smem, k_full, v_full, kv_empty)
     shared = (
         out_desc, lse_ptr, sinks_ptr, scales_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr + 1, jobs_ptr, job_count,
-        records, passed_on, b * heads + h, of_lane(start, 3), of_lane(start, 4), of_lane(start, 5), of_lane(start, 10),
-        tile_bitmap_ptr, bitmaps_ptr, q_smem, out_smem, rings, q_full, q_empty, q_len, heads, scale, softcap,
+        records, passed_on, whose_first(start, SPLIT), of_lane(start, 3), of_lane(start, 4), of_lane(start, 5),
+        of_lane(start, 10), tile_bitmap_ptr, bitmaps_ptr, q_smem, out_smem, rings, q_full, q_empty, q_len, heads,
+        scale, softcap,
     )  # fmt: skip
     # Rows past the last are those of another residue, which lies past the width: none.
     lists = (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
+from stof.kernels.hopper.begins import begin_well
 from stof.kernels.triton.work import accumulator_order, live_columns, parts_of
 from stof.layout import Layout
 from stof.layout.aside import listed_keys
@@ -24,6 +25,8 @@ RUN = 64
 ROW_BLOCKS = (64, 128, 192)
 # Where tiles come from two places: from here on, first columns count keys that were put side by side beforehand.
 ASIDE = 2**30
+# Tiles of which a job's first decides what maximum the others go by (`begins.py`).
+SMALL_TILE = (64, 64)
 # Keys whose values trade places among themselves where they are laid across (`across.py`).
 ACROSS = 16
 # Rows and keys of the only tiles that the kernel for 8-bit operands takes.
@@ -35,14 +38,14 @@ def padded_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def q_stages(block_m: int, width: int, biased: bool = False) -> int:
+def q_stages(block_m: int, width: int, biased: bool = False, paired: bool = False) -> int:
     """Row blocks whose Q (or output, on its way out) is in shared memory at once.
 
-    Of three one is computed, one is finished, and one leaves. 128 rows of 256 take 64 KB: there is place for one, which
-    the next row block takes after the last product with it, and for some of the output. So it is where tiles of a bias
-    take their place.
+    Of three one is computed, one is finished, and one leaves. Of pairs two: what is computed is in registers. 128 rows
+    of 256 take 64 KB: there is place for one, which the next row block takes after the last product with it, and for
+    some of the output. So it is where tiles of a bias take their place.
     """
-    return 1 if biased or (block_m, width) == (128, 256) else 3
+    return 1 if biased or (block_m, width) == (128, 256) else 2 if paired else 3
 
 
 def leaving_width(width: int) -> int:
@@ -86,12 +89,15 @@ class TileLists:
     Attributes:
         pattern_of: int32 `[mask_batch, mask_heads]`.
         items: int32 `[I, 8]` on the CPU, the items (jobs of any head) of all patterns: row block, tiles [begin, partial
-            end, end), parts of its row block, first chunk and chunk, bitmap of the first tile.
+            end, end), the best to begin with first (`begins.py`), parts of its row block, first chunk and chunk, bitmap
+            of the first tile. Of pairs `[I, 11]`: that of the second row block's first tile, and how many tiles the
+            first, and the second, has alone.
         item_ptr: int32 `[P + 1]` on the CPU, items of a pattern.
         tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab, or `-1 - c` in all slabs of a half
             tile whose 64 columns follow each other from c. Without slabs `[T + 2, 1]`, the first column of the tile.
-        tile_bitmap: int32 `[T + 3]`, row of bitmaps.
-        bitmaps: int32 `[U, block_m, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
+        tile_bitmap: int32 `[T + 3]`, row of bitmaps. Of pairs `[T + 3, 2]`: of the tiles that each row block computes,
+            in this order, from the item's first tile on.
+        bitmaps: int32 `[U, block_m, 4]`, of pairs `[U, 64, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
         ranges: int32 `[I, RANGE_FIELDS]` for tiles that change on the device: what items say of tiles then only serves
             to put them in order, and every call takes this instead. Empty when items say what is so.
@@ -104,6 +110,7 @@ class TileLists:
         column_step: distance of neighbouring columns of evenly spaced tiles.
         chunks: of all split row blocks of a pattern, at most.
         has_full: whether there are full tiles.
+        paired: whether row blocks are two of 64 rows, each with tiles of its own (`pairs.py`).
     """
 
     pattern_of: Tensor
@@ -124,6 +131,7 @@ class TileLists:
     column_step: int
     chunks: int
     has_full: int
+    paired: int = 0
 
     def flatten(self) -> tuple[list[Tensor], list[int]]:
         """Tensors and integers, as operators carry them."""
@@ -158,13 +166,18 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     # Row blocks without a tile get one that keeps nothing; full tiles may come first in a job and then need a bitmap.
     nothing, everything = len(bitmaps), len(bitmaps) + 1
     bitmaps = torch.cat([bitmaps, torch.zeros_like(bitmaps[:1]), torch.full_like(bitmaps[:1], -1)])
-    tile_bitmap = torch.where(layout.tile_bitmap >= 0, layout.tile_bitmap, everything)
+    full = layout.tile_bitmap < 0
+    tile_bitmap = torch.where(full, everything, layout.tile_bitmap)
     dummy = len(columns)
+    items, item_ptr, chunks = split_items(pointers, partial, layout.patterns, split_tiles, dummy)
+    if dummy and (config.block_m, config.block_n) == SMALL_TILE:
+        covered = (bitmaps != 0).any(2).sum(1)[tile_bitmap.long()]
+        items, order = begin_well(items, covered, full)
+        columns, tile_bitmap = columns[order], tile_bitmap[order]
     spare = columns.new_full((1, columns.shape[1]), past_the_end(layout.kv_len))
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
 
-    items, item_ptr, chunks = split_items(pointers, partial, layout.patterns, split_tiles, dummy)
     items[:, 7] = tile_bitmap.cpu()[items[:, 1].long()]
     return TileLists(
         pattern_of=layout.pattern_of.contiguous(),
@@ -218,13 +231,13 @@ def _columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:
         columns, slab = first[:, None], 0
         read = columns + column_step * torch.arange(block_n, device=columns.device)
     else:
-        columns, read = _slabs(layout)
+        columns, read = slabs_and_reads(layout)
         slab = slab if columns.shape[1] > 1 else 0
-    _check_reads(layout, read)
+    check_reads(layout, read)
     return columns, aside, slab, column_step
 
 
-def _check_reads(layout: Layout, read: Tensor) -> None:
+def check_reads(layout: Layout, read: Tensor) -> None:
     """Refuse to read keys that no query of a pattern sees: their values may be anything, and 0 * NaN is NaN.
 
     Args:
@@ -244,7 +257,7 @@ def _check_reads(layout: Layout, read: Tensor) -> None:
         raise UnfitLayoutError("its tiles hold keys that no query sees, whose values may be anything")
 
 
-def _slabs(layout: Layout) -> tuple[Tensor, Tensor]:
+def slabs_and_reads(layout: Layout) -> tuple[Tensor, Tensor]:
     """`TileLists.tile_columns` of contiguous tiles and slabs, and all columns they read, `[T, block_n]`."""
     base = layout.tile_base.long()
     contiguous = base >= 0

@@ -13,6 +13,8 @@ from stof.layout.build import PARTIAL_TILE_COST
 _JOB_COST = 0.6
 # What a tile takes where all warpgroups but one have no rows: a guess.
 _ALONE = 0.5
+# A job that starts where what is before it ends may be so many times as long as what is left: estimates are rough.
+LATE = 1.5
 # Rows of a warpgroup.
 _ROWS = 64
 # Warpgroups for one without rows, at most, that asking which has none pays.
@@ -33,7 +35,9 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
         int32 `[min(blocks, J), 32]`; both on the CPU.
         Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
         its first chunk, chunk, pattern, bitmap of the first tile; where tiles change on the device then what is added
-        to the results, and in field 14 the item. Field 15 is the kernel's own: which job a record is of.
+        to the results, and in field 14 the item. Of pairs field 11 is the bitmap of the second row block's first tile,
+        and 13 and 14 the tiles that the first, and the second, has alone. Field 15 is the kernel's own: which job a
+        record is of.
         A start: the thread block's first job, in field 12 the number of all jobs, and the columns of the first job's
         first tile.
     """
@@ -46,14 +50,21 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     item = torch.arange(len(group)) - (count.cumsum(0) - count)[group] + item_ptr[pattern[group]]
     rows = lists.items[item].long()
     rows[:, 5] += group * lists.chunks
-    cost = job_costs(rows[:, 0], rows[:, 1:4], lists)
+    tiles = rows[:, 1:4].clone()
+    if lists.paired:
+        # Two warpgroups at once.
+        tiles[:, 0] += torch.div(rows[:, 9] + rows[:, 10], 2, rounding_mode="floor")
+    cost = job_costs(rows[:, 0], tiles, lists)
     # Heads side by side come first, but jobs that would stick out at the end before all others; then longest first.
     together = torch.div(group, side, rounding_mode="floor")
-    together[cost > cost.sum() / blocks / 8] = -1
+    share = cost.sum() / blocks
+    of_heads = torch.zeros(int(together.max()) + 1, dtype=cost.dtype).index_add_(0, together, cost)
+    start = (of_heads.cumsum(0) - of_heads)[together] / blocks
+    together[(start + LATE * cost > share) & (cost > share / 8)] = -1
     order = torch.argsort(cost, descending=True, stable=True)
     order = order[torch.argsort(together[order], stable=True)]
     rows, group, item = rows[order], group[order], item[order]
-    if not lists.ranges.numel():
+    if not lists.ranges.numel() and not lists.paired:
         rows, group = _with_cut_ends(rows, group, cost[order], blocks, lists)
     # One more, for reading ahead.
     jobs = torch.zeros(len(rows) + 1, JOB_FIELDS, dtype=torch.int32)
@@ -65,6 +76,9 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     jobs[:-1, 10] = rows[:, 7]
     if lists.ranges.numel():
         jobs[:-1, 14] = item
+    if lists.paired:
+        jobs[:-1, 11] = rows[:, 8]
+        jobs[:-1, 13:15] = rows[:, 9:11]
     first = jobs[: min(blocks, len(rows))].clone()
     first[:, 12] = len(rows)
     columns = lists.tile_columns[first[:, 3].to(lists.tile_columns.device)].cpu()

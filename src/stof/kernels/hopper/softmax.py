@@ -14,6 +14,8 @@ LOG2E = gl.constexpr(1.4426950408889634)
 STALE = gl.constexpr(8.0)
 # Sum of a thread's weights of a row up to which each of them is in half precision's range, which ends at 65504.
 LARGEST = gl.constexpr(32768.0)
+# Below all scores.
+LOWEST = gl.constexpr(-1e38)
 
 
 @gluon.jit
@@ -140,11 +142,14 @@ def weights(
 
 @gluon.jit
 @no_type_check
-def steady_weights(s, m, scale, BLOCK_N: gl.constexpr):
+def steady_weights(s, m, scale, BLOCK_N: gl.constexpr, PARTIAL: gl.constexpr):
     """Exponentials of unmodified scores over the maximum of tiles before: `(p, sums of p per thread)`.
 
-    Sums above `LARGEST`, or NaN, say that this maximum does not serve: also where no key was kept so far.
+    Sums above `LARGEST`, or NaN, say that this maximum does not serve: also where a key is the first that a row keeps.
     """
+    if PARTIAL:
+        # A row that keeps nothing so far, nor here: -inf - -inf is NaN.
+        m = gl.maximum(m, LOWEST)
     p = gl.exp2(s * scale - m[:, None])
     return p, thread_sums(p, BLOCK_N)
 

@@ -41,6 +41,7 @@ class BlockWiseConfig:
         pack: put the query heads of a key head into the rows of one tile (for few query rows).
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
         side: (batch, head) pairs that run the same item side by side, so that K and V stay in the L2 cache; 0 for all.
+        paired: two row blocks to a job, each with a warpgroup of its own (the Hopper kernel alone).
     """
 
     num_warps: int = 4
@@ -49,6 +50,7 @@ class BlockWiseConfig:
     pack: bool = False
     split_tiles: int = 0
     side: int = 0
+    paired: bool = False
 
     def __post_init__(self) -> None:
         if self.num_stages < 2:
@@ -60,6 +62,7 @@ class BlockWiseConfig:
         parts += ["heads packed"] * self.pack
         parts += [f"split at {self.split_tiles} tiles"] * (self.split_tiles > 0)
         parts += [f"{self.side} heads side by side"] * (self.side > 0)
+        parts += ["row blocks in pairs"] * self.paired
         return ", ".join(parts)
 
 
