@@ -57,6 +57,8 @@ _ENOUGH, _MOST_CHUNKS = 256, 4
 # the average tile is: wider ones are 5 % slower for windows, whose row blocks are alike, at 8.8, and 5 % faster for
 # causal masks at 11.
 _LONG, _MOSTLY_LONG = 8, 10.5
+# And from which on pairs lose: at 64 (causal, 8192 tokens) 10 %; at 16 (full, 1024) they win by 1 %.
+_LONG_PAIRS = 24
 # Bytes of K and V that heads side by side may keep in the L2 cache (the H200 has 50 MB).
 _L2_SHARE = 32 * 2**20
 # The Hopper kernel's thread blocks keep step less well, so they want more room.
@@ -218,13 +220,16 @@ def worthwhile(choice: Choice, survey: Survey, simpler: bool = True) -> bool:
 
 
 def starves(choice: Choice, call: CallSpec, survey: Survey) -> bool:
-    """Whether three thread blocks on a multiprocessor would wait for the L2 cache.
+    """Whether three thread blocks on a multiprocessor would wait for the L2 cache, or pairs for their small tiles.
 
-    Each reads keys and values for 64 rows alone. Short row blocks do not notice; with 64 tiles each, 12 heads of 4096
-    tokens read 6.4 TB/s so, all that an H200 has.
+    Each of the three reads keys and values for 64 rows alone. Short row blocks do not notice; with 64 tiles each, 12
+    heads of 4096 tokens read 6.4 TB/s so, all that an H200 has. Pairs lose 10 % there to tiles of 128 x 128.
     """
     if choice.implementation != "hopper" or choice.layout is None:
         return False
+    if choice.kernel is not None and choice.kernel.paired:
+        counts = survey.counts[choice.layout]
+        return float((counts.partial + counts.full).double().mean()) >= _LONG_PAIRS
     layout, width = choice.layout, head_dim_class(call.head_dim, call.value_dim)
     if resident(layout.block_m, layout.block_n, width) < 3:
         return False

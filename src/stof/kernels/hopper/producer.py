@@ -18,8 +18,8 @@ ASIDE_AT = gl.constexpr(ASIDE)
 PASSED = gl.constexpr(3)
 NUMBER = gl.constexpr(JOB_FIELDS - 1)
 # A job is claimed so many tiles before the one before it has been copied: the answer takes a microsecond, and whoever
-# claims early keeps a job waiting while others have none. In jobs of `LONG` tiles it is claimed earlier, so that its
-# record, which takes as long again, is asked for two tiles before it is needed: 5 % of Longformer at D 128 (an H200).
+# claims early keeps a job waiting while others have none. Tiles of pairs are small, and a job has many: from `LONG` on
+# it is claimed earlier, so that its record, which takes as long again, is asked for a tile before it is needed.
 AHEAD = gl.constexpr(2)
 EARLIER = gl.constexpr(4)
 LONG = gl.constexpr(5)
@@ -187,6 +187,7 @@ def producer(
     k_residue_stride, v_residue_stride, bias_desc, bias_smem, bias_batch, bias_heads,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, QUEUED: gl.constexpr, V_ACROSS: gl.constexpr = False,
+    PAIRED: gl.constexpr = False,
 ):  # fmt: skip
     """The warp that copies. A word of jobs and tiles to a lane; the first tile is on its way."""
     (
@@ -211,7 +212,11 @@ def producer(
         slab_head = of_lane(job, 2) // heads_per_slab
         begin = of_lane(job, 3)
         end = of_lane(job, 5)
-        is_long = end - begin >= LONG
+        claim_at = gl.maximum(begin, end - AHEAD)
+        read_at = end - 1
+        if PAIRED:
+            claim_at = gl.where(end - begin >= LONG, end - EARLIER, claim_at)
+            read_at = gl.where(end - begin >= LONG, end - 2, read_at)
         if Q_STAGES > 1:
             if turn > 0:
                 q_stage = turn % Q_STAGES
@@ -219,8 +224,6 @@ def producer(
                 copy_rows(
                     job, q_desc, q_smem, q_stage, q_full.index(q_stage), rows_per_residue, q_residue_stride, GROUPS, D
                 )
-        claim_at = gl.where(is_long, end - EARLIER, gl.maximum(begin, end - AHEAD))
-        read_at = gl.where(is_long, end - 2, end - 1)
         claimed = lane
         following = job_count
         next_job = job
