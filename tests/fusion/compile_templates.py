@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -37,7 +36,7 @@ from stof.fusion.templates import (
 from stof.fusion.templates.config import ROW_SCALED, GemmShape
 from stof.fusion.templates.norms import Norm
 from stof.fusion.templates.run import Product, Rotary
-from tests.kernels.compile_kernels import ARCHS, _resources, _warnings
+from tests.kernels.assemble import ARCHS, assemble
 
 _TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int8: "i8",
@@ -270,20 +269,19 @@ def source(record: Recorder, arch: int) -> tuple[ASTSource, dict[str, int]]:
 def compiled(case: Case, record: Recorder, arch: int) -> Compiled:
     """Compile for one GPU and read the resources off the binary."""
     made, options = source(record, arch)
-    kernel = triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, spilled = _resources(kernel.asm["cubin"])
+    kernel = assemble(made, arch, options)
     product = record.kernel.__name__.endswith(("gemm_kernel", "chain_kernel"))
     return Compiled(
         kernel=record.kernel.__name__,
         name=f"{case.name} {str(case.dtype).removeprefix('torch.')}",
         config=str(case.config),
         arch=arch,
-        registers=registers,
-        spilled=spilled,
-        shared=kernel.metadata.shared,
+        registers=kernel.registers,
+        spilled=kernel.spilled,
+        shared=kernel.shared,
         estimated=case.config.shared_memory(case.shape, case.dtype.itemsize) if product else 0,
-        wgmma="wgmma.mma_async" in kernel.asm["ptx"],
-        warnings=_warnings(kernel.asm["ptx"]) if record.kernel.is_gluon() else [],
+        wgmma=kernel.wgmma,
+        warnings=kernel.losses if record.kernel.is_gluon() else [],
     )
 
 
