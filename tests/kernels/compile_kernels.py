@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not there, and print what each one takes of them.
 
-    PYTHONPATH=.venv/triton-3.6 python -m tests.kernels.compile_kernels [--json] [--only TEXT]
+    PYTHONPATH=.venv/triton-3.6 python -m tests.kernels.compile_kernels [--json] [--only TEXT] [--covering]
 
 Runs under whichever Triton is imported first. What is compiled is what would be launched: choices come from the
 selector's tables, arguments from the kernels' own launching code, specialised as Triton does for aligned tensors.
@@ -36,13 +36,12 @@ from stof.selection import CallSpec, Choice
 from stof.selection.gpu import gpu_choices, runtime_choice
 from stof.selection.model import fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
 from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble, report
-from tests.kernels.device_kernels import device_source, fill_kernels, layout_kernels
+from tests.kernels.covering import KINDS, covering
+from tests.kernels.device_kernels import compiled_for_device, fill_kernels, layout_kernels
 
-# Ends the name of cases whose work the device makes.
-AT_RUN_TIME = "made at run time"
-ONE_EACH = "one job each"
-# Is in the name of those whose tiles come from two places.
-ASIDE_TOO = "keys put aside"
+# The first ends the name of cases whose work the device makes; the last is in that of those whose tiles come from two
+# places.
+AT_RUN_TIME, ONE_EACH, ASIDE_TOO = KINDS
 FAMILIES = ("hopper", "others")
 # Lengths at which every tile size has partial and full tiles, and row blocks long enough to be split.
 Q_LEN, KV_LEN = 768, 1600
@@ -162,8 +161,7 @@ def _hopper() -> Iterator[Case]:
         choices = gpu_choices(call, Open(), "hopper")
         choices = [c for c in choices if c.layout and (c.layout.block_m, c.layout.block_n) == tile]
         for kind in kinds:
-            case = _case(group, call, kind, choices, (90,))
-            yield case
+            yield (case := _case(group, call, kind, choices, (90,)))
         # Without a queue there is less of everything: once for each shape of a thread block.
         shape = (tile[0], head_dim_class(call.head_dim, call.value_dim), call.has_bias and tile == square)
         if call.dtype == half and shape not in unqueued:
@@ -365,31 +363,27 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
     )
 
 
-def compiled_for_device(group: str, kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
-    """The same for a kernel that makes work or layouts."""
-    made = assemble(device_source(kernel, given, arch), arch, options)
-    name, taken = kernel.__name__, (made.registers, made.spilled, made.shared)
-    return Compiled(group, name, arch, *taken, 0, False, 0, 1, 4, [], made.seconds)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--only", default="", help="names that contain this")
     parser.add_argument("--family", choices=FAMILIES, help="kernels written for Hopper, or the others")
+    parser.add_argument("--covering", action="store_true", help="of Hopper's, those that have what none before has")
     given = parser.parse_args()
     assert "TRITON_INTERPRET" not in os.environ, "kernels must be compiled, not interpreted"
     if not given.json:
         print(f"triton {triton.__version__}, stof {stof.__version__}")
         print("  sm  registers  spilled   shared  estimate  wgmma  seconds  kernel")
-    for case in cases():
-        if given.only in case.name and given.family in (None, FAMILIES[case.choice.implementation not in _HOPPER]):
-            record = recorded(case)
-            for arch in case.archs:
-                report(compiled(case, record, arch), given.json)
+    for family in FAMILIES if given.family is None else (given.family,):
+        chosen = (case for case in cases() if (case.choice.implementation in _HOPPER) == (family == "hopper"))
+        for case in covering(chosen) if given.covering and family == "hopper" else chosen:
+            if given.only in case.name:
+                record = recorded(case)
+                for arch in case.archs:
+                    report(compiled(case, record, arch), given.json)
     for group, kernels in (("fill", fill_kernels()), ("layout", layout_kernels())):
         for kernel, values, options in kernels:
-            if given.only in kernel.__name__ and given.family != FAMILIES[0]:
+            if given.only in kernel.__name__ and given.family != "hopper":
                 for arch in (80, 90):
                     report(compiled_for_device(group, kernel, values, options, arch), given.json)
 

@@ -8,6 +8,7 @@ from typing import Any
 from triton.compiler import ASTSource
 
 from stof.masks.program import Programs
+from tests.kernels.assemble import Compiled, assemble
 
 
 def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
@@ -72,3 +73,10 @@ def device_source(kernel: Any, given: list[Any], arch: int) -> ASTSource:
         elif value.startswith("*"):
             attributes[place,] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, fixed, attributes)
+
+
+def compiled_for_device(group: str, kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
+    """Compile one for one GPU."""
+    made = assemble(device_source(kernel, given, arch), arch, options)
+    name, taken = kernel.__name__, (made.registers, made.spilled, made.shared)
+    return Compiled(group, name, arch, *taken, 0, False, 0, 1, 4, [], made.seconds)
