@@ -27,6 +27,7 @@ def covering(cases: Iterable[Case]) -> Iterator[Case]:
         assert kernel is not None
         rows, width = layout.block_m, head_dim_class(call.head_dim, call.value_dim)
         found = {
+            ("bound on spills", case.group),
             (case.choice.implementation, rows, layout.block_n, width, call.has_bias),
             ("copies", rows, layout.slab, layout.aside, case.choice.row_order),
             ("options", rows, call.has_softcap),
