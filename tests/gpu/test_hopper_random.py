@@ -53,10 +53,10 @@ def check_whole(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, **options: Any) -
 @pytest.mark.parametrize("family", range(2))
 @pytest.mark.parametrize(
     ("head_dim", "with_bias"),
-    [(136, False), (192, False), (256, False), *((width, True) for width in (40, 64, 96, 128, 192, 256))],
+    [(136, False), (192, False), (256, False), *((width, True) for width in (40, 96, 192, 256))],
 )
 def test_random_calls(head_dim: int, with_bias: bool, family: int) -> None:
-    """Whole calls, and the same ones in a tile of the test's choice. Few kernels: compiling takes the time."""
+    """In a tile of the test's choice, and every third whole. Few kernels: compiling is what takes time."""
     chance = random.Random(1000 * family + 2 * head_dim + with_bias)
     stages = (BIAS_STAGES if with_bias else STAGES)[padded_width(head_dim)]
     dtype, tile, group = chance.choice(HALVES), chance.choice(list(stages)), chance.choice([1, 3])
@@ -83,7 +83,8 @@ def test_random_calls(head_dim: int, with_bias: bool, family: int) -> None:
             keep[:, :, -1] = True
             options = {**options, "bias": random_bias(chance, batch, heads, q_len, kv_len, dtype)}
         try:
-            check_whole(q, k, v, keep, **options)
+            if number % 3 == 0:
+                check_whole(q, k, v, keep, **options)
             layout = layout_of(as_mask(keep), q, k, slab, tile=tile)
             check_layout(layout, q, k, v, split_tiles, chance.randint(0, 4), **options)
         except AssertionError as error:

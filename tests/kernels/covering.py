@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stof.selection.model import head_dim_class
@@ -33,6 +34,7 @@ def covering(cases: Iterable[Case]) -> Iterator[Case]:
             ("options", rows, call.has_softcap),
             ("dtype", rows, call.dtype),
             ("jobs", rows, kernel.split_tiles > 0, *(kind in case.name for kind in KINDS)),
+            ("everything else", rows, replace(kernel, split_tiles=0)),
         }
         if not found <= seen:
             yield case
