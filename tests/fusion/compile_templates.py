@@ -1,6 +1,6 @@
 """Compile the template kernels for GPUs that are not there, and print what each one takes of them.
 
-    PYTHONPATH=.venv/triton-3.6 python -m tests.fusion.compile_templates [--json] [--all] [--only TEXT]
+    PYTHONPATH=.venv/triton-3.6 python -m tests.fusion.compile_templates [--json] [--all] [--only TEXT] [--arch 90]
 
 Runs under whichever Triton is imported first. Arguments are those of the templates' own launching code.
 """
@@ -290,13 +290,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--all", action="store_true", help="every candidate")
     parser.add_argument("--only", default="", help="kernels, names or configurations that contain this")
+    parser.add_argument("--arch", type=int, help="for this GPU alone")
     given = parser.parse_args()
     assert "TRITON_INTERPRET" not in os.environ, "kernels must be compiled, not interpreted"
     for case in cases(given.all):
         for record in recorded(case):
             if given.only not in f"{record.kernel.__name__} {case.name} {case.config}":
                 continue
-            for arch in case.archs:
+            for arch in case.archs if given.arch is None else {given.arch} & {*case.archs}:
                 one = compiled(case, record, arch)
                 if given.json:
                     print(json.dumps({"triton": triton.__version__, **asdict(one)}), flush=True)

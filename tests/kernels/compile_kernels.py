@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not there, and print what each one takes of them.
 
-    PYTHONPATH=.venv/triton-3.6 python -m tests.kernels.compile_kernels [--json] [--only TEXT] [--covering]
+    PYTHONPATH=.venv/triton-3.6 python -m tests.kernels.compile_kernels [--json] [--only TEXT] [--covering] [--arch 90]
 
 Runs under whichever Triton is imported first. What is compiled is what would be launched: choices come from the
 selector's tables, arguments from the kernels' own launching code, specialised as Triton does for aligned tensors.
@@ -369,7 +369,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names that contain this")
     parser.add_argument("--family", choices=FAMILIES, help="kernels written for Hopper, or the others")
     parser.add_argument("--covering", action="store_true", help="of Hopper's, those that have what none before has")
+    parser.add_argument("--arch", type=int, help="for this GPU alone")
     given = parser.parse_args()
+    archs = set(ARCHS) if given.arch is None else {given.arch}
     assert "TRITON_INTERPRET" not in os.environ, "kernels must be compiled, not interpreted"
     if not given.json:
         print(f"triton {triton.__version__}, stof {stof.__version__}")
@@ -379,12 +381,12 @@ def main() -> None:
         for case in covering(chosen) if given.covering and family == "hopper" else chosen:
             if given.only in case.name:
                 record = recorded(case)
-                for arch in case.archs:
+                for arch in sorted(archs.intersection(case.archs)):
                     report(compiled(case, record, arch), given.json)
     for group, kernels in (("fill", fill_kernels()), ("layout", layout_kernels())):
         for kernel, values, options in kernels:
             if given.only in kernel.__name__ and given.family != "hopper":
-                for arch in (80, 90):
+                for arch in sorted(archs & {80, 90}):
                     report(compiled_for_device(group, kernel, values, options, arch), given.json)
 
 
