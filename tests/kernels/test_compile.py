@@ -82,6 +82,30 @@ def test_kernels_compile(version: str, family: str, tmp_path: Path) -> None:
     assert not problems, "\n".join(["", *problems])
 
 
+def test_every_shape_is_compiled() -> None:
+    """Also where combinations are left out: each tile that the selector has for Hopper, with its stages."""
+    pytest.importorskip("triton")
+    from stof.selection.gpu import _HOPPER_BIAS_TILES, _HOPPER_TILES
+    from stof.selection.model import head_dim_class
+    from tests.kernels.compile_kernels import cases
+    from tests.kernels.covering import covering
+
+    wanted = {
+        (has_bias, width, *tile)
+        for has_bias, table in ((False, _HOPPER_TILES), (True, _HOPPER_BIAS_TILES))
+        for width, tiles in table.items()
+        for tile in tiles
+    }
+    found = set()
+    for case in covering(case for case in cases() if case.choice.implementation == "hopper"):
+        layout, kernel, call = case.choice.layout, case.choice.kernel, case.call
+        assert layout is not None
+        assert kernel is not None
+        width = head_dim_class(call.head_dim, call.value_dim)
+        found.add((call.has_bias, width, layout.block_m, layout.block_n, kernel.num_stages))
+    assert found == wanted
+
+
 def faults(kernel: dict[str, Any]) -> list[str]:
     """What is wrong with a compiled kernel."""
     found = []
