@@ -18,9 +18,10 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# One thread per worker: the workers already fill the cores.
+# One thread per worker: the workers already fill the cores. Whoever is done takes tests from the others: a few take
+# minutes.
 unit: $(VENV)/.dev $(VENV)/.triton-3.6
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # The figures of the README's table on this machine's CPU (about 4 minutes).
 bench: $(VENV)/.dev

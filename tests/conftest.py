@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,47 @@ settings.register_profile("dev", max_examples=40, **_COMMON)
 settings.register_profile("ci", max_examples=40, derandomize=True, print_blob=True, **_COMMON)
 settings.register_profile("thorough", max_examples=1000, **_COMMON)
 settings.load_profile(os.environ.get("STOF_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _hasty_interpreter() -> Iterator[None]:
+    """Triton's interpreter without what it does again and again, a third of its time.
+
+    It looks dtypes up in a table made anew each time, and with every call of a device function goes through all of
+    `triton.language` once more to replace its operations, though the kernel that runs has them replaced.
+    """
+    if "TRITON_INTERPRET" not in os.environ or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    plain, plain_dtype = interpreter._patch_lang, interpreter._get_np_dtype
+    languages = (interpreter.tl, interpreter.tl.core)
+    replaced: set[int] = set()
+    dtypes: dict[str, Any] = {}
+
+    def patch_lang(fn: Any) -> Any:
+        modules = {id(value) for value in fn.__globals__.values() if any(value is one for one in languages)}
+        if modules and modules <= replaced:
+            return interpreter._LangPatchScope()
+        outermost = not replaced
+        scope = plain(fn)
+        replaced.update(modules)
+        if outermost:
+            restore = scope.restore
+            scope.restore = lambda: (replaced.clear(), restore())
+        return scope
+
+    def numpy_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        if scalar.name not in dtypes:
+            dtypes[scalar.name] = plain_dtype(scalar)
+        return dtypes[scalar.name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_lang)
+        patch.setattr(interpreter, "_get_np_dtype", numpy_dtype)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -110,6 +111,7 @@ def test_kernels_never_look_at_masks_or_the_environment() -> None:
             assert "environ" not in path.read_text(encoding="utf-8"), name
 
 
+@functools.cache
 def loaded_by(statement: str) -> set[str]:
     code = f"import sys, json; {statement}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,10 +1,9 @@
-"""The operator as PyTorch sees it: schemas, compilers, inference mode, autocast, threads, and the plan cache."""
+"""The operator as PyTorch sees it: schemas, compilers, inference mode, autocast and threads."""
 
 from __future__ import annotations
 
 import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,12 +14,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import stof
-from stof import masks, plans
+from stof import masks
 from stof.attention import masked_attention_op
 from stof.errors import DtypeError, MaskError, UnsupportedError
-from stof.layout import LayoutConfig, build_layout
+from stof.layout import LayoutConfig
 from stof.ops import attention_op
-from stof.plans import Plan, PlanCache
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs, spread
 
@@ -306,154 +304,6 @@ def test_threads_name_one_tensor_alike() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(key, range(8)))) == 1
-
-
-def cache_of(entries: int, size: int, monkeypatch: pytest.MonkeyPatch) -> PlanCache:
-    cache = PlanCache(max_entries=entries, max_bytes=size)
-    monkeypatch.setattr("stof.plans.plan_cache", cache)
-    return cache
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_graphs_keep_what_they_read(monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
-    """Calls that were captured live on when the cache drops their plan, or the plan drops them: replays use them."""
-    capturing = False
-    monkeypatch.setattr(plans, "_capturing", lambda device: capturing)
-    monkeypatch.setattr(plans, "_IN_GRAPHS", set())
-    cache_of(8, 2**20, monkeypatch)
-    q, k, v = make_inputs(q_len=40, kv_len=40, head_dim=16).qkv
-    mask = masks.causal()
-    layout = build_layout(mask, 40, 40, LayoutConfig(16, 16))
-    plan = stof.plan(mask, 40) if cached else Plan.of_layout(layout, "causal()")
-    stof.attention(q, k, v, plan)
-    (eager,) = map(weakref.ref, plan._bound.values())
-    capturing = True
-    stof.attention(q, k, v, plan)
-    stof.attention(q, k, v, plan, scale=0.5)
-    capturing = False
-    stof.attention(q, k, v, plan, scale=0.25)
-    calls = [weakref.ref(call) for call in plan._bound.values()]
-    assert calls[0] == eager
-    monkeypatch.setattr(plans, "_MOST_BOUND", 1)
-    stof.attention(q, k, v, plan, scale=0.125)  # all others are dropped
-    assert [call() is not None for call in calls] == [True, True, False]
-    plans.plan_cache.clear()
-    del plan
-    assert [call() is not None for call in calls] == [cached, cached, False]
-
-
-def test_cache_hits(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = cache_of(8, 2**20, monkeypatch)
-    first = stof.plan(masks.causal(), 40)
-    assert stof.plan(masks.causal(), 40) is first
-    assert stof.plan(masks.parse("causal"), 40, batch=7, heads=3) is first  # sizes do not matter to this mask
-    assert (cache.info().hits, cache.info().misses, cache.info().entries) == (2, 1, 1)
-    others = [
-        stof.plan(masks.causal(), 41),
-        stof.plan(masks.causal(), 40, 41),
-        stof.plan(masks.causal(), 40, config=stof.LayoutConfig(32, 32)),
-        stof.plan(~masks.causal(), 40),
-        stof.plan(masks.causal().with_query_offset(1), 40),
-    ]
-    assert len({id(plan) for plan in [first, *others]}) == 6
-    cache.clear()
-    assert cache.info() == type(cache.info())(0, 0, 0, 0)
-    assert stof.plan(masks.causal(), 40) is not first
-
-
-def test_cache_of_functions_knows_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache_of(8, 2**20, monkeypatch)
-    by_head = masks.from_function(lambda b, h, i, j: i - j < h)
-    two, three = (stof.plan(by_head, 9, heads=n) for n in (2, 3))
-    assert (two.mask_heads, three.mask_heads) == (2, 3)
-    assert stof.plan(by_head, 9, heads=2) is two
-
-
-def test_cache_is_bounded_by_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = cache_of(3, 2**20, monkeypatch)
-    plans = [stof.plan(masks.sliding_window(n), 20) for n in range(3)]
-    assert stof.plan(masks.sliding_window(0), 20) is plans[0]  # now the latest used
-    stof.plan(masks.sliding_window(9), 20)
-    assert cache.info().entries == 3
-    assert stof.plan(masks.sliding_window(0), 20) is plans[0]
-    assert stof.plan(masks.sliding_window(2), 20) is plans[2]
-    assert stof.plan(masks.sliding_window(1), 20) is not plans[1]
-
-
-def test_cache_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = stof.plan(masks.sliding_window(0), 100).bytes()
-    cache = cache_of(100, 3 * size, monkeypatch)
-    for n in range(10):
-        stof.plan(masks.sliding_window(n), 100)
-        assert cache.info().bytes <= 3 * size
-    assert 1 <= cache.info().entries <= 3
-    before = cache.info()
-    stof.plan(masks.sliding_window(3), 3000)  # alone above the bound: not kept, and pushes nothing out
-    assert cache.info().entries == before.entries
-
-
-def test_cache_counts_what_plans_grow_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another implementation prepares tensors of its own after the plan was cached."""
-    cache = cache_of(100, 60_000, monkeypatch)
-    grown = stof.plan(masks.causal(), 200)
-    before = cache.info().bytes
-    grown.prepared("reference")
-    assert cache.info().bytes >= before + 200 * 200
-    for n in range(30):
-        stof.plan(masks.sliding_window(n), 64)
-        assert 0 <= cache.info().bytes <= 60_000
-    assert cache.info().bytes == sum(plan.bytes() for plan in cache._plans.values())
-
-
-def test_a_changed_dense_mask_is_noticed() -> None:
-    keep = KEEP.clone()
-    mask = masks.from_dense(keep)
-    inputs = make_inputs().qkv
-    for given in (keep, mask, mask & masks.full(), ~~mask):
-        keep.copy_(KEEP)
-        torch.testing.assert_close(stof.attention(*inputs, given), stof.attention(*inputs, masks.causal()))
-        keep.fill_(True)
-        torch.testing.assert_close(stof.attention(*inputs, given), stof.attention(*inputs))
-        keep[:, 0] = False  # through a view
-        out, lse = stof.attention(*inputs, given, return_lse=True)
-        assert_attention(out, lse, *inputs, keep)
-
-
-def test_unchanged_dense_masks_are_cached() -> None:
-    keep = KEEP.clone()
-    assert stof.plan(keep, 64) is stof.plan(keep, 64)
-    assert stof.plan(keep.clone(), 64) is not stof.plan(keep, 64)
-
-
-def test_masks_of_inference_tensors_are_not_cached() -> None:
-    """They have no version counter: a change could not be seen."""
-    with torch.inference_mode():
-        keep = torch.ones(64, 64, dtype=torch.bool)
-        inputs = make_inputs().qkv
-        before = stof.attention(*inputs, keep)
-        keep.tril_()
-        after = stof.attention(*inputs, keep)
-    torch.testing.assert_close(after, stof.attention(*inputs, masks.causal()))
-    assert not torch.equal(before, after)
-    assert stof.plan_cache.info().entries == 1  # causal()
-    assert (masks.from_dense(keep) & masks.causal()).versions is None
-
-
-def test_permuted_plans_are_not_cached() -> None:
-    order = torch.arange(8).flip(0)
-    assert stof.plan(masks.causal(), 8, row_order=order) is not stof.plan(masks.causal(), 8, row_order=order)
-    assert stof.plan_cache.info().entries == 0
-
-
-def test_dead_tensors_do_not_lend_their_plans() -> None:
-    """A new tensor at a dead one's address is another mask."""
-    inputs = make_inputs().qkv
-    for n in range(20):
-        keep = torch.zeros(64, 64, dtype=torch.bool)
-        keep[:, n] = True
-        out = stof.attention(*inputs, keep)
-        torch.testing.assert_close(out, inputs[2][:, :, n : n + 1].expand_as(out))
-        del keep
 
 
 def test_output_keeps_the_memory_order_of_q() -> None:

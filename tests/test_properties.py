@@ -1,6 +1,7 @@
 """Any mask under any combination of options: the layout is the mask exactly, and attention is right.
 
-The fast subset runs everywhere; `pytest -m slow tests/test_properties.py` draws thousands.
+The fast subset runs everywhere; `STOF_HYPOTHESIS_PROFILE=thorough pytest -m slow tests/test_properties.py` draws
+thousands.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def test_any_layout(data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=4000)
+@settings(max_examples=max(600, 4 * settings().max_examples))
 def test_any_layout_thousands(data: st.DataObject) -> None:
     check_any_layout(data)
 

@@ -1,6 +1,6 @@
 """Compile the template kernels for GPUs that are not there, and print what each one takes of them.
 
-    PYTHONPATH=.venv/triton-3.6 python -m tests.fusion.compile_templates [--json] [--all] [--only TEXT]
+    PYTHONPATH=.venv/triton-3.6 python -m tests.fusion.compile_templates [--json] [--all] [--only TEXT] [--arch 90]
 
 Runs under whichever Triton is imported first. Arguments are those of the templates' own launching code.
 """
@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -37,7 +36,7 @@ from stof.fusion.templates import (
 from stof.fusion.templates.config import ROW_SCALED, GemmShape
 from stof.fusion.templates.norms import Norm
 from stof.fusion.templates.run import Product, Rotary
-from tests.kernels.compile_kernels import ARCHS, _resources, _warnings
+from tests.kernels.assemble import ARCHS, assemble
 
 _TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int8: "i8",
@@ -270,20 +269,19 @@ def source(record: Recorder, arch: int) -> tuple[ASTSource, dict[str, int]]:
 def compiled(case: Case, record: Recorder, arch: int) -> Compiled:
     """Compile for one GPU and read the resources off the binary."""
     made, options = source(record, arch)
-    kernel = triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, spilled = _resources(kernel.asm["cubin"])
+    kernel = assemble(made, arch, options)
     product = record.kernel.__name__.endswith(("gemm_kernel", "chain_kernel"))
     return Compiled(
         kernel=record.kernel.__name__,
         name=f"{case.name} {str(case.dtype).removeprefix('torch.')}",
         config=str(case.config),
         arch=arch,
-        registers=registers,
-        spilled=spilled,
-        shared=kernel.metadata.shared,
+        registers=kernel.registers,
+        spilled=kernel.spilled,
+        shared=kernel.shared,
         estimated=case.config.shared_memory(case.shape, case.dtype.itemsize) if product else 0,
-        wgmma="wgmma.mma_async" in kernel.asm["ptx"],
-        warnings=_warnings(kernel.asm["ptx"]) if record.kernel.is_gluon() else [],
+        wgmma=kernel.wgmma,
+        warnings=kernel.losses if record.kernel.is_gluon() else [],
     )
 
 
@@ -292,13 +290,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--all", action="store_true", help="every candidate")
     parser.add_argument("--only", default="", help="kernels, names or configurations that contain this")
+    parser.add_argument("--arch", type=int, help="for this GPU alone")
     given = parser.parse_args()
     assert "TRITON_INTERPRET" not in os.environ, "kernels must be compiled, not interpreted"
     for case in cases(given.all):
         for record in recorded(case):
             if given.only not in f"{record.kernel.__name__} {case.name} {case.config}":
                 continue
-            for arch in case.archs:
+            for arch in case.archs if given.arch is None else {given.arch} & {*case.archs}:
                 one = compiled(case, record, arch)
                 if given.json:
                     print(json.dumps({"triton": triton.__version__, **asdict(one)}), flush=True)

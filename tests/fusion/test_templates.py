@@ -21,26 +21,10 @@ pytest.importorskip("triton")
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = DTYPES[:2]
 TILE, SPLIT = "32x32x16,4w,2s,tile", "16x32x16,4w,2s,tile,split3"
 PERSISTENT = ("32x32x32,4w,2s,persistent", "32x32x16,4w,2s,persistent,group2,halves")
-GLUON = (
-    "128x128x64,5s,pingpong",
-    "128x128x64,2s,pingpong",
-    "64x256x64,4s,pingpong",
-    "64x64x64,3s,pingpong",
-    "128x128x64,6s,pingpong",
-    "128x256x64,5s,together",
-    "256x128x64,6s,together",
-    "256x128x64,3s,together,group1",
-    "128x64x64,2s,together",
-    "128x192x64,5s,together",
-    "128x192x64,3s,together,group2",
-    "192x128x64,5s,together",
-    "192x128x64,2s,together,group2",
-)
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
@@ -405,60 +389,3 @@ def test_strides() -> None:
 def test_equal_calls_give_equal_bits() -> None:
     t = tensors(40, 33, 96, torch.float16)
     assert torch.equal(check_linear(SPLIT, t), check_linear(SPLIT, t))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
-@pytest.mark.parametrize("text", GLUON)
-@pytest.mark.parametrize("dtype", HALVES)
-def test_hopper(text: str, dtype: torch.dtype) -> None:
-    for m, n, k in ((1, 8, 8), (300, 328, 520), (4096, 3072, 768), (513, 768, 3072)):
-        for transposed in (False, True):
-            t = tensors(m, n, k, dtype, transposed=transposed)
-            check_linear(text, t, "gelu", residual=True)
-            check_linear(text, t, "gelu_tanh", bias=False)
-            check_normed(text, t, "rms", False, "silu")
-            check_normed(text, t, "layer", True)
-            check_folded(text, t, False, "none")
-            if text.endswith("pingpong") and n > 256:
-                for head_dim in (32, 64, 128)[: GemmConfig.parse(text).block_n // 64 + 1]:
-                    check_rotary(text, t, head_dim, 256, 512, normed=head_dim == 64)
-        if GemmConfig.parse(text).block_n in (128, 256):
-            check_gated(text, tensors(m, n, k, dtype, gated=True), bias=True)
-            check_folded(text, tensors(m, n, k, dtype, gated=True), True)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
-def test_chains_of_kernels_that_take_turns() -> None:
-    """Each kernel is set up while others still run; what it reads is what the one before it wrote, call after call."""
-    t = tensors(128, 768, 768, torch.float16)
-    norm = Norm("layer", t["scale"], t["shift"], 1e-5)
-
-    def chain(x: Tensor, texts: tuple[str, ...]) -> Tensor:
-        for text in texts * 8:
-            product = run.product("linear_norm", x, t["weight"], t["bias"], t["residual"], "none")
-            x = run.compute_normed(product, GemmConfig.parse(text), norm)[1]
-        return x
-
-    plain = chain(t["x"], ("cublas",))
-    for texts in (
-        ("64x32x128,4w,4s,tile,split2",),
-        ("64x64x128,4w,3s,tile",),
-        ("64x64x64,4w,4s,tile,split3", GLUON[0]),
-    ):
-        out = chain(t["x"], texts)
-        # Roundings of up to 16 layers one after the other; a value read too early would be off by its size, about 1.
-        torch.testing.assert_close(out, plain, atol=0.15, rtol=0.0)
-        assert all(torch.equal(chain(t["x"], texts), out) for _ in range(20))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
-@pytest.mark.parametrize("text", ["128x256x64,8w,3s,persistent,halves", "128x128x64,4w,3s,persistent,halves", "cublas"])
-def test_candidates_on_a_gpu(text: str) -> None:
-    for m, n, k in ((300, 328, 520), (4096, 3072, 768)):
-        t = tensors(m, n, k, torch.float16)
-        check_linear(text, t, "gelu_tanh")
-        if text != "cublas":
-            check_gated(text, tensors(m, n, k, torch.float16, gated=True))

@@ -22,6 +22,7 @@ from tests.gpu.test_hopper import (
     layout_of,
     random_inputs,
 )
+from tests.kernels.test_hopper_launch import unaligned, wide_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,19 +40,6 @@ def test_memory(head_dim: int, memory: str) -> None:
     for slab in (None, 8):
         for tile in STAGES[64 if head_dim <= 64 else 128]:
             check_layout(layout_of(SCATTERED, q, k, slab, tile=tile), q, k, v)
-
-
-def unaligned(x: Tensor) -> Tensor:
-    """A slice of a fused projection that does not start at a multiple of 16 bytes."""
-    batch, heads, length, width = x.shape
-    buffer = x.new_full((batch * length * 3 * heads * width + 3,), torch.nan)
-    packed = buffer[3:].view(batch, length, 3, heads, width)[:, :, 1]
-    return packed.copy_(x.transpose(1, 2)).transpose(1, 2)
-
-
-def wide_rows(x: Tensor) -> Tensor:
-    """Rows at a distance that is no multiple of 16 bytes."""
-    return torch.nn.functional.pad(x, (0, 1), value=torch.nan)[..., :-1]
 
 
 def shared_heads(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not there, and print what each one takes of them.
 
-    PYTHONPATH=.venv/triton-3.6 python -m tests.kernels.compile_kernels [--json] [--only TEXT]
+    PYTHONPATH=.venv/triton-3.6 python -m tests.kernels.compile_kernels [--json] [--only TEXT] [--covering] [--arch 90]
 
 Runs under whichever Triton is imported first. What is compiled is what would be launched: choices come from the
 selector's tables, arguments from the kernels' own launching code, specialised as Triton does for aligned tensors.
@@ -10,25 +10,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 import stof
 from stof.kernels.fp8 import FP8
@@ -37,23 +27,22 @@ from stof.kernels.hopper import fp8_attention
 from stof.kernels.hopper.jobs import RANGE_FIELDS, make_fp8_lists, make_tile_lists, resident
 from stof.kernels.triton import attention as triton_attention
 from stof.kernels.triton import row_wise
-from stof.kernels.triton.launch import TensorMap
 from stof.kernels.triton.work import make_work
 from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.orders import named_order
 from stof.layout.survey import Survey
-from stof.masks.program import Programs
 from stof.masks.tensors import as_mask
 from stof.selection import CallSpec, Choice
 from stof.selection.gpu import gpu_choices, runtime_choice
 from stof.selection.model import fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
+from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble, report
+from tests.kernels.covering import KINDS, covering
+from tests.kernels.device_kernels import compiled_for_device, fill_kernels, layout_kernels
 
-ARCHS = (80, 89, 90, 100, 120)
-# Ends the name of cases whose work the device makes.
-AT_RUN_TIME = "made at run time"
-ONE_EACH = "one job each"
-# Is in the name of those whose tiles come from two places.
-ASIDE_TOO = "keys put aside"
+# The first ends the name of cases whose work the device makes; the last is in that of those whose tiles come from two
+# places.
+AT_RUN_TIME, ONE_EACH, ASIDE_TOO = KINDS
+FAMILIES = ("hopper", "others")
 # Lengths at which every tile size has partial and full tiles, and row blocks long enough to be split.
 Q_LEN, KV_LEN = 768, 1600
 # Shared memory of a program on an sm_90.
@@ -79,31 +68,6 @@ class Case:
     archs: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What a compiled kernel takes: registers and spilled bytes of a thread, shared memory of a program.
-
-    `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile,
-    `resident` the Hopper kernel's thread blocks that a multiprocessor has to hold at once;
-    `warnings` are loops that lost their pipeline, and for kernels that place wgmma and barriers by hand what the
-    assembler says of its own losses of speed, and barriers of the hardware that are taken twice.
-    """
-
-    group: str
-    name: str
-    arch: int
-    registers: int
-    spilled: int
-    shared: int
-    estimated: int
-    wgmma: bool
-    block_m: int
-    resident: int
-    itemsize: int
-    warnings: list[str]
-    seconds: float
-
-
 class Open:
     """A plan that can take any layout."""
 
@@ -115,76 +79,6 @@ class Open:
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         raise NotImplementedError
-
-
-def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
-    """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
-    from stof.kernels.hopper import across, fill
-    from stof.kernels.hopper import fill_slash as hopper_slash
-    from stof.kernels.triton import fill_blocks, fill_slash, fill_slash_tables
-
-    ints, i = "*i32", "i32"
-    for kind in (ints, "*i64"):
-        yield fill_slash_tables.slash_tables, [kind, kind, *[ints] * 5, *[i] * 11, 1, 2, 64, 2048], {"num_warps": 8}
-        yield fill_slash.vertical_slash_fill, [ints, *[ints] * 7, *[i] * 13, 64, 64, 128, 256], {"num_warps": 1}
-    yield fill_slash.slash_tiles, [*[ints] * 3, *[i] * 5, 128, 64, 64], {"num_warps": 2}
-    for width, num_warps in ((512, 1), (4096, 4), (16384, 16)):
-        given = ["*fp32", *[ints] * 4, i, i, i, 1, i, i, i, i, 4, True, width]
-        yield fill_blocks.select_blocks, given, {"num_warps": num_warps}
-    yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}
-    for block_m, width, paired in ((64, 64, False), (64, 64, True), (128, 128, False)):
-        yield fill.fill_tiles, [*[ints] * 6, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
-        yield fill.refresh_jobs, [*[ints] * 4, i, i, 8 if paired else 1, 128], {}
-    yield hopper_slash.slash_columns, [*[ints] * 5, i, 64, 1024], {"num_warps": 8}
-    yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}
-    yield hopper_slash.slash_fill, [*[ints] * 10, *[i] * 8, 64, 64], {"num_warps": 1}
-    for kind, width in (("*fp16", 64), ("*bf16", 128)):
-        yield fill.put_aside, [*[kind] * 4, ints, *[i] * 12, 32, width, True], {}
-    for listed, group in ((False, 1), (False, 4), (True, 1)):
-        scales = ["*fp32"] * 4
-        yield across.lay_across, [*[ints] * 4, *scales, ints, *[i] * 18, listed, group, 32, 128, True], {}
-    yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
-    for kind, packed in (("*u8", False), (ints, True)):
-        yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}
-        yield fill_blocks.dense_bitmaps, [kind, ints, ints, ints, i, i, i, 1, i, i, i, packed, 64, 64], {}
-
-
-def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
-    """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
-    from stof.layout.device import build, counting, kernels, reading, source, survey
-
-    ints, i = "*i32", "i32"
-    writing = {"num_warps": build._WRITERS}
-    kinds = ((ints, source.PROGRAM), ("*u8", source.BYTES), (ints, source.QUADS))
-    for read, kind in kinds:
-        group = build._READ if kind != source.PROGRAM else build._TOGETHER
-        reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
-        for block_m, block_n in ((128, 128), (64, 256)) if kind == source.PROGRAM else ((128, 128),):
-            constants = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
-            yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
-            yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 15, *constants], writing
-        rows = min(reader.rows_at_once(64, 256), survey._ROWS)
-        yield counting.count_slabs, [read, ints, *[i] * 15, kind, 64, 256, rows], {}
-    yield reading.prepare, [ints, ints, *[i] * 5], {}
-
-
-def compiled_fill(group: str, kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
-    """The same for a kernel that makes work or layouts."""
-    signature, fixed, attributes = {}, {}, {}
-    for place, (name, value) in enumerate(zip(kernel.arg_names, given, strict=True)):
-        value = arch >= 90 if name == "CHAINED" else value
-        signature[name] = value if isinstance(value, str) else "constexpr"
-        if not isinstance(value, str):
-            fixed[place,] = value
-        elif value.startswith("*"):
-            attributes[place,] = [["tt.divisibility", 16]]
-    start = time.perf_counter()
-    target = GPUTarget("cuda", arch, 32)
-    made = triton.compile(ASTSource(kernel, signature, fixed, attributes), target=target, options=options)
-    seconds = round(time.perf_counter() - start, 2)
-    registers, spilled = _resources(made.asm["cubin"])
-    shared = made.metadata.shared
-    return Compiled(group, kernel.__name__, arch, registers, spilled, shared, 0, False, 0, 1, 4, [], seconds)
 
 
 def call_of(dtype: torch.dtype, head_dim: int, **changes: Any) -> CallSpec:
@@ -231,7 +125,7 @@ def _hopper() -> Iterator[Case]:
     """
     half, bfloat = torch.float16, torch.bfloat16
     options = {"has_softcap": True, "has_sinks": True}
-    square = (128, 128)
+    square, unqueued = (128, 128), set()
     for group, call, tile, kinds in (
         ("hopper D 64", call_of(half, 64), square, ("contiguous split", "slabs of 16", "evenly spaced", "put aside")),
         ("hopper D 64", call_of(bfloat, 64), square, ("slabs of 8 split",)),
@@ -267,10 +161,12 @@ def _hopper() -> Iterator[Case]:
         choices = gpu_choices(call, Open(), "hopper")
         choices = [c for c in choices if c.layout and (c.layout.block_m, c.layout.block_n) == tile]
         for kind in kinds:
-            case = _case(group, call, kind, choices, (90,))
-            yield case
-            if kind == kinds[-1] and call.dtype == half:
-                yield replace(case, name=f"{case.name} {ONE_EACH}")
+            yield (case := _case(group, call, kind, choices, (90,)))
+        # Without a queue there is less of everything: once for each shape of a thread block.
+        shape = (tile[0], head_dim_class(call.head_dim, call.value_dim), call.has_bias and tile == square)
+        if call.dtype == half and shape not in unqueued:
+            unqueued.add(shape)
+            yield replace(case, name=f"{case.name} {ONE_EACH}")
     for group, call, tile, kind in (
         ("hopper D 64", call_of(half, 64), square, "contiguous split"),
         ("hopper 64 rows", call_of(bfloat, 64), (64, 64), "contiguous split"),
@@ -363,26 +259,6 @@ def _short(call: CallSpec) -> str:
     return f"{str(call.dtype).removeprefix('torch.')} D {widths}{rows}"
 
 
-@dataclass
-class Recorded:
-    """Stands in for `Launch`: keeps what a kernel would be launched with."""
-
-    made: list[Recorded] = field(default_factory=list)
-    given: tuple[Any, ...] = ()
-    tensors: tuple[Tensor, ...] = ()
-    maps: tuple[TensorMap | None, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def make(self, *given: Any, **options: Any) -> Recorded:
-        one = Recorded(given=given, options=options)
-        self.made.append(one)
-        return one
-
-    def __call__(self, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
-        windows = self.options.get("windows", ())
-        self.tensors, self.maps = tensors, tuple(w and w.at(base) for w, base in zip(windows, bases, strict=True))
-
-
 def layout_of(call: CallSpec, choice: Choice) -> Layout:
     """A layout of the choice's kind, with partial and full tiles."""
     # Causal, so that there are partial tiles.
@@ -451,46 +327,16 @@ def recorded(case: Case) -> Recorded:
     return record.made[-1]  # behind what brings its jobs up to date
 
 
-def source(record: Recorded, arch: int) -> ASTSource:
-    """Specialised as Triton does: 1 is a constant, multiples of 16 are known to be, pointers are aligned."""
-    kernel, _grid, static, numbers, constants = record.given
-    values = (*record.maps, *record.tensors, *static, *numbers)
-    signature: dict[str, str] = {}
-    fixed: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], Any] = {}
-    for place, (name, value) in enumerate(zip(kernel.arg_names, (*values, *constants), strict=True)):
-        # On the CPU where this runs, kernels take no turns.
-        value = arch >= 90 if name == "CHAINED" else value
-        constant = place >= len(values) or value is None or (type(value) is int and value == 1)
-        if constant:
-            signature[name], fixed[place,] = "constexpr", value
-        elif isinstance(value, TensorMap):
-            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
-        elif isinstance(value, Tensor):
-            signature[name] = "*" + _TYPES[value.dtype]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
-        if not constant and (isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)):
-            attributes[place,] = [["tt.divisibility", 16]]
-    return (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, fixed, attributes)
-
-
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
-_TYPES[FP8] = "fp8e4nv"
 # Implementations whose kernels are Hopper's alone.
 _HOPPER = ("hopper", "hopper_fp8")
 
 
 def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
-    """Compile for one GPU and read the resources off the binary."""
+    """Compile for one GPU."""
     options = {"num_warps": record.options["num_warps"], "num_stages": record.options["num_stages"]}
     if record.options.get("max_registers"):
         options["maxnreg"] = record.options["max_registers"]
-    start = time.perf_counter()
-    kernel = triton.compile(source(record, arch), target=GPUTarget("cuda", arch, 32), options=options)
-    seconds = time.perf_counter() - start
-    registers, spilled = _resources(kernel.asm["cubin"])
+    made = assemble(record.source(arch), arch, options)
     choice, estimated, blocks = case.choice, 0, 1
     if choice.implementation == "hopper" and choice.kernel is not None and choice.layout is not None:
         estimated = hopper_shared_memory(choice, case.call)
@@ -504,92 +350,44 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
         group=case.group,
         name=case.name,
         arch=arch,
-        registers=registers,
-        spilled=spilled,
-        shared=kernel.metadata.shared,
+        registers=made.registers,
+        spilled=made.spilled,
+        shared=made.shared,
         estimated=estimated,
-        wgmma="wgmma.mma_async" in kernel.asm["ptx"],
+        wgmma=made.wgmma,
         block_m=choice.layout.block_m if choice.kernel is not None and choice.layout is not None else 0,
         resident=blocks,
         itemsize=case.call.dtype.itemsize,
-        warnings=_warnings(kernel.asm["ptx"]) if choice.implementation in _HOPPER else _stalls(kernel.asm, options),
-        seconds=round(seconds, 2),
+        warnings=made.losses if choice.implementation in _HOPPER else made.stalls,
+        seconds=made.seconds,
     )
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes of a thread; our kernels have no arrays, so the stack is what was spilled."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        shown = subprocess.run(
-            [_TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", shown)
-    assert found is not None, shown
-    return int(found[1]), int(found[2])
-
-
-def _warnings(ptx: str) -> list[str]:
-    """Performance warnings of the assembler, C7500 and up: wgmma instructions that wait for each other and the like.
-
-    And barriers of the hardware, sixteen in all, that Triton and the kernel both take.
-    """
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command: list[str | Path] = [_TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "Used" in done.stderr, "ptxas says nothing"
-    return [line for line in done.stderr.splitlines() if "(C75" in line] + _clashes(ptx)
-
-
-def _stalls(asm: dict[str, Any], options: dict[str, int]) -> list[str]:
-    """Loops of three stages that wait for copies as soon as they have started them: Triton could not pipeline them."""
-    stalls = options["num_stages"] > 2 and re.search(r"async_wait %.*num = 0", asm["ttgir"])
-    return ["a loop is not pipelined"] * bool(stalls)
-
-
-def _clashes(ptx: str) -> list[str]:
-    """Barriers where now these, now those threads meet: Triton's are for 128, the kernel's own for 256."""
-    threads: dict[str, set[str]] = {}
-    for number, count in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)(?:,\s*(\d+))?", ptx):
-        threads.setdefault(number, set()).add(count)
-    return [f"barrier {number} is for {sorted(found)} threads" for number, found in threads.items() if len(found) > 1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--family", choices=FAMILIES, help="kernels written for Hopper, or the others")
+    parser.add_argument("--covering", action="store_true", help="of Hopper's, those that have what none before has")
+    parser.add_argument("--arch", type=int, help="for this GPU alone")
     given = parser.parse_args()
+    archs = set(ARCHS) if given.arch is None else {given.arch}
     assert "TRITON_INTERPRET" not in os.environ, "kernels must be compiled, not interpreted"
     if not given.json:
         print(f"triton {triton.__version__}, stof {stof.__version__}")
         print("  sm  registers  spilled   shared  estimate  wgmma  seconds  kernel")
-    for case in cases():
-        if given.only in case.name:
-            record = recorded(case)
-            for arch in case.archs:
-                _report(compiled(case, record, arch), given.json)
+    for family in FAMILIES if given.family is None else (given.family,):
+        chosen = (case for case in cases() if (case.choice.implementation in _HOPPER) == (family == "hopper"))
+        for case in covering(chosen) if given.covering and family == "hopper" else chosen:
+            if given.only in case.name:
+                record = recorded(case)
+                for arch in sorted(archs.intersection(case.archs)):
+                    report(compiled(case, record, arch), given.json)
     for group, kernels in (("fill", fill_kernels()), ("layout", layout_kernels())):
         for kernel, values, options in kernels:
-            if given.only in kernel.__name__:
-                for arch in (80, 90, 120):
-                    _report(compiled_fill(group, kernel, values, options, arch), given.json)
-
-
-def _report(one: Compiled, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"triton": triton.__version__, **asdict(one)}), flush=True)
-        return
-    print(
-        f"{one.arch:>4}  {one.registers:>9}  {one.spilled:>7}  {one.shared:>7}  {one.estimated:>8}  "
-        f"{'yes' if one.wgmma else 'no':>5}  {one.seconds:>7.1f}  [{one.group}] {one.name}",
-        *one.warnings,
-        sep="\n",
-        flush=True,
-    )
+            if given.only in kernel.__name__ and given.family != "hopper":
+                for arch in sorted(archs & {80, 90}):
+                    report(compiled_for_device(group, kernel, values, options, arch), given.json)
 
 
 if __name__ == "__main__":

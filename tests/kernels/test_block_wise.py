@@ -116,7 +116,7 @@ def options(draw: st.DrawFn, every: tuple[int, ...], dtype: torch.dtype, head_di
 
 
 @given(data=st.data(), geometry=geometries(), config=kernel_configs(), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=400 if ON_GPU else 120)
+@settings(max_examples=400 if ON_GPU else 60)
 def test_against_float64(
     data: st.DataObject, geometry: LayoutConfig, config: BlockWiseConfig, dtype: torch.dtype
 ) -> None:

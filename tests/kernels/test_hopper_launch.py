@@ -53,6 +53,7 @@ class Twin:
 
     def run(self, launch: Launch, a: SimpleNamespace) -> None:
         """All jobs, dealt out as the kernel's thread blocks do."""
+        a.copied = {}
         written = torch.zeros(a.lse_ptr.shape, dtype=torch.int32)
         # The first job of a thread block and that one's first tile are in its start.
         jobs = [start.tolist() for start in a.starts_ptr[: launch.grid]]
@@ -156,7 +157,17 @@ def _tile(
     a: SimpleNamespace, desc: TensorMap, slab_desc: TensorMap | None, record: list[int], b: int, h: int, slab_h: int,
     stride: int,
 ) -> Tensor:  # fmt: skip
-    """K or V of a tile."""
+    """K or V of a tile; row blocks, warpgroups and heads that read the same share a copy."""
+    key = (id(desc), b, h, slab_h, *record)
+    if key not in a.copied:
+        a.copied[key] = _copy(a, desc, slab_desc, record, b, h, slab_h, stride)
+    return a.copied[key]
+
+
+def _copy(
+    a: SimpleNamespace, desc: TensorMap, slab_desc: TensorMap | None, record: list[int], b: int, h: int, slab_h: int,
+    stride: int,
+) -> Tensor:  # fmt: skip
     if a.SLAB == a.BLOCK_N:
         assert slab_desc is not None
         if record[0] >= ASIDE:

@@ -236,8 +236,6 @@ def check_call(room: BlockRoom, lists: TileLists, mask: Mask, split_tiles: int, 
         other = masks.block_topk(mask.scores * factor, mask.k, block_size=mask.block_size, causal=mask.causal)
         fill(room, other)
         keep = other.to_dense(lists.q_len, lists.kv_len)
-        out, lse = call(q, k, v, None, None)
-        assert_attention(out, lse, q, k, v, keep)
         # What no query of any head sees may be anything.
         unseen = ~keep.flatten(0, 1).any((0, 1))
         stale = (x.masked_fill(unseen[:, None], torch.nan) for x in (k, v))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,29 +17,9 @@ pytest.importorskip("triton")
 from triton.runtime.errors import PTXASError
 
 from stof.layout.device import launch
+from tests.kernels.test_launch import STREAM, Kernel
 
 CUDA = torch.device("cuda", 0)
-STREAM = 77
-
-
-class Kernel:
-    """Stands in for a `triton.jit` function and for what it compiles to."""
-
-    __name__ = "some_kernel"
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.through_jit: list[tuple[Any, ...]] = []
-        self.direct: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            if self.error is not None:
-                raise self.error
-            self.through_jit.append((grid, args, options))
-            return SimpleNamespace(run=lambda *a: self.direct.append(a), function="function", packed_metadata="meta")
-
-        return call
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +39,8 @@ def test_compiled_once_for_all_numbers() -> None:
     kernel, first, second = Kernel(), torch.zeros(8), torch.zeros(8)
     run(kernel, first)
     run(kernel, second, (7, 9))
-    assert kernel.through_jit == [((5,), (first, 1, 16, 3), {"num_warps": 4})]
+    assert kernel.through_jit == [((5,), first, 1, 16, 3)]
+    assert kernel.options == {"num_warps": 4}
     assert kernel.direct == [
         (5, 1, 1, STREAM, "function", "meta", None, None, None, second.data_ptr(), 7, 9, 3),
     ]
@@ -71,7 +50,7 @@ def test_other_constants_are_compiled() -> None:
     kernel, tensor = Kernel(), torch.zeros(8)
     for constant in (3, 4, 4):
         run(kernel, tensor, constant=constant)
-    assert [args[-1] for _, args, _ in kernel.through_jit] == [3, 4]
+    assert [args[-1] for args in kernel.through_jit] == [3, 4]
     assert len(kernel.direct) == 1
 
 

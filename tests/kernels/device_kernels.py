@@ -1,0 +1,82 @@
+"""Kernels that make work and layouts on the device: what they are compiled with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from triton.compiler import ASTSource
+
+from stof.masks.program import Programs
+from tests.kernels.assemble import Compiled, assemble
+
+
+def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
+    """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
+    from stof.kernels.hopper import across, fill
+    from stof.kernels.hopper import fill_slash as hopper_slash
+    from stof.kernels.triton import fill_blocks, fill_slash, fill_slash_tables
+
+    ints, i = "*i32", "i32"
+    for kind in (ints, "*i64"):
+        yield fill_slash_tables.slash_tables, [kind, kind, *[ints] * 5, *[i] * 11, 1, 2, 64, 2048], {"num_warps": 8}
+        yield fill_slash.vertical_slash_fill, [ints, *[ints] * 7, *[i] * 13, 64, 64, 128, 256], {"num_warps": 1}
+    yield fill_slash.slash_tiles, [*[ints] * 3, *[i] * 5, 128, 64, 64], {"num_warps": 2}
+    for width, num_warps in ((512, 1), (4096, 4), (16384, 16)):
+        given = ["*fp32", *[ints] * 4, i, i, i, 1, i, i, i, i, 4, True, width]
+        yield fill_blocks.select_blocks, given, {"num_warps": num_warps}
+    yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}
+    for block_m, width, paired in ((64, 64, False), (64, 64, True), (128, 128, False)):
+        yield fill.fill_tiles, [*[ints] * 6, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
+        yield fill.refresh_jobs, [*[ints] * 4, i, i, 8 if paired else 1, 128], {}
+    yield hopper_slash.slash_columns, [*[ints] * 5, i, 64, 1024], {"num_warps": 8}
+    yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}
+    yield hopper_slash.slash_fill, [*[ints] * 10, *[i] * 8, 64, 64], {"num_warps": 1}
+    for kind, width in (("*fp16", 64), ("*bf16", 128)):
+        yield fill.put_aside, [*[kind] * 4, ints, *[i] * 12, 32, width, True], {}
+    for listed, group in ((False, 1), (False, 4), (True, 1)):
+        scales = ["*fp32"] * 4
+        yield across.lay_across, [*[ints] * 4, *scales, ints, *[i] * 18, listed, group, 32, 128, True], {}
+    yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
+    for kind, packed in (("*u8", False), (ints, True)):
+        yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}
+        yield fill_blocks.dense_bitmaps, [kind, ints, ints, ints, i, i, i, 1, i, i, i, packed, 64, 64], {}
+
+
+def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
+    """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
+    from stof.layout.device import build, counting, kernels, reading, source, survey
+
+    ints, i = "*i32", "i32"
+    writing = {"num_warps": build._WRITERS}
+    kinds = ((ints, source.PROGRAM), ("*u8", source.BYTES), (ints, source.QUADS))
+    for read, kind in kinds:
+        group = build._READ if kind != source.PROGRAM else build._TOGETHER
+        reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
+        for block_m, block_n in ((128, 128), (64, 256)) if kind == source.PROGRAM else ((128, 128),):
+            constants = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
+            yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
+            yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 15, *constants], writing
+        rows = min(reader.rows_at_once(64, 256), survey._ROWS)
+        yield counting.count_slabs, [read, ints, *[i] * 15, kind, 64, 256, rows], {}
+    yield reading.prepare, [ints, ints, *[i] * 5], {}
+
+
+def device_source(kernel: Any, given: list[Any], arch: int) -> ASTSource:
+    """A kernel with these types or constants of its parameters, pointers aligned."""
+    signature, fixed, attributes = {}, {}, {}
+    for place, (name, value) in enumerate(zip(kernel.arg_names, given, strict=True)):
+        value = arch >= 90 if name == "CHAINED" else value
+        signature[name] = value if isinstance(value, str) else "constexpr"
+        if not isinstance(value, str):
+            fixed[place,] = value
+        elif value.startswith("*"):
+            attributes[place,] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, fixed, attributes)
+
+
+def compiled_for_device(group: str, kernel: Any, given: list[Any], options: dict[str, int], arch: int) -> Compiled:
+    """Compile one for one GPU."""
+    made = assemble(device_source(kernel, given, arch), arch, options)
+    name, taken = kernel.__name__, (made.registers, made.spilled, made.shared)
+    return Compiled(group, name, arch, *taken, 0, False, 0, 1, 4, [], made.seconds)
