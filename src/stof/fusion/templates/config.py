@@ -43,6 +43,8 @@ _SHARED_REST = 2048
 
 # Of a chain: what lies between has room in a program's registers.
 MOST_INNER = 256
+# Columns of a result whose squares are added up by themselves, one sum for each row.
+PART = 128
 
 
 def whole(columns: int) -> int:
@@ -197,6 +199,14 @@ class GemmConfig:
     def lag(self) -> int:
         """together: steps that the second consumer is behind the first, as far as the columns' stages reach."""
         return self.stages - self.row_stages
+
+    @property
+    def sums_squares(self) -> bool:
+        """Whether the kernel can leave sums of squares: tiles, and what leaves them at once, are made of whole parts."""
+        if self.kind == "pingpong":
+            return self.block_n == PART
+        width = self.block_n // (2 if self.halves else 1)
+        return self.kind in ("tile", "persistent", "together") and width % PART == 0
 
     def piece(self, shape: GemmShape, itemsize: int) -> int:
         """Columns of the output that leave a consumer at once: all of a tile where the stages leave room for it."""
