@@ -154,7 +154,7 @@ def cases(every: bool) -> Iterator[Case]:
     for text in ("128x128x64,8w,4s,persistent", "128x256x64,8w,3s,persistent,halves", "192x128x64,5s,together"):
         yield case("squares", before, text, dtype=bfloat, squares=True)
     yield case("squares of", turning, _SOME[0], squares=True)
-    for text in ("128x128x32,4w,3s,tile", "64x128x32,4w,3s,tile,split2"):
+    for text in ("128x128x64,8w,3s,tile", "64x128x32,4w,3s,tile,split2"):
         yield case("squares", before, text, ARCHS, squares=True)
     yield case("squares of", turning, "64x64x64,4w,4s,tile", ARCHS, squares=True)
     yield case("transposed", turned, "128x256x64,8w,3s,persistent")

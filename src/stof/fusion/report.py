@@ -86,7 +86,8 @@ class FusionReport:
     def take_back(self, reason: str) -> None:
         """Leave all segments to Inductor after all."""
         self.segments = [
-            replace(row, template="", config="", reason=reason, squares=False) if row.template else row for row in self.segments
+            replace(row, template="", config="", reason=reason, squares=False) if row.template else row
+            for row in self.segments
         ]
 
     def grouped(self) -> dict[SegmentReport, int]:

@@ -1,8 +1,8 @@
 """Kernel templates: matrix products together with what surrounds them.
 
 `ops` registers `torch.ops.stof.linear`, `linear_squares`, `norm_linear`, `gated_linear` and `linear_norm`, `row_scaled`
-`rms_linear`, `rms_gated_linear` and `rotary_linear`, `scaled` `scaled_linear`, `chain` `chain_linear`; `config` says how
-they run.
+`rms_linear`, `rms_gated_linear` and `rotary_linear`, `scaled` `scaled_linear`, `chain` `chain_linear`; `config` says
+how they run.
 """
 
 from stof.fusion.templates.candidates import configs

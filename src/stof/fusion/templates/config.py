@@ -39,8 +39,6 @@ _LEAST_SHARED = 101_376
 _SHARED_BY_ALL = 233_472
 # Barriers, and what the compiler aligns.
 _SHARED_REST = 2048
-
-
 # Of a chain: what lies between has room in a program's registers.
 MOST_INNER = 256
 # Columns of a result whose squares are added up by themselves, one sum for each row.
@@ -202,7 +200,7 @@ class GemmConfig:
 
     @property
     def sums_squares(self) -> bool:
-        """Whether the kernel can leave sums of squares: tiles, and what leaves them at once, are made of whole parts."""
+        """Whether the kernel can leave sums of squares: a tile, and what leaves it at once, has whole parts."""
         if self.kind == "pingpong":
             return self.block_n == PART
         width = self.block_n // (2 if self.halves else 1)

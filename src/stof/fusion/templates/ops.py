@@ -8,8 +8,6 @@ and rounded once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 

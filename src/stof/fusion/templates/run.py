@@ -211,7 +211,8 @@ def _tile(
         NORM="none" if norm is None else norm.kind,
         HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
         HAS_NORM_BIAS=norm is not None and norm.bias is not None, HEAD_DIM=shape.head_dim,
-        SCALED=call.scale is not None, SCALE_PARTS=_parts(rstd), PART=0 if squares is None else PART, num_warps=config.warps, num_stages=config.stages, **chained(x),
+        SCALED=call.scale is not None, SCALE_PARTS=_parts(rstd), PART=0 if squares is None else PART,
+        num_warps=config.warps, num_stages=config.stages, **chained(x),
     )  # fmt: skip
 
 
@@ -239,9 +240,7 @@ def _persistent(call: Product, config: GemmConfig, out: Tensor, squares: Tensor 
     )  # fmt: skip
 
 
-def _hopper(
-    call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None, squares: Tensor | None
-) -> None:
+def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None, squares: Tensor | None) -> None:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -70,9 +70,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     return activated(gate, activation) * up
 
 
-def _factored(
-    x: Tensor, rstd: Tensor | None, norm_weight: Tensor | None, squares: Tensor | None, eps: float
-) -> Tensor:
+def _factored(x: Tensor, rstd: Tensor | None, norm_weight: Tensor | None, squares: Tensor | None, eps: float) -> Tensor:
     if rstd is None:
         assert squares is not None
         rstd = factors_of(squares, x.shape[-1], eps)
