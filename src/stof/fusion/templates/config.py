@@ -201,10 +201,9 @@ class GemmConfig:
     @property
     def sums_squares(self) -> bool:
         """Whether the kernel can leave sums of squares: a tile, and what leaves it at once, has whole parts."""
-        if self.kind == "pingpong":
-            return self.block_n == PART
         width = self.block_n // (2 if self.halves else 1)
-        return self.kind in ("tile", "persistent", "together") and width % PART == 0
+        whole_parts = width == PART if self.kind == "pingpong" else width % PART == 0
+        return whole_parts and self.kind in ("tile", "persistent", *GLUON)
 
     def piece(self, shape: GemmShape, itemsize: int) -> int:
         """Columns of the output that leave a consumer at once: all of a tile where the stages leave room for it."""
@@ -259,8 +258,7 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
     if dtype not in HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
         found.append(f"{config.kind} does not compute {dtype}")
     limit = _SHARED.get(capability, _LEAST_SHARED)
-    needed = config.shared_memory(shape, dtype.itemsize) + _SHARED_REST
-    if needed > limit:
+    if (needed := config.shared_memory(shape, dtype.itemsize) + _SHARED_REST) > limit:
         found.append(f"needs {needed} bytes of shared memory, there are {limit}")
     if capability < _LEAST_CAPABILITY:
         found.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
