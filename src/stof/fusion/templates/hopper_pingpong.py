@@ -167,8 +167,8 @@ def pingpong_gemm_kernel(
     """`C[m, n] = act(scale[m] * (A @ B.T)[m, n] + bias[n]) + residual[m, n]`, or act(gate) * up.
 
     ROWS: of a tile, 64 or 128. GATED: BLOCK_N columns of products, half of them gate, half up; `columns` counts the
-    output's. PIECE: columns of the output that leave at once. SCALE_PARTS: see `row_factors`, PART: see `write_tile`. HEAD_DIM: of heads
-    that are rotated in the first `turned` columns, whole tiles of them; 0 for none.
+    output's. PIECE: columns of the output that leave at once. SCALE_PARTS: see `row_factors`, PART: see `write_tile`.
+    HEAD_DIM: of heads that are rotated in the first `turned` columns, whole tiles of them; 0 for none.
     """
     dtype: gl.constexpr = a_desc.dtype
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
