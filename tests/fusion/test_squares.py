@@ -15,12 +15,13 @@ from torch import Tensor, fx, nn
 import stof
 from stof.errors import ArgumentError
 from stof.fusion import rules
+from stof.fusion.choices import Tuned
 from stof.fusion.claims import claims
 from stof.fusion.lower import Choice, GraphOrder, handed_on
 from stof.fusion.normalise import normalise
 from stof.fusion.operators import NORMS, Operator
 from stof.fusion.report import FusionReport
-from stof.fusion.rules import norm_joined, pays, suggested
+from stof.fusion.rules import norm_joined, suggested
 from stof.fusion.templates import (
     GemmConfig,
     linear,
@@ -327,12 +328,14 @@ def test_a_sum_whose_squares_are_handed_on_is_no_work_for_inductor(foldable: boo
     claim = next(c for c in claims(operators[:2], Serving.TWINS)[0] if c.template.name == "linear")
     joined = norm_joined(claim, "", operators, range(2, len(operators)), order, Serving.TWINS)
     assert (joined is None) == foldable
-    assert pays(claim, joined) == foldable
-    chosen = suggested(operators, order, Serving.TWINS)
+    # Measured 2 us faster alone; the pass that the norm's kernel would save takes 4.
+    known = {"linear 4096x2048x2048 residual float16 twins": Tuned("", 50.0, 52.0)}.get
+    chosen = suggested(operators, order, Serving.TWINS, known)
     assert (0 in chosen) == foldable
     assert len(handed_on(chosen.values(), order)) == foldable
-    # Where the norm lies outside what is decided on, nothing is known of it.
-    assert 0 not in suggested(operators, order, Serving.TWINS, within=[range(2)])
+    # Where the norm lies outside what is decided on, nothing is known of it; nor is anything chosen unmeasured.
+    assert 0 not in suggested(operators, order, Serving.TWINS, known, within=[range(2)])
+    assert 0 not in suggested(operators, order, Serving.TWINS)
 
 
 def test_a_configuration_without_whole_parts_hands_nothing_on() -> None:

@@ -12,16 +12,16 @@ from torch import fx
 
 from stof.fusion.bucket_search import by_buckets
 from stof.fusion.choices import Choices, Known, choices_path, update_choices
-from stof.fusion.claims import Claim, claims, without_kernel
+from stof.fusion.claims import claims, without_kernel
 from stof.fusion.lower import Choice, GraphOrder, copy_graph, handed_on, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
-from stof.fusion.operators import NORMS, Kind, Operator
+from stof.fusion.operators import NORMS, Kind
 from stof.fusion.progress import Progress
 from stof.fusion.propagate import propagate
 from stof.fusion.replay import Replay, lock_known, replayed
 from stof.fusion.report import FusionReport, SegmentReport
-from stof.fusion.rules import LONGEST, apart, bucket, joined, norm_joined, pays, suggested
+from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, suggested
 from stof.fusion.scheme import Scheme
 from stof.fusion.search import two_stage
 from stof.fusion.sizes import is_symbolic
@@ -274,7 +274,7 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
                         yield f"{name}: {tuned.template_us:.1f} us at best before, Inductor {tuned.inductor_us:.1f} us"
                     elif tuned is None and not claim.template.by_rule:
                         yield f"{name}: only where a search measures it faster"
-                    elif tuned is None and not pays(claim, _joined(graph, claim, stop)):
+                    elif tuned is None and not pays(claim, next(iter(graph.operators[stop:]), None)):
                         yield f"{name}: saves too little traffic at K = {claim.problem.shape.k}, by rule"
                     continue
                 times = meter.measured(start, stop)
@@ -285,11 +285,6 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
                 ]
                 if times.get(None, math.inf) < math.inf and min(own, default=math.inf) < math.inf:
                     yield f"{name}: {min(own):.1f} us at best, Inductor {times[None]:.1f} us"
-
-
-def _joined(graph: GraphSpace, claim: Claim, stop: int) -> Operator | None:
-    behind = range(stop, len(graph.operators))
-    return norm_joined(claim, "", graph.operators, behind, graph.order, graph.serving, graph.known)
 
 
 def _merge(gm: fx.GraphModule, report: FusionReport) -> None:
