@@ -139,13 +139,8 @@ def _write(
 
 @gluon.jit
 @no_type_check
-def row_factors(row_scale_ptr, row, rows, depth, eps, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
-    """What ROWS rows from `row` on are multiplied by, as an accumulator of COLUMNS columns has its rows.
-
-    row_scale_ptr: the factors; with PARTS, so many sums of squares of a row's parts instead, `[PARTS, rows]`, and the
-    factors are `1 / sqrt(sum / depth + eps)`. Loaded before a tile's products, which hide how long that takes.
-    """
-    r = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])))
+def row_factors(row_scale_ptr, r, rows, depth, eps, PARTS: gl.constexpr):
+    """What rows `r` are multiplied by; see `write_tile`."""
     if PARTS == 0:
         return gl.load(row_scale_ptr + r, mask=r < rows, other=0.0)
     total = gl.load(row_scale_ptr + r, mask=r < rows, other=0.0)
@@ -157,10 +152,10 @@ def row_factors(row_scale_ptr, row, rows, depth, eps, ROWS: gl.constexpr, COLUMN
 @gluon.jit
 @no_type_check
 def write_tile(
-    acc, c_smem, place, c_desc, residual_desc, bars, bias_ptr, factors, squares_ptr, row, first, rows, columns, number,
-    PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr, PART: gl.constexpr, cos_ptr=None, sin_ptr=None, positions=0,
-    turned=0, HEAD_DIM: gl.constexpr = 0,
+    acc, c_smem, place, c_desc, residual_desc, bars, bias_ptr, row_scale_ptr, depth, eps, squares_ptr, row, first, rows,
+    columns, number, PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr, SCALE_PARTS: gl.constexpr, PART: gl.constexpr, cos_ptr=None,
+    sin_ptr=None, positions=0, turned=0, HEAD_DIM: gl.constexpr = 0,
 ):  # fmt: skip
     """Products of a tile become its part of the result, in as many pieces as a place in `c_smem` takes.
 
@@ -168,7 +163,8 @@ def write_tile(
     place: where in `c_smem` the first piece goes. PLACES: 1 when all pieces go there, the first one's residual being
     on its way; else the places this consumer has, one for each piece and all residuals on their way. number: tiles
     that this consumer has written.
-    factors: HAS_SCALE, of the rows, see `row_factors`; ignored without.
+    row_scale_ptr: HAS_SCALE, factors of the rows; with SCALE_PARTS, so many sums of squares of a row's parts instead,
+    `[SCALE_PARTS, rows]`, and the factors are `1 / sqrt(sum / depth + eps)`.
     squares_ptr: PART > 0, where sums of squares of so many columns of the result go, `[parts, rows]`; columns that do
     not exist are zero.
     HEAD_DIM: of heads that are rotated in the first `turned` columns, 0 for none; see `rotated`.
@@ -181,7 +177,8 @@ def write_tile(
     OWN: gl.constexpr = PLACES > 1
     acc_layout: gl.constexpr = acc.type.layout
     if HAS_SCALE:
-        acc = acc * gl.convert_layout(factors, gl.SliceLayout(1, acc_layout), assert_trivial=True)[:, None]
+        r = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout))
+        acc = acc * row_factors(row_scale_ptr, r, rows, depth, eps, SCALE_PARTS)[:, None]
     if HAS_BIAS:
         j = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_layout))
         inside = first + j % WIDTH

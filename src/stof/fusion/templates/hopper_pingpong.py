@@ -25,7 +25,6 @@ from stof.fusion.templates.device import tile_place
 from stof.fusion.templates.hopper_epilogue import (
     fetch_columns,
     fetch_residual,
-    row_factors,
     shared_layout,
     stage_after,
     stage_before,
@@ -100,9 +99,6 @@ def _consumer(
         if HAS_RESIDUAL:
             # All of the products hide it.
             fetch_residual(residual_desc, c_smem.index(NUMBER), residual_full.index(NUMBER), m * ROWS, n * WIDTH)
-        factors = gl.to_tensor(0.0)
-        if HAS_SCALE:
-            factors = row_factors(row_scale_ptr, m * ROWS, rows, depth, eps, ROWS, BLOCK_N, SCALE_PARTS)
         stage, phase = first_step(number, k_tiles, STAGES)
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
         # Until the other consumer has seen all its stages filled. Earlier, a stage could be two fills behind the one
@@ -122,9 +118,9 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         write_tile(
-            acc, c_smem, NUMBER, c_desc, residual_desc, residual_full, bias_ptr, factors, squares_ptr, m * ROWS,
-            n * WIDTH, rows, columns, number // 2, 1, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, PART,
-            cos_ptr, sin_ptr, positions, turned, HEAD_DIM,
+            acc, c_smem, NUMBER, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr, depth, eps, squares_ptr,
+            m * ROWS, n * WIDTH, rows, columns, number // 2, 1, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
+            SCALE_PARTS, PART, cos_ptr, sin_ptr, positions, turned, HEAD_DIM,
         )  # fmt: skip
         number += 2
     tma.store_wait(0)
@@ -167,8 +163,8 @@ def pingpong_gemm_kernel(
     """`C[m, n] = act(scale[m] * (A @ B.T)[m, n] + bias[n]) + residual[m, n]`, or act(gate) * up.
 
     ROWS: of a tile, 64 or 128. GATED: BLOCK_N columns of products, half of them gate, half up; `columns` counts the
-    output's. PIECE: columns of the output that leave at once. SCALE_PARTS: see `row_factors`, PART: see `write_tile`.
-    HEAD_DIM: of heads that are rotated in the first `turned` columns, whole tiles of them; 0 for none.
+    output's. PIECE: columns of the output that leave at once. SCALE_PARTS, PART: see `write_tile`. HEAD_DIM: of heads
+    that are rotated in the first `turned` columns, whole tiles of them; 0 for none.
     """
     dtype: gl.constexpr = a_desc.dtype
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N

@@ -28,7 +28,6 @@ from stof.fusion.templates.device import tile_place
 from stof.fusion.templates.hopper_epilogue import (
     fetch_columns,
     fetch_residual,
-    row_factors,
     shared_layout,
     stage_after,
     stage_before,
@@ -145,9 +144,6 @@ def _consumer(
             for piece in gl.static_range(PLACES):
                 fetch_residual(residual_desc, c_smem.index(PLACE + piece), residual_full.index(PLACE + piece), row,
                                first + piece * PIECE)  # fmt: skip
-        factors = gl.to_tensor(0.0)
-        if HAS_SCALE:
-            factors = row_factors(row_scale_ptr, row, rows, depth, eps, ROWS, BLOCK_N, SCALE_PARTS)
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
         side = acc
         if SIDE > 0:
@@ -179,14 +175,15 @@ def _consumer(
         mbarrier.arrive(a_empty.index(FIRST + stage_before(a_stage, A_STAGES)), count=1)
         mbarrier.arrive(b_empty.index(stage_before(b_stage, B_STAGES)), count=1)
         write_tile(
-            acc, c_smem, PLACE, c_desc, residual_desc, residual_full, bias_ptr, factors, squares_ptr, row, first, rows,
-            columns, number, PLACES, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, PART,
+            acc, c_smem, PLACE, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr, depth, eps, squares_ptr,
+            row, first, rows, columns, number, PLACES, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
+            SCALE_PARTS, PART,
         )  # fmt: skip
         if SIDE > 0:
             write_tile(
-                side, c_smem, PLACE + PLACES - 1, c_desc, residual_desc, residual_full, bias_ptr, factors, squares_ptr,
-                row, first + WIDTH, rows, columns, number, PLACES, False, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
-                HAS_SCALE, PART,
+                side, c_smem, PLACE + PLACES - 1, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr, depth,
+                eps, squares_ptr, row, first + WIDTH, rows, columns, number, PLACES, False, ACTIVATION, HAS_BIAS,
+                HAS_RESIDUAL, HAS_SCALE, SCALE_PARTS, PART,
             )  # fmt: skip
         number += 1
     tma.store_wait(0)
