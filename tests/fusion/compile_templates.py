@@ -209,6 +209,7 @@ def product_of(case: Case) -> Product:
         _row_scale(case),
         Rotary(angles, angles, shape.turned, shape.head_dim) if shape.head_dim else None,
         torch.empty(rows, dtype=dtype) if shape.stored else None,
+        -(-shape.k // PART) if case.squares and shape.template in ROW_SCALED else 0,
     )
 
 

@@ -182,7 +182,7 @@ def test_products_compute_factors_from_squares(
     whole = folded(t["weight"], t["scale"])
     assert whole is not None
     squares, norm = twins.row_squares(t["x"]), Norm("rms", None, None, 1e-5)
-    product = run.product(name, t["x"], whole, t["bias"], None, "silu", norm, squares)
+    product = run.product(name, t["x"], whole, t["bias"], None, "silu", norm, squares, parts=squares.shape[0])
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
         normed = twins.normalised(f(t["x"]), f(t["scale"]), None, "rms", 1e-5)
@@ -204,7 +204,7 @@ def test_hopper(text: str) -> None:
         t = tensors(m, n, k, dtype)
         product = run.product(
             "rms_linear", t["x"], t["weight"], None, None, "none", Norm("rms", None, None, 1e-5),
-            twins.row_squares(t["x"]),
+            twins.row_squares(t["x"]), parts=-(-k // PART),
         )  # fmt: skip
         check(
             product, text, lambda f, t=t: F.linear(twins.normalised(f(t["x"]), None, None, "rms", 1e-5), f(t["weight"]))

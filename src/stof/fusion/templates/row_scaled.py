@@ -174,9 +174,9 @@ def _row_scaled(
     whole = weight if norm_weight is None else folded(weight, norm_weight)
     if whole is None:
         return None
-    scale = squares if rstd is None else rstd
+    scale, parts = (rstd, 0) if squares is None else (squares, squares.shape[0])
     norm = None if scale is None else Norm("rms", None, None, eps)
-    return run.product(template, x, whole, bias, None, activation, norm, scale, rotary)
+    return run.product(template, x, whole, bias, None, activation, norm, scale, rotary, parts=parts)
 
 
 def _served(call: run.Product | None, config: str) -> Tensor | None:

@@ -66,8 +66,13 @@ def product(
     row_scale: Tensor | None = None,
     rotary: Rotary | None = None,
     scale: Tensor | None = None,
+    parts: int = 0,
 ) -> Product:
-    """View (or, where strides are too odd, copy) the tensors of a call for the kernels."""
+    """View (or, where strides are too odd, copy) the tensors of a call for the kernels.
+
+    Args:
+        parts: row_scale has sums of squares of so many parts of every row; 0: factors.
+    """
     k = x.shape[-1]
     n = weight.shape[0] // (2 if template in GATED else 1)
     rows = x.shape[:-1].numel()  # of tensors without elements, reshape cannot tell
@@ -96,8 +101,7 @@ def product(
         aligned=all(width * x.element_size() % 16 == 0 for width in (n, k)) and all(map(_aligned, read)),
     )
     if row_scale is not None:
-        parts = row_scale.shape[: 1 + row_scale.dim() - x.dim()]
-        row_scale = row_scale.reshape(*parts, rows).contiguous()
+        row_scale = row_scale.reshape((parts, rows) if parts else (rows,)).contiguous()
     scale = None if scale is None else scale.reshape(-1).contiguous()
     return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary, scale)
 
