@@ -3,8 +3,9 @@
 `python benchmarks/norms.py products|models [--tokens 4096] [--layers 4] [--json FILE]`, on a GPU.
 
 products: a sum, its norm, and the product of query, key and value with its rotations, or of gate and up with its gate,
-as one compiled function: by Inductor alone, the product by a template, the norm folded, and rotated as well; checked
-against float64, GPU time of CUDA-graph replays.
+as one compiled function: by Inductor alone, the product by a template, the norm folded, and rotated as well; and with
+the product before the sum, which hands row statistics on or does not. Checked against float64, GPU time of CUDA-graph
+replays.
 models: some layers by backend "stof" with and without option `fold`: cosine to float32, ms a call. Lines are printed as
 they are found.
 """
@@ -82,13 +83,31 @@ def gated(given: Given, way: str, config: str) -> tuple[Tensor, ...]:
     return h, torch.ops.stof.gated_linear(normed, weight, None, "silu", config)
 
 
-WAYS: dict[str, tuple[Callable[[Given, str, str], tuple[Tensor, ...]], int, tuple[tuple[str, str], ...]]] = {
+def summed(given: Given, way: str, config: str) -> tuple[Tensor, ...]:
+    """A product, its sum with a residual, and what `gated` or (with tables) `projected` make of it, norm folded."""
+    x, before, residual, scale, weight, *tables = given
+    if way != "handed on":
+        rest = (residual, F.linear(x, before), scale, weight, *tables)
+        return projected(rest, way, "") if tables else gated(rest, way, "")
+    h, squares = torch.ops.stof.linear_squares(x, before, None, residual, "none", config)
+    if not tables:
+        return h, torch.ops.stof.rms_gated_linear(h, None, scale, weight, None, "silu", "", squares, EPS)
+    turn = (*tables, TURNED, HEAD_DIM, "")
+    return h, *cut(torch.ops.stof.rotary_linear(h, None, scale, weight, None, *turn, squares, EPS))
+
+
+HANDED = (("plain", ""), *(("handed on", text) for text in ("", "256x128x64,6s,together", "128x256x64,5s,together")))
+# The function, columns of the product after the norm, depth of the one before the sum, ways and configurations.
+WAYS: dict[str, tuple[Callable[[Given, str, str], tuple[Tensor, ...]], int, int, tuple[tuple[str, str], ...]]] = {
     "qkv": (
         projected,
         3072,
+        0,
         (("plain", ""), ("template", ""), ("rotated", ""), ("folded", ""), *(("both", text) for text in CONFIGS[:2])),
     ),
-    "gate up": (gated, 16384, (("plain", ""), ("template", ""), *(("folded", text) for text in CONFIGS))),
+    "gate up": (gated, 16384, 0, (("plain", ""), ("template", ""), *(("folded", text) for text in CONFIGS))),
+    "output, gate up": (summed, 16384, HIDDEN, (*HANDED, ("folded", ""))),
+    "down, qkv": (summed, 3072, 4 * HIDDEN, (*HANDED, ("both", ""))),
 }
 
 
@@ -101,9 +120,12 @@ def products(tokens: int) -> Iterator[list[Any]]:
 
     angles = torch.outer(torch.arange(tokens, device="cuda"), 1e4 ** (-torch.arange(0, 64, 2, device="cuda") / 64))
     tables = tuple(table.repeat(1, 2).half() for table in (angles.cos(), angles.sin()))
-    for name, (function, rows, ways) in WAYS.items():
-        given = (drawn(tokens, HIDDEN), drawn(tokens, HIDDEN), 1 + drawn(HIDDEN) / 4, drawn(rows, HIDDEN, scale=0.022))
-        given += tables if name == "qkv" else ()
+    for name, (function, rows, depth, ways) in WAYS.items():
+        given: Given = (drawn(tokens, HIDDEN), drawn(tokens, HIDDEN))
+        if depth:
+            given = (drawn(tokens, depth), drawn(HIDDEN, depth, scale=depth**-0.5), drawn(tokens, HIDDEN))
+        given += (1 + drawn(HIDDEN) / 4, drawn(rows, HIDDEN, scale=0.022))
+        given += tables if name.endswith("qkv") else ()
         right = function(tuple(t.double() for t in given), "plain", "")[1:]
         usual = function(given, "plain", "")[1:]
         allowed = [error_budget(one, exact, torch.float16).allowed for one, exact in zip(usual, right, strict=True)]

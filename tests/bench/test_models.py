@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,15 @@ def test_speedups_are_over_the_fastest_of_ours() -> None:
     rows = [peer, other, broken, timed("stof", 2.0), timed("stof-whole", 1.5), timed("stof-folded", None)]
     assert speedups(rows) == {peer: 2.0}
     assert bench_models.models_table(rows, CPU, "float16").row_count == len(rows)
+
+
+def test_single_calls_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models._SIZES, "bert", TINY)
+    (row,) = run_case(Case("bert", 1, 32, "full"), ["eager-sdpa"], replace(PLAN, rest_s=0.01))
+    assert row.rested_ms is not None
+    assert row.rested_ms > 0
+    columns = [len(bench_models.models_table(rows, CPU, "float16").columns) for rows in ([row], [timed("stof", 2.0)])]
+    assert columns[0] == columns[1] + 1
 
 
 def test_rows_are_of_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

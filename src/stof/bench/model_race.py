@@ -56,22 +56,27 @@ class Way:
 
 @dataclass(frozen=True)
 class Row(Way):
-    """What came of a way; `ms` is None when it was wrong or failed (`problem` says how)."""
+    """What came of a way; `ms` is None when it was wrong or failed (`problem` says how).
+
+    `rested_ms` is of single calls, each after a rest; None where those were not asked for.
+    """
 
     ms: float | None
     first_call_s: float
     cosine: float | None
     problem: str = ""
+    rested_ms: float | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How cases are run: dtype, timed calls, and the seconds each search may take."""
+    """How cases are run: dtype, timed calls, seconds that each search may take, and of rest before single calls."""
 
     device: torch.device
     dtype: torch.dtype
     rounds: int = 20
     budget_s: float | None = None
+    rest_s: float = 0.0
 
     @property
     def dtype_name(self) -> str:
@@ -185,7 +190,7 @@ def run_way(subject: Subject, impl: str, plan: Plan) -> Row:
     """Check one implementation, then take the wall time of a call, results awaited."""
     torch.compiler.reset()
     case, start = subject.case, time.perf_counter()
-    cosine, problem, ms, first = None, "", None, 0.0
+    cosine, problem, ms, rested, first = None, "", None, None, 0.0
     try:
         with torch.no_grad():
             compiled, arguments = prepared(subject.model, case, impl, plan.device, plan.budget_s)
@@ -198,9 +203,12 @@ def run_way(subject: Subject, impl: str, plan: Plan) -> Row:
                 problem = f"WRONG: cosine {cosine:.6f} to float32"
             else:
                 ms = wall_us({impl: call}, plan.device, rounds=plan.rounds)[impl] / 1e3
+                if plan.rest_s:
+                    taken = wall_us({impl: call}, plan.device, rounds=plan.rounds, rest=plan.rest_s)
+                    rested = taken[impl] / 1e3
     except Exception as failure:  # whatever a compiler or a model raises must not end the comparison
         problem = first_line(failure)
-    return Row(case.model, case.batch, case.seq, case.mask, plan.dtype_name, impl, ms, first, cosine, problem)
+    return Row(case.model, case.batch, case.seq, case.mask, plan.dtype_name, impl, ms, first, cosine, problem, rested)
 
 
 def speedups(rows: Iterable[Row]) -> dict[Row, float]:

@@ -37,6 +37,9 @@ def models(
     ] = "peers ours",
     dtype: _Dtype = "float16",
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls; medians are reported.")] = 20,
+    rest: Annotated[
+        float, typer.Option(min=0, help="Time single calls as well, each after so many seconds of rest.")
+    ] = 0.0,
     budget: Annotated[float | None, typer.Option(help="Seconds after which nothing further is started.")] = None,
     search_budget: Annotated[float | None, typer.Option(help="Seconds that each search may take.")] = None,
     warm: Annotated[
@@ -74,7 +77,7 @@ def models(
         for line in compile_all(jobs_of(wanted), dtype, workers=workers, seconds=budget or math.inf, tell=say):
             console.print(Text(line, style="red"), soft_wrap=True)
         return
-    plan, file = Plan(device, precision, rounds, search_budget), RowFile(output, device, Row, KEY)
+    plan, file = Plan(device, precision, rounds, search_budget, rest), RowFile(output, device, Row, KEY)
     done = file.done() if resume else set()
     wanted = [(case, impl) for case, impl in wanted if (*astuple(case), dtype, impl) not in done]
     until = math.inf if budget is None else start + budget
@@ -116,7 +119,9 @@ def models_table(rows: Sequence[Row], device: torch.device, dtype: str) -> Table
     from stof.tuning.machine import device_name
 
     table = Table(title=f"Whole models on {device_name(device)}, {dtype}, ms a call")
-    for heading in ("model", "batch", "length", "mask", "way", "ms", "stof faster by", "first call s", "cosine"):
+    rested = ("after a rest",) if any(row.rested_ms is not None for row in rows) else ()
+    headings = ("model", "batch", "length", "mask", "way", "ms", *rested, "stof faster by", "first call s", "cosine")
+    for heading in headings:
         left = heading in ("model", "mask", "way", "cosine")
         table.add_column(heading, justify="left" if left else "right")
     ratios = speedups(rows)
@@ -124,9 +129,10 @@ def models_table(rows: Sequence[Row], device: torch.device, dtype: str) -> Table
         figure = row.problem if row.ms is None else f"{row.ms:.3f}"
         cosine = "" if row.cosine is None else f"{row.cosine:.6f}"
         ratio = f"{ratios[row]:.2f}" if row in ratios else ""
+        single = ["" if row.rested_ms is None else f"{row.rested_ms:.3f}"] if rested else []
         table.add_row(
-            row.model, str(row.batch), str(row.seq), row.mask, row.impl, figure, ratio, f"{row.first_call_s:.1f}",
-            cosine,
+            row.model, str(row.batch), str(row.seq), row.mask, row.impl, figure, *single, ratio,
+            f"{row.first_call_s:.1f}", cosine,
         )  # fmt: skip
     return table
 

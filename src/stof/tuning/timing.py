@@ -128,13 +128,24 @@ def _each(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def wall_us(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int = 10, warmup: int = 3
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    rounds: int = 10,
+    warmup: int = 3,
+    rest: float = 0.0,
 ) -> dict[str, float]:
-    """Median wall time of whole calls in turn, their results awaited: what a user of a model waits for."""
+    """Median wall time of whole calls in turn, their results awaited: what a user of a model waits for.
+
+    Args:
+        rest: seconds before each call. A card that calls in a row bring to its power limit runs single ones faster.
+    """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warmup + rounds):
         for name, call in calls.items():
             _await(device)
+            if rest:
+                time.sleep(rest)
             start = time.perf_counter()
             call()
             _await(device)

@@ -39,10 +39,10 @@ _LEAST_SHARED = 101_376
 _SHARED_BY_ALL = 233_472
 # Barriers, and what the compiler aligns.
 _SHARED_REST = 2048
-
-
 # Of a chain: what lies between has room in a program's registers.
 MOST_INNER = 256
+# Columns of a result whose squares are added up by themselves, one sum for each row.
+PART = 128
 
 
 def whole(columns: int) -> int:
@@ -198,6 +198,13 @@ class GemmConfig:
         """together: steps that the second consumer is behind the first, as far as the columns' stages reach."""
         return self.stages - self.row_stages
 
+    @property
+    def sums_squares(self) -> bool:
+        """Whether the kernel can leave sums of squares: a tile, and what leaves it at once, has whole parts."""
+        width = self.block_n // (2 if self.halves else 1)
+        whole_parts = width == PART if self.kind == "pingpong" else width % PART == 0
+        return whole_parts and self.kind in ("tile", "persistent", *GLUON)
+
     def piece(self, shape: GemmShape, itemsize: int) -> int:
         """Columns of the output that leave a consumer at once: all of a tile where the stages leave room for it."""
         width = self.block_n // 2 if shape.gated else self.block_n
@@ -251,8 +258,7 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
     if dtype not in HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
         found.append(f"{config.kind} does not compute {dtype}")
     limit = _SHARED.get(capability, _LEAST_SHARED)
-    needed = config.shared_memory(shape, dtype.itemsize) + _SHARED_REST
-    if needed > limit:
+    if (needed := config.shared_memory(shape, dtype.itemsize) + _SHARED_REST) > limit:
         found.append(f"needs {needed} bytes of shared memory, there are {limit}")
     if capability < _LEAST_CAPABILITY:
         found.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))

@@ -11,8 +11,8 @@ import torch
 
 from stof.errors import ArgumentError
 from stof.fusion.operators import NORMS, Kind
-from stof.fusion.templates import chain, ops, scaled, twins
-from stof.fusion.templates.buckets import bucket_of
+from stof.fusion.templates import chain, ops, row_scaled, scaled, twins
+from stof.fusion.templates.buckets import bucket_of, in_bucket
 from stof.fusion.templates.candidates import configs
 from stof.fusion.templates.config import GemmConfig, GemmShape, default, unfit, unserved
 
@@ -123,10 +123,25 @@ class Template:
             return twin
         device = torch.cuda.get_device_properties(problem.device)
         capability = (device.major, device.minor)
-        bucket = replace(problem.shape, m=bucket_of(problem.shape.m))
-        usual = default(bucket, problem.dtype, capability, device.multi_processor_count)
+        usual = self._usual(problem)
         others = [str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual]
         return [*(twin if usual is None else [""]), *others]
+
+    def sums_squares(self, problem: Problem, config: str) -> bool:
+        """Whether `stof::linear_squares` may take this template's place, and leaves the sums without another pass."""
+        if self.name != "linear":
+            return False
+        if problem.device.type != "cuda":
+            return True  # the twin computes them
+        own = in_bucket(config, problem.shape.m)
+        runs = GemmConfig.parse(own) if own else self._usual(problem)
+        return runs is not None and runs.sums_squares
+
+    def _usual(self, problem: Problem) -> GemmConfig | None:
+        """The default of the bucket's largest product."""
+        device = torch.cuda.get_device_properties(problem.device)
+        bucket = replace(problem.shape, m=bucket_of(problem.shape.m))
+        return default(bucket, problem.dtype, (device.major, device.minor), device.multi_processor_count)
 
     def refusal(self, problem: Problem, config: str, serving: Serving) -> str:
         """Why a configuration cannot run a problem, in words; "" where it can, whether worth measuring or not."""
@@ -149,9 +164,9 @@ _OPERATORS = {
     "norm_linear": ops.norm_linear,
     "gated_linear": ops.gated_linear,
     "linear_norm": ops.linear_norm,
-    "rms_linear": ops.rms_linear,
-    "rms_gated_linear": ops.rms_gated_linear,
-    "rotary_linear": ops.rotary_linear,
+    "rms_linear": row_scaled.rms_linear,
+    "rms_gated_linear": row_scaled.rms_gated_linear,
+    "rotary_linear": row_scaled.rotary_linear,
     "scaled_linear": scaled.scaled_linear,
     "chain_linear": chain.chain_linear,
 }
