@@ -25,6 +25,7 @@ from stof.kernels.fp8 import FP8
 from stof.kernels.hopper import attention as hopper
 from stof.kernels.hopper import fp8_attention
 from stof.kernels.hopper.jobs import RANGE_FIELDS, make_fp8_lists, make_tile_lists, resident
+from stof.kernels.hopper.pairs import make_paired_lists
 from stof.kernels.triton import attention as triton_attention
 from stof.kernels.triton import row_wise
 from stof.kernels.triton.work import make_work
@@ -142,6 +143,8 @@ def _hopper() -> Iterator[Case]:
         ("hopper 192 rows", call_of(bfloat, 40, **options), (192, 128), ("contiguous split",)),
         ("hopper D 128", call_of(half, 128), square, ("contiguous", "slabs of 8", "evenly spaced split", "put aside")),
         ("hopper D 128", call_of(bfloat, 96), square, ("slabs of 16 split",)),
+        ("hopper pairs", call_of(half, 128), (64, 64), ("contiguous in pairs", "slabs of 16 in pairs")),
+        ("hopper pairs", call_of(bfloat, 96, has_sinks=True), (64, 64), ("slabs of 16 in pairs",)),
         ("hopper D 256", call_of(half, 256), (128, 64), ("contiguous", "slabs of 16 split", "evenly spaced")),
         ("hopper D 256", call_of(bfloat, 192), (128, 64), ("contiguous split", "slabs of 8")),
         ("hopper D 256", call_of(half, 256), (64, 64), ("contiguous", "slabs of 8 split")),
@@ -240,7 +243,9 @@ def _case(group: str, call: CallSpec, kind: str, choices: list[Choice], archs: t
     for choice in choices:
         assert choice.layout is not None
         assert choice.kernel is not None
-        how = kind.removesuffix(" split")
+        how = kind.removesuffix(" split").removesuffix(" in pairs")
+        if choice.kernel.paired != kind.endswith(" in pairs"):
+            continue
         gathered = choice.layout.slab in slabs[how] and choice.layout.aside == (how == "put aside")
         if gathered and (choice.kernel.split_tiles > 0) == kind.endswith(" split"):
             layout, kernel = choice.layout, choice.kernel
@@ -302,7 +307,8 @@ def recorded(case: Case) -> Recorded:
         if choice.kernel is None:
             row_wise.row_wise_attention(q, k, v, *row_wise.prepare_row_wise(layout), **options)
         elif choice.implementation == "hopper":
-            lists = make_tile_lists(layout, choice.kernel.split_tiles)
+            make = make_paired_lists if choice.kernel.paired else make_tile_lists
+            lists = make(layout, choice.kernel.split_tiles)
             slabs = layout.config.slab in (8, 16) or layout.config.aside
             assert bool(lists.slab) == slabs, "the layout has no slabs"
             if case.name.endswith(AT_RUN_TIME):

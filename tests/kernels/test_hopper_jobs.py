@@ -17,7 +17,7 @@ from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN, TileLists, make_tile_lists
-from stof.kernels.hopper.queue import chunk_slots, job_costs, job_lists
+from stof.kernels.hopper.queue import LATE, chunk_slots, job_costs, job_lists
 from stof.layout import Layout, build_layout
 from stof.layout.orders import named_order
 from stof.masks.tensors import as_mask
@@ -431,9 +431,12 @@ def test_heads_side_by_side() -> None:
     heads, side, blocks = 24, 4, 16
     jobs = job_lists(lists, 1, heads, blocks, side)[0][:-1]
     cost = costs(jobs, lists)
-    large = cost > cost.sum() / blocks / 8
-    assert 0 < int(large.sum()) < len(large)
+    share = cost.sum() / blocks
     group = torch.div(jobs[:, 2], side, rounding_mode="floor")
+    # When the first of each group of heads starts, if whoever is done takes the next.
+    start = torch.stack([cost[group < number].sum() for number in range(heads // side)]) / blocks
+    large = (cost > share / 8) & (start[group] + LATE * cost > share)
+    assert 0 < int(large.sum()) < int((cost > share / 8).sum())
     group[large] = -1
     assert torch.equal(group, group.sort().values)
     for number in group.unique():

@@ -25,6 +25,7 @@ from stof.selection.gpu import gpu_choices
 from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
 from tests.kernels.test_hopper_jobs import TILES, even_layout, keep_of, layout_of
+from tests.kernels.test_hopper_pairs import walk
 from tests.selection.fakes import Geometry, call_of
 
 LONG = masks.longformer(20, 30) | masks.strided(8, 64, 8)
@@ -75,14 +76,17 @@ class Twin:
 
 def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> None:
     """64 rows of a job, which may come with the columns of its first tile."""
-    row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, spoil, *_ = job
+    row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, spoil, _, firsts, seconds = job[:15]
+    computed = walk(begin, end, firsts, seconds, group) if a.PAIRED else list(range(begin, end))
+    if a.PAIRED:
+        bitmap, spoil = (bitmap, spoil)[group], 0
     slabs = a.BLOCK_N // a.SLAB if a.SLAB else 1
     tiles = memory(a.tiles_ptr).view(-1, slabs)
     position = (row_block * a.GROUPS + group) * 64
     residue, row = divmod(position, a.rows_per_residue)
     q = box(a.q_desc, [b, h, row, residue * a.q_residue_stride])
     scores, values = [], []
-    for tile in range(begin, end):
+    for number, tile in enumerate(computed, begin):
         record = tiles[tile].tolist() if tile > begin or len(job) == JOB_FIELDS else job[JOB_FIELDS:][:slabs]
         k, v = (
             _tile(a, desc, slab, record, b, h // a.heads_per_group, h // a.heads_per_slab, stride)
@@ -99,8 +103,10 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
             assert (a.SLAB, a.kv_step) == (0, 1)
             s = s + box(a.bias_desc, [b * a.bias_batch, h * a.bias_heads, position, record[0]])
         if tile < partial_end:
-            words = a.bitmaps_ptr[bitmap if tile == begin else int(a.tile_bitmap_ptr[tile])]
-            s = s.masked_fill(~keep_of(words, a.BLOCK_N)[group * 64 : group * 64 + 64], -torch.inf)
+            numbers = a.tile_bitmap_ptr[:, group] if a.PAIRED else a.tile_bitmap_ptr
+            words = a.bitmaps_ptr[bitmap if tile == begin else int(numbers[number])]
+            kept = keep_of(words, a.BLOCK_N)
+            s = s.masked_fill(~(kept if a.PAIRED else kept[group * 64 : group * 64 + 64]), -torch.inf)
         else:
             assert a.HAS_FULL
         scores.append(s)
@@ -217,9 +223,11 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Twin:
     return stands_in
 
 
-def check_call(layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, **options: Any) -> None:
+def check_call(
+    layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, paired: bool = False, **options: Any
+) -> None:
     hopper = IMPLEMENTATIONS["hopper"]
-    tensors, sizes = hopper.prepare(layout, BlockWiseConfig(4, 2, split_tiles=split_tiles))
+    tensors, sizes = hopper.prepare(layout, BlockWiseConfig(4, 2, split_tiles=split_tiles, paired=paired))
     given = {"scale": q.shape[-1] ** -0.5, "softcap": None, "bias": None, "sinks": None, **options}
     scalars = Options(given["scale"], given["softcap"] or 0.0, given["bias"], given["sinks"])
     out, lse = hopper.run(q, k, v, tensors, sizes, scalars)
@@ -246,6 +254,21 @@ def test_memory(twin: Twin, memory_layout: str, head_dim: int, tile: tuple[int, 
         layout = build_layout(LONG, 200, 333, LayoutConfig(*tile, slab))
         check_call(layout, *inputs(head_dim=head_dim, memory=memory_layout))
     assert (twin.constants["SLAB"], twin.constants["GROUPS"]) == (8, tile[0] // 64)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("split_tiles", [0, 2])
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_pairs(twin: Twin, head_dim: int, split_tiles: int) -> None:
+    for slab in (None, 16):
+        layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64, slab))
+        check_call(layout, *inputs(head_dim=head_dim), split_tiles=split_tiles, paired=True)
+        assert twin.constants["PAIRED"]
+        assert (twin.constants["GROUPS"], twin.constants["Q_STAGES"]) == (2, 2)
+    sinks = torch.randn(4)
+    check_call(layout, *inputs(head_dim=head_dim, memory="packed"), split_tiles=split_tiles, paired=True, sinks=sinks)
+    with pytest.raises(UnfitLayoutError, match="scores as they are"):
+        check_call(layout, *inputs(head_dim=head_dim), paired=True, softcap=20.0)
 
 
 def unaligned(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from stof import LayoutConfig, masks, plans
+from stof.bench.grid import grid_mask
 from stof.errors import KernelError, UnfitLayoutError, UnsupportedError
 from stof.kernels.hopper.jobs import make_tile_lists, padded_width, resident
 from stof.kernels.triton.work import BlockWiseConfig
@@ -117,10 +118,14 @@ def test_choices(head_dim: int, has_bias: bool) -> None:
     assert {choice.implementation for choice in choices} == {"hopper"}
     tiles = (BIASED if has_bias else TILES)[padded_width(head_dim)]
     kinds: dict[tuple[Any, ...], set[int]] = {}
+    pairs: list[tuple[Any, ...]] = []
     for choice in choices:
         assert choice.kernel is not None
         assert choice.layout is not None
         tile = (choice.layout.block_m, choice.layout.block_n)
+        if choice.kernel.paired:
+            pairs.append((tile, choice.layout.slab, choice.row_order, choice.kernel))
+            continue
         assert (choice.kernel.num_warps, choice.kernel.num_stages) == (4, tiles[tile])
         assert choice.layout.aside == (choice.layout.slab == 1 and choice.row_order is None)
         keys = kinds.setdefault((tile, choice.layout.slab, choice.row_order), set())
@@ -130,6 +135,10 @@ def test_choices(head_dim: int, has_bias: bool) -> None:
     if head_dim in TILES and not has_bias:  # 256 rows of each remainder
         expected |= {(tile, 1, "remainder 16") for tile in tiles if 256 % tile[0] == 0}
     assert set(kinds) == expected
+    # Pairs of row blocks: whole ones, of heads up to 128 wide.
+    wide = padded_width(head_dim) == 128 and not has_bias
+    assert [pair[:3] for pair in pairs] == ([((64, 64), None, None), ((64, 64), 16, None)] if wide else [])
+    assert {(kernel.num_stages, kernel.split_tiles) for *_, kernel in pairs} <= {(5, 0)}
     assert all(keys == {0, *(chunk for chunk in _CHUNK_KEYS if chunk < 4096)} for keys in kinds.values())
 
 
@@ -195,6 +204,17 @@ def test_starved_tiles_serve_where_there_are_no_others(monkeypatch: pytest.Monke
     assert layouts(geometry) == {layout}
 
 
+def test_pairs_are_for_short_row_blocks() -> None:
+    (pair,) = (
+        c for c in choices_of(head_dim=128) if c.kernel and c.kernel.paired and c.layout and c.layout.slab is None
+    )
+    for mask, length, serves in (("full", 1024, True), ("causal", 8192, False), ("window512", 8192, True)):
+        geometry = Geometry(grid_mask(mask).mask(length), length, length)
+        call = call_of(head_dim=128, q_len=length, kv_len=length)
+        assert pair.layout is not None
+        assert starves(pair, call, geometry.survey((pair.layout,), None)) is not serves
+
+
 def test_rows_of_two_remainders_share_no_row_block() -> None:
     heights = {c.layout.block_m for c in choices_of(q_len=512, kv_len=512) if c.layout and c.row_order}
     assert heights == set()  # 32 rows of each
@@ -219,7 +239,11 @@ def test_choices_fit_the_gpu_they_are_made_for() -> None:
             block_m, block_n = choice.layout.block_m, choice.layout.block_n
             width = padded_width(head_dim)
             rows = 192 if (block_m, width) == (128, 256) else 3 * block_m
-            needed = 2 * width * (rows + 2 * TILES[width][block_m, block_n] * block_n)
+            stages = TILES[width][block_m, block_n]
+            if choice.kernel is not None and choice.kernel.paired:
+                # Two of twice the rows.
+                rows, stages, block_m = 4 * block_m, choice.kernel.num_stages, 2 * block_m
+            needed = 2 * width * (rows + 2 * stages * block_n)
             assert fits(choice, call, needed + 4096)
             assert not fits(choice, call, needed)
             # So many thread blocks are launched; the hardware takes 1 KB more for each.

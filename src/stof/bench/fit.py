@@ -38,29 +38,19 @@ _CLEARLY = 0.85
 
 
 def fit(rows: Sequence[Measured], base: DeviceModel) -> DeviceModel:
-    """The model whose estimates come closest to the measured times, in relative error, kernel by kernel.
-
-    What is far from the best of its cell counts less: nobody will choose it.
-    """
-    fastest: dict[tuple[str, str, str], float] = {}
-    for row in rows:
-        fastest[row.cell] = min(row.us, fastest.get(row.cell, math.inf))
+    """The model whose estimates come closest to the measured times, in relative error, kernel by kernel."""
     by_key: dict[str, list[Measured]] = {}
     for row in rows:
         if row.choice.kernel is not None:
             by_key.setdefault(kernel_key(row.choice, call_of_row(row)), []).append(row)
     kernels = dict(base.kernels)
     for key, own in by_key.items():
-        start = base.kernels.get(key, KernelTimes(4.0, 1.0, 1.0, 1.0, 0.2, 0.6))
-        kernels[key] = _fit_kernel(own, [(fastest[row.cell] / row.us) ** 2 for row in own], base, start)
+        kernels[key] = _fit_kernel(own, base, base.kernels.get(key, KernelTimes(4.0, 1.0, 1.0, 1.0, 0.2, 0.6)))
     row_wise = _fit_row_wise([row for row in rows if row.choice.implementation == "row_wise"], base)
     return replace(base, kernels=kernels, row_wise=row_wise)
 
 
-def _fit_kernel(
-    rows: Sequence[Measured], shares: Sequence[float], model: DeviceModel, start: KernelTimes
-) -> KernelTimes:
-    """Constants of one kernel; `shares` are what each row counts."""
+def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes) -> KernelTimes:
     best, least = start, math.inf
     known = [((row.choice, call_of_row(row), survey_of(row)), row.us) for row in rows]
     # What goes before the kernel does not depend on its constants.
@@ -74,26 +64,26 @@ def _fit_kernel(
         times = replace(start, solo=solo, start=start_us)
         for _ in range(_ROUNDS):
             features, measured = [], []
-            for (choice, call, counts, us, before_us), share in zip(cases, shares, strict=True):
+            for choice, call, counts, us, before_us in cases:
                 load, filled, bytes_us = critical_load(choice, call, counts, model, times)
                 busy = solo + (1 - solo) * filled
                 own_us = us - before_us - start_us
                 if bytes_us < 0.9 * own_us:  # what memory bounds says nothing about the kernel
                     compute_us = (own_us**8 - bytes_us**8) ** 0.125
-                    features.append(load * busy / compute_us * share)
-                    measured.append(share)
+                    features.append(load * busy / compute_us)
+                    measured.append(1.0)
             if not features:
                 return start
             # A weak pull to where it started decides what the measurements leave open.
             pull = 0.02 * torch.diag(1 / start.weights())
             matrix = torch.cat([torch.stack(features), pull])
-            target = torch.tensor([*measured, *[0.02] * 5], dtype=torch.float64)
+            target = torch.cat([torch.ones(len(measured), dtype=torch.float64), torch.full((5,), 0.02).double()])
             item, partial, full, merge, collect = _nonnegative(matrix, target).clamp(min=1e-3).tolist()
             # A partial tile does all that a full one does; few measurements may say otherwise.
             times = KernelTimes(item, max(partial, full / 2), full, merge, collect, solo, start_us)
         error = sum(
-            (share * (math.log(estimate_tiles(choice, call, counts, model, times)) - math.log(us))) ** 2
-            for (choice, call, counts, us, _), share in zip(cases, shares, strict=True)
+            (math.log(estimate_tiles(choice, call, counts, model, times)) - math.log(us)) ** 2
+            for choice, call, counts, us, _ in cases
         )
         if error < least * (_CLEARLY if persistent else 1.0):
             best, least = times, error
