@@ -16,8 +16,8 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN, TileLists, make_tile_lists
-from stof.kernels.hopper.queue import LATE, chunk_slots, job_costs, job_lists
+from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, LATE, RUN, TileLists, make_tile_lists
+from stof.kernels.hopper.queue import chunk_slots, job_costs, job_lists
 from stof.layout import Layout, build_layout
 from stof.layout.orders import named_order
 from stof.masks.tensors import as_mask

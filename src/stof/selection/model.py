@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stof.kernels.hopper.jobs import leaving_width, padded_width, q_stages, resident
+from stof.kernels.hopper.jobs import LATE, leaving_width, padded_width, q_stages, resident
 from stof.kernels.triton.work import parts_of
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
@@ -108,8 +108,8 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
     assert layout is not None
     assert kernel is not None
     hopper = choice.implementation in _ON_HOPPER
-    # Tiles of columns put aside are contiguous to the kernel.
-    slab = None if hopper and layout.aside else layout.slab
+    # Tiles of columns put aside are contiguous to the kernel; in pairs, which copy half as much, slabs cost nothing.
+    slab = None if hopper and (layout.aside or kernel.paired) else layout.slab
     # Decoding moves the same bytes whatever its few rows are.
     rows = "" if choice.implementation == "decode" else str(layout.block_m)
     parts = [
@@ -280,13 +280,33 @@ def critical_load(
     # unless all programs start at once.
     turns = math.ceil(groups / (kernel.side or groups))
     late = max(0.0, 1 - slots / float(copies.sum())) * (turns - 1) / turns
-    load = (loads * copies[:, None]).sum(0) / slots * late
-    load = load + last_slot(loads, loads @ times.weights(), copies / turns, slots)
+    each = loads @ times.weights()
+    average = (loads * copies[:, None]).sum(0) / slots
+    if choice.implementation in _ON_HOPPER and turns > 1:
+        load = _without_late_starts(loads, times.weights(), copies, average, late, turns, slots)
+    else:
+        load = average * late + last_slot(loads, each, copies / turns, slots)
     most = float(parts.max())
     # The Hopper kernel's chunks meet in pairs, and pairs in pairs; elsewhere the last one reads all others back.
     load[4] += math.ceil(math.log2(most)) if choice.implementation in _ON_HOPPER else most * (most > 1)
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
     return load, filled, _bytes(call, touched) / model.bytes_per_us
+
+
+def _without_late_starts(
+    loads: Tensor, weights: Tensor, copies: Tensor, average: Tensor, late: float, turns: int, slots: int
+) -> Tensor:
+    """What the slot that ends last has done where what would end too late comes first (`kernels/hopper/queue.py`)."""
+    each = loads @ weights
+    share = float((each * copies).sum()) / slots
+    early = (LATE * each > share / turns) & (each > share / 8)
+    load = average * late
+    if bool(early.any()):
+        load = load + (loads * copies[:, None])[early].sum(0) / slots * (1 - late)
+    if not bool(early.all()):
+        load = load + last_slot(loads[~early], each[~early], copies[~early] / turns, slots)
+    longest = loads[int(each.argmax())]
+    return longest if float(longest @ weights) > float(load @ weights) else load
 
 
 def _per_job(counts: TileCounts, paired: bool) -> TileCounts:

@@ -23,6 +23,9 @@ RANGE_FIELDS = 5
 RUN = 64
 # Rows of a row block: a warpgroup for each 64.
 ROW_BLOCKS = (64, 128, 192)
+# A job that, started in its heads' turn, might take so many times what is left until the end comes before all others:
+# estimates are rough.
+LATE = 1.5
 # Where tiles come from two places: from here on, first columns count keys that were put side by side beforehand.
 ASIDE = 2**30
 # Tiles of which a job's first decides what maximum the others go by (`begins.py`).

@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from stof.kernels.hopper.ends import cut_ends
-from stof.kernels.hopper.jobs import JOB_FIELDS, TileLists
+from stof.kernels.hopper.jobs import JOB_FIELDS, LATE, TileLists
 from stof.layout.build import PARTIAL_TILE_COST
 
 # What starting and ending a job costs, in full tiles.
 _JOB_COST = 0.6
 # What a tile takes where all warpgroups but one have no rows: a guess.
 _ALONE = 0.5
-# A job that starts where what is before it ends may be so many times as long as what is left: estimates are rough.
-LATE = 1.5
 # Rows of a warpgroup.
 _ROWS = 64
 # Warpgroups for one without rows, at most, that asking which has none pays.
