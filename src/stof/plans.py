@@ -175,12 +175,12 @@ class Plan:
 
     def unfit(self, choice: Choice) -> str | None:
         """Why this plan cannot run a choice, as far as was found out."""
-        return self._unfit.get((choice.implementation, choice.layout, choice.row_order))
+        return self._unfit.get(_fitting(choice))
 
     def reject(self, choice: Choice, call: CallSpec, error: KernelError) -> None:
         """Leave a choice out from now on: it failed on this device, or with this plan's layout."""
         if isinstance(error, UnfitLayoutError):
-            self._unfit[choice.implementation, choice.layout, choice.row_order] = str(error)
+            self._unfit[_fitting(choice)] = str(error)
         else:
             failures.add(choice, call, self.device, str(error))
         self._choices.clear()
@@ -324,6 +324,12 @@ class Plan:
         text = self.mask_text if len(self.mask_text) <= 80 else self.mask_text[:77] + "..."
         tiles = "not built" if self._layout is None else str(self._layout.tiles)
         return f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={tiles}, device={str(self.device)!r})"
+
+
+def _fitting(choice: Choice) -> tuple[object, ...]:
+    """What decides whether a layout fits a choice."""
+    paired = choice.kernel is not None and choice.kernel.paired
+    return choice.implementation, choice.layout, choice.row_order, paired
 
 
 def _capturing(device: torch.device) -> bool:
