@@ -347,7 +347,7 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
     if choice.implementation == "hopper" and choice.kernel is not None and choice.layout is not None:
         estimated = hopper_shared_memory(choice, case.call)
         width = head_dim_class(case.call.head_dim, case.call.value_dim)
-        blocks = resident(choice.layout.block_m, choice.layout.block_n, width)
+        blocks = resident(choice.layout.block_m * (1 + choice.kernel.paired), choice.layout.block_n, width)
     elif choice.implementation == "hopper_fp8" and choice.kernel is not None and choice.layout is not None:
         estimated = fp8_shared_memory(choice.layout, case.call, choice.kernel.num_stages)
     elif choice.kernel is not None and choice.layout is not None:

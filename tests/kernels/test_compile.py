@@ -34,6 +34,7 @@ SPILLS = {
     "hopper 192 rows": (160, 0),
     "hopper D 128": (96, 0),
     "hopper D 256": (384, 0),
+    "hopper pairs": (0, 0),
     "hopper bias": (64, 0),
     "hopper options": (96, 0),
     "hopper fp8": (32, 0),
@@ -85,7 +86,7 @@ def test_kernels_compile(version: str, family: str, tmp_path: Path) -> None:
 def test_every_shape_is_compiled() -> None:
     """Also where combinations are left out: each tile that the selector has for Hopper, with its stages."""
     pytest.importorskip("triton")
-    from stof.selection.gpu import _HOPPER_BIAS_TILES, _HOPPER_TILES
+    from stof.selection.gpu import _HOPPER_BIAS_TILES, _HOPPER_TILES, _PAIRED_STAGES
     from stof.selection.model import head_dim_class
     from tests.kernels.compile_kernels import cases
     from tests.kernels.covering import covering
@@ -96,6 +97,7 @@ def test_every_shape_is_compiled() -> None:
         for width, tiles in table.items()
         for tile in tiles
     }
+    wanted.add((False, 128, 64, 64, _PAIRED_STAGES))
     found = set()
     for case in covering(case for case in cases() if case.choice.implementation == "hopper"):
         layout, kernel, call = case.choice.layout, case.choice.kernel, case.call
