@@ -368,6 +368,7 @@ def _call_spec(
         heads=q.shape[1],
         kv_heads=k.shape[1],
         has_bias=bias is not None,
+        bias_itemsize=2 if bias is None else bias.itemsize,
         tiled_bias=bias is None or has_tiles(bias, q.shape[2], k.shape[2]),
         has_softcap=softcap > 0,
         has_sinks=sinks is not None,

@@ -107,6 +107,8 @@ def cases() -> Iterator[Case]:
     options = {"has_bias": True, "has_softcap": True, "has_sinks": True}
     yield from _kinds("options D 64", call_of(half, 64, **options), ("gathered split",), (80, 90))
     yield from _kinds("options D 128", call_of(half, 128, **options), ("gathered split", "contiguous"), (90,))
+    for group, head_dim in (("options D 64", 64), ("options D 128", 128)):
+        yield from _kinds(group, call_of(half, head_dim, has_bias=True, bias_itemsize=4), ("contiguous",), (80, 90))
     packed = call_of(half, 128, q_len=1, heads=32, kv_heads=8)
     yield from _tile_sizes("decode", packed, "decode", ARCHS)
     yield from _kinds("decode", replace(packed, q_len=16), ("gathered split",), (90,), "decode")
@@ -250,7 +252,9 @@ def _case(group: str, call: CallSpec, kind: str, choices: list[Choice], archs: t
         if gathered and (choice.kernel.split_tiles > 0) == kind.endswith(" split"):
             layout, kernel = choice.layout, choice.kernel
             settings = f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r"
-            options = " bias" * call.has_bias + " softcap sinks" * call.has_softcap
+            options = (
+                " bias" + " in fp32" * (call.bias_itemsize == 4)
+            ) * call.has_bias + " softcap sinks" * call.has_softcap
             name = (
                 f"{choice.implementation} {_short(call)} {layout.block_m}x{layout.block_n} {settings} {kind}{options}"
             )
@@ -294,10 +298,13 @@ def recorded(case: Case) -> Recorded:
     k = torch.empty(batch, call.kv_heads, call.kv_len, call.head_dim, dtype=call.dtype)
     v = torch.empty(batch, call.kv_heads, call.kv_len, call.value_dim, dtype=call.dtype)
     narrow = torch.bfloat16 if call.dtype == FP8 else call.dtype
+    bias = torch.empty(
+        1, call.heads, call.q_len, call.kv_len, dtype=torch.float32 if call.bias_itemsize == 4 else call.dtype
+    )
     options: dict[str, Any] = {
         "scale": 0.1,
         "softcap": 30.0 if call.has_softcap else 0.0,
-        "bias": q.new_empty(1, call.heads, call.q_len, call.kv_len) if call.has_bias else None,
+        "bias": bias if call.has_bias else None,
         "sinks": torch.empty(call.heads, dtype=narrow) if call.has_sinks else None,
     }
     record = Recorded()

@@ -206,6 +206,19 @@ def test_shared_memory(head_dim: int, layout: LayoutConfig, stages: int, pack: b
     assert shared_memory(layout, call, stages, pack) == expected
 
 
+def test_shared_memory_of_a_bias() -> None:
+    """Measured at compile time: one tile in 32 bits for a bias of 16, one for each copy under way for one of 32."""
+    layout, plain = LayoutConfig(128, 64), call_of(head_dim=128)
+    without = shared_memory(layout, plain, 4, False)
+    tile = 128 * 64 * 4
+    assert shared_memory(layout, replace(plain, has_bias=True), 4, False) == without + tile
+    wide = replace(plain, has_bias=True, bias_itemsize=4)
+    assert [shared_memory(layout, wide, stages, False) - without for stages in (2, 4)] == [
+        tile - 2 * 64 * 256 * 2,
+        3 * tile,
+    ]
+
+
 def test_occupancy() -> None:
     call = call_of()
     # 58 KB a program: three in 228 KB, though registers would allow four.

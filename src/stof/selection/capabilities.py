@@ -13,7 +13,8 @@ from stof.kernels.fp8 import FP8, wide_dtype
 class CallSpec:
     """Everything about one attention call that can make an implementation refuse it.
 
-    `tiled_bias`: TMA can copy tiles of the bias, see `stof.kernels.hopper.jobs.has_tiles`.
+    `bias_itemsize`: bytes of each of the bias's values. `tiled_bias`: TMA can copy tiles of it, see
+    `stof.kernels.hopper.jobs.has_tiles`.
     """
 
     device: str
@@ -23,6 +24,7 @@ class CallSpec:
     heads: int
     kv_heads: int
     has_bias: bool = False
+    bias_itemsize: int = 2
     tiled_bias: bool = True
     has_softcap: bool = False
     has_sinks: bool = False

@@ -356,9 +356,13 @@ def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: b
     rows = max(16, layout.block_m * (_power(call.heads // call.kv_heads) if pack else 1))
     width, value_width = max(16, _power(call.head_dim)), max(16, _power(call.value_dim))
     held = itemsize * (rows * width + num_stages * layout.block_n * (width + value_width)) + _RESERVED
-    # Three TF32 products keep Q's remainder as well, and a bias passes through shared memory.
+    # Three TF32 products keep Q's remainder as well.
     held += rows * width * 4 if call.dtype == torch.float32 else 0
-    return held + (rows * layout.block_n * 4 if call.has_bias else 0)
+    if not call.has_bias:
+        return held
+    # A bias of 16 bits passes through shared memory in 32, one of 32 is copied there ahead of time, as K and V are.
+    places = max(1, num_stages - 1) if call.bias_itemsize >= 4 else 1
+    return held + places * rows * layout.block_n * 4
 
 
 def block_shared_bytes(model: DeviceModel) -> int:
