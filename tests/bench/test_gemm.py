@@ -19,7 +19,7 @@ from stof.cli.bench_fusion import gemm_table
 from stof.fusion.templates import GemmConfig
 
 CPU = torch.device("cpu")
-OPTIONS: dict[str, Any] = {"every": True, "autotuned": False, "rounds": 1, "report": lambda text: None}
+OPTIONS: dict[str, Any] = {"only": None, "autotuned": False, "rounds": 1, "report": lambda text: None}
 
 
 def small(gemm: Gemm) -> Gemm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stof.bench.check import relative_error
 from stof.bench.problem import first_line
-from stof.fusion.templates import GemmConfig, configs, run, twins
+from stof.fusion.templates import GemmConfig, configs, run, twins, unfit
 from stof.fusion.templates.norms import Norm
 from stof.tuning.timing import chain_us, sustained_us, time_calls
 
@@ -202,7 +202,7 @@ def run_gemm(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    every: bool,
+    only: Collection[str] | None,
     autotuned: bool,
     chain: int,
     sustained: float,
@@ -212,7 +212,7 @@ def run_gemm(
     """Check and time everything for one product.
 
     Args:
-        every: all configurations that fit, not only the quick ones.
+        only: configurations to try, where they fit; None for all that the search has.
         autotuned: Inductor's own search for products as well.
         chain: 0, or calls that follow each other, each with a weight of its own (`chain_us`).
         sustained: 0, or seconds for which each call is repeated (`sustained_us`).
@@ -221,8 +221,9 @@ def run_gemm(
     """
     given = Inputs.of(gemm, tokens, device, dtype)
     capability = torch.cuda.get_device_capability(device)
-    fitting = [str(config) for config in configs(product_of(gemm, given).shape, dtype, capability)]
-    chosen = [name for name in fitting if every or name in QUICK]
+    shape = product_of(gemm, given).shape
+    tried = configs(shape, dtype, capability) if only is None else map(GemmConfig.parse, only)
+    chosen = [str(config) for config in tried if not unfit(config, shape, dtype, capability)]
     wanted = [BARE, INDUCTOR, *([AUTOTUNED] if autotuned else []), *chosen]
     check = Check(gemm, given)
     givens = [given, *(replace(given, weight=given.weight.clone()) for _ in range(chain - 1))]

@@ -25,7 +25,10 @@ _Output = Annotated[Path | None, typer.Option(help="Write the JSON here, into wh
 def gemm(
     models: _Models = "bert gpt2 llama t5 vit",
     tokens: _Tokens = "128 512 2048 4096 16384",
-    configs: Annotated[str, typer.Option(help="quick: one or two of every kind; all: every one that fits.")] = "quick",
+    configs: Annotated[
+        str,
+        typer.Option(help="quick: one or two of every kind; all: every one that fits; or some, separated by spaces."),
+    ] = "quick",
     gemms: Annotated[str, typer.Option(help="Only products whose name contains this.")] = "",
     autotuned: Annotated[bool, typer.Option("--autotuned", help="Inductor's max-autotune as a second peer.")] = False,
     chain: Annotated[
@@ -44,15 +47,15 @@ def gemm(
     from rich.console import Console
     from rich.text import Text
 
-    from stof.bench.gemm import GEMMS, KEY, MODELS, Row, run_gemm, summaries
+    from stof.bench.gemm import GEMMS, KEY, MODELS, QUICK, Row, run_gemm, summaries
     from stof.bench.results import RowFile
     from stof.errors import ArgumentError
+    from stof.fusion.templates import GemmConfig
 
     device, precision = gpu(dtype)
     if chain and sustained:
         raise ArgumentError("--chain and --sustained are two ways to time; give one of them")
-    if configs not in ("quick", "all"):
-        raise ArgumentError(f"configs is 'quick' or 'all', got {configs!r}")
+    named = [str(GemmConfig.parse(text)) for text in configs.split()] if configs not in ("quick", "all") else QUICK
     unknown = set(models.split()) - set(MODELS)
     if unknown:
         raise ArgumentError(f"unknown models {sorted(unknown)}; there are {', '.join(MODELS)}")
@@ -72,7 +75,7 @@ def gemm(
             break
         console.print(Text(f"{one.model} {one.name}, {count} tokens", style="dim"))
         rows = run_gemm(
-            one, count, device, precision, every=configs == "all", autotuned=autotuned, chain=chain,
+            one, count, device, precision, only=None if configs == "all" else named, autotuned=autotuned, chain=chain,
             sustained=sustained, rounds=rounds,
             report=lambda text: console.print(Text(text, style="red"), soft_wrap=True),
         )  # fmt: skip
