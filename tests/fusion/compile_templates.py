@@ -142,7 +142,7 @@ def cases(every: bool) -> Iterator[Case]:
         yield case("rotary plain", replace(turning, norm="", head_dim=128), text, dtype=bfloat)
     yield case("rotary", turning, "64x64x64,4w,4s,tile,split4", ARCHS)
     yield case("rotary", replace(turning, head_dim=128), "128x128x64,8w,3s,tile", (80, 90))
-    for text in (_SOME[0], _SOME[3]):
+    for text in (_SOME[0], _SOME[3], "128x256x64,5s,together"):
         yield case("row scale swiglu", folded, text)
     yield case("row scale swiglu", folded, "64x64x64,4w,4s,tile", ARCHS)
     yield case("residual", added, "128x128x64,8w,4s,persistent", (90, 120), bfloat)

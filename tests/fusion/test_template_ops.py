@@ -152,7 +152,7 @@ shapes = st.builds(
     warps=st.sampled_from([1, 4, 8]),
     stages=st.integers(1, 8),
     split=st.integers(1, 9),
-    group=st.integers(1, 9),
+    group=st.integers(0, 9),
     halves=st.booleans(),
 )
 def test_text_round_trip(
@@ -167,6 +167,24 @@ def test_text_round_trip(
 def test_text_that_is_none(text: str) -> None:
     with pytest.raises(ArgumentError, match="is no configuration"):
         GemmConfig.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "config", "rows"),
+    [
+        # A weight of 67 MB: 16.8 MB of rows stay in the L2 while it passes.
+        (8192, 2048, "128x256x64,5s,together", 32),
+        (8192, 2048, "256x128x64,6s,together", 16),
+        (8192, 2048, "128x128x64,5s,pingpong,group4", 4),
+        (14336, 4096, "128x128x64,5s,pingpong", 16),
+        (14336, 16384, "128x128x64,5s,pingpong", 8),
+        # It stays there itself, or the kernel is for GPUs that may keep less.
+        (2048, 2048, "128x128x64,5s,pingpong", 8),
+        (8192, 2048, "128x128x64,8w,3s,tile", 8),
+    ],
+)
+def test_rows_of_tiles_side_by_side(n: int, k: int, config: str, rows: int) -> None:
+    assert GemmConfig.parse(config).walked(GemmShape("gated_linear", 4096, n, k), 2) == rows
 
 
 @given(shape=shapes, capability=st.sampled_from(CAPABILITIES), dtype=st.sampled_from([torch.float16, torch.float32]))

@@ -63,7 +63,9 @@ def flat_inputs(**sizes: Any) -> tuple[Qkv, Scales]:
     return (torch.zeros_like(q), k, whole.to(v.dtype)), scales
 
 
-def assert_close(out: Tensor, lse: Tensor, qkv: Qkv, scales: Scales, keep: Tensor, **options: Any) -> None:
+def assert_close(
+    out: Tensor, lse: Tensor, qkv: Qkv, scales: Scales, keep: Tensor, lse_atol: float = 2e-3, **options: Any
+) -> None:
     """Against float64 of what the 8-bit values stand for: the error of a head's rows as a whole, and each value's."""
     wide = [x.double() * s.double()[:, :, None, None] for x, s in zip(qkv, scales, strict=True)]
     expected, expected_lse = oracle_attention(wide[0], wide[1], wide[2], keep, **options)
@@ -71,7 +73,7 @@ def assert_close(out: Tensor, lse: Tensor, qkv: Qkv, scales: Scales, keep: Tenso
     empty = expected_lse == -torch.inf
     assert bool((out[empty] == 0).all())
     assert torch.equal(lse == -torch.inf, empty)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=lse_atol, rtol=1e-3)
     error = (out.double() - expected).norm(dim=(2, 3))
     flat = not bool(qkv[0].float().any())
     allowed = 0.004 if flat else ROUNDED
@@ -199,4 +201,5 @@ def test_where_other_kernels_serve() -> None:
     ):
         qkv, scales = random_inputs(**sizes)
         out, lse = stof.attention(*qkv, mask, scales=scales, return_lse=True, **options)
-        assert_close(out, lse, qkv, scales, mask.to_dense(qkv[0].shape[2], device="cuda"), **options)
+        # Widened values are rounded to bfloat16: a score is off by 0.0023, where a row keeps one key alone.
+        assert_close(out, lse, qkv, scales, mask.to_dense(qkv[0].shape[2], device="cuda"), lse_atol=0.01, **options)

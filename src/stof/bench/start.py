@@ -30,7 +30,8 @@ class Start:
         compile_s: from `stof.optimize` to the first answer.
         call_ms: a call afterwards.
         measured: times taken for the search.
-        compiled: graphs that Inductor compiled, and kernels of templates that Triton did, because no cache had them.
+        compiled: graphs that Inductor compiled, and kernels that Triton did, because no cache had them.
+        kernels: names of the latter.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Start:
     call_ms: float
     measured: int
     compiled: int
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def start_here(asked: Mapping[str, Any]) -> Start:
         call_ms=1e3 * (after - before),
         measured=sum(report.measurements for report in reports),
         compiled=misses + len(compiled),
+        kernels=tuple(compiled),
     )
 
 

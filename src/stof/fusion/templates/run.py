@@ -207,7 +207,8 @@ def _tile(
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
         0 if call.residual is None else call.residual.stride(0), *_positions(call), call.scale,
         0.0 if norm is None else float(norm.eps), squares,
-        BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, SPLITS=config.split,
+        BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
+        GROUP_M=config.walked(shape, x.element_size()), SPLITS=config.split,
         EVEN_N=shape.n % width == 0, EVEN_K=shape.k % config.block_k == 0, MERGE=merge,
         GATED=shape.gated, TRANSPOSED=shape.transposed,
         ACTIVATION="gelu_exact" if call.activation == "gelu" and x.dtype == torch.float32 else call.activation,
@@ -237,7 +238,8 @@ def _persistent(call: Product, config: GemmConfig, out: Tensor, squares: Tensor 
     persistent_gemm_kernel[(min(tiles, resident),)](
         a_desc, b_desc, c_desc, call.bias, call.residual, shape.m, shape.n, shape.k,
         0 if call.residual is None else call.residual.stride(0), squares,
-        BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, GROUP_M=config.group, GATED=shape.gated,
+        BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
+        GROUP_M=config.walked(shape, out.element_size()), GATED=shape.gated,
         TRANSPOSED=shape.transposed, ACTIVATION=call.activation, FAST=out.device.type == "cuda",
         HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None, SUBTILES=2 if config.halves else 1,
         PART=0 if squares is None else PART, num_warps=config.warps, num_stages=config.stages, **chained(out),
@@ -269,8 +271,9 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None,
         call.bias, rstd, 0.0 if call.norm is None else float(call.norm.eps), squares, shape.m, shape.n, shape.k,
     )  # fmt: skip
     common = {
-        "ROWS": rows, "BLOCK_N": config.block_n - config.side, "BLOCK_K": config.block_k, "GROUP_M": config.group,
-        "PIECE": piece, "GATED": shape.gated, "TRANSPOSED": shape.transposed, "ACTIVATION": call.activation,
+        "ROWS": rows, "BLOCK_N": config.block_n - config.side, "BLOCK_K": config.block_k,
+        "GROUP_M": config.walked(shape, size), "PIECE": piece,
+        "GATED": shape.gated, "TRANSPOSED": shape.transposed, "ACTIVATION": call.activation,
         "HAS_BIAS": call.bias is not None, "HAS_RESIDUAL": call.residual is not None, "HAS_SCALE": rstd is not None,
         "SCALE_PARTS": _parts(rstd), "PART": 0 if squares is None else PART,
     }  # fmt: skip

@@ -73,7 +73,7 @@ def program(
             x_tile = T.alloc_shared((BLOCK_M, BLOCK_K), dtype)
             weight_tile = T.alloc_shared((BLOCK_N, BLOCK_K), dtype)
             acc = T.alloc_fragment((BLOCK_M, BLOCK_N), "float32")
-            T.use_swizzle(panel_size=config.group)
+            T.use_swizzle(panel_size=config.group or 8)
             T.clear(acc)
             for k in T.Pipelined(T.ceildiv(depth, BLOCK_K), num_stages=config.stages):
                 T.copy(x[m * BLOCK_M, k * BLOCK_K], x_tile)
