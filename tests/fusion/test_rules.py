@@ -40,6 +40,25 @@ def test_a_residual_before_a_norm_saves_one_pass_less() -> None:
     assert suggested(operators, GraphOrder(gm.graph), Serving.TWINS, within=[range(2)]) == {}
 
 
+def test_a_residual_before_anything_bound_by_memory_saves_one_pass_less() -> None:
+    """T5 under float16 clamps each sum, if it is infinite anywhere, before the norm reads it."""
+    x, w, r = (
+        torch.empty(size, dtype=torch.float16, device="meta") for size in ((4096, 3072), (768, 3072), (4096, 768))
+    )
+
+    def clamped(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+        h = F.linear(x, w) + r
+        most = torch.where(torch.isinf(h).any(), 64_504.0, 65_504.0)
+        return F.rms_norm(torch.clamp(h, min=-most, max=most), (768,))
+
+    def multiplied(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w) + r, w.t().contiguous())
+
+    for function, expected in ((clamped, []), (multiplied, [0])):
+        gm = capture(function, x, w, r)
+        assert list(suggested(normalise(gm.graph), GraphOrder(gm.graph), Serving.TWINS)) == expected
+
+
 @pytest.mark.parametrize(("saved_us", "normed"), [(1.4, False), (1.6, True), (-0.1, False)])
 def test_what_was_measured_before_a_norm_saves_one_pass_less(saved_us: float, normed: bool) -> None:
     """6.3 MB, 1.5 us on an H200, which Inductor saves where it adds the residual in the norm's kernel."""

@@ -21,7 +21,7 @@ from stof.fusion.lower import Choice, GraphOrder, handed_on
 from stof.fusion.normalise import normalise
 from stof.fusion.operators import NORMS, Operator
 from stof.fusion.report import FusionReport
-from stof.fusion.rules import norm_joined, suggested
+from stof.fusion.rules import next_joined, suggested
 from stof.fusion.templates import (
     GemmConfig,
     linear,
@@ -326,7 +326,7 @@ def test_a_sum_whose_squares_are_handed_on_is_no_work_for_inductor(foldable: boo
     """Unless the norm is folded: Inductor adds the residual in its kernel, and the product's sum saves a pass less."""
     operators, order = llama_part(foldable)
     claim = next(c for c in claims(operators[:2], Serving.TWINS)[0] if c.template.name == "linear")
-    joined = norm_joined(claim, "", operators, range(2, len(operators)), order, Serving.TWINS)
+    joined = next_joined(claim, "", operators, range(2, len(operators)), order, Serving.TWINS)
     assert (joined is None) == foldable
     # Measured 2 us faster alone; the pass that the norm's kernel would save takes 4.
     known = {"linear 4096x2048x2048 residual float16 twins": Tuned("", 50.0, 52.0)}.get

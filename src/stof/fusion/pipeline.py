@@ -21,7 +21,7 @@ from stof.fusion.progress import Progress
 from stof.fusion.propagate import propagate
 from stof.fusion.replay import Replay, lock_known, replayed
 from stof.fusion.report import FusionReport, SegmentReport
-from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, suggested
+from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, reader, suggested
 from stof.fusion.scheme import Scheme
 from stof.fusion.search import two_stage
 from stof.fusion.sizes import is_symbolic
@@ -274,7 +274,7 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
                         yield f"{name}: {tuned.template_us:.1f} us at best before, Inductor {tuned.inductor_us:.1f} us"
                     elif tuned is None and not claim.template.by_rule:
                         yield f"{name}: only where a search measures it faster"
-                    elif tuned is None and not pays(claim, next(iter(graph.operators[stop:]), None)):
+                    elif tuned is None and not pays(claim, reader(claim, graph.operators[stop:])):
                         yield f"{name}: saves too little traffic at K = {claim.problem.shape.k}, by rule"
                     continue
                 times = meter.measured(start, stop)

@@ -60,7 +60,8 @@ def pays(claim: Claim, following: Operator | None = None) -> bool:
     A small product: always, for the templates' kernels start while the one before still runs. Else where the memory
     traffic saved outweighs a product slower than cuBLAS by the template's share. What is saved are passes over the
     tensors between the product and its neighbours; of a norm's before it only the one that writes it, for the product
-    reads another tensor then. Of a residual that a norm is `following` on one pass less: Inductor adds it in the norm.
+    reads another tensor then. Of a residual one pass less where what is `following`, the first to read it, is bound by
+    memory as well (a norm, say): Inductor adds both up in one kernel.
 
     A weight of 8-bit values: with few rows, where it is read as such and nothing but its bytes counts. What reads it
     dequantised pays only with more.
@@ -76,14 +77,14 @@ def pays(claim: Claim, following: Operator | None = None) -> bool:
         return True
     inner = claim.operators[:-1]
     between = [o for o in inner if o.kind is Kind.LINEAR or (o.kind in NORMS and o is claim.operators[0])]
-    passes = claim.template.passes - _joins_norm(claim, following)
+    passes = claim.template.passes - _joins_next(claim, following)
     saved = sum((1 if o.kind in NORMS else passes) * _bytes(o) for o in between)
     shape = claim.problem.shape
     flops = 2.0 * shape.m * shape.n * shape.k * (2 if shape.gated else 1)
     return saved * FLOPS_PER_BYTE >= flops * (1 / claim.template.share - 1)
 
 
-def norm_joined(
+def next_joined(
     claim: Claim,
     config: str,
     operators: Sequence[Operator],
@@ -92,28 +93,36 @@ def norm_joined(
     serving: Serving,
     known: Known = lambda text: None,
 ) -> Operator | None:
-    """The operator after a claim, `rest` being those behind it, if it is a norm whose work Inductor does in its sum.
+    """The first operator to read what a claim computes, `rest` being those behind it.
 
-    None as well where that norm is folded into a product that takes its rows' squares from the claim's.
+    None where that is a norm folded into a product that takes its rows' squares from the claim's.
     """
-    following = next(iter(operators[rest.start :]), None)
-    if not _joins_norm(claim, following) or not claim.template.sums_squares(claim.problem, config) or not rest:
+    following = reader(claim, operators[rest.start :])
+    if not _joins_next(claim, following) or not claim.template.sums_squares(claim.problem, config) or not rest:
         return following
     behind, _ = _choice_at(operators, rest, order, serving, known)
     return following if behind is None or not handed_on([Choice(claim, config), behind], order) else None
 
 
 def _saved_us(claim: Claim, tuned: Tuned, following: Operator | None) -> float:
-    """What was measured to be saved, less what Inductor saves itself: it was timed without the norm `following`."""
-    shared = _bytes(claim.operators[-1]) / BYTES_PER_US if _joins_norm(claim, following) else 0.0
+    """What was measured to be saved, less what Inductor saves itself: it was timed without what is `following`."""
+    shared = _bytes(claim.operators[-1]) / BYTES_PER_US if _joins_next(claim, following) else 0.0
     return tuned.inductor_us - tuned.template_us - shared
 
 
-def _joins_norm(claim: Claim, following: Operator | None) -> bool:
-    """Whether a claim ends with a sum that Inductor would compute in the kernel of the norm after it."""
-    last = claim.operators[-1]
-    normed = following is not None and following.kind in NORMS and last.root in following.inputs
-    return normed and last.kind is Kind.RESIDUAL
+def reader(claim: Claim, behind: Sequence[Operator]) -> Operator | None:
+    """The first of the operators behind a claim that reads its result."""
+    return next((operator for operator in behind if claim.operators[-1].root in operator.inputs), None)
+
+
+def _joins_next(claim: Claim, following: Operator | None) -> bool:
+    """Whether a claim ends with a sum that Inductor would compute in the kernel of what reads it first.
+
+    A norm mostly; in T5 under float16, what looks for infinities.
+    """
+    if following is None or following.kind.compute_intensive:
+        return False
+    return claim.operators[-1].kind is Kind.RESIDUAL and claim.operators[-1].root in following.inputs
 
 
 def _bytes(operator: Operator) -> int:
@@ -170,7 +179,7 @@ def _choice_at(
                 continue
             tuned, configs = known(bucket(claim, serving)), claim.template.configs(claim.problem, serving)
             if tuned is not None and tuned.config in configs:
-                following = norm_joined(claim, tuned.config, operators, after, order, serving, known)
+                following = next_joined(claim, tuned.config, operators, after, order, serving, known)
                 if _saved_us(claim, tuned, following) > saved:
                     # Of other numbers of rows nothing is known.
                     rows = claim.problem.shape.m
@@ -179,7 +188,7 @@ def _choice_at(
                     measured = Choice(claim, config, "measured faster before")
             # Without a default, only what was measured is faster than Inductor.
             # By rule as if nothing handed squares on: unmeasured, that does not pay ("Row statistics" in the docs).
-            elif by_rule is None and "" in configs and pays(claim, next(iter(operators[after.start :]), None)):
+            elif by_rule is None and "" in configs and pays(claim, reader(claim, operators[after.start :])):
                 reason = "a small product" if small(claim.problem.shape, claim.problem.dtype.itemsize) else ""
                 by_rule = Choice(claim, why=f"{reason or 'saves memory traffic'}, by rule")
     return measured or by_rule, saved
