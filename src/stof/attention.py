@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError
 from stof.kernels.fp8 import Scales, wide_dtype, widened
-from stof.kernels.hopper.jobs import has_tiles
+from stof.kernels.hopper.jobs import has_tiles, may_have_tiles, narrow
 from stof.kernels.triton.work import BoundCall
 from stof.lasting import lasting
 from stof.layout import LayoutConfig
@@ -360,6 +360,9 @@ def _planned(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
 def _call_spec(
     ready: Plan, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softcap: float, sinks: Tensor | None
 ) -> CallSpec:
+    sizes = q.shape[2], k.shape[2]
+    tiled = bias is None or may_have_tiles(bias, *sizes)
+    to_copy = bias is not None and tiled and not has_tiles(bias, *sizes)
     return CallSpec(
         device=q.device.type,
         dtype=q.dtype,
@@ -369,7 +372,8 @@ def _call_spec(
         kv_heads=k.shape[1],
         has_bias=bias is not None,
         bias_itemsize=2 if bias is None else bias.itemsize,
-        tiled_bias=bias is None or has_tiles(bias, q.shape[2], k.shape[2]),
+        tiled_bias=tiled,
+        bias_to_copy=narrow(bias).nbytes if bias is not None and to_copy else 0,
         has_softcap=softcap > 0,
         has_sinks=sinks is not None,
         permuted_rows=ready.permuted_rows,

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from stof.fusion.ahead import CompileAhead, assembler, settle_assembler
+from stof.fusion.ahead import CompileAhead, assembler, settle_assembler, settle_caches
 from tests.fusion.test_measure import segment
 from tests.kernels.test_compile import OLDER, ROOT
 
@@ -42,6 +43,22 @@ def test_a_pool_without_work_and_a_pool_that_has_ended() -> None:
     number = ahead.submit("stof.fusion.templates.triton_gemm", "tile_gemm_kernel", "{}")
     ahead.wait_for({number})  # nobody will answer, and nobody waits
     assert ahead.compiled == 0
+
+
+def test_caches_are_settled_before_any_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton looks where Inductor would send it, also in a process in which Inductor compiles nothing."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("stof.fusion.ahead.settle_assembler", lambda: None)
+    settle_caches()
+    assert Path(triton.knobs.cache.dir).is_relative_to(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
+    settle_caches()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "own")
 
 
 def test_the_assembler_is_settled_as_inductor_would(monkeypatch: pytest.MonkeyPatch) -> None:

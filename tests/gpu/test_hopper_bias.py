@@ -27,6 +27,7 @@ from tests.gpu.test_hopper import (
     random_inputs,
     readable,
 )
+from tests.kernels.test_hopper_bias import SCATTERED, scattered
 from tests.strategies import dense_masks
 
 pytestmark = [
@@ -116,15 +117,22 @@ def test_minus_infinity_and_what_is_masked(head_dim: int, tile: tuple[int, int])
         assert_attention(out, lse, q, k, v, keep, bias=bias)
 
 
+@pytest.mark.parametrize("form", SCATTERED)
+def test_bias_that_is_copied(form: str) -> None:
+    q, k, v = random_inputs(q_len=200, kv_len=333)
+    for own in (scattered(form, "cuda"), scattered(form, "cuda")):
+        check(q, k, v, HEAVY, bias=own)
+
+
 def test_addresses_and_strides() -> None:
-    """What TMA cannot read is copied where strides allow, and else refused."""
+    """What TMA cannot read is copied, and what has other values than 16 bits for each key refused."""
     q, k, v = random_inputs(q_len=300, kv_len=904)
     bias = bias_of("one", 300, 904)
     moved = torch.empty(bias.numel() + 300 * 8 + 1, dtype=bias.dtype, device="cuda")
     moved = moved.as_strided(bias.shape, bias.stride(), 1).copy_(bias)
     for own in (bias, moved, bias):
         check(q, k, v, HEAVY, bias=own)
-    for refused in (bias.float(), bias[..., :1], bias[..., :1].expand_as(bias)):
+    for refused in (bias.float(), bias[..., :1]):
         with pytest.raises(ArgumentError, match="takes a bias in 16 bits"):
             stof.attention(q, k, v, HEAVY, bias=refused, implementation="hopper")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stof import LayoutConfig
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import has_tiles
+from stof.kernels.hopper.jobs import has_tiles, laid_out, may_have_tiles
 from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
@@ -83,6 +83,43 @@ def test_bias_at_any_address() -> None:
         assert_attention(out, lse, q, k, v, layout.to_dense(), bias=bias)
 
 
+SCATTERED = ("odd rows", "heads last", "turned", "shared", "one for all keys")
+
+
+def scattered(form: str, device: str = "cpu") -> Tensor:
+    """Biases of 200 queries and 333 keys that TMA cannot read as they lie."""
+    bias = torch.randn(2, 4, 200, 333, device=device).to(torch.float16)
+    match form:
+        case "odd rows":
+            return bias
+        case "heads last":  # as T5's relative positions are looked up
+            return bias[:1].permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
+        case "turned":
+            return bias.mT.contiguous().mT
+        case "shared":
+            return bias[:, :1].expand(2, 4, 200, 333)
+        case "one for all keys":
+            return bias[..., :1].expand(2, 4, 200, 333)
+    raise AssertionError(form)
+
+
+@pytest.mark.usefixtures("poisoned_memory", "twin")
+@pytest.mark.parametrize("form", SCATTERED)
+def test_bias_that_is_copied(form: str) -> None:
+    """A bound call serves others of the same strides."""
+    layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64))
+    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, BlockWiseConfig(4, 2))
+    q, k, v = inputs()
+    bias = scattered(form)
+    assert may_have_tiles(bias, 200, 333)
+    assert not has_tiles(bias, 200, 333)
+    assert has_tiles(laid_out(bias), 200, 333)
+    call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, bias, None))
+    for query, own in ((q, bias), (q, scattered(form)), (unaligned(q), bias)):
+        out, lse = call(query, k, v, own, None)
+        assert_attention(out, lse, q, k, v, layout.to_dense(), bias=own)
+
+
 @pytest.mark.usefixtures("poisoned_memory", "twin")
 @pytest.mark.parametrize("tile", [(64, 64), (128, 128)])
 def test_row_blocks_that_keep_nothing(tile: tuple[int, int]) -> None:
@@ -93,10 +130,11 @@ def test_row_blocks_that_keep_nothing(tile: tuple[int, int]) -> None:
 
 
 def test_bias_that_has_no_tiles() -> None:
-    """Another kernel's business."""
+    """Another kernel's business, or that of a copy."""
     bias = bias_of("all", torch.float16)
-    assert not has_tiles(bias.float(), 200, 333)
-    assert not has_tiles(bias[..., :1], 200, 333)
+    for unlike in (bias.float(), bias[..., :1]):
+        assert not has_tiles(unlike, 200, 333)
+        assert not may_have_tiles(unlike, 200, 333)
     assert not has_tiles(bias.contiguous(), 200, 333)  # rows of 666 bytes
     assert not has_tiles(bias[..., :200].mT, 200, 200)
     assert has_tiles(bias[:, :, :1, :1], 1, 1)

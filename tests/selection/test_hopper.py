@@ -61,7 +61,7 @@ def choices_of(mask: Mask | None = None, fixed: LayoutConfig | None = None, **ch
         ({"dtype": torch.float64}, "takes float16, bfloat16, not torch.float64"),
         (
             {"has_bias": True, "tiled_bias": False},
-            "takes a bias in 16 bits with a value for every key, in rows of multiples of 16 bytes",
+            "takes a bias in 16 bits with a value for every key",
         ),
         ({"head_dim": 100}, "head_dim 100 is no multiple of 8"),
         ({"head_dim": 264}, "head_dim 264 is outside 8..256"),
@@ -468,3 +468,21 @@ def test_a_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "stof.kernels.hopper.attention", None)
     with pytest.raises(KernelError, match="no Gluon"):
         hopper.bound(q, k, v, *hopper.prepare(layout, None), Options(0.125, 0.0, None, None))
+
+
+def test_a_bias_to_copy_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5's, 6 MB, is worth it; one as large as all scores of a long sequence is not, where few of them are kept."""
+    fake_gpu(monkeypatch)
+
+    def first(mask: Mask, length: int, batch: int, to_copy: int) -> tuple[str, float]:
+        call = call_of(batch=batch, heads=12, q_len=length, kv_len=length, has_bias=True, bias_to_copy=to_copy)
+        best = candidates(call, GPU, Geometry(mask, length, length))[0]
+        assert best.estimate_us is not None
+        return best.name, best.estimate_us
+
+    whole = 2 * 12 * 512 * 512
+    as_it_lies, copied = (first(masks.full(), 512, 8, size) for size in (0, whole))
+    assert as_it_lies[0] == copied[0] == "hopper"
+    assert as_it_lies[1] + 2 * whole / 4.2e6 < copied[1] < as_it_lies[1] + 30
+    sparse = masks.sliding_window(256)
+    assert [first(sparse, 8192, 1, size)[0] for size in (0, 2 * 12 * 8192**2)] == ["hopper", "block_wise"]

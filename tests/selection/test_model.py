@@ -258,7 +258,7 @@ def test_unknown_kernels_are_guessed() -> None:
 
 
 def test_biases_have_constants_of_their_own_or_cost_more() -> None:
-    """Triton's tiles take longer with one; the Hopper kernel has other stages and places then, so it is guessed."""
+    """Tiles take longer with one; the Hopper kernel has fewer stages then. Worse where it lies scattered."""
     survey, plain, biased = counted([2] * 4000, [9] * 4000), call_of(kv_len=8192), call_of(kv_len=8192, has_bias=True)
     choice = choice_of()
     assert kernel_key(choice, biased) == kernel_key(choice, plain) + "/bias"
@@ -270,9 +270,17 @@ def test_biases_have_constants_of_their_own_or_cost_more() -> None:
     own = replace(model, kernels={**model.kernels, kernel_key(choice, biased): replace(TIMES, full=5.0, partial=5.0)})
     assert estimate(choice, plain, survey, own) == without
     assert estimate(choice, biased, survey, own) == pytest.approx(5 * without, rel=0.4)
+    scattered = replace(biased, bias_to_copy=2**20)
+    assert estimate(choice, scattered, survey, model) == pytest.approx(6 * more, rel=0.2)
     hopper = replace(choice, implementation="hopper")
-    model = replace(MODEL, kernels={kernel_key(hopper, plain): TIMES})
-    assert estimate(hopper, biased, survey, model) == estimate(hopper, biased, survey, MODEL)
+    deeper = replace(hopper, kernel=BlockWiseConfig(4, 4, 128))
+    model = replace(MODEL, kernels={kernel_key(deeper, plain): TIMES})
+    without, more = estimate(deeper, plain, survey, model), estimate(hopper, biased, survey, model)
+    assert without is not None
+    assert more is not None
+    assert 1.2 * without < more < 2 * without
+    copied = estimate(hopper, scattered, survey, model)
+    assert copied == pytest.approx(more + MODEL.launch + 4 * 2 * 2**20 / MODEL.bytes_per_us)
 
 
 def test_models_by_device_name() -> None:

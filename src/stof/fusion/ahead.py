@@ -159,6 +159,17 @@ def assembler(backend: str, arch: int) -> tuple[str, str] | None:
     return get_ptxas(arch).path, get_ptxas_version(arch)
 
 
+def settle_caches() -> None:
+    """Have Inductor choose the ptxas and Triton's cache folder now, before any kernel is compiled or looked for.
+
+    It does so when it first compiles a kernel of its own, if it does: processes that measure, and compile a lot, would
+    keep kernels where those after them, which load everything, do not look.
+    """
+    settle_assembler()
+    with suppress(ImportError):  # without Triton there are no kernels to keep
+        cache_folder()
+
+
 def settle_assembler() -> None:
     """Have Inductor choose the ptxas now, before Triton asks for its version: processes then keep kernels alike."""
     from torch._inductor.runtime import compile_tasks

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from stof.fusion.biases import lay_out_biases
 from stof.fusion.bucket_search import by_buckets
 from stof.fusion.choices import Choices, Known, choices_path, update_choices
 from stof.fusion.claims import claims, without_kernel
@@ -123,6 +124,7 @@ def fuse(
     ]
     if chosen:
         _apply(gm, list(chosen.values()), report)
+    _lay_out(gm, report)
     return report
 
 
@@ -294,6 +296,18 @@ def _merge(gm: fx.GraphModule, report: FusionReport) -> None:
     if problem:
         gm.graph = backup
         report.notes.append(f"products with packed weights stay apart: {problem}")
+
+
+def _lay_out(gm: fx.GraphModule, report: FusionReport) -> None:
+    """Biases in rows that kernels read; after all else, so that choices hold for every GPU's graph."""
+    backup = copy_graph(gm.graph)
+    if not lay_out_biases(gm.graph):
+        return
+    problem = propagate(gm)
+    if problem:
+        gm.graph = backup
+        report.notes.append(f"biases are copied by each layer's attention: {problem}")
+    gm.recompile()
 
 
 def _apply(gm: fx.GraphModule, choices: list[Choice], report: FusionReport) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
-from stof.fusion.ahead import CompileAhead, settle_assembler
+from stof.fusion.ahead import CompileAhead, settle_caches
 from stof.fusion.choices import Known, choices_path, known_choices, update_choices
 from stof.fusion.lock import read_lock
 from stof.fusion.lower import copy_module
@@ -198,7 +198,7 @@ def stof_backend(
     devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
     device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
     if device.type == "cuda":
-        settle_assembler()
+        settle_caches()
     search, known = parsed.search(device), parsed.known(device)
     copies = {name: copy_module(gm) for name in (RULED, PLAIN)} if search is not None else {}
     try:

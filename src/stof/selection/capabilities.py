@@ -13,8 +13,8 @@ from stof.kernels.fp8 import FP8, wide_dtype
 class CallSpec:
     """Everything about one attention call that can make an implementation refuse it.
 
-    `bias_itemsize`: bytes of each of the bias's values. `tiled_bias`: TMA can copy tiles of it, see
-    `stof.kernels.hopper.jobs.has_tiles`.
+    `bias_itemsize`: bytes of each of the bias's values. `tiled_bias`: TMA can copy tiles of it, or of a copy, see
+    `stof.kernels.hopper.jobs.may_have_tiles`. `bias_to_copy`: bytes of a bias of which it takes a copy.
     """
 
     device: str
@@ -26,6 +26,7 @@ class CallSpec:
     has_bias: bool = False
     bias_itemsize: int = 2
     tiled_bias: bool = True
+    bias_to_copy: int = 0
     has_softcap: bool = False
     has_sinks: bool = False
     permuted_rows: bool = False
@@ -52,7 +53,7 @@ class Capabilities:
         value_dim: whether the width of v may differ from head_dim.
         gqa: whether several query heads may share a key head.
         bias, softcap, sinks, permuted_rows: whether the option is served.
-        tiled_bias: a bias must be one that TMA can copy tiles of.
+        tiled_bias: a bias must be one that TMA can copy tiles of, or of a copy of it.
         compute_capability: the oldest GPU that can run it.
         one_generation: it runs on GPUs of exactly that compute capability.
         head_dim_multiple: what head_dim must be a multiple of.
@@ -97,7 +98,7 @@ class Capabilities:
             (self.bias or not call.has_bias, "no bias"),
             (
                 not self.tiled_bias or not call.has_bias or call.tiled_bias,
-                "takes a bias in 16 bits with a value for every key, in rows of multiples of 16 bytes",
+                "takes a bias in 16 bits with a value for every key",
             ),
             (self.softcap or not call.has_softcap, "no softcap"),
             (self.sinks or not call.has_sinks, "no attention sinks"),

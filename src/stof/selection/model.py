@@ -29,8 +29,11 @@ DECODE_ROWS = 16
 # Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 products.
 _FLOPS_PER_US = (2e6, 0.3e6)
 _GUESS_PENALTY = 1.5
-# What a bias makes of the time of a tile of Triton's kernels: a guess, for those that were not measured with one.
+# What a bias makes of the time of a tile: a guess, for kernels that were not measured with one.
 _BIAS_COST = 1.5
+# And what it makes of that, for Triton's, where rows of the bias are odd or not contiguous: T5 at 8 x 512 tokens took
+# 191 us a layer on an H200 (`stof bench kernels --cases t5,8,512,full`, heads last), where this model said 31.
+_SCATTERED_BIAS_COST = 6.0
 # A row by itself: what it costs at least (a guess), and each key that one program reads after the other (an H200: one
 # query, 4096 keys, 32 heads in 88 us).
 _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
@@ -42,6 +45,8 @@ _FP8_TILE, FP8_STAGES = 0.73, 4
 _ON_HOPPER = ("hopper", "hopper_fp8")
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12
+# What PyTorch takes to lay a bias out in other rows, against copying it as it lies: a guess, its reads are scattered.
+_SCATTERED = 4.0
 # The launch that puts keys aside, which the Hopper kernel waits for (an H200, see `docs/performance.md`).
 _ASIDE_US = 1.5
 # A thread block's registers and shared memory on every GPU since sm_80: 64 Ki registers, 1 KB kept by the system.
@@ -183,6 +188,8 @@ def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel)
     if choice.implementation in ("block_wise", "hopper") and call.q_len <= DECODE_ROWS:
         return None  # `decode` is made for this
     times = _times(choice, call, model)
+    if times is not None and call.bias_to_copy and choice.implementation != "hopper":
+        times = _costlier(times, _SCATTERED_BIAS_COST)
     if times is not None:
         return estimate_tiles(choice, call, survey, model, times)
     # A guess must not beat what was measured by being bold.
@@ -192,21 +199,32 @@ def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel)
 def _times(choice: Choice, call: CallSpec, model: DeviceModel) -> KernelTimes | None:
     """Constants of a choice, if it or a like one was measured.
 
-    Triton's without a bias say enough of those with one, and those with rows in order of those without.
+    Those without a bias say enough of those with one, and Triton's with rows in order of those without.
     """
     if choice.implementation == "hopper_fp8":
         assert choice.kernel is not None
         like = replace(choice, implementation="hopper", kernel=replace(choice.kernel, num_stages=2))
         times = model.kernels.get(kernel_key(like, call))
-        return times and replace(times, partial=times.partial * _FP8_TILE, full=times.full * _FP8_TILE)
+        return times and _costlier(times, _FP8_TILE)
     times = model.kernels.get(kernel_key(choice, call))
-    if times is None and call.has_bias and choice.implementation != "hopper":
-        times = _times(choice, replace(call, has_bias=False), model)
-        if times is not None:
-            times = replace(times, partial=times.partial * _BIAS_COST, full=times.full * _BIAS_COST)
+    if times is None and call.has_bias:
+        # The Hopper kernel has fewer stages where tiles of a bias take their place.
+        plain = (_with_stages(choice, more) for more in range(3 if choice.implementation == "hopper" else 1))
+        found = (_times(like, replace(call, has_bias=False), model) for like in plain)
+        times = next(filter(None, found), None)
+        times = times and _costlier(times, _BIAS_COST)
     elif times is None and choice.row_order is not None:
         times = _times(replace(choice, row_order=None), call, model)
     return times
+
+
+def _costlier(times: KernelTimes, factor: float) -> KernelTimes:
+    return replace(times, partial=times.partial * factor, full=times.full * factor)
+
+
+def _with_stages(choice: Choice, more: int) -> Choice:
+    assert choice.kernel is not None
+    return replace(choice, kernel=replace(choice.kernel, num_stages=choice.kernel.num_stages + more))
 
 
 def guessed_times(choice: Choice, call: CallSpec) -> KernelTimes:
@@ -222,7 +240,9 @@ def estimate_tiles(choice: Choice, call: CallSpec, survey: Survey, model: Device
     load, filled, bytes_us = critical_load(choice, call, survey, model, times)
     busy = times.solo + (1 - times.solo) * filled
     work_us = overlapped(busy * float(load @ times.weights()), bytes_us)
-    before_us = aside_us(choice, call, survey, model) + across_us(choice, call, model)
+    before_us = (
+        aside_us(choice, call, survey, model) + across_us(choice, call, model) + laying_out_us(choice, call, model)
+    )
     return model.launch + times.start + work_us + before_us
 
 
@@ -240,6 +260,13 @@ def across_us(choice: Choice, call: CallSpec, model: DeviceModel) -> float:
     if choice.implementation != "hopper_fp8":
         return 0.0
     return _ASIDE_US + 2 * call.batch * call.kv_heads * call.kv_len * call.value_dim / model.bytes_per_us
+
+
+def laying_out_us(choice: Choice, call: CallSpec, model: DeviceModel) -> float:
+    """Time until a bias lies in rows that TMA can copy tiles of: another launch, and each value read and written."""
+    if choice.implementation != "hopper" or not call.bias_to_copy:
+        return 0.0
+    return model.launch + _SCATTERED * 2 * call.bias_to_copy / model.bytes_per_us
 
 
 def widening_us(call: CallSpec, model: DeviceModel) -> float:

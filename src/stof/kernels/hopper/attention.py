@@ -12,7 +12,18 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.hopper.jobs import RUN, TileLists, leaving_width, padded_width, q_stages, resident
+from stof.kernels.hopper.jobs import (
+    RUN,
+    TileLists,
+    has_tiles,
+    laid_out,
+    leaving_width,
+    narrow,
+    padded_width,
+    q_stages,
+    resident,
+    rows_for,
+)
 from stof.kernels.hopper.queue import chunk_slots, idle_groups, job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
@@ -81,8 +92,8 @@ def bind_warp_specialized(
         lists: see `make_tile_lists`.
         config: stages and side.
         scale, softcap: floats, softcap 0 for none.
-        bias: None, or `[B or 1, H or 1, Sq or 1, Skv]` in 16 bits whose tiles TMA can copy (`has_tiles`), with tiles of
-            contiguous columns and rows that follow each other.
+        bias: None, or `[B or 1, H or 1, Sq or 1, Skv]` in 16 bits (`may_have_tiles`), with tiles of contiguous columns
+            and rows that follow each other; a call copies one whose tiles TMA cannot read (`has_tiles`).
         sinks: None or `[H]`.
 
     Returns (the call):
@@ -118,8 +129,11 @@ def bind_warp_specialized(
     v_window = Window.over(v, *box, lists.column_step)
     k_slab = Window.over(k, lists.slab, _BOX) if lists.slab else None
     v_slab = Window.over(v, lists.slab, _BOX) if lists.slab else None
+    copy_bias = bias is not None and not has_tiles(bias, q_len, k.shape[2])
+    if bias is not None and copy_bias:
+        bias = rows_for(bias)
     # One row for all queries is read again and again: TMA takes a stride of 0.
-    shared = None if bias is None else _narrow(bias).expand(-1, -1, q_len, -1)
+    shared = None if bias is None else narrow(bias).expand(-1, -1, q_len, -1)
     bias_window = None if shared is None else Window.over(shared, _ROWS, lists.block_n)
     if aside is not None:
         k_slab = v_slab = Window.over(aside.like, *box)
@@ -172,7 +186,7 @@ def bind_warp_specialized(
         if copy_any:
             q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
         if bias is not None:
-            bias = _narrow(bias)
+            bias = laid_out(bias) if copy_bias else narrow(bias)
             if bias.data_ptr() % 16:
                 bias = _moved(bias)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
@@ -263,19 +277,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _narrow(bias: Tensor) -> Tensor:
-    """A bias without the copies that strides of 0 stand for: batch entries, heads and queries that share one."""
-    for dim in range(3):
-        if bias.stride(dim) == 0:
-            bias = bias.narrow(dim, 0, 1)
-    return bias
-
-
 def _own(bias: Tensor | None) -> tuple[int, int]:
     """Whether batch entries, and heads, have a bias of their own: 0 or 1 each."""
     if bias is None:
         return 0, 0
-    shape = _narrow(bias).shape
+    shape = narrow(bias).shape
     return int(shape[0] > 1), int(shape[1] > 1)
 
 

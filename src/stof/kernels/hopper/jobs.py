@@ -73,6 +73,30 @@ def has_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
     return (kv_len == 1 or bias.stride(3) == 1) and all(n == 1 or (s >= 0 and s % 8 == 0) for n, s in outer)
 
 
+def may_have_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
+    """Whether TMA can copy tiles of a 4-D bias or of `laid_out(bias)`: 16 bits with a value for every key."""
+    return bias.dtype in (torch.float16, torch.bfloat16) and bias.shape[2] in (1, q_len) and bias.shape[3] == kv_len
+
+
+def narrow(bias: Tensor) -> Tensor:
+    """A bias without the copies that strides of 0 stand for: batch entries, heads and queries that share one."""
+    for dim in range(3):
+        if bias.stride(dim) == 0:
+            bias = bias.narrow(dim, 0, 1)
+    return bias
+
+
+def rows_for(bias: Tensor) -> Tensor:
+    """Memory for a copy of a bias, narrowed, that TMA can copy tiles of: rows of whole multiples of 16 bytes."""
+    *outer, keys = narrow(bias).shape
+    return torch.empty(*outer, -(-keys // 8) * 8, dtype=bias.dtype, device=bias.device)[..., :keys]
+
+
+def laid_out(bias: Tensor) -> Tensor:
+    """That copy."""
+    return rows_for(bias).copy_(narrow(bias))
+
+
 def resident(block_m: int, block_n: int, width: int) -> int:
     """Thread blocks that a multiprocessor holds at once.
 

@@ -1,0 +1,102 @@
+"""Biases that TMA cannot read are laid out once in a graph, and results stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import stof
+from stof import masks
+from stof.fusion import biases
+from stof.fusion.nodes import argument, name_of
+from stof.kernels.hopper.jobs import has_tiles
+from tests.fusion.graphs import capture, fuse
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(biases, "_for_hopper", lambda bias: True)
+
+
+def inputs(keys: int = 40) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys (and values), and numbers that a bias of 3 heads is made of, heads last."""
+    q, k = torch.randn(2, 3, 24, 16), torch.randn(2, 3, keys, 16)
+    return q.half(), k.half(), torch.randn(24, keys, 3).half()
+
+
+def layers(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+    """Two layers that share a bias, as T5's do."""
+    bias = table.mul(2).permute(2, 0, 1).unsqueeze(0)
+    for _ in range(2):
+        q = stof.attention(q, k, k, masks.full(), bias=bias)
+    return q
+
+
+def in_order(gm: fx.GraphModule, **given: Tensor) -> list[Tensor]:
+    """Dynamo's graphs take what they are given in the order of its use."""
+    names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+    return [given[name.lower().removeprefix("l_").removesuffix("_")] for name in names]
+
+
+def laid(function: Callable[..., Tensor], q: Tensor, k: Tensor, table: Tensor) -> tuple[int, list[bool]]:
+    """Copies that were put into the graph, and which layers' biases TMA can read now; results are as before."""
+    gm = capture(function, q, k, table)
+    given = in_order(gm, q=q, k=k, table=table)
+    expected = gm(*given)
+    fuse(gm)
+    torch.testing.assert_close(gm(*given), expected, equal_nan=True)
+    found = [node for node in gm.graph.nodes if name_of(node) == "stof.masked_attention"]
+    values = [argument(node, 4, "bias").meta["example_value"] for node in found]
+    clones = sum(name_of(node) == "clone" for node in gm.graph.nodes)
+    return clones, [has_tiles(value, 24, k.shape[2]) for value in values]
+
+
+@pytest.mark.parametrize("keys", [40, 39, 1])
+def test_one_copy_serves_all_layers(keys: int) -> None:
+    assert laid(layers, *inputs(keys)) == (1, [True, True])
+
+
+@pytest.mark.parametrize("keys", [40, 39])
+def test_a_bias_that_is_given(keys: int) -> None:
+    """A copy comes after all that is given."""
+
+    def layer(q: Tensor, bias: Tensor, k: Tensor) -> Tensor:
+        return stof.attention(q, k, k, masks.full(), bias=bias)
+
+    q, k, table = inputs(keys)
+    bias = table.permute(2, 0, 1)[None]
+    gm = capture(layer, q, bias, k)
+    given = in_order(gm, q=q, bias=bias, k=k)
+    fuse(gm)
+    assert len(in_order(gm, q=q, bias=bias, k=k)) == 3
+    assert all(node.op == "placeholder" for node in list(gm.graph.nodes)[:3])
+    assert sum(name_of(node) == "clone" for node in gm.graph.nodes) == 1
+    torch.testing.assert_close(gm(*given)[0], layer(q, bias, k))
+
+
+def test_what_is_left_as_it_is() -> None:
+    """What TMA reads as it lies or not at all, and what is written to after it was made."""
+
+    def readable(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+        return stof.attention(q, k, k, masks.full(), bias=table.permute(2, 0, 1)[None].contiguous())
+
+    def wide(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+        return stof.attention(q, k, k, masks.full(), bias=table.permute(2, 0, 1)[None].float())
+
+    def written(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+        bias = table.mul(2).permute(2, 0, 1)[None]
+        q = stof.attention(q, k, k, masks.full(), bias=bias)
+        bias.add_(1)
+        return stof.attention(q, k, k, masks.full(), bias=bias)
+
+    assert laid(readable, *inputs()) == (0, [True])
+    assert laid(wide, *inputs()) == (0, [False])
+    assert laid(written, *inputs()) == (0, [False, False])
+
+
+def test_other_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert laid(layers, *inputs()) == (0, [False, False])
