@@ -29,11 +29,12 @@ DECODE_ROWS = 16
 # Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 products.
 _FLOPS_PER_US = (2e6, 0.3e6)
 _GUESS_PENALTY = 1.5
-# What a bias makes of the time of a tile: a guess, for kernels that were not measured with one.
-_BIAS_COST = 1.5
+# What a bias makes of the time of a tile, for kernels that were not measured with one: Triton's took 3 to 20 times as
+# long on an H200 (`h200-selector-bias.json`), those that are not hopeless 4 to 9; the Hopper kernel's up to 1.7 times.
+_BIAS_COST, _HOPPER_BIAS_COST = 6.0, 1.6
 # And what it makes of that, for Triton's, where rows of the bias are odd or not contiguous: T5 at 8 x 512 tokens took
-# 191 us a layer on an H200 (`stof bench kernels --cases t5,8,512,full`, heads last), where this model said 31.
-_SCATTERED_BIAS_COST = 6.0
+# 191 us a layer (heads last; `stof bench kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were.
+_SCATTERED_BIAS_COST = 3.0
 # A row by itself: what it costs at least (a guess), and each key that one program reads after the other (an H200: one
 # query, 4096 keys, 32 heads in 88 us).
 _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
@@ -212,7 +213,8 @@ def _times(choice: Choice, call: CallSpec, model: DeviceModel) -> KernelTimes | 
         plain = (_with_stages(choice, more) for more in range(3 if choice.implementation == "hopper" else 1))
         found = (_times(like, replace(call, has_bias=False), model) for like in plain)
         times = next(filter(None, found), None)
-        times = times and _costlier(times, _BIAS_COST)
+        cost = _HOPPER_BIAS_COST if choice.implementation == "hopper" else _BIAS_COST
+        times = times and _costlier(times, cost)
     elif times is None and choice.row_order is not None:
         times = _times(replace(choice, row_order=None), call, model)
     return times
