@@ -102,7 +102,7 @@ def _steady_tile(
     q, rings, count, v_count, packed, acc, m_i, l_i, words, factor, no_scores,
     GROUP: gl.constexpr, TURNS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """A tile that goes by the maximum of those before it: `(weights, packed, acc, m_i, l_i)`.
+    """A tile that goes by the maximum of those before it: `(weights, acc, m_i, l_i)`.
 
     Args:
         count, v_count: places of the ring where its keys, and the values of the tile before, are.
@@ -225,7 +225,7 @@ def consumer(
                 last = begin + 1
                 rest = last
         q = q_rows
-        if PAIRED and HELD:
+        if PAIRED:
             q = q_rows.load(q_layout)
         for tile in range(begin, rest):
             # The weights of the tile before are multiplied with V under this tile's softmax: also when that one ended
