@@ -18,6 +18,7 @@ from stof.fusion.lower import Choice, GraphOrder, copy_graph, handed_on, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
 from stof.fusion.operators import NORMS, Kind
+from stof.fusion.patches import multiply_patches
 from stof.fusion.progress import Progress
 from stof.fusion.propagate import propagate
 from stof.fusion.replay import Replay, lock_known, replayed
@@ -87,7 +88,8 @@ def fuse(
     if reason:
         report.notes.append(f"the whole graph is left to Inductor: {reason}")
         return report
-    _merge(gm, report)
+    _rewrite(gm, report, multiply_patches, "patches are embedded by a convolution")
+    _rewrite(gm, report, merge_products, "products with packed weights stay apart")
     operators, order = normalise(gm.graph), GraphOrder(gm.graph)
     # Graphs that leave sizes open are others, even where their first call is alike.
     left_open = any(is_symbolic(operator.value.shape) for operator in operators)
@@ -124,7 +126,8 @@ def fuse(
     ]
     if chosen:
         _apply(gm, list(chosen.values()), report)
-    _lay_out(gm, report)
+    # After all else, so that choices hold for every GPU's graph.
+    _rewrite(gm, report, lay_out_biases, "biases are copied by each layer's attention")
     return report
 
 
@@ -289,24 +292,19 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
                     yield f"{name}: {min(own):.1f} us at best, Inductor {times[None]:.1f} us"
 
 
-def _merge(gm: fx.GraphModule, report: FusionReport) -> None:
-    """Merge products with packed weights; slices of their results must do wherever whole tensors did."""
-    backup = copy_graph(gm.graph)
-    problem = propagate(gm) if merge_products(gm.graph) else ""
-    if problem:
-        gm.graph = backup
-        report.notes.append(f"products with packed weights stay apart: {problem}")
+def _rewrite(gm: fx.GraphModule, report: FusionReport, rewrite: Callable[[fx.Graph], int], otherwise: str) -> None:
+    """Apply a rewrite that returns how much it changed, and take it back where the graph no longer fits together.
 
-
-def _lay_out(gm: fx.GraphModule, report: FusionReport) -> None:
-    """Biases in rows that kernels read; after all else, so that choices hold for every GPU's graph."""
+    Args:
+        otherwise: what is told then.
+    """
     backup = copy_graph(gm.graph)
-    if not lay_out_biases(gm.graph):
+    if not rewrite(gm.graph):
         return
     problem = propagate(gm)
     if problem:
         gm.graph = backup
-        report.notes.append(f"biases are copied by each layer's attention: {problem}")
+        report.notes.append(f"{otherwise}: {problem}")
     gm.recompile()
 
 
