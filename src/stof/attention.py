@@ -322,6 +322,7 @@ def explain(
         order of preference, then those that refuse, with all their reasons. `print(*explain(...), sep="\\n")`.
     """
     check_tensors(q, k, v)
+    bias = check_bias(bias, q, k.shape[2])
     ready = _planned(mask_or_plan, q, k)
     return ready.candidates(_call_spec(ready, q, k, v, bias, check_softcap(softcap), sinks))
 

@@ -285,7 +285,7 @@ class Plan:
         plan = Plan(repr(mask), lengths, mask.dims(*sizes, self.device), self.device, geometry=geometry)
         plan._layouts = {key: grown(layout) for key, layout in self._layouts.items() if key[1] is None}
         for (call, name), choice in self._choices.items():
-            if choice.row_order is None:
+            if choice.row_order is None and not call.bias_to_copy:  # that of another length may be read as it lies
                 plan._choices[replace(call, q_len=lengths[0], kv_len=lengths[1]), name] = choice
         return plan
 

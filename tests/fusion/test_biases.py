@@ -100,3 +100,73 @@ def test_what_is_left_as_it_is() -> None:
 def test_other_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert laid(layers, *inputs()) == (0, [False, False])
+
+
+@pytest.mark.parametrize("form", ["all heads", "queries", "batch"])
+def test_what_is_shared_is_copied_once(form: str) -> None:
+    """Strides of 0 stay."""
+
+    def layer(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+        bias = table.mul(2).permute(2, 0, 1).unsqueeze(0)
+        if form == "all heads":
+            bias = bias[:, :1].expand(1, 3, 24, -1)
+        elif form == "queries":
+            bias = bias[:, :, :1].expand(1, 3, 24, -1)
+        else:
+            bias = bias.expand(2, 3, 24, -1)
+        return stof.attention(q, k, k, masks.full(), bias=bias)
+
+    q, k, table = inputs(39)
+    gm = capture(layer, q, k, table)
+    given = in_order(gm, q=q, k=k, table=table)
+    expected = gm(*given)
+    fuse(gm)
+    torch.testing.assert_close(gm(*given), expected)
+    (clone,) = [node for node in gm.graph.nodes if name_of(node) == "clone"]
+    sizes = {"all heads": (1, 1, 24, 39), "queries": (1, 3, 1, 39), "batch": (1, 3, 24, 39)}
+    assert tuple(clone.meta["example_value"].shape) == sizes[form]
+
+
+def test_lengths_stay_open() -> None:
+    """One graph for all of them, with a bias of any dtype, on any device."""
+    graphs = 0
+
+    def backend(gm: fx.GraphModule, example_inputs: list[object]) -> Callable[..., object]:
+        nonlocal graphs
+        graphs += 1
+        fuse(gm)
+        return gm.forward
+
+    def layer(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        return stof.attention(q, k, k, masks.full(), bias=bias)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=backend)
+    k, bias = torch.randn(2, 3, 40, 16).half(), torch.randn(2, 40, 1, 1).half().permute(0, 2, 3, 1)[..., :40]
+    for length in (24, 25, 26, 27, 28):
+        q = torch.randn(2, 3, length, 16).half()
+        torch._dynamo.mark_dynamic(q, 2)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(q, k, bias), layer(q, k, bias))
+    assert graphs == 1
+
+
+def test_other_kernels_business_is_left() -> None:
+    """Queries in 32 bits, few of them, and a kernel that was asked for."""
+
+    def layer(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+        return stof.attention(q, k, k, masks.full(), bias=table.mul(2).permute(2, 0, 1)[None])
+
+    def forced(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+        bias = table.mul(2).permute(2, 0, 1)[None]
+        return stof.attention(q, k, k, masks.full(), bias=bias, implementation="batched")
+
+    q, k, table = inputs()
+    for function, given in (
+        (layer, (q.float(), k.float(), table)),
+        (layer, (q[:, :, :16], k, table[:16])),
+        (forced, (q, k, table)),
+    ):
+        gm = capture(function, *given)
+        fuse(gm)
+        assert not [node for node in gm.graph.nodes if name_of(node) == "clone"]

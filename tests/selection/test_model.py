@@ -15,7 +15,7 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout.survey import Survey, TileCounts
-from stof.selection import Choice
+from stof.selection import Choice, candidates
 from stof.selection.gpu import geometries, gpu_choices
 from stof.selection.model import (
     DeviceModel,
@@ -31,7 +31,7 @@ from stof.selection.model import (
     occupancy,
     shared_memory,
 )
-from tests.selection.fakes import Geometry, call_of
+from tests.selection.fakes import GPU, Geometry, call_of, fake_gpu
 
 TILES = LayoutConfig(64, 64)
 TIMES = KernelTimes(item=3.0, partial=1.0, full=0.8, merge=1.0, collect=0.2, solo=0.6)
@@ -313,3 +313,18 @@ def test_constants_are_sensible() -> None:
         assert 0 < times.solo <= 1.5, key
         # The fit keeps a partial tile at half a full one at least; the file rounds to four digits.
         assert times.full <= times.partial * 2.001, key
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("kv_len", [1024, 16384])
+def test_a_bias_does_not_change_how_decoding_is_done(monkeypatch: pytest.MonkeyPatch, kv_len: int, q_len: int) -> None:
+    """It was not measured with one; a guess must not go before what was measured without."""
+    fake_gpu(monkeypatch)
+    geometry, chosen = Geometry(masks.full(), q_len, kv_len), []
+    for bias in ({}, {"has_bias": True}, {"has_bias": True, "bias_to_copy": 2 * 32 * kv_len}):
+        call = call_of(heads=32, kv_heads=8, head_dim=128, q_len=q_len, kv_len=kv_len, **bias)
+        choice = candidates(call, GPU, geometry)[0].choice
+        assert choice is not None
+        assert choice.kernel is not None
+        chosen.append((choice.implementation, choice.layout, choice.kernel.num_stages))
+    assert chosen[0] == chosen[1] == chosen[2]

@@ -203,6 +203,7 @@ def run_gemm(
     dtype: torch.dtype,
     *,
     only: Collection[str] | None,
+    named: Sequence[str] = (),
     autotuned: bool,
     chain: int,
     sustained: float,
@@ -212,7 +213,8 @@ def run_gemm(
     """Check and time everything for one product.
 
     Args:
-        only: configurations to try, where they fit; None for all that the search has.
+        only: of the search's configurations those to try; None for all.
+        named: configurations to try beside them, where they fit.
         autotuned: Inductor's own search for products as well.
         chain: 0, or calls that follow each other, each with a weight of its own (`chain_us`).
         sustained: 0, or seconds for which each call is repeated (`sustained_us`).
@@ -222,8 +224,13 @@ def run_gemm(
     given = Inputs.of(gemm, tokens, device, dtype)
     capability = torch.cuda.get_device_capability(device)
     shape = product_of(gemm, given).shape
-    tried = configs(shape, dtype, capability) if only is None else map(GemmConfig.parse, only)
-    chosen = [str(config) for config in tried if not unfit(config, shape, dtype, capability)]
+    fitting = [str(config) for config in configs(shape, dtype, capability)]
+    chosen = fitting if only is None else [name for name in fitting if name in only]
+    for name in named:
+        if why := unfit(GemmConfig.parse(name), shape, dtype, capability):
+            report(f"  {name}: {'; '.join(why)}")
+        else:
+            chosen.append(name)
     wanted = [BARE, INDUCTOR, *([AUTOTUNED] if autotuned else []), *chosen]
     check = Check(gemm, given)
     givens = [given, *(replace(given, weight=given.weight.clone()) for _ in range(chain - 1))]

@@ -55,7 +55,10 @@ def gemm(
     device, precision = gpu(dtype)
     if chain and sustained:
         raise ArgumentError("--chain and --sustained are two ways to time; give one of them")
-    named = [str(GemmConfig.parse(text)) for text in configs.split()] if configs not in ("quick", "all") else QUICK
+    only = {"quick": QUICK, "all": None}.get(configs, ())
+    named = [] if configs in ("quick", "all") else [str(GemmConfig.parse(text)) for text in configs.split()]
+    if only == () and not named:
+        raise ArgumentError("configs is 'quick', 'all', or configurations separated by spaces")
     unknown = set(models.split()) - set(MODELS)
     if unknown:
         raise ArgumentError(f"unknown models {sorted(unknown)}; there are {', '.join(MODELS)}")
@@ -75,7 +78,7 @@ def gemm(
             break
         console.print(Text(f"{one.model} {one.name}, {count} tokens", style="dim"))
         rows = run_gemm(
-            one, count, device, precision, only=None if configs == "all" else named, autotuned=autotuned, chain=chain,
+            one, count, device, precision, only=only, named=named, autotuned=autotuned, chain=chain,
             sustained=sustained, rounds=rounds,
             report=lambda text: console.print(Text(text, style="red"), soft_wrap=True),
         )  # fmt: skip

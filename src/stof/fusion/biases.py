@@ -14,45 +14,70 @@ from stof.fusion.lower import GraphOrder
 from stof.fusion.nodes import argument, name_of, value_of
 from stof.fusion.sizes import is_symbolic
 from stof.kernels.hopper.jobs import has_tiles, may_have_tiles
+from stof.selection.model import DECODE_ROWS
 
 _MULTIPLE = 8  # 16 bytes of 16-bit values
+# Bytes of a bias that is given, which something has to copy in each call: with a large one of which few scores are
+# kept, another kernel may be faster, and each call chooses.
+_MOST_GIVEN = 2**26
+_WIDEST_HEAD = 256
 
 
-def lay_out_biases(graph: fx.Graph) -> int:
-    """Rewrite in place; returns how many biases there are now in rows that TMA can copy tiles of."""
-    order, readers = GraphOrder(graph), _readers(graph)
-    for bias, nodes in readers.items():
-        places = [order.place[node] for node in (bias, *nodes)]
-        if order.writes_between(min(places), max(places)):
-            continue
+def scattered_biases(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Biases that TMA cannot read as they lie, and the attention that reads each."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if name_of(node) == "stof.masked_attention" and _scattered(node):
+            found.setdefault(argument(node, 4, "bias"), []).append(node)
+    order = GraphOrder(graph) if found else None
+    for bias, nodes in list(found.items()):
+        places = [order.place[node] for node in (bias, *nodes)] if order is not None else []
+        if order is not None and order.writes_between(min(places), max(places)):
+            del found[bias]
+    return found
+
+
+def lay_out_biases(graph: fx.Graph, found: dict[fx.Node, list[fx.Node]]) -> int:
+    """Rewrite in place what `scattered_biases` found; returns how many."""
+    for bias, nodes in found.items():
+        value = value_of(bias)
+        assert value is not None
+        keys = int(value.shape[3])
         after = bias if bias.op != "placeholder" else [node for node in graph.nodes if node.op == "placeholder"][-1]
         with graph.inserting_before(after.next):
-            value = value_of(bias)
-            assert value is not None
-            keys = int(value.shape[3])
-            laid = graph.call_function(torch.clone, (bias,), {"memory_format": torch.contiguous_format})
+            laid = bias
+            # What strides of 0 share is copied once.
+            shared = [dim for dim in range(3) if value.stride(dim) == 0 and value.shape[dim] > 1]
+            for dim in shared:
+                laid = graph.call_method("narrow", (laid, dim, 0, 1))
+            laid = graph.call_function(torch.clone, (laid,), {"memory_format": torch.contiguous_format})
             if keys % _MULTIPLE:
                 laid = graph.call_function(F.pad, (laid, (0, -keys % _MULTIPLE)))
                 laid = graph.call_method("narrow", (laid, 3, 0, keys))
+            if shared:
+                laid = graph.call_method("expand", (laid, *map(int, value.shape)))
         for node in nodes:
             node.replace_input_with(bias, laid)
-    return len(readers)
+    return len(found)
 
 
-def _readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """The attention that reads each bias which the kernel would copy."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if name_of(node) != "stof.masked_attention":
-            continue
-        q, k, bias = (argument(node, place, name) for place, name in ((0, "q"), (1, "k"), (4, "bias")))
-        queries, keys, value = value_of(q), value_of(k), value_of(bias)
-        if queries is None or keys is None or value is None or is_symbolic((*value.shape, *value.stride())):
-            continue
-        sizes = int(queries.shape[2]), int(keys.shape[2])
-        if _for_hopper(value) and may_have_tiles(value, *sizes) and not has_tiles(value, *sizes):
-            found.setdefault(bias, []).append(node)
-    return found
+def _scattered(node: fx.Node) -> bool:
+    """Whether the Hopper kernel might serve this attention, and would copy its bias."""
+    q, k, bias = (argument(node, place, name) for place, name in ((0, "q"), (1, "k"), (4, "bias")))
+    queries, keys, value = value_of(q), value_of(k), value_of(bias)
+    halves = (torch.float16, torch.bfloat16)
+    if queries is None or keys is None or value is None or value.dtype not in halves or queries.dtype not in halves:
+        return False
+    if not _for_hopper(value) or argument(node, 8, "implementation", "") not in ("", "hopper"):
+        return False
+    lengths = queries.shape[2], keys.shape[2]
+    # Nothing may ask what a size is that the graph leaves open: it would be fixed.
+    if is_symbolic((*value.shape, *value.stride(), *lengths, queries.shape[3])):
+        return False
+    sizes = int(lengths[0]), int(lengths[1])
+    served = sizes[0] > DECODE_ROWS and queries.shape[3] <= _WIDEST_HEAD
+    given = bias.op == "placeholder" and value.numel() * value.element_size() > _MOST_GIVEN
+    return served and not given and may_have_tiles(value, *sizes) and not has_tiles(value, *sizes)
 
 
 def _for_hopper(bias: Tensor) -> bool:

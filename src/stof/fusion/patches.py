@@ -8,20 +8,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx
 
 from stof.fusion.nodes import argument, name_of, value_of
 from stof.fusion.sizes import is_symbolic
 
+Patches = list[tuple[fx.Node, tuple[int, int]]]
 
-def multiply_patches(graph: fx.Graph) -> int:
-    """Rewrite in place; returns how many convolutions became products.
 
-    Those of images of a fixed size whose result is flattened to `[B, C, patches]` and not read as an
-    image: what follows then reads the product's result as it lies.
+def patch_embeddings(graph: fx.Graph) -> Patches:
+    """Convolutions that may become products, and the height and width of their patches.
+
+    Those of images of a fixed size whose result is flattened to `[B, C, patches]` and not read as an image: what
+    follows then reads the product's result as it lies.
     """
-    found = [(node, patch) for node in graph.nodes if (patch := _patch(node)) is not None]
+    return [(node, patch) for node in graph.nodes if (patch := _patch(node)) is not None]
+
+
+def multiply_patches(graph: fx.Graph, found: Patches) -> int:
+    """Rewrite in place what `patch_embeddings` found; returns how many."""
     for node, (rows, columns) in found:
         x, weight, bias = (argument(node, place, name) for place, name in enumerate(("input", "weight", "bias")))
         with graph.inserting_before(node):
@@ -44,8 +51,11 @@ def _patch(node: fx.Node) -> tuple[int, int] | None:
     """Height and width of the patches, None for what is no such convolution."""
     if name_of(node) != "conv2d":
         return None
-    x, weight = value_of(argument(node, 0, "input")), value_of(argument(node, 1, "weight"))
+    x, weight, out = (value_of(one) for one in (argument(node, 0, "input"), argument(node, 1, "weight"), node))
     if x is None or weight is None or x.ndim != 4 or is_symbolic((*x.shape[1:], *weight.shape)):
+        return None
+    # In 32 bits, convolutions and products are rounded by settings of their own (TF32).
+    if out is None or out.dtype not in (torch.float16, torch.bfloat16):
         return None
     patch = int(weight.shape[2]), int(weight.shape[3])
     apart = _pair(argument(node, 3, "stride", 1)) == patch

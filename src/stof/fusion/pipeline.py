@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
 
-from stof.fusion.biases import lay_out_biases
+from stof.fusion.biases import lay_out_biases, scattered_biases
 from stof.fusion.bucket_search import by_buckets
 from stof.fusion.choices import Choices, Known, choices_path, update_choices
 from stof.fusion.claims import claims, without_kernel
@@ -18,7 +19,7 @@ from stof.fusion.lower import Choice, GraphOrder, copy_graph, handed_on, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
 from stof.fusion.operators import NORMS, Kind
-from stof.fusion.patches import multiply_patches
+from stof.fusion.patches import multiply_patches, patch_embeddings
 from stof.fusion.progress import Progress
 from stof.fusion.propagate import propagate
 from stof.fusion.replay import Replay, lock_known, replayed
@@ -88,8 +89,8 @@ def fuse(
     if reason:
         report.notes.append(f"the whole graph is left to Inductor: {reason}")
         return report
-    _rewrite(gm, report, multiply_patches, "patches are embedded by a convolution")
-    _rewrite(gm, report, merge_products, "products with packed weights stay apart")
+    rewrite_patches(gm, report)
+    _rewrite(gm, report, lambda: merge_products(gm.graph), "products with packed weights stay apart")
     operators, order = normalise(gm.graph), GraphOrder(gm.graph)
     # Graphs that leave sizes open are others, even where their first call is alike.
     left_open = any(is_symbolic(operator.value.shape) for operator in operators)
@@ -127,7 +128,7 @@ def fuse(
     if chosen:
         _apply(gm, list(chosen.values()), report)
     # After all else, so that choices hold for every GPU's graph.
-    _rewrite(gm, report, lay_out_biases, "biases are copied by each layer's attention")
+    rewrite_biases(gm, report)
     return report
 
 
@@ -292,16 +293,32 @@ def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Know
                     yield f"{name}: {min(own):.1f} us at best, Inductor {times[None]:.1f} us"
 
 
-def _rewrite(gm: fx.GraphModule, report: FusionReport, rewrite: Callable[[fx.Graph], int], otherwise: str) -> None:
+def rewrite_patches(gm: fx.GraphModule, report: FusionReport) -> None:
+    """Patch embeddings become products; what the graph returns keeps its strides, too."""
+    if patches := patch_embeddings(gm.graph):
+        rewrite = partial(multiply_patches, gm.graph, patches)
+        _rewrite(gm, report, rewrite, "patches are embedded by a convolution", strides=True)
+
+
+def rewrite_biases(gm: fx.GraphModule, report: FusionReport) -> None:
+    """Biases lie in rows that kernels read."""
+    if biases := scattered_biases(gm.graph):
+        _rewrite(gm, report, partial(lay_out_biases, gm.graph, biases), "biases are copied by each layer's attention")
+
+
+def _rewrite(
+    gm: fx.GraphModule, report: FusionReport, rewrite: Callable[[], int], otherwise: str, strides: bool = False
+) -> None:
     """Apply a rewrite that returns how much it changed, and take it back where the graph no longer fits together.
 
     Args:
         otherwise: what is told then.
+        strides: whether what the graph returns has to keep its strides.
     """
     backup = copy_graph(gm.graph)
-    if not rewrite(gm.graph):
+    if not rewrite():
         return
-    problem = propagate(gm)
+    problem = propagate(gm, strides=strides)
     if problem:
         gm.graph = backup
         report.notes.append(f"{otherwise}: {problem}")

@@ -22,10 +22,14 @@ class _Propagate(fx.Interpreter):
         return result
 
 
-def propagate(gm: fx.GraphModule) -> str:
-    """Recompute the fake values of `gm`; "" if that works and results keep their sizes and dtypes, else why not."""
+def propagate(gm: fx.GraphModule, *, strides: bool = False) -> str:
+    """Recompute the fake values of `gm`; "" if that works and results keep their sizes and dtypes, else why not.
+
+    Args:
+        strides: results have to keep their strides as well.
+    """
     inputs = [node.meta.get("example_value") for node in gm.graph.nodes if node.op == "placeholder"]
-    before = _forms(gm)
+    before = _forms(gm, strides)
     mode = fake_mode_of(inputs)
     shapes = getattr(mode, "shape_env", None)
     try:
@@ -37,11 +41,14 @@ def propagate(gm: fx.GraphModule) -> str:
                     _Propagate(gm).run(*inputs)
     except Exception as error:  # whatever an operator of the user's graph raises when a tensor is laid out differently
         return str(error).strip().splitlines()[0]
-    return "" if _forms(gm) == before else "results would change their shape or dtype"
+    return "" if _forms(gm, strides) == before else "results would change their shape, strides or dtype"
 
 
-def _forms(gm: fx.GraphModule) -> list[str]:
-    """Sizes and dtype of everything the graph returns."""
+def _forms(gm: fx.GraphModule, strides: bool) -> list[str]:
+    """Sizes, dtype and, if asked for, strides of everything the graph returns."""
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     values = [node.meta.get("example_value") for node in output.all_input_nodes]
-    return [f"{tuple(v.shape)} {v.dtype}" if isinstance(v, torch.Tensor) else str(type(v)) for v in values]
+    return [
+        f"{tuple(v.shape)} {v.dtype} {v.stride() if strides else ''}" if isinstance(v, torch.Tensor) else str(type(v))
+        for v in values
+    ]

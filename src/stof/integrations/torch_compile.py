@@ -23,7 +23,7 @@ from stof.fusion.lock import read_lock
 from stof.fusion.lower import copy_module
 from stof.fusion.measure import SegmentTimer, check
 from stof.fusion.nodes import changes_inputs
-from stof.fusion.pipeline import Search, fuse
+from stof.fusion.pipeline import Search, fuse, rewrite_biases, rewrite_patches
 from stof.fusion.progress import Progress
 from stof.fusion.race import PLAIN, RULED, SEARCHED, Race, decide, differing
 from stof.fusion.replay import Replay
@@ -221,6 +221,10 @@ def stof_backend(
             )
         parsed.tell(report)
         return _inductor(gm, example_inputs, parsed, report.digest)
+
+    # No templates: what they are compared with has these rewrites too.
+    rewrite_patches(copies[PLAIN], FusionReport())
+    rewrite_biases(copies[PLAIN], FusionReport())
 
     def by_rule() -> FusionReport:
         return fuse(copies[RULED], twins=parsed.twins, fold=parsed.fold, known=known)

@@ -32,8 +32,8 @@ _GUESS_PENALTY = 1.5
 # What a bias makes of the time of a tile, for kernels that were not measured with one: Triton's took 3 to 20 times as
 # long on an H200 (`h200-selector-bias.json`), those that are not hopeless 4 to 9; the Hopper kernel's up to 1.7 times.
 _BIAS_COST, _HOPPER_BIAS_COST = 6.0, 1.6
-# And what it makes of that, for Triton's, where rows of the bias are odd or not contiguous: T5 at 8 x 512 tokens took
-# 191 us a layer (heads last; `stof bench kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were.
+# And what it makes of that, for Triton's, where rows of the bias are not contiguous: T5 at 8 x 512 tokens took 191 us a
+# layer (heads last; `stof bench kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were. Odd rows: a guess.
 _SCATTERED_BIAS_COST = 3.0
 # A row by itself: what it costs at least (a guess), and each key that one program reads after the other (an H200: one
 # query, 4096 keys, 32 heads in 88 us).
@@ -189,12 +189,11 @@ def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel)
     if choice.implementation in ("block_wise", "hopper") and call.q_len <= DECODE_ROWS:
         return None  # `decode` is made for this
     times = _times(choice, call, model)
-    if times is not None and call.bias_to_copy and choice.implementation != "hopper":
-        times = _costlier(times, _SCATTERED_BIAS_COST)
     if times is not None:
-        return estimate_tiles(choice, call, survey, model, times)
+        return estimate_tiles(choice, call, survey, model, _with_scattered_bias(times, choice, call))
     # A guess must not beat what was measured by being bold.
-    return _GUESS_PENALTY * estimate_tiles(choice, call, survey, model, guessed_times(choice, call))
+    times = _costlier(guessed_times(choice, call), _bias_cost(choice) if call.has_bias else 1.0)
+    return _GUESS_PENALTY * estimate_tiles(choice, call, survey, model, _with_scattered_bias(times, choice, call))
 
 
 def _times(choice: Choice, call: CallSpec, model: DeviceModel) -> KernelTimes | None:
@@ -208,16 +207,30 @@ def _times(choice: Choice, call: CallSpec, model: DeviceModel) -> KernelTimes | 
         times = model.kernels.get(kernel_key(like, call))
         return times and _costlier(times, _FP8_TILE)
     times = model.kernels.get(kernel_key(choice, call))
+    if times is None and choice.row_order is not None:
+        in_order = replace(choice, row_order=None)
+        if not call.has_bias:
+            return _times(in_order, call, model)
+        times = model.kernels.get(kernel_key(in_order, call))
     if times is None and call.has_bias:
         # The Hopper kernel has fewer stages where tiles of a bias take their place.
         plain = (_with_stages(choice, more) for more in range(3 if choice.implementation == "hopper" else 1))
         found = (_times(like, replace(call, has_bias=False), model) for like in plain)
         times = next(filter(None, found), None)
-        cost = _HOPPER_BIAS_COST if choice.implementation == "hopper" else _BIAS_COST
-        times = times and _costlier(times, cost)
-    elif times is None and choice.row_order is not None:
-        times = _times(replace(choice, row_order=None), call, model)
+        times = times and _costlier(times, _bias_cost(choice))
     return times
+
+
+def _bias_cost(choice: Choice) -> float:
+    """What a bias makes of the time of a tile that was not measured with one; decoding waits for keys and values."""
+    if choice.implementation == "decode":
+        return 1.0
+    return _HOPPER_BIAS_COST if choice.implementation == "hopper" else _BIAS_COST
+
+
+def _with_scattered_bias(times: KernelTimes, choice: Choice, call: CallSpec) -> KernelTimes:
+    scattered = call.bias_to_copy and choice.implementation == "block_wise"
+    return _costlier(times, _SCATTERED_BIAS_COST) if scattered else times
 
 
 def _costlier(times: KernelTimes, factor: float) -> KernelTimes:
@@ -391,7 +404,7 @@ def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: b
         return held
     # A bias of 16 bits passes through shared memory in 32, one of 32 is copied there ahead of time, as K and V are.
     places = max(1, num_stages - 1) if call.bias_itemsize >= 4 else 1
-    return held + places * rows * layout.block_n * 4
+    return held + places * rows * layout.block_n * max(4, call.bias_itemsize)
 
 
 def block_shared_bytes(model: DeviceModel) -> int:

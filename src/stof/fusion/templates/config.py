@@ -262,7 +262,7 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append("the only other number of columns is 192")
     if config.side and shape.gated:
         found.append("gate and up are powers of two wide")
-    if config.warps not in (1, 2, 4, 8, 16) or not 1 <= config.stages <= 8 or config.split < 1:
+    if config.warps not in (1, 2, 4, 8, 16) or not 1 <= config.stages <= 8 or config.group < 0 or config.split < 1:
         found.append("1 to 16 warps (a power of two), 1 to 8 stages, split from 1 up")
     if config.halves and config.kind != "persistent":
         found.append("halves are for persistent programs")

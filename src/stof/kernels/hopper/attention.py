@@ -131,7 +131,7 @@ def bind_warp_specialized(
     v_slab = Window.over(v, lists.slab, _BOX) if lists.slab else None
     copy_bias = bias is not None and not has_tiles(bias, q_len, k.shape[2])
     if bias is not None and copy_bias:
-        bias = rows_for(bias)
+        bias = rows_for(bias, "meta")  # sizes and strides alone
     # One row for all queries is read again and again: TMA takes a stride of 0.
     shared = None if bias is None else narrow(bias).expand(-1, -1, q_len, -1)
     bias_window = None if shared is None else Window.over(shared, _ROWS, lists.block_n)

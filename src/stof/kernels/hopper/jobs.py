@@ -86,15 +86,15 @@ def narrow(bias: Tensor) -> Tensor:
     return bias
 
 
-def rows_for(bias: Tensor) -> Tensor:
+def rows_for(bias: Tensor, device: torch.device | str) -> Tensor:
     """Memory for a copy of a bias, narrowed, that TMA can copy tiles of: rows of whole multiples of 16 bytes."""
     *outer, keys = narrow(bias).shape
-    return torch.empty(*outer, -(-keys // 8) * 8, dtype=bias.dtype, device=bias.device)[..., :keys]
+    return torch.empty(*outer, -(-keys // 8) * 8, dtype=bias.dtype, device=device)[..., :keys]
 
 
 def laid_out(bias: Tensor) -> Tensor:
     """That copy."""
-    return rows_for(bias).copy_(narrow(bias))
+    return rows_for(bias, bias.device).copy_(narrow(bias))
 
 
 def resident(block_m: int, block_n: int, width: int) -> int:
