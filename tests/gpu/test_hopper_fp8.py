@@ -22,7 +22,7 @@ from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS, failures
 from stof.selection.implementations import Options
-from stof.selection.model import FP8_STAGES
+from stof.selection.resources import FP8_STAGES
 from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention
 from stof.testing.inputs import spread
 from tests.strategies import dense_masks

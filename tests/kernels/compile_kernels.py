@@ -35,7 +35,7 @@ from stof.layout.survey import Survey
 from stof.masks.tensors import as_mask
 from stof.selection import CallSpec, Choice
 from stof.selection.gpu import gpu_choices, runtime_choice
-from stof.selection.model import fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
+from stof.selection.resources import fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
 from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble, report
 from tests.kernels.covering import KINDS, covering
 from tests.kernels.device_kernels import compiled_for_device, fill_kernels, layout_kernels

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stof.selection.model import head_dim_class
+from stof.selection.resources import head_dim_class
 
 if TYPE_CHECKING:
     from tests.kernels.compile_kernels import Case

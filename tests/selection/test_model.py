@@ -22,15 +22,13 @@ from stof.selection.model import (
     KernelTimes,
     estimate,
     estimate_tiles,
-    head_dim_class,
     kernel_key,
     last_slot,
     load_model,
     model_from_dict,
     model_to_dict,
-    occupancy,
-    shared_memory,
 )
+from stof.selection.resources import head_dim_class, occupancy, shared_memory
 from tests.selection.fakes import GPU, Geometry, call_of, fake_gpu
 
 TILES = LayoutConfig(64, 64)
@@ -222,15 +220,15 @@ def test_shared_memory_of_a_bias() -> None:
 def test_occupancy() -> None:
     call = call_of()
     # 58 KB a program: three in 228 KB, though registers would allow four.
-    assert occupancy(choice_of(), call, MODEL) == 3
+    assert occupancy(choice_of(), call, MODEL.shared_bytes) == 3
     # By registers: 65536 / (168 * 128) = 3 where memory would allow more.
     small = Choice("block_wise", LayoutConfig(64, 16), None, BlockWiseConfig(4, 2, 168))
-    assert occupancy(small, call, MODEL) == 3
+    assert occupancy(small, call, MODEL.shared_bytes) == 3
     # One at least, whatever the estimate says.
     large = Choice("block_wise", LayoutConfig(128, 128), None, BlockWiseConfig(8, 4))
-    assert occupancy(large, call_of(head_dim=256), MODEL) == 1
+    assert occupancy(large, call_of(head_dim=256), MODEL.shared_bytes) == 1
     tiny = Choice("decode", LayoutConfig(1, 16), None, BlockWiseConfig(1, 2, 32))
-    assert occupancy(tiny, call, MODEL) == 8
+    assert occupancy(tiny, call, MODEL.shared_bytes) == 8
 
 
 def test_row_wise_by_rows_and_keys() -> None:

@@ -23,8 +23,8 @@ from stof.selection.model import (
     estimate,
     estimate_tiles,
     kernel_key,
-    occupancy,
 )
+from stof.selection.resources import occupancy
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +58,7 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
     persistent = rows[0].choice.implementation == "hopper"
     # Thread blocks that stay need time to set up. Alone on a multiprocessor they are as fast whatever others do.
     settings = [(1.0, us) for us in _STARTS] if persistent else []
-    if not persistent or occupancy(rows[0].choice, cases[0][1], model) > 1:
+    if not persistent or occupancy(rows[0].choice, cases[0][1], model.shared_bytes) > 1:
         settings += [(solo, 0.0) for solo in _SOLO]
     for solo, start_us in settings:
         times = replace(start, solo=solo, start=start_us)

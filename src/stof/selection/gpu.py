@@ -14,7 +14,7 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
-from stof.selection.model import FP8_STAGES, fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
+from stof.selection.resources import FP8_STAGES, fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
 
 # (block_m, block_n, warps, stages, registers) worth having, by head_dim class; `stof tune --device` times them all.
 # Three stages keep K and V of two tiles in flight; four warps on 64 rows leave room for two programs or more on a

@@ -23,7 +23,8 @@ from stof.kernels.reference import reference_attention
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall, Work, make_work
 from stof.layout import Layout
 from stof.selection.capabilities import Capabilities
-from stof.selection.model import DECODE_ROWS, FP8_STAGES
+from stof.selection.model import DECODE_ROWS
+from stof.selection.resources import FP8_STAGES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GPU_FLOATS = FLOATS[:3]

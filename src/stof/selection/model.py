@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stof.kernels.hopper.jobs import LATE, leaving_width, padded_width, q_stages, resident
+from stof.kernels.hopper.jobs import LATE
 from stof.kernels.triton.work import parts_of
-from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
+from stof.selection.resources import ON_HOPPER, head_dim_class, occupancy
 
 # Query rows the decode implementation takes: with the heads of a group they fill the rows of a matrix product.
 DECODE_ROWS = 16
@@ -39,19 +39,14 @@ _SCATTERED_BIAS_COST = 3.0
 # query, 4096 keys, 32 heads in 88 us).
 _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
 # Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/fp8.py` took 1123 us under a
-# full mask of 8192 tokens on an H200, V laid across included, where they rest on 1571. And the stages of K and V that
-# go with that, for which there is room.
-_FP8_TILE, FP8_STAGES = 0.73, 4
-# Implementations whose programs are the Hopper kernel's.
-_ON_HOPPER = ("hopper", "hopper_fp8")
+# full mask of 8192 tokens on an H200, V laid across included, where they rest on 1571.
+_FP8_TILE = 0.73
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12
 # What PyTorch takes to lay a bias out in other rows, against copying it as it lies: a guess, its reads are scattered.
 _SCATTERED = 4.0
 # The launch that puts keys aside, which the Hopper kernel waits for (an H200, see `docs/performance.md`).
 _ASIDE_US = 1.5
-# A thread block's registers and shared memory on every GPU since sm_80: 64 Ki registers, 1 KB kept by the system.
-_REGISTERS, _RESERVED = 65536, 1024
 
 
 @dataclass(frozen=True)
@@ -103,17 +98,12 @@ class DeviceModel:
     kernels: dict[str, KernelTimes]
 
 
-def head_dim_class(head_dim: int, value_dim: int) -> int:
-    """Tile width the kernels are tuned for: 64, 128 or 256."""
-    return padded_width(max(head_dim, value_dim))
-
-
 def kernel_key(choice: Choice, call: CallSpec) -> str:
     """Which constants a block-wise or decode choice goes by."""
     layout, kernel = choice.layout, choice.kernel
     assert layout is not None
     assert kernel is not None
-    hopper = choice.implementation in _ON_HOPPER
+    hopper = choice.implementation in ON_HOPPER
     # Tiles of columns put aside are contiguous to the kernel; in pairs, which copy half as much, slabs cost nothing.
     slab = None if hopper and (layout.aside or kernel.paired) else layout.slab
     # Decoding moves the same bytes whatever its few rows are.
@@ -263,7 +253,7 @@ def estimate_tiles(choice: Choice, call: CallSpec, survey: Survey, model: Device
 
 def aside_us(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel) -> float:
     """Time until keys and values are put side by side: another launch, and each of them read and written once."""
-    if choice.implementation not in _ON_HOPPER or choice.layout is None or not survey.counts[choice.layout].aside:
+    if choice.implementation not in ON_HOPPER or choice.layout is None or not survey.counts[choice.layout].aside:
         return 0.0
     heads = call.heads if survey.mask_heads > 1 else call.kv_heads
     elements = call.batch * heads * survey.counts[choice.layout].aside * (call.head_dim + call.value_dim)
@@ -316,7 +306,7 @@ def critical_load(
     loads = torch.stack(kinds, 1)
     groups = call.batch * (call.kv_heads if kernel.pack else call.heads)
     copies = parts * (groups / masks)
-    slots = model.multiprocessors * occupancy(choice, call, model)
+    slots = model.multiprocessors * occupancy(choice, call, model.shared_bytes)
     filled = min(1.0, float(copies.sum()) / slots)
     # Heads run in turns of `side`: longest first holds within a turn, so the last turn's longest item starts late,
     # unless all programs start at once.
@@ -324,13 +314,13 @@ def critical_load(
     late = max(0.0, 1 - slots / float(copies.sum())) * (turns - 1) / turns
     each = loads @ times.weights()
     average = (loads * copies[:, None]).sum(0) / slots
-    if choice.implementation in _ON_HOPPER and turns > 1:
+    if choice.implementation in ON_HOPPER and turns > 1:
         load = _without_late_starts(loads, times.weights(), copies, average, late, turns, slots)
     else:
         load = average * late + last_slot(loads, each, copies / turns, slots)
     most = float(parts.max())
     # The Hopper kernel's chunks meet in pairs, and pairs in pairs; elsewhere the last one reads all others back.
-    load[4] += math.ceil(math.log2(most)) if choice.implementation in _ON_HOPPER else most * (most > 1)
+    load[4] += math.ceil(math.log2(most)) if choice.implementation in ON_HOPPER else most * (most > 1)
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
     return load, filled, _bytes(call, touched) / model.bytes_per_us
 
@@ -390,63 +380,6 @@ def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor
         sums[:count] += loads[wave[:count]]
         start += count
     return sums[int(ends.argmax())]
-
-
-def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: bool) -> int:
-    """Bytes of shared memory of a block-wise program, to within a few KB."""
-    itemsize = call.dtype.itemsize
-    rows = max(16, layout.block_m * (_power(call.heads // call.kv_heads) if pack else 1))
-    width, value_width = max(16, _power(call.head_dim)), max(16, _power(call.value_dim))
-    held = itemsize * (rows * width + num_stages * layout.block_n * (width + value_width)) + _RESERVED
-    # Three TF32 products keep Q's remainder as well.
-    held += rows * width * 4 if call.dtype == torch.float32 else 0
-    if not call.has_bias:
-        return held
-    # A bias of 16 bits passes through shared memory in 32, one of 32 is copied there ahead of time, as K and V are.
-    places = max(1, num_stages - 1) if call.bias_itemsize >= 4 else 1
-    return held + places * rows * layout.block_n * max(4, call.bias_itemsize)
-
-
-def block_shared_bytes(model: DeviceModel) -> int:
-    """Bytes of shared memory that one thread block may have: its multiprocessor's, less what the system keeps."""
-    return model.shared_bytes - _RESERVED
-
-
-def hopper_shared_memory(choice: Choice, call: CallSpec) -> int:
-    """Bytes of shared memory of the Hopper kernel: Q and output of row blocks, stages of K, V and bias, barriers."""
-    layout, kernel = choice.layout, choice.kernel
-    assert layout is not None
-    assert kernel is not None
-    width = head_dim_class(call.head_dim, call.value_dim)
-    block_m = layout.block_m * (1 + kernel.paired)
-    places = q_stages(block_m, width, call.has_bias, kernel.paired)
-    rows = block_m * (places * width + (leaving_width(width) if places == 1 else 0))
-    stage = layout.block_n * (2 * width + (block_m if call.has_bias else 0))
-    return call.dtype.itemsize * (rows + kernel.num_stages * stage) + _RESERVED
-
-
-def fp8_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> int:
-    """The same of the kernel for 8-bit operands: two row blocks' Q, an output of 16 bits, stages of K and V."""
-    rows = layout.block_m * (2 + 2) * call.head_dim
-    return rows + num_stages * layout.block_n * 2 * call.head_dim + _RESERVED
-
-
-def occupancy(choice: Choice, call: CallSpec, model: DeviceModel) -> int:
-    """Programs that fit on a multiprocessor at once."""
-    assert choice.kernel is not None
-    assert choice.layout is not None
-    if choice.implementation in _ON_HOPPER:
-        width = head_dim_class(call.head_dim, call.value_dim)
-        block_m = choice.layout.block_m * (1 + choice.kernel.paired)
-        return resident(block_m, choice.layout.block_n, width)
-    kernel = choice.kernel
-    by_memory = model.shared_bytes // (shared_memory(choice.layout, call, kernel.num_stages, kernel.pack) + _RESERVED)
-    registers = kernel.max_registers or (255 if head_dim_class(call.head_dim, call.value_dim) > 64 else 160)
-    return max(1, min(by_memory, _REGISTERS // (registers * 32 * kernel.num_warps), 8))
-
-
-def _power(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
 
 
 def _bytes(call: CallSpec, touched: float) -> float:

@@ -15,7 +15,8 @@ from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
 from stof.selection.gpu import Geometry, fits, geometries, gpu_choices, shared_memory_limit, starves, worthwhile
 from stof.selection.implementations import IMPLEMENTATIONS
-from stof.selection.model import DeviceModel, block_shared_bytes, estimate, load_model, widening_us
+from stof.selection.model import DeviceModel, estimate, load_model, widening_us
+from stof.selection.resources import block_shared_bytes
 
 # Implementations whose choices the cost model weighs; the others follow in their order of preference.
 _MODELLED = ("hopper", "hopper_fp8", "decode", "block_wise", "row_wise")
@@ -179,7 +180,9 @@ def _failure(choice: Choice, call: CallSpec, device: torch.device, geometry: Geo
 
 def _model_and_limit(device: torch.device, model: DeviceModel | None) -> tuple[DeviceModel, int]:
     """The cost model, and the bytes of shared memory that a thread block may have."""
-    return (device_model(device), shared_memory_limit(device)) if model is None else (model, block_shared_bytes(model))
+    if model is None:
+        return device_model(device), shared_memory_limit(device)
+    return model, block_shared_bytes(model.shared_bytes)
 
 
 def _weigh(

@@ -1,0 +1,79 @@
+"""What a choice takes of a multiprocessor: shared memory of a program, and programs that fit at once."""
+
+from __future__ import annotations
+
+import torch
+
+from stof.kernels.hopper.jobs import leaving_width, padded_width, q_stages, resident
+from stof.layout import LayoutConfig
+from stof.selection.capabilities import CallSpec
+from stof.selection.choice import Choice
+
+# Implementations whose programs are the Hopper kernel's.
+ON_HOPPER = ("hopper", "hopper_fp8")
+# Stages of K and V for which there is room in 8 bits.
+FP8_STAGES = 4
+# A multiprocessor's registers on every GPU since sm_80, and bytes of shared memory that the system keeps of each block.
+_REGISTERS, _RESERVED = 65536, 1024
+
+
+def head_dim_class(head_dim: int, value_dim: int) -> int:
+    """Tile width the kernels are tuned for: 64, 128 or 256."""
+    return padded_width(max(head_dim, value_dim))
+
+
+def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: bool) -> int:
+    """Bytes of shared memory of a block-wise program, to within a few KB."""
+    itemsize = call.dtype.itemsize
+    rows = max(16, layout.block_m * (_power(call.heads // call.kv_heads) if pack else 1))
+    width, value_width = max(16, _power(call.head_dim)), max(16, _power(call.value_dim))
+    held = itemsize * (rows * width + num_stages * layout.block_n * (width + value_width)) + _RESERVED
+    # Three TF32 products keep Q's remainder as well.
+    held += rows * width * 4 if call.dtype == torch.float32 else 0
+    if not call.has_bias:
+        return held
+    # A bias of 16 bits passes through shared memory in 32, one of 32 is copied there ahead of time, as K and V are.
+    places = max(1, num_stages - 1) if call.bias_itemsize >= 4 else 1
+    return held + places * rows * layout.block_n * max(4, call.bias_itemsize)
+
+
+def block_shared_bytes(shared_bytes: int) -> int:
+    """Bytes of shared memory that one thread block may have: its multiprocessor's, less what the system keeps."""
+    return shared_bytes - _RESERVED
+
+
+def hopper_shared_memory(choice: Choice, call: CallSpec) -> int:
+    """Bytes of shared memory of the Hopper kernel: Q and output of row blocks, stages of K, V and bias, barriers."""
+    layout, kernel = choice.layout, choice.kernel
+    assert layout is not None
+    assert kernel is not None
+    width = head_dim_class(call.head_dim, call.value_dim)
+    block_m = layout.block_m * (1 + kernel.paired)
+    places = q_stages(block_m, width, call.has_bias, kernel.paired)
+    rows = block_m * (places * width + (leaving_width(width) if places == 1 else 0))
+    stage = layout.block_n * (2 * width + (block_m if call.has_bias else 0))
+    return call.dtype.itemsize * (rows + kernel.num_stages * stage) + _RESERVED
+
+
+def fp8_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> int:
+    """The same of the kernel for 8-bit operands: two row blocks' Q, an output of 16 bits, stages of K and V."""
+    rows = layout.block_m * (2 + 2) * call.head_dim
+    return rows + num_stages * layout.block_n * 2 * call.head_dim + _RESERVED
+
+
+def occupancy(choice: Choice, call: CallSpec, shared_bytes: int) -> int:
+    """Programs that fit on a multiprocessor with so much shared memory at once."""
+    assert choice.kernel is not None
+    assert choice.layout is not None
+    if choice.implementation in ON_HOPPER:
+        width = head_dim_class(call.head_dim, call.value_dim)
+        block_m = choice.layout.block_m * (1 + choice.kernel.paired)
+        return resident(block_m, choice.layout.block_n, width)
+    kernel = choice.kernel
+    by_memory = shared_bytes // (shared_memory(choice.layout, call, kernel.num_stages, kernel.pack) + _RESERVED)
+    registers = kernel.max_registers or (255 if head_dim_class(call.head_dim, call.value_dim) > 64 else 160)
+    return max(1, min(by_memory, _REGISTERS // (registers * 32 * kernel.num_warps), 8))
+
+
+def _power(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
