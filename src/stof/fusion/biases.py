@@ -13,14 +13,13 @@ from torch import Tensor, fx
 from stof.fusion.lower import GraphOrder
 from stof.fusion.nodes import argument, name_of, value_of
 from stof.fusion.sizes import is_symbolic
-from stof.kernels.hopper.jobs import has_tiles, may_have_tiles
+from stof.kernels.hopper.jobs import BIAS_STEP, has_tiles, may_have_tiles
+from stof.selection import IMPLEMENTATIONS
 from stof.selection.model import DECODE_ROWS
 
-_MULTIPLE = 8  # 16 bytes of 16-bit values
 # Bytes of a bias that is given, which something has to copy in each call: with a large one of which few scores are
 # kept, another kernel may be faster, and each call chooses.
 _MOST_GIVEN = 2**26
-_WIDEST_HEAD = 256
 
 
 def scattered_biases(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -29,12 +28,14 @@ def scattered_biases(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     for node in graph.nodes:
         if name_of(node) == "stof.masked_attention" and _scattered(node):
             found.setdefault(argument(node, 4, "bias"), []).append(node)
-    order = GraphOrder(graph) if found else None
-    for bias, nodes in list(found.items()):
-        places = [order.place[node] for node in (bias, *nodes)] if order is not None else []
-        if order is not None and order.writes_between(min(places), max(places)):
-            del found[bias]
-    return found
+    return {bias: nodes for bias, nodes in found.items() if not _written(graph, bias, nodes)}
+
+
+def _written(graph: fx.Graph, bias: fx.Node, nodes: list[fx.Node]) -> bool:
+    """Whether something is written to a tensor from where a bias is made to where it is read last."""
+    order = GraphOrder(graph)
+    places = [order.place[node] for node in (bias, *nodes)]
+    return order.writes_between(min(places), max(places))
 
 
 def lay_out_biases(graph: fx.Graph, found: dict[fx.Node, list[fx.Node]]) -> int:
@@ -51,8 +52,8 @@ def lay_out_biases(graph: fx.Graph, found: dict[fx.Node, list[fx.Node]]) -> int:
             for dim in shared:
                 laid = graph.call_method("narrow", (laid, dim, 0, 1))
             laid = graph.call_function(torch.clone, (laid,), {"memory_format": torch.contiguous_format})
-            if keys % _MULTIPLE:
-                laid = graph.call_function(F.pad, (laid, (0, -keys % _MULTIPLE)))
+            if keys % BIAS_STEP:
+                laid = graph.call_function(F.pad, (laid, (0, -keys % BIAS_STEP)))
                 laid = graph.call_method("narrow", (laid, 3, 0, keys))
             if shared:
                 laid = graph.call_method("expand", (laid, *map(int, value.shape)))
@@ -65,8 +66,8 @@ def _scattered(node: fx.Node) -> bool:
     """Whether the Hopper kernel might serve this attention, and would copy its bias."""
     q, k, bias = (argument(node, place, name) for place, name in ((0, "q"), (1, "k"), (4, "bias")))
     queries, keys, value = value_of(q), value_of(k), value_of(bias)
-    halves = (torch.float16, torch.bfloat16)
-    if queries is None or keys is None or value is None or value.dtype not in halves or queries.dtype not in halves:
+    kernel = IMPLEMENTATIONS["hopper"].capabilities
+    if queries is None or keys is None or value is None or not {queries.dtype, value.dtype} <= set(kernel.dtypes):
         return False
     if not _for_hopper(value) or argument(node, 8, "implementation", "") not in ("", "hopper"):
         return False
@@ -75,10 +76,11 @@ def _scattered(node: fx.Node) -> bool:
     if is_symbolic((*value.shape, *value.stride(), *lengths, queries.shape[3])):
         return False
     sizes = int(lengths[0]), int(lengths[1])
-    served = sizes[0] > DECODE_ROWS and queries.shape[3] <= _WIDEST_HEAD
+    served = sizes[0] > DECODE_ROWS and queries.shape[3] <= kernel.head_dims[1]
     given = bias.op == "placeholder" and value.numel() * value.element_size() > _MOST_GIVEN
     return served and not given and may_have_tiles(value, *sizes) and not has_tiles(value, *sizes)
 
 
 def _for_hopper(bias: Tensor) -> bool:
-    return bias.device.type == "cuda" and torch.cuda.get_device_capability(bias.device) == (9, 0)
+    generation = IMPLEMENTATIONS["hopper"].capabilities.compute_capability
+    return bias.device.type == "cuda" and torch.cuda.get_device_capability(bias.device) == generation

@@ -32,6 +32,8 @@ ASIDE = 2**30
 SMALL_TILE = (64, 64)
 # Keys whose values trade places among themselves where they are laid across (`across.py`).
 ACROSS = 16
+# Values of a bias's rows that TMA wants multiples of: 16 bytes.
+BIAS_STEP = 8
 # Rows and keys of the only tiles that the kernel for 8-bit operands takes.
 FP8_TILE = (128, 128)
 
@@ -70,7 +72,7 @@ def has_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
     if bias.dtype not in (torch.float16, torch.bfloat16) or bias.shape[2] not in (1, q_len) or bias.shape[3] != kv_len:
         return False
     outer = zip(bias.shape[:3], bias.stride()[:3], strict=True)
-    return (kv_len == 1 or bias.stride(3) == 1) and all(n == 1 or (s >= 0 and s % 8 == 0) for n, s in outer)
+    return (kv_len == 1 or bias.stride(3) == 1) and all(n == 1 or (s >= 0 and s % BIAS_STEP == 0) for n, s in outer)
 
 
 def may_have_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
@@ -89,7 +91,7 @@ def narrow(bias: Tensor) -> Tensor:
 def rows_for(bias: Tensor, device: torch.device | str) -> Tensor:
     """Memory for a copy of a bias, narrowed, that TMA can copy tiles of: rows of whole multiples of 16 bytes."""
     *outer, keys = narrow(bias).shape
-    return torch.empty(*outer, -(-keys // 8) * 8, dtype=bias.dtype, device=device)[..., :keys]
+    return torch.empty(*outer, -(-keys // BIAS_STEP) * BIAS_STEP, dtype=bias.dtype, device=device)[..., :keys]
 
 
 def laid_out(bias: Tensor) -> Tensor:
