@@ -28,10 +28,12 @@ class Start:
         import_s: seconds until Python, torch and stof are there.
         load_s: for the model and its inputs.
         compile_s: from `stof.optimize` to the first answer.
+        optimize_s: for `stof.optimize`, part of it.
         call_ms: a call afterwards.
         measured: times taken for the search.
         compiled: graphs that Inductor compiled, and kernels that Triton did, because no cache had them.
         kernels: names of the latter.
+        traced: graphs that Dynamo traced.
     """
 
     kind: str
@@ -42,6 +44,8 @@ class Start:
     measured: int
     compiled: int
     kernels: tuple[str, ...] = ()
+    optimize_s: float = 0.0
+    traced: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,9 +98,12 @@ def start_here(asked: Mapping[str, Any]) -> Start:
     compiled: list[str] = []
     _count_compilations(compiled)
     reports: list[FusionReport] = []
-    cuda_graphs = device.type == "cuda"
-    options = {"cuda_graphs": cuda_graphs, "report": reports.append, **asked["options"]}
+    options = {"report": reports.append, **asked["options"]}
+    if device.type != "cuda":
+        options["cuda_graphs"] = False
     fast: Any = stof.optimize(loaded.model, mask=loaded.mask, dynamic=False, **options)
+    wait()
+    optimized = time.perf_counter()
     with torch.inference_mode():
         fast(*loaded.args, **loaded.kwargs)
         wait()
@@ -120,6 +127,8 @@ def start_here(asked: Mapping[str, Any]) -> Start:
         measured=sum(report.measurements for report in reports),
         compiled=misses + len(compiled),
         kernels=tuple(compiled),
+        optimize_s=optimized - read,
+        traced=counters["stats"]["unique_graphs"],
     )
 
 

@@ -19,6 +19,7 @@ def start(
     lock: Annotated[Path | None, typer.Option(help="A lock file to follow.")] = None,
     fold: Annotated[bool, typer.Option("--fold", help="Fold norms' weights into products (option fold).")] = False,
     twins: Annotated[bool, typer.Option("--twins", help="Claim templates where no kernel serves.")] = False,
+    cuda_graphs: Annotated[str, typer.Option(help="whole, inductor or none, on GPUs.")] = "whole",
     warm: Annotated[int, typer.Option(min=0, help="Processes after the first.")] = 2,
     caches: Annotated[
         Path | None, typer.Option(help="Keep all caches here; a folder that is not empty makes all starts warm.")
@@ -35,20 +36,24 @@ def start(
 
     from stof.bench.results import provenance, write_json
     from stof.bench.start import Ask, run_starts
+    from stof.errors import ArgumentError
     from stof.tuning.machine import device_name
 
-    options = {"effort": effort, "budget_s": budget, "fold": fold, "twins": twins}
+    graphs: dict[str, str | bool] = {"whole": "whole", "inductor": True, "none": False}
+    if cuda_graphs not in graphs:
+        raise ArgumentError(f"cuda_graphs is {', '.join(graphs)}, got {cuda_graphs!r}")
+    options = {"effort": effort, "budget_s": budget, "fold": fold, "twins": twins, "cuda_graphs": graphs[cuda_graphs]}
     options["lock"] = str(lock.resolve()) if lock else None
     ask = Ask(model, batch, length, mask, dtype, {name: value for name, value in options.items() if value is not None})
     with TemporaryDirectory() as folder:
         starts = run_starts(ask, caches.resolve() if caches is not None else Path(folder), warm)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = Table(title=f"{model}, {batch} x {length}, {mask}, {dtype}, effort {effort}, on {device_name(device)}")
-    for name in ("start", "import s", "load s", "compile s", "call ms", "measurements", "compiled anew"):
+    for name in ("start", "import s", "load s", "compile s", "call ms", "measurements", "traced", "compiled anew"):
         table.add_column(name, justify="left" if name == "start" else "right")
     for one in starts:
         seconds = (f"{value:.2f}" for value in (one.import_s, one.load_s, one.compile_s))
-        table.add_row(one.kind, *seconds, f"{one.call_ms:.3f}", str(one.measured), str(one.compiled))
+        table.add_row(one.kind, *seconds, f"{one.call_ms:.3f}", str(one.measured), str(one.traced), str(one.compiled))
     Console().print(table)
     if output is not None:
         write_json(output, {"meta": provenance(device), "ask": asdict(ask), "rows": [asdict(one) for one in starts]})

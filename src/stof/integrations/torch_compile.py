@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from torch import Tensor, fx, nn
 import stof
 from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.ahead import CompileAhead, settle_caches
-from stof.fusion.choices import Known, choices_path, known_choices, update_choices
+from stof.fusion.choices import PACKAGED, Known, choices_path, known_choices, update_choices
 from stof.fusion.lock import read_lock
 from stof.fusion.lower import copy_module
 from stof.fusion.measure import SegmentTimer, check
@@ -30,6 +31,8 @@ from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
 from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
 from stof.fusion.weights import pack_weights, unpack_weights
+from stof.integrations.fingerprint import file_digest
+from stof.integrations.starts import Starts, note, reported
 from stof.integrations.whole_calls import WholeCalls
 from stof.masks import Mask
 from stof.tuning.files import cache_folder
@@ -150,6 +153,19 @@ class CompileOptions:
             return None
         return Replay(read_lock(Path(self.lock)), device_name(device), check, self._store(device))
 
+    def starts(self, model: nn.Module) -> Starts | None:
+        """Where whole calls of a model are kept for later processes; None with `store=False`."""
+        folder = self._folder()
+        return None if folder is None else Starts(folder / "starts", model, self._decides, self.tell)
+
+    def _decides(self, device: torch.device) -> str:
+        """What compiled graphs depend on of these options, and of what is known of a device."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("report", "progress")}
+        folders = [PACKAGED] if self.deterministic else [PACKAGED, self._folder() or PACKAGED]
+        files = [choices_path(folder, device_name(device)) for folder in folders]
+        files += [] if self.lock is None else [Path(self.lock)]
+        return repr((values, [file_digest(str(file)) for file in files]))
+
     def _folder(self) -> Path | None:
         if isinstance(self.store, bool):
             return cache_folder() if self.store else None
@@ -166,6 +182,7 @@ class CompileOptions:
 
     def tell(self, report: FusionReport) -> None:
         """Hand a report to whoever asked for it."""
+        reported(report)
         if callable(self.report):
             self.report(report)
         elif self.report:
@@ -220,7 +237,7 @@ def stof_backend(
                 "not compared as a whole: the graph may change what it is given, so it cannot run twice"
             )
         parsed.tell(report)
-        return _inductor(gm, example_inputs, parsed, report.digest)
+        return note(gm, lambda: _inductor(gm, example_inputs, parsed, report.digest))
 
     # No templates: what they are compared with has these rewrites too.
     rewrite_patches(copies[PLAIN], FusionReport())
@@ -232,7 +249,7 @@ def stof_backend(
     def version(name: str, digest: str) -> Callable[..., Any]:
         return _inductor(copies.get(name, gm), example_inputs, parsed, digest)
 
-    return _fastest(report, by_rule, version, parsed, search.store, known)
+    return note(gm, lambda: _fastest(report, by_rule, version, parsed, search.store, known))
 
 
 def _fastest(
@@ -292,6 +309,7 @@ def _fastest(
 def _inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, digest: str
 ) -> Callable[..., Any]:
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -300,7 +318,9 @@ def _inductor(
         patches["triton.cudagraphs"] = True
     if options.deterministic and hasattr(config, "deterministic"):
         patches["deterministic"] = True
-    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
+    # Whole calls are kept for later processes, by a graph that can be written.
+    with functorch_config.patch(bundled_autograd_cache=True) if options.cuda_graphs == WHOLE else nullcontext():
+        compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled
 
 
@@ -347,7 +367,7 @@ def optimize(
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
     if parsed.cuda_graphs == WHOLE:
-        compiled.forward = WholeCalls(compiled.forward, model, frozen=parsed.fold)
+        compiled.forward = WholeCalls(compiled.forward, model, frozen=parsed.fold, starts=parsed.starts(model))
     return cast(nn.Module, compiled)
 
 

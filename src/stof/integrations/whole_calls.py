@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from stof.integrations.starts import Starts, noting
 from stof.tuning.capture import captured
 
 # Combinations of shapes that are kept; each holds its inputs and results, and all share the memory in between.
@@ -53,6 +54,7 @@ class WholeCalls:
         frozen: whether something computed from weights is kept, so that new values need a new recording.
         recorder: makes a recording; on a GPU `CudaRecorder`.
         device_type: of the tensors whose calls are recorded.
+        starts: where first calls of a kind are kept for later processes, and found.
     """
 
     def __init__(
@@ -63,11 +65,14 @@ class WholeCalls:
         frozen: bool = False,
         recorder: Recorder | None = None,
         device_type: str = "cuda",
+        starts: Starts | None = None,
     ) -> None:
-        self._call, self._module = call, module
+        self._call, self._module, self._starts = call, module, starts
         self._weights = _Weights(module, frozen)
         self._recorder, self._device_type = recorder or CudaRecorder(), device_type
         self._met: set[Hashable] = set()
+        # Calls that an earlier process compiled; None where there are none.
+        self._started: dict[Hashable, Callable[..., Any] | None] = {}
         self._failed: set[Hashable] = set()
         self._recorded: OrderedDict[Hashable, Replay] = OrderedDict()
         self._lock = threading.RLock()
@@ -89,12 +94,31 @@ class WholeCalls:
             elif key in self._met and (replay := self._second(key, args, kwargs)) is not None:
                 return replay(tensors)
         versions = self._weights.versions()
-        out = self._call(*args, **kwargs)
+        out = self._first(key, tensors[0].device, args, kwargs)
         if key not in self._failed and versions == self._weights.versions() and not _records_gradients(out):
             if len(self._met) >= 8 * MOST_RECORDED:  # an argument that is different in every call
                 self._met.clear()
+                self._started.clear()
             self._met.add(key)
         return out
+
+    def _first(self, key: Hashable, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is not recorded: as an earlier process compiled it, else kept for later ones if it can be."""
+        if self._starts is None or key in self._started:
+            return self._unrecorded(key)(*args, **kwargs)
+        self._started[key] = found = self._starts.find(key, device)
+        before = self._starts.describe() if found is None else None
+        if before is None:
+            return self._unrecorded(key)(*args, **kwargs)
+        with noting() as noted:
+            versions = self._weights.versions()
+            out = self._call(*args, **kwargs)
+            if versions == self._weights.versions() and not _records_gradients(out):
+                self._starts.keep(noted, key, device, args, kwargs, out, before)
+        return out
+
+    def _unrecorded(self, key: Hashable) -> Callable[..., Any]:
+        return self._started.get(key) or self._call
 
     def _second(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replay | None:
         """A new recording; None, for good, if there cannot be one."""
@@ -103,7 +127,7 @@ class WholeCalls:
             self._recorded.popitem(last=False)
         try:
             with _no_autocast_cache():
-                self._recorded[key] = self._recorder(self._call, args, kwargs)
+                self._recorded[key] = self._recorder(self._unrecorded(key), args, kwargs)
         except Exception as error:  # whatever a model does that cannot be captured: it synchronises, copies, ...
             self._failed.add(key)
             reason = f"a call cannot be recorded as a CUDA graph and runs unrecorded: {error}"
@@ -116,6 +140,7 @@ class WholeCalls:
             torch.cuda.synchronize()  # one of them may be running
         self._recorded.clear()
         self._met.clear()
+        self._started.clear()
         self._failed.clear()
 
 

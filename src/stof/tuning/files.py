@@ -13,10 +13,15 @@ from pathlib import Path
 
 def replace_whole(path: Path, text: str) -> None:
     """Write a file in one step: whoever is killed on the way leaves the old one."""
+    replace_whole_bytes(path, text.encode())
+
+
+def replace_whole_bytes(path: Path, content: bytes) -> None:
+    """`replace_whole` of what is no text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        half.write_text(text, encoding="utf-8")
+        half.write_bytes(content)
         half.replace(path)
     finally:
         half.unlink(missing_ok=True)

@@ -1,0 +1,368 @@
+"""What a call of a model depends on beside the values of its tensors, as text that is equal in every process.
+
+A compiler that traces a model once a process guards on what it met. Where a later process is to go without tracing, all
+that it could have met is written down instead: modules with their attributes, hooks and configurations, the code of
+their classes, and for what was traced also its files and the names that it looked up. What cannot be described so that
+another process knows it again is refused, never passed over.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import sys
+import types
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+# Tensors that are not a module's own are told by what they hold, up to this size.
+_HASHED_BYTES = 1 << 26
+# Attributes of modules that hold hooks of calls; their keys count all hooks of a process.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Packages whose classes and functions are told by their version, which whoever uses a description adds.
+_VERSIONED = frozenset(("torch", "builtins", "typing", "collections", "enum", "abc", "functools"))
+
+
+class IndescribableError(Exception):
+    """Another process would not know this again."""
+
+
+class Description:
+    """Text of everything that was added, in order, and the tensors that modules hold, by name.
+
+    Attributes:
+        tensors: parameters, buffers and tensors that are attributes of modules, by their paths.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._hash = hashlib.sha256()
+        self._seen: dict[int, int] = {}
+        self._alive: list[object] = []  # so that no two have one address
+
+    def add(self, value: object) -> None:
+        """Add a value and all it holds.
+
+        Raises:
+            IndescribableError: something in it is known to this process alone.
+        """
+        self._value(value, "")
+
+    def digest(self) -> str:
+        """A hash of what was added so far."""
+        return self._hash.hexdigest()
+
+    def _put(self, *parts: object) -> None:
+        self._hash.update(repr(parts).encode())
+
+    def _value(self, value: Any, path: str) -> None:
+        kind = type(value)
+        if value is None or kind in (bool, int, str, bytes, complex) or isinstance(value, _NAMED):
+            self._put(kind.__name__, value)
+        elif kind is float:
+            self._put(value.hex())
+        elif isinstance(value, enum.Enum):
+            self._put(kind.__module__, kind.__qualname__, value.name)
+        elif kind is tuple:  # may be one object or several equal ones
+            self._put("tuple", len(value))
+            self._each(value, path)
+        elif id(value) in self._seen:
+            self._put("again", self._seen[id(value)])
+        else:
+            self._seen[id(value)] = len(self._seen)
+            self._alive.append(value)
+            self._held(value, path)
+
+    def _held(self, value: Any, path: str) -> None:
+        """A value that may hold others."""
+        kind = type(value)
+        if isinstance(value, nn.Module):
+            self._module(value, path)
+        elif isinstance(value, Tensor):
+            self._content(value, path)
+        elif isinstance(value, type):
+            self._put("class", *class_text(value))
+        elif isinstance(value, types.ModuleType):
+            self._put("module", value.__name__)
+        elif isinstance(value, types.FunctionType):
+            self._put("function", *function_text(value))
+            self._each((value.__defaults__, value.__kwdefaults__, _cells(value)), path)
+        elif isinstance(value, types.BuiltinFunctionType):
+            owner = value.__self__
+            if owner is not None and not isinstance(owner, types.ModuleType | type):
+                raise IndescribableError(f"{path}: a method of a {type(owner).__name__}")
+            self._put("builtin", value.__module__, value.__qualname__)
+        elif isinstance(value, types.MethodType):
+            self._each((value.__func__, value.__self__), path)
+        elif isinstance(value, functools.partial):
+            self._each((value.func, value.args, value.keywords), path)
+        elif isinstance(value, RemovableHandle | weakref.ReferenceType):
+            self._put(kind.__name__)  # says where something is, not what a call does
+        elif isinstance(value, set | frozenset):
+            if not all(isinstance(item, _SORTABLE) for item in value):
+                raise IndescribableError(f"{path}: a set of other things than numbers and text")
+            self._put(kind.__name__, sorted(map(repr, value)))
+        elif isinstance(value, dict):
+            self._class(kind)
+            self._put(len(value))
+            for key, item in dict.items(value):
+                self._value(key, path)
+                self._value(item, f"{path}[{key!r}]")
+            self._fields(value, path)
+        elif isinstance(value, list | tuple):
+            self._class(kind)
+            self._put(len(value))
+            self._each(value, path)
+            self._fields(value, path)
+        elif hasattr(value, "__dict__") or hasattr(kind, "__slots__"):
+            self._class(kind)
+            self._fields(value, path)
+        else:
+            raise IndescribableError(f"{path}: a {kind.__name__}")
+
+    def _each(self, values: Iterable[object], path: str) -> None:
+        for value in values:
+            self._value(value, path)
+
+    def _class(self, kind: type) -> None:
+        self._put(*class_text(kind))
+
+    def _fields(self, value: object, path: str) -> None:
+        """Attributes of an object of a class that Python code defines."""
+        kind = type(value)
+        if any(not base.__flags__ & _HEAP and base not in _SHOWN for base in kind.__mro__):
+            raise IndescribableError(f"{path}: a {kind.__name__}, whose state cannot be seen")
+        for name in sorted({name for base in kind.__mro__ for name in _slots(base)}):
+            if hasattr(value, name):
+                self._put(name)
+                self._value(getattr(value, name), f"{path}.{name}")
+        for name, item in vars(value).items() if hasattr(value, "__dict__") else ():
+            self._put(name)
+            self._value(item, f"{path}.{name}")
+
+    def _module(self, module: nn.Module, path: str) -> None:
+        self._class(type(module))
+        for name, item in vars(module).items():
+            where = f"{path}.{name}" if path else name
+            self._put(name)
+            if name in _HOOKS:
+                self._hooks(module, name, where)
+            elif name.endswith(("_hooks", "_with_kwargs", "_always_called")):
+                continue  # told with the hooks, or of no call
+            elif name in ("_parameters", "_buffers") and isinstance(item, dict):
+                for key, tensor in item.items():
+                    self._put(key)
+                    self._own(tensor, f"{path}.{key}" if path else key)
+            elif name == "_modules" and isinstance(item, dict):
+                for key, part in item.items():
+                    self._put(key)
+                    self._value(part, f"{path}.{key}" if path else key)
+            elif isinstance(item, Tensor):
+                self._own(item, where)
+            else:
+                self._value(item, where)
+
+    def _hooks(self, module: nn.Module, name: str, path: str) -> None:
+        told = [vars(module).get(f"{name}{what}", {}) for what in ("_with_kwargs", "_always_called")]
+        for key, hook in vars(module)[name].items():
+            self._put([key in one for one in told])
+            self._value(hook, path)
+
+    def _own(self, tensor: Tensor | None, path: str) -> None:
+        """A tensor that a module holds: what its values are does not matter, for calls read them anew."""
+        if tensor is None:
+            self._put(None)
+            return
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
+            raise IndescribableError(f"{path}: a {type(tensor).__name__}, {tensor.layout}")
+        if id(tensor) in self._seen:  # tied
+            self._put("again", self._seen[id(tensor)])
+            return
+        self._seen[id(tensor)] = len(self._seen)
+        self._alive.append(tensor)
+        self.tensors[path] = tensor
+        self._put(type(tensor).__name__, *tensor_text(tensor))
+
+    def _content(self, tensor: Tensor, path: str) -> None:
+        """A tensor that something else holds, such as a mask: compiled code may have read it."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
+            raise IndescribableError(f"{path}: a {type(tensor).__name__}, {tensor.layout}")
+        if tensor.device.type == "meta" or tensor.nbytes > _HASHED_BYTES:
+            raise IndescribableError(f"{path}: a tensor whose values are not looked at")
+        held = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
+        self._put(*tensor_text(tensor), hashlib.sha256(held.numpy().tobytes()).hexdigest())
+
+
+_NAMED = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_SORTABLE = (bool, int, float, str, bytes, type(None), torch.dtype)
+# Of classes that Python code defines (Py_TPFLAGS_HEAPTYPE), and of others those that hide nothing.
+_HEAP = 1 << 9
+_SHOWN = (object, dict, list, tuple, OrderedDict, defaultdict)
+
+
+def tensor_text(tensor: Tensor) -> tuple[object, ...]:
+    """What compiled code may depend on of a tensor whose values it reads anew."""
+    aligned = tensor.data_ptr() % 16 == 0 if tensor.device.type != "meta" else True
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return shape, strides, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_inference(), aligned
+
+
+def function_text(function: types.FunctionType, depth: int = 4) -> tuple[object, ...]:
+    """Where a function is from, and hashes of its code and of the functions that it closes over (decorators do)."""
+    closed = []
+    for cell in function.__closure__ or ():
+        held = _cell(cell)
+        if isinstance(held, types.FunctionType) and depth:
+            closed.append(function_text(held, depth - 1))
+        elif held is None or type(held) in (bool, int, float, str):
+            closed.append((type(held).__name__, held))
+        else:
+            closed.append((type(held).__module__, type(held).__qualname__))
+    return function.__module__ or "", function.__qualname__, code_digest(function.__code__), *closed
+
+
+def _cell(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty yet
+        return None
+
+
+def code_digest(code: types.CodeType) -> str:
+    """A hash of what a function does, without where it stands."""
+    return hashlib.sha256(repr(_code_parts(code)).encode()).hexdigest()
+
+
+def _code_parts(code: types.CodeType) -> tuple[object, ...]:
+    constants = tuple(_constant(one) for one in code.co_consts)
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return code.co_code, constants, *names, code.co_flags, code.co_argcount, code.co_kwonlyargcount
+
+
+def _constant(value: object) -> object:
+    if isinstance(value, types.CodeType):
+        return _code_parts(value)
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))
+    return tuple(map(_constant, value)) if isinstance(value, tuple) else (type(value).__name__, repr(value))
+
+
+def class_text(kind: type) -> tuple[object, ...]:
+    """Where a class is from, and a hash of the functions that it and its bases define."""
+    return _class_text(kind, tuple(_functions(kind)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _class_text(kind: type, functions: tuple[tuple[str, types.FunctionType], ...]) -> tuple[object, ...]:
+    # Functions are part of the key: one that was put in another's place is another entry.
+    found = [(name, *function_text(function)) for name, function in functions]
+    return kind.__module__, kind.__qualname__, hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def _functions(kind: type) -> Iterable[tuple[str, types.FunctionType]]:
+    for base in kind.__mro__:
+        if (base.__module__ or "").partition(".")[0] in _VERSIONED:
+            continue
+        for name, value in vars(base).items():
+            if isinstance(value, property):
+                parts: tuple[object, ...] = (value.fget, value.fset)
+            else:
+                parts = (value.__func__ if isinstance(value, staticmethod | classmethod) else value,)
+            yield from ((name, part) for part in parts if isinstance(part, types.FunctionType))
+
+
+def _cells(function: types.FunctionType) -> tuple[object, ...]:
+    return tuple(map(_cell, function.__closure__ or ()))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    named = vars(kind).get("__slots__", ())
+    named = (named,) if isinstance(named, str) else tuple(named)
+    return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
+
+
+def files_of(codes: Iterable[types.CodeType]) -> dict[str, str]:
+    """The source files that code is from, and their hashes; code that was generated (dataclasses) has none.
+
+    Raises:
+        IndescribableError: code from elsewhere than a file.
+    """
+    found = {}
+    for name in sorted({code.co_filename for code in codes}):
+        if name == "<string>" or name.startswith("<frozen"):
+            continue
+        digest = file_digest(name)
+        if digest is None:
+            raise IndescribableError(f"code from {name}, which is no file")
+        found[name] = digest
+    return found
+
+
+def file_digest(name: str) -> str | None:
+    """The hash of a file; None where there is none."""
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+# A module, a global name in it, and what it stood for.
+Name = tuple[str, str, str]
+
+
+def names_of(codes: Iterable[types.CodeType]) -> list[Name]:
+    """The global names that code may look up, each with a hash of what it stands for.
+
+    Raises:
+        IndescribableError: code from a file that is no module's.
+    """
+    modules = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items()) if module}
+    asked: set[tuple[str, str]] = set()
+    for code in codes:
+        if code.co_filename.startswith("<"):
+            continue
+        module = modules.get(code.co_filename)
+        if module is None:
+            raise IndescribableError(f"code from {code.co_filename}, which is no module")
+        asked.update((module, name) for name in _looked_up(code))
+    return [(module, name, found) for module, name in sorted(asked) if (found := name_text(module, name)) is not None]
+
+
+def _looked_up(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _looked_up(one)
+
+
+def name_text(module: str, name: str) -> str | None:
+    """What a global name stands for, hashed; None where there is no such name."""
+    held = getattr(sys.modules.get(module), "__dict__", {})
+    return hashlib.sha256(repr(_global(held[name])).encode()).hexdigest() if name in held else None
+
+
+def _global(value: Any, deep: bool = True) -> object:
+    if value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, _NAMED):
+        return type(value).__name__, value
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    if isinstance(value, types.FunctionType):
+        return function_text(value)
+    if isinstance(value, type):
+        return class_text(value)
+    if isinstance(value, functools.partial) and deep:
+        return [_global(part, False) for part in (value.func, *value.args, *value.keywords.items())]
+    if isinstance(value, list | tuple) and deep:
+        return [_global(item, False) for item in value]
+    if isinstance(value, Mapping) and deep:
+        items = dict.items(value) if isinstance(value, dict) else value.items()
+        return sorted((repr(key), repr(_global(item, False))) for key, item in items)
+    return type(value).__module__, type(value).__qualname__
