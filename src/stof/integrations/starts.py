@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from stof.fusion.ahead import hash_triton, settle_caches
 from stof.fusion.store import source_digest
 from stof.integrations.fingerprint import (
     Description,
@@ -49,8 +50,8 @@ MOST_KEPT = 64
 _log = logging.getLogger(__name__)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
-# Where an input or a result is found: ("weight", name), ("arg", number), ("kwarg", name); ("out", number) or, of a plain
-# value, ("is", value).
+# Where an input is found: ("weight", name), ("arg", number) or ("kwarg", name); and a result: ("out", number) or, of a
+# plain value, ("is", value).
 Place = tuple[str, Any]
 
 
@@ -120,6 +121,10 @@ class Starts:
             start = _read(path)
             if start is None or not start.holds():
                 return None
+            if device.type == "cuda":
+                settle_caches()
+                if (hashing := hash_triton()) is not None:
+                    hashing.join()
             call = _Resumed(start, said.tensors)
         except IndescribableError as reason:
             _log.debug("not looked up: %s", reason)
@@ -183,8 +188,8 @@ class _Resumed:
         self._weights = {name: tensors[name] for kind, name in start.inputs if kind == "weight"}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sources = {"weight": self._weights, "arg": args, "kwarg": kwargs}
-        results: Sequence[Any] = self._graph(*(sources[kind][name] for kind, name in self._start.inputs))
+        given: dict[str, Any] = {"weight": self._weights, "arg": args, "kwarg": kwargs}
+        results: Sequence[Any] = self._graph(*(given[kind][name] for kind, name in self._start.inputs))
         leaves = [results[value] if kind == "out" else value for kind, value in self._start.leaves]
         return pytree.tree_unflatten(leaves, self._structure)
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
-from stof.fusion.ahead import CompileAhead, settle_caches
+from stof.fusion.ahead import CompileAhead, hash_triton, settle_caches
 from stof.fusion.choices import PACKAGED, Known, choices_path, known_choices, update_choices
 from stof.fusion.lock import read_lock
 from stof.fusion.lower import copy_module
@@ -160,7 +160,8 @@ class CompileOptions:
 
     def _decides(self, device: torch.device) -> str:
         """What compiled graphs depend on of these options, and of what is known of a device."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("report", "progress")}
+        names = {one.name for one in fields(self)} - {"report", "progress", "store", "lock"}
+        values = {name: getattr(self, name) for name in sorted(names)}
         folders = [PACKAGED] if self.deterministic else [PACKAGED, self._folder() or PACKAGED]
         files = [choices_path(folder, device_name(device)) for folder in folders]
         files += [] if self.lock is None else [Path(self.lock)]
@@ -357,6 +358,8 @@ def optimize(
         raise UnsupportedError("stof.optimize compiles inference only; call model.eval() first", {})
     if mask is not None and not attention:
         raise ArgumentError("a mask needs stof's attention; leave attention=True")
+    if parsed.cuda_graphs == WHOLE and torch.cuda.is_available():
+        hash_triton()  # a start that was kept will ask for it
     if attention and (mask is not None or _is_transformers(model)):
         from stof.integrations import transformers as hf
 

@@ -363,8 +363,7 @@ def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor
         average = (loads * copies[:, None]).sum(0) / slots + 0.5 * loads[-1]
         share = float((each * copies).sum()) / slots + 0.5 * float(each[-1])
         return loads[0] if float(each[0]) > share else average
-    ranks = torch.arange(math.ceil(programs), dtype=each.dtype)
-    line = torch.searchsorted(torch.cumsum(copies, 0), ranks, right=True).clamp(max=len(each) - 1)
+    line = torch.tensor(_in_line(copies))
     ends = torch.zeros(slots, dtype=each.dtype)
     sums = torch.zeros(slots, loads.shape[1], dtype=each.dtype)
     start = 0
@@ -380,6 +379,19 @@ def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor
         sums[:count] += loads[wave[:count]]
         start += count
     return sums[int(ends.argmax())]
+
+
+def _in_line(copies: Tensor) -> list[int]:
+    """Whose copy each program is, in order; parts of copies are put together.
+
+    In Python: PyTorch asks all its threads to look up some thousand numbers, which takes them longer.
+    """
+    ends = [math.ceil(end) for end in torch.cumsum(copies, 0).tolist()]
+    ends[-1] = math.ceil(float(copies.sum()))
+    line: list[int] = []
+    for number, end in enumerate(ends):
+        line += [number] * (min(end, ends[-1]) - len(line))
+    return line
 
 
 def _bytes(call: CallSpec, touched: float) -> float:

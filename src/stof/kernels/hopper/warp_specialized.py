@@ -39,7 +39,7 @@ from stof.kernels.hopper.producer import (
     slabs_of,
     whose_first,
 )
-from stof.kernels.triton.turns import take_turn
+from stof.kernels.triton.turns import let_next, wait_turn
 
 FIELDS = gl.constexpr(JOB_FIELDS)
 
@@ -98,7 +98,9 @@ def warp_specialized_kernel(
     PAIRED: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
-    take_turn(CHAINED)
+    let_next(CHAINED)
+    if AT_RUN_TIME:
+        wait_turn(CHAINED)
     # Registers of the warp that copies: with 24, its addresses are kept in memory.
     PRODUCER: gl.constexpr = 72 if PAIRED else 56 if GROUPS == 1 and D == 128 else 24
     dtype: gl.constexpr = q_desc.dtype
@@ -130,7 +132,8 @@ def warp_specialized_kernel(
         records = gl.allocate_shared_memory(gl.int32, [PASSED, 32], record_layout())
         passed_on = gl.allocate_shared_memory(gl.int64, [PASSED, 1], mbarrier.MBarrierLayout())
     # A thread block's first job and the columns of that job's first tile lie in one line. While memory answers, the
-    # barriers are set up; then the first copies start, and the warpgroups, which are told the first job.
+    # barriers are set up; then the first copies start, and the warpgroups, which are told the first job. Where the host
+    # dealt out the jobs, no kernel writes that line, and all this is done before it is this one's turn.
     lane = lane_number()
     start = gl.load(starts_ptr + gl.program_id(0) * (2 * FIELDS) + lane)
     for i in gl.static_range(max(STAGES, Q_STAGES)):
@@ -147,6 +150,8 @@ def warp_specialized_kernel(
     # The zeros that stand for the tile before the first are there.
     mbarrier.arrive(v_full.index(0), count=1)
     fence_async_shared()
+    if not AT_RUN_TIME:
+        wait_turn(CHAINED)
     job_count = of_lane(start, 12)
     record = of_lane(start, lane + FIELDS)
     b = of_lane(start, 1)

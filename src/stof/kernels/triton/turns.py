@@ -19,8 +19,23 @@ def take_turn(CHAINED: tl.constexpr):
     before waiting is sound because each of them waits: when the kernel before has ended, it has waited for all before
     it. Kernels of others do not take part: they start when this one has ended, and it when they have.
     """
+    let_next(CHAINED)
+    wait_turn(CHAINED)
+
+
+@triton.jit
+@no_type_check
+def let_next(CHAINED: tl.constexpr):
+    """The first half of `take_turn`: let the next kernel be set up."""
     if CHAINED:
         gdc_launch_dependents()
+
+
+@triton.jit
+@no_type_check
+def wait_turn(CHAINED: tl.constexpr):
+    """The second half of `take_turn`. What comes before it may read what no kernel writes."""
+    if CHAINED:
         gdc_wait()
 
 
