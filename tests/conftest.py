@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -67,6 +68,34 @@ def _hasty_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", patch_lang)
         patch.setattr(interpreter, "_get_np_dtype", numpy_dtype)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _promises_hold() -> Iterator[None]:
+    """What kernels tell Triton's compiler of their numbers is true: a GPU would read elsewhere, or fail."""
+    if "TRITON_INTERPRET" not in os.environ or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime.interpreter import TensorHandle
+
+    plain = TensorHandle.set_attr
+
+    def set_attr(self: Any, name: str, values: list[int]) -> None:
+        (width,) = values
+        data = self.data.ravel()
+        firsts = numpy.repeat(data[::width], width)[: len(data)]
+        follow = data == firsts + numpy.arange(len(data)) % width
+        if name == "tt.contiguity":
+            assert follow.all(), data
+        else:
+            assert name == "tt.divisibility", name
+            # Of numbers that follow each other the first alone.
+            assert not (numpy.where(follow, firsts, data) % width).any(), data
+        plain(self, name, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorHandle, "set_attr", set_attr)
         yield
 
 

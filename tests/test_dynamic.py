@@ -202,9 +202,22 @@ def test_attention(kind: str) -> None:
     assert_attention(out, lse, q, k.nan_to_num(), v.nan_to_num(), keep)
 
 
-def run(room: WorkRoom, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def run(room: WorkRoom, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5
-    return block_wise_attention(q, k, v, room.work, BlockWiseConfig(), scale=scale, softcap=0.0, bias=None, sinks=None)
+    return block_wise_attention(q, k, v, room.work, BlockWiseConfig(), scale=scale, softcap=0.0, bias=bias, sinks=None)
+
+
+@pytest.mark.parametrize(("kind", "length"), [*((kind, 90) for kind in KINDS), ("block_topk", 96)])
+def test_biases(kind: str, length: int) -> None:
+    """Rows among NaN, where tiles of columns that follow each other are read in stretches."""
+    mask = example(kind)
+    room = room_of(mask, length, length)
+    fill_room(room, mask)
+    assert room.work.stretches == (kind == "block_topk")
+    q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=length, kv_len=length, head_dim=16).qkv)
+    bias = torch.full((1, 2, length, 104), torch.nan, device=DEVICE)[..., :length].copy_(torch.randn(2, length, length))
+    out, lse = run(room, q, k, v, bias)
+    assert_attention(out, lse, q, k, v, mask.to_dense(length, device=DEVICE), bias=bias)
 
 
 @pytest.mark.parametrize("kind", ["bits", "dense"])

@@ -63,7 +63,8 @@ class Recorded:
                 signature[name] = "*" + _TYPES[value.dtype]
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
-            if not constant and (isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)):
+            number = value.data_ptr() if isinstance(value, Tensor) else value
+            if not constant and type(number) is int and number % 16 == 0:
                 attributes[place,] = [["tt.divisibility", 16]]
         return (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, fixed, attributes)
 
@@ -74,7 +75,8 @@ class Assembled:
 
     Kernels have no arrays of their own, so the stack is what was spilled. `losses` is what the assembler says of losses
     of speed, such as wgmma instructions that wait for each other, and barriers of the hardware that are taken twice;
-    `stalls` are loops that lost their pipeline.
+    `stalls` are loops that lost their pipeline; `narrow` counts reads of 2 bytes, and copies of less than 16 to shared
+    memory.
     """
 
     registers: int
@@ -83,6 +85,7 @@ class Assembled:
     wgmma: bool
     losses: list[str]
     stalls: list[str]
+    narrow: int
     seconds: float
 
 
@@ -106,6 +109,7 @@ def assemble(source: ASTSource, arch: int, options: dict[str, Any]) -> Assembled
         wgmma="wgmma.mma_async" in ptx,
         losses=[line for line in said.splitlines() if "(C75" in line] + _clashes(ptx),
         stalls=_stalls(kernel.asm["ttgir"], kernel.metadata.num_stages),
+        narrow=len(re.findall(r"\bld\.global(?:\.\w+|::\w+)*\.[bu]16\b", ptx)) + _narrow_copies(ptx),
         seconds=round(seconds, 2),
     )
 
@@ -114,6 +118,11 @@ def _stalls(ttgir: str, num_stages: int) -> list[str]:
     """Loops of three stages that wait for copies as soon as they have started them: Triton could not pipeline them."""
     stalls = num_stages > 2 and re.search(r"async_wait %.*num = 0", ttgir)
     return ["a loop is not pipelined"] * bool(stalls)
+
+
+def _narrow_copies(ptx: str) -> int:
+    sizes = re.findall(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]*\s+\[[^]]*\], \[[^]]*\], (\w+)", ptx)
+    return sum(int(size, 0) < 16 for size in sizes)
 
 
 def _clashes(ptx: str) -> list[str]:
@@ -129,7 +138,7 @@ class Compiled:
     """What a compiled kernel takes: registers and spilled bytes of a thread, shared memory of a program.
 
     `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile,
-    `resident` the Hopper kernel's thread blocks that a multiprocessor has to hold at once;
+    `resident` the Hopper kernel's thread blocks that a multiprocessor has to hold at once; `narrow` is as above;
     `warnings` are loops that lost their pipeline, and for kernels that place wgmma and barriers by hand what the
     assembler says of its own losses of speed, and barriers of the hardware that are taken twice.
     """
@@ -145,6 +154,7 @@ class Compiled:
     block_m: int
     resident: int
     itemsize: int
+    narrow: int
     warnings: list[str]
     seconds: float
 

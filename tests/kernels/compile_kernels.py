@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,8 @@ from tests.kernels.device_kernels import compiled_for_device, fill_kernels, layo
 # The first ends the name of cases whose work the device makes; the last is in that of those whose tiles come from two
 # places.
 AT_RUN_TIME, ONE_EACH, ASIDE_TOO = KINDS
+# The bias's rows begin at multiples of 8 values, not of 16; or at none at all.
+LONGER_ROWS, ODD_ROWS = "in longer rows", "in odd rows"
 FAMILIES = ("hopper", "others")
 # Lengths at which every tile size has partial and full tiles, and row blocks long enough to be split.
 Q_LEN, KV_LEN = 768, 1600
@@ -107,8 +110,13 @@ def cases() -> Iterator[Case]:
     options = {"has_bias": True, "has_softcap": True, "has_sinks": True}
     yield from _kinds("options D 64", call_of(half, 64, **options), ("gathered split",), (80, 90))
     yield from _kinds("options D 128", call_of(half, 128, **options), ("gathered split", "contiguous"), (90,))
-    for group, head_dim in (("options D 64", 64), ("options D 128", 128)):
-        yield from _kinds(group, call_of(half, head_dim, has_bias=True, bias_itemsize=4), ("contiguous",), (80, 90))
+    for head_dim, itemsize in itertools.product((64, 128), (2, 4)):
+        call = call_of(half, head_dim, has_bias=True, bias_itemsize=itemsize)
+        yield from _kinds("bias", call, ("contiguous",), (80, 90))
+    call = call_of(half, 64, has_bias=True)
+    case = _case("bias", call, "contiguous", gpu_choices(call, Open(), "block_wise"), (80,))
+    for rows in (LONGER_ROWS, ODD_ROWS):
+        yield replace(case, name=f"{case.name} {rows}")
     packed = call_of(half, 128, q_len=1, heads=32, kv_heads=8)
     yield from _tile_sizes("decode", packed, "decode", ARCHS)
     yield from _kinds("decode", replace(packed, q_len=16), ("gathered split",), (90,), "decode")
@@ -298,9 +306,10 @@ def recorded(case: Case) -> Recorded:
     k = torch.empty(batch, call.kv_heads, call.kv_len, call.head_dim, dtype=call.dtype)
     v = torch.empty(batch, call.kv_heads, call.kv_len, call.value_dim, dtype=call.dtype)
     narrow = torch.bfloat16 if call.dtype == FP8 else call.dtype
-    bias = torch.empty(
-        1, call.heads, call.q_len, call.kv_len, dtype=torch.float32 if call.bias_itemsize == 4 else call.dtype
-    )
+    spare = 8 if LONGER_ROWS in case.name or ODD_ROWS in case.name else 0
+    bias_dtype = torch.float32 if call.bias_itemsize == 4 else call.dtype
+    bias = torch.empty(1, call.heads, call.q_len, call.kv_len + spare, dtype=bias_dtype)
+    bias = bias[..., ODD_ROWS in case.name :][..., : call.kv_len]
     options: dict[str, Any] = {
         "scale": 0.1,
         "softcap": 30.0 if call.has_softcap else 0.0,
@@ -371,6 +380,7 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
         block_m=choice.layout.block_m if choice.kernel is not None and choice.layout is not None else 0,
         resident=blocks,
         itemsize=case.call.dtype.itemsize,
+        narrow=made.narrow,
         warnings=made.losses if choice.implementation in _HOPPER else made.stalls,
         seconds=made.seconds,
     )

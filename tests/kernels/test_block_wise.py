@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.kernels.triton import attention as triton_attention
+from stof.kernels.triton import block_wise
 from stof.kernels.triton.attention import block_wise_attention
 from stof.kernels.triton.work import BlockWiseConfig, make_work
 from stof.layout import Layout, build_layout
@@ -222,6 +224,92 @@ def test_a_bias_that_drops_whole_tiles(split_tiles: int) -> None:
     for mask in (masks.full(), masks.causal() | masks.sink_tokens(16)):
         layout = layout_of(mask, 16, 64, LayoutConfig(16, 16))
         check(inputs.qkv, layout, BlockWiseConfig(split_tiles=split_tiles), bias=bias, sinks=torch.randn(1))
+
+
+def among_nan(*shape: int, before: int = 0, after: int = 0, dtype: torch.dtype = torch.float16) -> Tensor:
+    """A bias whose rows lie in memory that is NaN before and behind them."""
+    *outer, keys = shape
+    memory = torch.full((*outer, before + keys + after), torch.nan, dtype=dtype, device=DEVICE)
+    return memory[..., before : before + keys].copy_(torch.randn(shape))
+
+
+def some_layout(slab: int | None, kv_len: int, row_order: Tensor | None = None) -> Layout:
+    """Partial and full tiles for 40 rows, some columns of which no row sees: at the ends of rows, and between slabs."""
+    rows, columns = torch.arange(40)[:, None], torch.arange(kv_len)
+    keep = (columns > rows) & (columns <= rows + kv_len - 45) & (columns // 8 % 5 != 2)
+    if row_order is not None:
+        keep &= (columns - rows) % 2 == 0
+    return layout_of(keep[None, None], 40, kv_len, LayoutConfig(16, 32, slab), 2, 2, row_order=row_order)
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "before", "after"),
+    [(96, 0, 0), (96, 8, 24), (96, 1, 7), (100, 0, 4), (97, 0, 7), (97, 0, 0), (98, 2, 0)],
+)
+@pytest.mark.parametrize("slab", [None, 1, 8, 16, "evenly spaced"])
+def test_biases_among_nan(slab: int | str | None, kv_len: int, before: int, after: int) -> None:
+    """Read in stretches or one by one: what lies around the rows never shows."""
+    inputs = make_inputs(batch=2, heads=2, q_len=40, kv_len=kv_len, head_dim=16, dtype=torch.float16)
+    order = torch.arange(40).view(-1, 2).T.flatten() if slab == "evenly spaced" else None
+    layout = some_layout(1 if isinstance(slab, str) else slab, kv_len, order)
+    for shape, dtype in (((1, 2, 40, kv_len), torch.float16), ((2, 1, 1, kv_len), torch.float32)):
+        bias = among_nan(*shape, before=before, after=after, dtype=dtype)
+        check(inputs.qkv, layout, BlockWiseConfig(split_tiles=2), bias=bias)
+
+
+@pytest.mark.parametrize("slab", [None, 8])
+def test_biases_of_any_strides(slab: int | None) -> None:
+    inputs = make_inputs(batch=2, heads=2, q_len=40, kv_len=96, head_dim=16)
+    layout = some_layout(slab, 96)
+    rows = among_nan(1, 1, 40, 96, after=8)
+    for bias in (
+        rows.expand(2, 2, 40, 96),
+        among_nan(2, 1, 1, 96).expand(2, 2, 40, 96),
+        among_nan(1, 2, 40, 1, after=7),
+        among_nan(1, 2, 40, 1, after=7).expand(1, 2, 40, 96),
+        among_nan(2, 2, 40, 192)[..., ::2],
+        among_nan(1, 2, 96, 40).transpose(2, 3),
+        among_nan(2, 40, 96, 2).movedim(3, 1),
+        among_nan(2, 40, 2, 96).transpose(1, 2),
+    ):
+        check(inputs.qkv, layout, bias=bias)
+
+
+def stretches(bias: Tensor, kv_len: int, slab: int | None = None) -> tuple[bool, bool]:
+    """Whether the kernel reads the bias of full tiles, and of partial ones, 16 bytes at once."""
+    made: list[Any] = []
+    inputs = make_inputs(batch=2, heads=2, q_len=40, kv_len=kv_len, head_dim=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "Launch", lambda *given, **options: made.append(given))
+        work = make_work(some_layout(slab, kv_len))
+        triton_attention.bind_block_wise(
+            *(x.to(DEVICE) for x in inputs.qkv), work, DEFAULT, scale=1.0, softcap=0.0, bias=bias, sinks=None
+        )
+    (_kernel, _grid, _tensors, _numbers, constants), names = made[0], block_wise.block_wise_kernel.arg_names
+    given = dict(zip(names[-len(constants) :], constants, strict=True))
+    return given["FULL_STRETCHES"], given["PARTIAL_STRETCHES"]
+
+
+def test_where_biases_are_read_in_stretches() -> None:
+    assert stretches(among_nan(1, 2, 40, 96), 96) == (True, True)
+    assert stretches(among_nan(1, 2, 40, 104), 104) == (True, True)
+    assert stretches(among_nan(1, 2, 40, 96), 96, slab=8) == (True, True)
+    assert stretches(among_nan(1, 2, 40, 96), 96, slab=1) == (False, False)
+    assert stretches(among_nan(2, 1, 1, 97), 97) == (False, False), "batch entries at multiples of 97"
+    assert stretches(among_nan(2, 1, 1, 97, after=7), 97) == (True, False), "the last stretch holds one key"
+    assert stretches(among_nan(1, 2, 40, 97), 97) == (False, False)
+    assert stretches(among_nan(1, 2, 40, 100), 100) == (False, False)
+    assert stretches(among_nan(1, 2, 40, 1).expand(1, 2, 40, 96), 96) == (False, False)
+    assert stretches(among_nan(1, 2, 96, 40).transpose(2, 3), 96) == (False, False)
+
+
+@pytest.mark.parametrize("first", [4, 8])
+def test_tiles_that_begin_anywhere(first: int) -> None:
+    keep = masks.full().to_dense(16, 64) & (torch.arange(64) < 48)
+    keep[..., 3, 17] = False
+    layout = layout_of(keep, 16, 64, LayoutConfig(16, 16))
+    layout = replace(layout, tile_base=layout.tile_base + first)
+    check(make_inputs(heads=1, q_len=16, kv_len=64, head_dim=16).qkv, layout, bias=among_nan(1, 1, 16, 64))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

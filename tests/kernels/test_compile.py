@@ -26,8 +26,9 @@ SPILLS = {
     "D 256": (192, 448),
     "fp32 D 64": (0, 64),
     "fp32": (992, 864),
-    "options D 64": (352, 384),
-    "options D 128": (768, 768),
+    "options D 64": (0, 0),
+    "options D 128": (544, 544),
+    "bias": (0, 32),
     "decode": (32, 0),
     "hopper D 64": (48, 0),
     "hopper 64 rows": (96, 0),
@@ -50,8 +51,11 @@ RESERVED = 1024
 UNCOUNTED = 4096
 
 
-def compile_all(path: Path | None, family: str, cache: Path) -> list[dict[str, Any]]:
-    """What `compile_kernels.py` reports of a family of kernels, under the Triton in `path` or the installed one."""
+def compile_all(path: Path | None, family: str, cache: Path, *only: str) -> list[dict[str, Any]]:
+    """What `compile_kernels.py` reports of a family of kernels, under the Triton in `path` or the installed one.
+
+    With `only`, its arguments, of some of them.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     if path is not None:
@@ -59,7 +63,7 @@ def compile_all(path: Path | None, family: str, cache: Path) -> list[dict[str, A
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     command = [sys.executable, "-m", "tests.kernels.compile_kernels", "--json", "--family", family]
     # Every combination for Hopper by the older release, which our GPUs run; other GPUs' kernels by the installed one.
-    command += ["--covering"] if path is None else ["--arch", "90"]
+    command += only or (["--covering"] if path is None else ["--arch", "90"])
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -69,10 +73,7 @@ def compile_all(path: Path | None, family: str, cache: Path) -> list[dict[str, A
 @pytest.mark.parametrize("family", ["hopper", "others"])
 @pytest.mark.parametrize("version", ["3.6", "installed"])
 def test_kernels_compile(version: str, family: str, tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    if version == "3.6" and not OLDER.is_dir():
-        pytest.skip("Triton 3.6 is not beside the environment; `make test` puts it there")
-    kernels = compile_all(OLDER if version == "3.6" else None, family, tmp_path)
+    kernels = compile_all(path_of(version), family, tmp_path)
     groups = {group for group in SPILLS if group.startswith("hopper") == (family == "hopper")}
     assert {kernel["group"] for kernel in kernels} == groups, "every bound is used, and no kernel is without one"
     archs = set(LIMITS) if (version, family) == ("installed", "others") else {90}
@@ -81,6 +82,23 @@ def test_kernels_compile(version: str, family: str, tmp_path: Path) -> None:
         assert all(kernel["triton"].startswith("3.6.") for kernel in kernels)
     problems = [f"sm_{kernel['arch']} {kernel['name']}: {problem}" for kernel in kernels for problem in faults(kernel)]
     assert not problems, "\n".join(["", *problems])
+
+
+@pytest.mark.parametrize("version", ["3.6", "installed"])
+def test_biases_are_read_16_bytes_at_once(version: str, tmp_path: Path) -> None:
+    """Where rows begin at multiples of that, of 16 and 32 bits; nowhere else, where it would be an illegal address."""
+    only = ("--only", "D 64 64x64 4w3s128r contiguous bias", "--arch", "80")
+    kernels = compile_all(path_of(version), "others", tmp_path, *only)
+    assert len(kernels) == 4
+    assert not [problem for kernel in kernels for problem in faults(kernel)]
+
+
+def path_of(version: str) -> Path | None:
+    """Where a Triton is, None for the installed one."""
+    pytest.importorskip("triton")
+    if version == "3.6" and not OLDER.is_dir():
+        pytest.skip("Triton 3.6 is not beside the environment; `make test` puts it there")
+    return OLDER if version == "3.6" else None
 
 
 def test_every_shape_is_compiled() -> None:
@@ -123,6 +141,8 @@ def faults(kernel: dict[str, Any]) -> list[str]:
     programs = kernel["resident"]
     if programs > 1 and programs * (kernel["shared"] + RESERVED) > limit + RESERVED:
         found.append(f"takes {kernel['shared']} bytes of shared memory, too much for {programs} at once")
+    if kernel["group"] == "bias" and bool(kernel["narrow"]) != kernel["name"].endswith("in odd rows"):
+        found.append(f"reads less than 16 bytes at once in {kernel['narrow']} places")
     if kernel["arch"] == 90 and kernel["block_m"] >= 64 and kernel["itemsize"] <= 2 and not kernel["wgmma"]:
         found.append("has no wgmma")
     return found + kernel["warnings"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.kernels.triton import attention as triton_attention
 from stof.kernels.triton.scratch import zeroed_counters
-from stof.kernels.triton.work import ITEM_FIELDS, BlockWiseConfig, Work, make_work
+from stof.kernels.triton.work import ITEM_FIELDS, STRETCH, BlockWiseConfig, Work, make_work
 from stof.layout import Layout, build_layout
 from stof.layout.build import PARTIAL_TILE_COST
 from stof.masks.tensors import as_mask
@@ -125,6 +125,24 @@ def test_every_kept_score_once(data: st.DataObject, config: LayoutConfig, split_
     assert torch.equal(counted(work), keep.to(DEVICE).int())
     check_shapes(work, layout)
     check_items(work, layout, split_tiles)
+    check_stretches(work, layout)
+
+
+def check_stretches(work: Work, layout: Layout) -> None:
+    """Columns gathered by 8, 16 or whole tiles are read as stretches of 8 keys, each with one that exists."""
+    assert work.stretches == (layout.config.slab != 1)
+    if not work.stretches:
+        return
+    for pattern, number in itertools.product(*map(range, work.items.shape[:2])):
+        if int(work.items[pattern, number, 0]) < 0:
+            continue
+        for tile in item_tiles(work, pattern, number):
+            columns = tile.columns.view(-1, STRETCH)
+            begin = columns // STRETCH * STRETCH
+            assert torch.equal(begin, begin[:, :1].expand_as(begin))
+            whole = (begin + torch.arange(STRETCH, device=DEVICE)).flatten()
+            kept = slice(None) if tile.keep is None else tile.keep.any(0)
+            assert torch.equal(whole[kept], tile.columns[kept])
 
 
 def check_shapes(work: Work, layout: Layout) -> None:
@@ -188,6 +206,16 @@ def test_full_runs(slab: int | None) -> None:
     assert not work.full_runs
     # One tile to an item: nothing follows anything, unless a tile has the hole inside.
     assert make_work(layout_of(keep, LayoutConfig(16, 16, slab)), 1).full_runs == (slab is None)
+
+
+@pytest.mark.parametrize("kind", ["partial", "full"])
+@pytest.mark.parametrize("first", [0, 4, 8])
+def test_tiles_that_begin_anywhere_are_not_stretches(first: int, kind: str) -> None:
+    """No builder makes such tiles, but a file may hold them."""
+    keep = masks.full().to_dense(16, 64) & (torch.arange(64) < 48)
+    keep[..., :1, ::16] = kind == "full"
+    layout = layout_of(keep, LayoutConfig(16, 16))
+    assert make_work(replace(layout, tile_base=layout.tile_base + first)).stretches == (first != 4)
 
 
 def test_identical_masks_share_their_work() -> None:

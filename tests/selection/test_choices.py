@@ -96,6 +96,23 @@ def test_a_fixed_layout_is_kept() -> None:
             assert gpu_choices(call_of(q_len=q_len), Geometry(masks.full(), q_len, 512, other), name) == []
 
 
+def test_wide_tiles_are_not_for_biases() -> None:
+    def scores(call: CallSpec, slab: int | None, fixed: LayoutConfig | None = None) -> set[int]:
+        """What threads hold of the tiles there are."""
+        choices = gpu_choices(call, Geometry(masks.causal(), 512, 512, fixed), "block_wise")
+        tiles = [(c.layout, c.kernel.num_warps) for c in choices if c.layout and c.kernel and c.layout.slab == slab]
+        return {layout.block_m * layout.block_n // (32 * warps) for layout, warps in tiles}
+
+    for head_dim, plain, biased in ((64, {16, 32, 64, 128}, {16, 32, 64}), (128, {16, 32, 64}, {16, 32, 64})):
+        call = call_of(head_dim=head_dim)
+        assert scores(call, None) == scores(call, 1) == plain
+        call = replace(call, has_bias=True)
+        assert scores(call, None) == biased
+        # Values come one by one.
+        assert scores(call, 1) == scores(replace(call, bias_to_copy=2**20), None) == {16, 32}
+    assert scores(call, None, LayoutConfig(128, 128)), "a layout that was given has to do"
+
+
 def side_of(call: CallSpec) -> int:
     kernel = gpu_choices(call, Geometry(masks.full(), call.q_len, call.kv_len), "block_wise")[0].kernel
     assert kernel is not None

@@ -205,11 +205,16 @@ def test_shared_memory(head_dim: int, layout: LayoutConfig, stages: int, pack: b
 
 
 def test_shared_memory_of_a_bias() -> None:
-    """Measured at compile time: one tile in 32 bits for a bias of 16, one for each copy under way for one of 32."""
+    """Measured at compile time: one tile for each copy under way, and one in 32 bits at least."""
     layout, plain = LayoutConfig(128, 64), call_of(head_dim=128)
     without = shared_memory(layout, plain, 4, False)
     tile = 128 * 64 * 4
-    assert shared_memory(layout, replace(plain, has_bias=True), 4, False) == without + tile
+    biased = replace(plain, has_bias=True)
+    assert [shared_memory(layout, biased, stages, False) - without for stages in (2, 3, 4)] == [
+        tile - 2 * 2 * 64 * 256,
+        tile - 2 * 64 * 256,
+        1.5 * tile,
+    ]
     wide = replace(plain, has_bias=True, bias_itemsize=4)
     assert [shared_memory(layout, wide, stages, False) - without for stages in (2, 4)] == [
         tile - 2 * 64 * 256 * 2,

@@ -14,7 +14,14 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
-from stof.selection.resources import FP8_STAGES, fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
+from stof.selection.resources import (
+    FP8_STAGES,
+    crowded,
+    fp8_shared_memory,
+    head_dim_class,
+    hopper_shared_memory,
+    shared_memory,
+)
 
 # (block_m, block_n, warps, stages, registers) worth having, by head_dim class; `stof tune --device` times them all.
 # Three stages keep K and V of two tiles in flight; four warps on 64 rows leave room for two programs or more on a
@@ -110,7 +117,9 @@ def gpu_choices(
         for (block_m, block_n, warps, stages, registers), pack in tiles:
             for layout in _layouts(geometry.fixed, block_m, block_n, order):
                 kernel = BlockWiseConfig(warps, stages, registers, pack=pack, side=_side(call))
-                choices += _variants(Choice(implementation, layout, order, kernel), call)
+                choice = Choice(implementation, layout, order, kernel)
+                if geometry.fixed or not crowded(choice, call):
+                    choices += _variants(choice, call)
     return list(dict.fromkeys(choices))
 
 

@@ -15,6 +15,10 @@ ON_HOPPER = ("hopper", "hopper_fp8")
 FP8_STAGES = 4
 # A multiprocessor's registers on every GPU since sm_80, and bytes of shared memory that the system keeps of each block.
 _REGISTERS, _RESERVED = 65536, 1024
+# Scores of a tile that a thread may hold with a bias, where values of it come 8 at once and where they come one by one.
+# At heads of 64, with a bias of 16 bits, threads spill on sm_80 and sm_90: 8 at once nothing in tiles of 64 x 64 (32
+# scores), 24 bytes at most in 64 x 128 and 320 to 752 in 128 x 128; one by one nothing, 1240 to 1304 and 4512 to 9784.
+_SCORES, _SCORES_ONE_BY_ONE = 64, 32
 
 
 def head_dim_class(head_dim: int, value_dim: int) -> int:
@@ -32,9 +36,18 @@ def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: b
     held += rows * width * 4 if call.dtype == torch.float32 else 0
     if not call.has_bias:
         return held
-    # A bias of 16 bits passes through shared memory in 32, one of 32 is copied there ahead of time, as K and V are.
-    places = max(1, num_stages - 1) if call.bias_itemsize >= 4 else 1
-    return held + places * rows * layout.block_n * max(4, call.bias_itemsize)
+    # A bias is copied there ahead of time, as K and V are; one of 16 bits, where its values come one by one, passes
+    # through in 32.
+    return held + rows * layout.block_n * max(4, max(1, num_stages - 1) * call.bias_itemsize)
+
+
+def crowded(choice: Choice, call: CallSpec) -> bool:
+    """Whether threads of the block-wise kernel would hold more scores than go with a bias."""
+    if not call.has_bias or choice.layout is None or choice.kernel is None:
+        return False
+    layout, one_by_one = choice.layout, choice.layout.slab == 1 or call.bias_to_copy > 0
+    scores = layout.block_m * layout.block_n // (32 * choice.kernel.num_warps)
+    return scores > (_SCORES_ONE_BY_ONE if one_by_one else _SCORES)
 
 
 def block_shared_bytes(shared_bytes: int) -> int:

@@ -13,7 +13,7 @@ from stof.kernels.triton.block_wise import block_wise_kernel
 from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.turns import takes_turns
-from stof.kernels.triton.work import BlockWiseConfig, BoundCall, Work
+from stof.kernels.triton.work import STRETCH, BlockWiseConfig, BoundCall, Work
 
 
 def block_wise_attention(
@@ -85,6 +85,8 @@ def bind_block_wise(
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
         bias_strides = tuple([0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)])
+    *row_strides, column_stride = bias_strides
+    stretches = bool(work.stretches) and column_stride == 1 and not any(s % STRETCH for s in row_strides)
     mask_batch, mask_heads = work.pattern_of.shape
     permuted = work.row_order.numel() > 0
     ready = Launch(
@@ -104,7 +106,8 @@ def bind_block_wise(
             work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
             work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
             work.splits > 0, work.may_poison, work.shared, work.bases, modified, softcap > 0, bias is not None,
-            sinks is not None, _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
+            stretches, stretches and work.kv_len % STRETCH == 0, sinks is not None, _is_wide(q, k, v, out, bias),
+            k.stride(2) == v.stride(2),
             "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages, takes_turns(q.device),
         ),
         num_warps=config.num_warps,

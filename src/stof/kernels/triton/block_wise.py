@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 
 from stof.kernels.triton.turns import take_turn
-from stof.kernels.triton.work import ITEM_FIELDS
+from stof.kernels.triton.work import ITEM_FIELDS, STRETCH
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 ITEM_STRIDE = tl.constexpr(ITEM_FIELDS)
+BIAS_STRETCH = tl.constexpr(STRETCH)
 
 
 @triton.jit
@@ -49,6 +50,7 @@ def _step(
     MODIFIED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    STRETCHES: tl.constexpr,  # the bias is loaded in whole stretches, 16 bytes at once
     PAD_D: tl.constexpr,
     PAD_V: tl.constexpr,
     WIDE: tl.constexpr,
@@ -84,7 +86,13 @@ def _step(
             series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
             s = softcap * tl.where(size < 0.25, near * series, tl.where(s < 0, -far, far))
         if HAS_BIAS:
-            bias = tl.load(bias_row_ptr[:, None] + at[None, :] * stride_bk, mask=row_ok[:, None], other=0.0)
+            if STRETCHES:
+                # The whole stretch: also columns that no row sees, whose scores are dropped.
+                whole = columns // BIAS_STRETCH * BIAS_STRETCH + tl.arange(0, BLOCK_N) % BIAS_STRETCH
+                bias_at = tl.max_contiguous(tl.multiple_of(whole, BIAS_STRETCH), BIAS_STRETCH)
+            else:
+                bias_at = at * stride_bk
+            bias = tl.load(bias_row_ptr[:, None] + bias_at[None, :], mask=row_ok[:, None], other=0.0)
             s += bias.to(tl.float32)
         s *= LOG2E
     if PARTIAL:
@@ -268,6 +276,8 @@ def block_wise_kernel(
     MODIFIED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    FULL_STRETCHES: tl.constexpr,  # full tiles' biases lie in stretches, see `Work.stretches`, at aligned offsets
+    PARTIAL_STRETCHES: tl.constexpr,  # partial tiles' do, and none reaches past the last key
     HAS_SINKS: tl.constexpr,
     WIDE: tl.constexpr,
     SAME_STRIDE: tl.constexpr,
@@ -337,8 +347,11 @@ def block_wise_kernel(
     q = tl.load(q_ptrs, mask=row_ok[:, None] & (d < head_dim)[None, :] if PAD_D else row_ok[:, None], other=0.0)
     k_base = k_ptr + b64 * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_base = v_ptr + b64 * stride_vb + kv_head.to(tl.int64) * stride_vh
-    bias_base = bias_ptr + b64 * stride_bb
-    bias_row_ptr = bias_base + head.to(tl.int64) * stride_bh + row.to(tl.int64) * stride_bq
+    bias_row = b64 * stride_bb + head.to(tl.int64) * stride_bh + row.to(tl.int64) * stride_bq
+    if FULL_STRETCHES:
+        # Strides that are multiples of 8 but not of 16 do not tell by themselves.
+        bias_row = tl.multiple_of(bias_row, BIAS_STRETCH)
+    bias_row_ptr = bias_ptr + bias_row
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -378,8 +391,8 @@ def block_wise_kernel(
                 bitmap = tl.load(partial_bitmap_ptr + tile + 2)
             acc, m_i, l_i = _step(
                 q, acc, m_i, l_i, columns, words, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
-                stride_bk, scale, softcap, head_dim, value_dim, True, MODIFIED, HAS_SOFTCAP, HAS_BIAS, PAD_D, PAD_V,
-                WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                stride_bk, scale, softcap, head_dim, value_dim, True, MODIFIED, HAS_SOFTCAP, HAS_BIAS,
+                PARTIAL_STRETCHES, PAD_D, PAD_V, WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
         if HAS_FULL and FULL_GATHERED:
             next_columns = full_columns
@@ -397,8 +410,8 @@ def block_wise_kernel(
                 columns = first_full + (tile - full_begin) * BLOCK_N + n
             acc, m_i, l_i = _step(
                 q, acc, m_i, l_i, columns, 0, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
-                stride_bk, scale, softcap, head_dim, value_dim, False, MODIFIED, HAS_SOFTCAP, HAS_BIAS, PAD_D, PAD_V,
-                WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                stride_bk, scale, softcap, head_dim, value_dim, False, MODIFIED, HAS_SOFTCAP, HAS_BIAS,
+                FULL_STRETCHES, PAD_D, PAD_V, WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 
     if SPLIT:

@@ -226,6 +226,8 @@ def empty_work(
         may_poison=1,
         shared=int(shared),
         bases=int(bases),
+        # Tiles that are contiguous begin at multiples of their width.
+        stretches=int(bases),
     )
 
 

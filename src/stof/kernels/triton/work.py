@@ -25,6 +25,9 @@ ITEM_FIELDS = 16
 # `call(q, k, v, bias, sinks) -> (out, lse)` for tensors like those it was bound to; those of 8 bits add their scales.
 BoundCall = Callable[..., tuple[Tensor, Tensor]]
 
+# Columns of a stretch: 16 bytes of a bias of 16 bits.
+STRETCH = 8
+
 # Bitmaps unpacked at once while reordering: bounds the memory of `make_work`.
 _BITS_AT_ONCE = 2**25
 
@@ -91,6 +94,8 @@ class Work:
             bitmap has its number.
         bases: whether the columns of every tile follow each other. Lists of columns are then `[..., 1]`, the first of
             each tile, and columns past the last one that some row sees are that one.
+        stretches: whether each 8 neighbouring places of a tile hold columns of one stretch of 8 keys that begins at a
+            multiple of 8, and those that some row keeps in order: the kernel may load a bias by whole stretches.
 
     The last two rows of `partial_*` and `full_columns` are padding: the kernel loads ahead.
     """
@@ -115,6 +120,7 @@ class Work:
     may_poison: int = 0
     shared: int = 0
     bases: int = 0
+    stretches: int = 0
 
     def flatten(self) -> tuple[list[Tensor], list[int]]:
         """Tensors and integers, as operators carry them."""
@@ -137,7 +143,8 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     is_partial = layout.tile_bitmap >= 0
     partial, full = is_partial.nonzero()[:, 0], (~is_partial).nonzero()[:, 0]
     bitmap = layout.tile_bitmap[partial]
-    columns = _only_live_columns(layout.tile_columns(partial), live_columns(layout.bitmaps, config.block_n)[bitmap])
+    live = live_columns(layout.bitmaps, config.block_n)[bitmap]
+    columns = _only_live_columns(layout.tile_columns(partial), live)
     items, chunks, splits = _items(layout, is_partial, split_tiles)
     items[..., 9] = _padded(bitmap)[items[..., 1].clamp(min=0).long()]
     full_columns = layout.tile_columns(full)
@@ -164,17 +171,32 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
         has_partial=len(partial) > 0,
         has_full=len(full) > 0,
         full_runs=full_runs,
+        stretches=config.slab != 1 and _in_stretches(columns, live) and _in_stretches(full_columns),
     )
 
 
 def _only_live_columns(columns: Tensor, live: Tensor) -> Tensor:
     """Columns `[t, block_n]` with those that no row keeps replaced by one of the tile that some row keeps.
 
-    So the kernel loads every column of a tile without asking, and still reads nothing that no row keeps.
+    So the kernel loads every column of a tile without asking, and still reads nothing that no row keeps of K and V. The
+    one is of the same stretch where there is any.
     """
     first = live.int().argmax(1, keepdim=True)
+    others = columns.gather(1, first)
+    kept, near = live.unflatten(1, (-1, STRETCH)), columns.unflatten(1, (-1, STRETCH))
+    near = torch.where(kept.any(2, keepdim=True), near.gather(2, kept.int().argmax(2, keepdim=True)), others[..., None])
     # clamp: a tile that keeps nothing, which no builder makes but a file may hold
-    return torch.where(live, columns, columns.gather(1, first)).clamp(min=0)
+    return torch.where(live, columns, near.expand_as(kept).flatten(1)).clamp(min=0)
+
+
+def _in_stretches(columns: Tensor, live: Tensor | None = None) -> bool:
+    """Whether tiles `[t, block_n]` are such as `Work.stretches` says; every column is kept where `live` is None."""
+    columns = columns.unflatten(1, (-1, STRETCH))
+    begin = columns - torch.remainder(columns, STRETCH)
+    in_order = columns == begin + torch.arange(STRETCH, device=columns.device)
+    if live is not None:
+        in_order |= ~live.unflatten(1, (-1, STRETCH))
+    return bool((in_order & (begin == begin[..., :1])).all())
 
 
 def parts_of(tiles: Tensor, split_tiles: int) -> Tensor:
