@@ -269,12 +269,13 @@ def test_biases_have_constants_of_their_own_or_cost_more() -> None:
     without, more = (estimate(choice, call, survey, model) for call in (plain, biased))
     assert without is not None
     assert more is not None
-    assert 3 * without < more < 6 * without
+    assert 1.2 * without < more < 1.6 * without
     own = replace(model, kernels={**model.kernels, kernel_key(choice, biased): replace(TIMES, full=5.0, partial=5.0)})
     assert estimate(choice, plain, survey, own) == without
     assert estimate(choice, biased, survey, own) == pytest.approx(5 * without, rel=0.4)
     scattered = replace(biased, bias_to_copy=2**20)
-    assert estimate(choice, scattered, survey, model) == pytest.approx(3 * more, rel=0.2)
+    # Value by value, which is worse, from rows that do not follow each other, which is worse still.
+    assert estimate(choice, scattered, survey, model) == pytest.approx(6.0 * 3.0 / 1.45 * more, rel=0.2)
     hopper = replace(choice, implementation="hopper")
     deeper = replace(hopper, kernel=BlockWiseConfig(4, 4, 128))
     model = replace(MODEL, kernels={kernel_key(deeper, plain): TIMES})

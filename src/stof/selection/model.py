@@ -22,16 +22,17 @@ from stof.kernels.triton.work import parts_of
 from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
-from stof.selection.resources import ON_HOPPER, head_dim_class, occupancy
+from stof.selection.resources import ON_HOPPER, head_dim_class, occupancy, one_by_one
 
 # Query rows the decode implementation takes: with the heads of a group they fill the rows of a matrix product.
 DECODE_ROWS = 16
 # Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 products.
 _FLOPS_PER_US = (2e6, 0.3e6)
 _GUESS_PENALTY = 1.5
-# What a bias makes of the time of a tile, for kernels that were not measured with one: Triton's took 3 to 20 times as
-# long on an H200 (`h200-selector-bias.json`), those that are not hopeless 4 to 9; the Hopper kernel's up to 1.7 times.
-_BIAS_COST, _HOPPER_BIAS_COST = 6.0, 1.6
+# What a bias makes of the time of a tile, for kernels that were not measured with one. Triton's: where its values come
+# 8 at once 1.3 to 1.5 on an H200 (`h200-biases.json` against `h200-selector.json`), one by one 4 to 9 in tiles that are
+# not hopeless (`h200-selector-bias.json`, of the kernel as it was). The Hopper kernel's: up to 1.7.
+_BIAS_COST, _NARROW_BIAS_COST, _HOPPER_BIAS_COST = 1.45, 6.0, 1.6
 # And what it makes of that, for Triton's, where rows of the bias are not contiguous: T5 at 8 x 512 tokens took 191 us a
 # layer (heads last; `stof bench kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were. Odd rows: a guess.
 _SCATTERED_BIAS_COST = 3.0
@@ -182,7 +183,7 @@ def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel)
     if times is not None:
         return estimate_tiles(choice, call, survey, model, _with_scattered_bias(times, choice, call))
     # A guess must not beat what was measured by being bold.
-    times = _costlier(guessed_times(choice, call), _bias_cost(choice) if call.has_bias else 1.0)
+    times = _costlier(guessed_times(choice, call), _bias_cost(choice, call) if call.has_bias else 1.0)
     return _GUESS_PENALTY * estimate_tiles(choice, call, survey, model, _with_scattered_bias(times, choice, call))
 
 
@@ -207,15 +208,17 @@ def _times(choice: Choice, call: CallSpec, model: DeviceModel) -> KernelTimes | 
         plain = (_with_stages(choice, more) for more in range(3 if choice.implementation == "hopper" else 1))
         found = (_times(like, replace(call, has_bias=False), model) for like in plain)
         times = next(filter(None, found), None)
-        times = times and _costlier(times, _bias_cost(choice))
+        times = times and _costlier(times, _bias_cost(choice, call))
     return times
 
 
-def _bias_cost(choice: Choice) -> float:
+def _bias_cost(choice: Choice, call: CallSpec) -> float:
     """What a bias makes of the time of a tile that was not measured with one; decoding waits for keys and values."""
     if choice.implementation == "decode":
         return 1.0
-    return _HOPPER_BIAS_COST if choice.implementation == "hopper" else _BIAS_COST
+    if choice.implementation == "hopper":
+        return _HOPPER_BIAS_COST
+    return _NARROW_BIAS_COST if one_by_one(choice, call) else _BIAS_COST
 
 
 def _with_scattered_bias(times: KernelTimes, choice: Choice, call: CallSpec) -> KernelTimes:

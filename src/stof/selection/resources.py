@@ -45,9 +45,13 @@ def crowded(choice: Choice, call: CallSpec) -> bool:
     """Whether threads of the block-wise kernel would hold more scores than go with a bias."""
     if not call.has_bias or choice.layout is None or choice.kernel is None:
         return False
-    layout, one_by_one = choice.layout, choice.layout.slab == 1 or call.bias_to_copy > 0
-    scores = layout.block_m * layout.block_n // (32 * choice.kernel.num_warps)
-    return scores > (_SCORES_ONE_BY_ONE if one_by_one else _SCORES)
+    scores = choice.layout.block_m * choice.layout.block_n // (32 * choice.kernel.num_warps)
+    return scores > (_SCORES_ONE_BY_ONE if one_by_one(choice, call) else _SCORES)
+
+
+def one_by_one(choice: Choice, call: CallSpec) -> bool:
+    """Whether the block-wise kernel reads a bias value by value, as columns or rows of it do not follow each other."""
+    return call.bias_to_copy > 0 or (choice.layout is not None and choice.layout.slab == 1)
 
 
 def block_shared_bytes(shared_bytes: int) -> int:
