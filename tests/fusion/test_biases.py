@@ -1,4 +1,4 @@
-"""Biases that TMA cannot read are laid out once in a graph, and results stay what they are."""
+"""Biases that kernels cannot read in rows are laid out once in a graph, and results stay what they are."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import stof
 from stof import masks
 from stof.fusion import biases
 from stof.fusion.nodes import argument, name_of
-from stof.kernels.hopper.jobs import has_tiles
+from stof.kernels.hopper.jobs import in_rows
 from tests.fusion.graphs import capture, fuse
 
 
-@pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(biases, "_for_hopper", lambda bias: True)
+@pytest.fixture(autouse=True, params=[(9, 0), (8, 0)], ids=str)
+def _gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(biases, "_capability", lambda bias: request.param)
 
 
 def inputs(keys: int = 40) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +42,7 @@ def in_order(gm: fx.GraphModule, **given: Tensor) -> list[Tensor]:
 
 
 def laid(function: Callable[..., Tensor], q: Tensor, k: Tensor, table: Tensor) -> tuple[int, list[bool]]:
-    """Copies that were put into the graph, and which layers' biases TMA can read now; results are as before."""
+    """Copies that were put into the graph, and which layers' biases lie in rows now; results are as before."""
     gm = capture(function, q, k, table)
     given = in_order(gm, q=q, k=k, table=table)
     expected = gm(*given)
@@ -51,7 +51,7 @@ def laid(function: Callable[..., Tensor], q: Tensor, k: Tensor, table: Tensor) -
     found = [node for node in gm.graph.nodes if name_of(node) == "stof.masked_attention"]
     values = [argument(node, 4, "bias").meta["example_value"] for node in found]
     clones = sum(name_of(node) == "clone" for node in gm.graph.nodes)
-    return clones, [has_tiles(value, 24, k.shape[2]) for value in values]
+    return clones, [in_rows(value) for value in values]
 
 
 @pytest.mark.parametrize("keys", [40, 39, 1])
@@ -78,12 +78,15 @@ def test_a_bias_that_is_given(keys: int) -> None:
 
 
 def test_what_is_left_as_it_is() -> None:
-    """What TMA reads as it lies or not at all, and what is written to after it was made."""
+    """What lies in rows, is of a dtype that no such kernel reads, or is written to after it was made."""
 
     def readable(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
         return stof.attention(q, k, k, masks.full(), bias=table.permute(2, 0, 1)[None].contiguous())
 
     def wide(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+        return stof.attention(q, k, k, masks.full(), bias=table.permute(2, 0, 1)[None].double())
+
+    def single(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
         return stof.attention(q, k, k, masks.full(), bias=table.permute(2, 0, 1)[None].float())
 
     def written(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
@@ -94,6 +97,7 @@ def test_what_is_left_as_it_is() -> None:
 
     assert laid(readable, *inputs()) == (0, [True])
     assert laid(wide, *inputs()) == (0, [False])
+    assert laid(single, *inputs()) == (1, [True])
     assert laid(written, *inputs()) == (0, [False, False])
 
 
@@ -152,7 +156,7 @@ def test_lengths_stay_open() -> None:
 
 
 def test_other_kernels_business_is_left() -> None:
-    """Queries in 32 bits, few of them, and a kernel that was asked for."""
+    """Queries in 64 bits, few of them, and a kernel that was asked for."""
 
     def layer(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
         return stof.attention(q, k, k, masks.full(), bias=table.mul(2).permute(2, 0, 1)[None])
@@ -163,7 +167,7 @@ def test_other_kernels_business_is_left() -> None:
 
     q, k, table = inputs()
     for function, given in (
-        (layer, (q.float(), k.float(), table)),
+        (layer, (q.double(), k.double(), table)),
         (layer, (q[:, :, :16], k, table[:16])),
         (forced, (q, k, table)),
     ):

@@ -1,7 +1,8 @@
-"""Biases of attention are laid out for the kernel where they are made, once for all layers that share one.
+"""Biases of attention are laid out for the kernels where they are made, once for all layers that share one.
 
 T5 looks its relative positions up with the heads last. A call of the Hopper kernel copies what TMA cannot read, each
-layer by itself; in a graph, Inductor writes the values in the right order to begin with.
+layer by itself, and Triton's kernel reads it value by value; in a graph, Inductor writes the values in the right order
+to begin with.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from torch import Tensor, fx
 from stof.fusion.lower import GraphOrder
 from stof.fusion.nodes import argument, name_of, value_of
 from stof.fusion.sizes import is_symbolic
-from stof.kernels.hopper.jobs import BIAS_STEP, has_tiles, may_have_tiles
-from stof.selection import IMPLEMENTATIONS
+from stof.kernels.hopper.jobs import BIAS_STEP, in_rows, may_have_tiles
+from stof.selection import IMPLEMENTATIONS, CallSpec
+from stof.selection.implementations import GPU_FLOATS
 from stof.selection.model import DECODE_ROWS
 
+# By TMA, and in stretches of 16 bytes (`Work.stretches`).
+_READERS = ("hopper", "block_wise")
 # Bytes of a bias that is given, which something has to copy in each call: with a large one of which few scores are
 # kept, another kernel may be faster, and each call chooses.
 _MOST_GIVEN = 2**26
 
 
 def scattered_biases(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Biases that TMA cannot read as they lie, and the attention that reads each."""
+    """Biases that no kernel reads row by row as they lie, and the attention that reads each."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if name_of(node) == "stof.masked_attention" and _scattered(node):
@@ -63,24 +67,47 @@ def lay_out_biases(graph: fx.Graph, found: dict[fx.Node, list[fx.Node]]) -> int:
 
 
 def _scattered(node: fx.Node) -> bool:
-    """Whether the Hopper kernel might serve this attention, and would copy its bias."""
-    q, k, bias = (argument(node, place, name) for place, name in ((0, "q"), (1, "k"), (4, "bias")))
-    queries, keys, value = value_of(q), value_of(k), value_of(bias)
-    kernel = IMPLEMENTATIONS["hopper"].capabilities
-    if queries is None or keys is None or value is None or not {queries.dtype, value.dtype} <= set(kernel.dtypes):
+    """Whether a kernel that reads a bias in rows might serve this attention, and could not as it lies."""
+    names = {0: "q", 1: "k", 2: "v", 4: "bias"}
+    queries, keys, values, bias = (value_of(argument(node, place, name)) for place, name in names.items())
+    if queries is None or keys is None or values is None or bias is None:
         return False
-    if not _for_hopper(value) or argument(node, 8, "implementation", "") not in ("", "hopper"):
-        return False
-    lengths = queries.shape[2], keys.shape[2]
     # Nothing may ask what a size is that the graph leaves open: it would be fixed.
-    if is_symbolic((*value.shape, *value.stride(), *lengths, queries.shape[3])):
+    if is_symbolic((*bias.shape, *bias.stride(), *queries.shape, *keys.shape, *values.shape)):
         return False
-    sizes = int(lengths[0]), int(lengths[1])
-    served = sizes[0] > DECODE_ROWS and queries.shape[3] <= kernel.head_dims[1]
-    given = bias.op == "placeholder" and value.numel() * value.element_size() > _MOST_GIVEN
-    return served and not given and may_have_tiles(value, *sizes) and not has_tiles(value, *sizes)
+    given = argument(node, 4, "bias").op == "placeholder" and bias.numel() * bias.element_size() > _MOST_GIVEN
+    if given or in_rows(bias) or bias.shape[3] != keys.shape[2] or bias.shape[2] not in (1, queries.shape[2]):
+        return False
+    wanted = argument(node, 8, "implementation", "")
+    call = _call(queries, keys, values, bias)
+    return call is not None and any(
+        wanted in ("", name) and not IMPLEMENTATIONS[name].capabilities.refusals(call) for name in _READERS
+    )
 
 
-def _for_hopper(bias: Tensor) -> bool:
-    generation = IMPLEMENTATIONS["hopper"].capabilities.compute_capability
-    return bias.device.type == "cuda" and torch.cuda.get_device_capability(bias.device) == generation
+def _call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> CallSpec | None:
+    """What kernels are asked about; None where none of those that read rows serves."""
+    capability = _capability(bias)
+    if capability is None or q.shape[2] <= DECODE_ROWS or bias.dtype not in GPU_FLOATS:
+        return None
+    sizes = int(q.shape[2]), int(k.shape[2])
+    return CallSpec(
+        device="cuda",
+        dtype=q.dtype,
+        head_dim=int(q.shape[3]),
+        value_dim=int(v.shape[3]),
+        heads=int(q.shape[1]),
+        kv_heads=int(k.shape[1]),
+        has_bias=True,
+        bias_itemsize=bias.itemsize,
+        tiled_bias=may_have_tiles(bias, *sizes),
+        batch=int(q.shape[0]),
+        q_len=sizes[0],
+        kv_len=sizes[1],
+        compute_capability=capability,
+    )
+
+
+def _capability(bias: Tensor) -> tuple[int, int] | None:
+    """The compute capability of the GPU that a tensor is on."""
+    return torch.cuda.get_device_capability(bias.device) if bias.device.type == "cuda" else None

@@ -69,10 +69,14 @@ def past_the_end(kv_len: int) -> int:
 
 def has_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
     """Whether TMA can copy tiles of a 4-D bias: 16 bits for each key, in rows (or one) at multiples of 16 bytes."""
-    if bias.dtype not in (torch.float16, torch.bfloat16) or bias.shape[2] not in (1, q_len) or bias.shape[3] != kv_len:
-        return False
+    return may_have_tiles(bias, q_len, kv_len) and in_rows(bias)
+
+
+def in_rows(bias: Tensor) -> bool:
+    """Whether values of a 4-D bias follow each other along the keys, in rows that begin at multiples of BIAS_STEP."""
     outer = zip(bias.shape[:3], bias.stride()[:3], strict=True)
-    return (kv_len == 1 or bias.stride(3) == 1) and all(n == 1 or (s >= 0 and s % BIAS_STEP == 0) for n, s in outer)
+    contiguous = bias.shape[3] == 1 or bias.stride(3) == 1
+    return contiguous and all(n == 1 or (s >= 0 and s % BIAS_STEP == 0) for n, s in outer)
 
 
 def may_have_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
