@@ -230,6 +230,16 @@ print("graphs", graphs)
     assert graphs() == "graphs 1"
 
 
+def test_reports_are_told_again(kept: Path) -> None:
+    model, told = Layer().eval(), []
+    call = optimized(model, kept, report=told.append)
+    assert traced(lambda: call(X))[1] == 0
+    (report,) = told
+    assert report.segments
+    assert report.measurements == 0
+    assert "as an earlier process compiled it" in report.notes
+
+
 @pytest.mark.parametrize("options", [{"fold": True}, {"effort": "quick", "budget_s": 1.0}, {"twins": True}])
 def test_other_options_are_another_start(options: dict[str, Any], kept: Path) -> None:
     model = Layer().eval()
@@ -371,5 +381,9 @@ def test_the_oldest_starts_go(tmp_path: Path) -> None:
         path = tmp_path / f"{number:03}.start"
         path.write_bytes(b"")
         os.utime(path, (number, number))
+    (tmp_path / "a.start.1.part").write_bytes(b"")
+    (tmp_path / "a.start.2.part").write_bytes(b"")
+    os.utime(tmp_path / "a.start.1.part", (0, 0))
     _prune(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.part")] == ["a.start.2.part"]
     assert min(path.stem for path in tmp_path.glob("*.start")) == "003"

@@ -16,9 +16,10 @@ import logging
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 VERSION = 1
 # Files that stay; the oldest go.
 MOST_KEPT = 64
+# Seconds after which a file that is half written was given up.
+_HALF_WRITTEN_S = 3600.0
 
 _log = logging.getLogger(__name__)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -133,7 +136,7 @@ class Starts:
             _log.info("a kept start cannot be used", exc_info=True)
             return None
         for report in start.reports:
-            self._tell(report)
+            self._tell(replace(report, measurements=0, notes=[*report.notes, "as an earlier process compiled it"]))
         return call
 
     def keep(
@@ -389,6 +392,13 @@ def _read(path: Path) -> Start | None:
 
 
 def _prune(folder: Path) -> None:
-    kept = sorted(folder.glob("*.start"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in kept[MOST_KEPT:]:
-        file.unlink(missing_ok=True)
+    """Delete the oldest files, and what killed processes left half written; others may be doing the same."""
+    ages: list[tuple[float, Path]] = []
+    for file in folder.iterdir():
+        with suppress(OSError):
+            ages.append((time.time() - file.stat().st_mtime, file))
+    starts = sorted((age, file) for age, file in ages if file.suffix == ".start")
+    halves = [file for age, file in ages if file.suffix == ".part" and age > _HALF_WRITTEN_S]
+    for file in [file for _, file in starts[MOST_KEPT:]] + halves:
+        with suppress(OSError):
+            file.unlink()
