@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import functools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.overrides import TorchFunctionMode
 
 import stof
 from stof import masks
@@ -37,9 +42,9 @@ def as_they_are(call: Any, args: Any, kwargs: Any) -> Any:
 def optimized(model: nn.Module, folder: Path, **options: Any) -> Any:
     """What `stof.optimize(model, cuda_graphs="whole")` makes, for tensors on the CPU, as in another process."""
     torch._dynamo.reset()
-    given = {"cuda_graphs": "whole", "store": str(folder), **options}
+    given = {"cuda_graphs": "whole", "starts": True, "store": str(folder), **options}
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=False, options=given)
-    starts = CompileOptions.parse(given).starts(model)
+    starts = CompileOptions.parse(given).starts_of(model)
     return WholeCalls(compiled.forward, model, recorder=as_they_are, device_type="cpu", starts=starts)
 
 
@@ -175,25 +180,28 @@ def test_a_call_that_differs_is_compiled(args: Any, kwargs: Any, kept: Path) -> 
         path.unlink()
 
 
-def test_code_that_differs_is_compiled(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_differs_is_compiled(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands behind a name is not part of a file's name: the file is there, and does not hold."""
+
     def other(self: Part, x: Tensor) -> Tensor:
         out: Tensor = self.down(torch.tanh(self.up(x)))
         return out
 
-    for patch in (
-        lambda: monkeypatch.setattr(Part, "forward", other),
-        lambda: monkeypatch.setattr(sys.modules[__name__], "SHIFT", 2.0),
-        lambda: monkeypatch.setattr(sys.modules[__name__], "shifted", lambda x: x - 5.0),
-    ):
-        patch()
+    here = sys.modules[__name__]
+    patches: list[tuple[Any, str, Any]] = [
+        (Part, "forward", other),
+        (here, "SHIFT", 2.0),
+        (here, "shifted", lambda x: x - 5.0),
+        (nn.Linear, "forward", lambda self, x: x @ self.weight.t()),
+    ]
+    for number, (where, name, value) in enumerate(patches):
+        folder = tmp_path / str(number)
+        shutil.copytree(kept, folder)
+        monkeypatch.setattr(where, name, value)
         model = Layer().eval()
-        before = starts_in(kept)
-        # What stands behind a name is not part of a file's name: the file is there, and does not hold.
-        out, graphs = traced(lambda model=model: optimized(model, kept)(X))
-        assert graphs == 1
+        out, graphs = traced(lambda model=model, folder=folder: optimized(model, folder)(X))
+        assert graphs == 1, name
         check(model, out, X)
-        for path in set(starts_in(kept)) - set(before):
-            path.unlink()
         monkeypatch.undo()
 
 
@@ -277,6 +285,142 @@ def test_a_broken_file_is_passed_over(kept: Path, tmp_path: Path) -> None:
         assert len(starts_in(tmp_path)[0].read_bytes()) > 1000, "written anew"
 
 
+class Kind(enum.Enum):
+    SCALE = 2.0
+
+
+class Settings:
+    scale = 2.0
+
+    def __init__(self) -> None:
+        self.bias = 1.0
+
+
+SETTINGS = Settings()
+NESTED: dict[str, Any] = {"a": {"b": [2.0]}}
+NAMES = {"twice"}
+
+
+def scaled(x: Tensor, by: float = 2.0) -> Tensor:
+    return x * by
+
+
+class Reads(nn.Module):
+    """Its result depends on what lies outside of it."""
+
+    scale = 3.0
+    __slots__ = ("slot",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.slot = 1.0
+        self.scale_with_kwargs = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * self.scale * Settings.scale + SETTINGS.bias + NESTED["a"]["b"][0]
+        x = scaled(x) * self.slot * self.scale_with_kwargs * Kind.SCALE.value
+        return x if "twice" in NAMES else -x
+
+
+def _class_constant(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reads, "scale", 4.0)
+
+
+OUTSIDE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "nothing": lambda patch: None,
+    "a constant of its class": _class_constant,
+    "a constant of another class": lambda patch: patch.setattr(Settings, "scale", 4.0),
+    "a global object": lambda patch: patch.setattr(SETTINGS, "bias", 4.0),
+    "a nested global": lambda patch: patch.setitem(NESTED["a"], "b", [4.0]),
+    "a default": lambda patch: patch.setattr(scaled, "__defaults__", (4.0,)),
+    "a set": lambda patch: patch.setattr(sys.modules[__name__], "NAMES", set()),
+    "a member": lambda patch: patch.setattr(Kind.SCALE, "_value_", 4.0),
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_a_model_reads_outside_of_it_is_compared(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, model = Reads().eval(), Reads().eval()
+    assert traced(lambda: optimized(first, tmp_path)(X))[1] == 1
+    assert len(starts_in(tmp_path)) == 1
+    OUTSIDE[what](monkeypatch)
+    out, graphs = traced(lambda: optimized(model, tmp_path)(X))
+    torch.testing.assert_close(out, model(X))
+    assert graphs == (what != "nothing")
+
+
+@pytest.mark.parametrize("name", ["slot", "scale_with_kwargs"])
+def test_attributes_of_odd_names_are_compared(name: str, tmp_path: Path) -> None:
+    first, model = Reads().eval(), Reads().eval()
+    assert traced(lambda: optimized(first, tmp_path)(X))[1] == 1
+    setattr(model, name, 5.0)
+    out, graphs = traced(lambda: optimized(model, tmp_path)(X))
+    torch.testing.assert_close(out, model(X))
+    assert graphs == 1
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + super().forward(x)
+        return out
+
+
+def test_the_same_parts_in_other_places_are_another_model(tmp_path: Path) -> None:
+    for make in (
+        lambda: Residual(Residual(nn.Linear(8, 8)), nn.ReLU()),
+        lambda: Residual(Residual(nn.Linear(8, 8), nn.ReLU())),
+    ):
+        model = make().eval()
+        out, graphs = traced(lambda model=model: optimized(model, tmp_path)(X))
+        torch.testing.assert_close(out, model(X))
+        assert graphs == 1
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) - 2 * y
+        return out
+
+
+def test_a_tensor_that_is_given_twice(tmp_path: Path) -> None:
+    model, other = Pair().eval(), torch.randn(4, 8)
+    for args in ((X, X), (X, other), (other, X)):
+        call = optimized(model, tmp_path)
+        out, _ = traced(lambda call=call, args=args: call(*args))
+        torch.testing.assert_close(out, model(*args))
+
+
+def test_changes_between_the_first_calls_are_noticed(tmp_path: Path) -> None:
+    """A model may change after its start was found, before anything is recorded."""
+    first, model = Layer().eval(), Layer().eval()
+    traced(lambda: optimized(first, tmp_path)(X))
+    call = optimized(model, tmp_path)
+    assert traced(lambda: call(X))[1] == 0
+    model.factor = 5.0
+    check(model, traced(lambda: call(X))[0], X)
+
+
+def test_function_modes_see_each_operator(kept: Path) -> None:
+    class Tenfold(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return 10 * out if func is F.relu else out
+
+    model = Layer().eval()
+    call = optimized(model, kept)
+    with Tenfold():
+        out = traced(lambda: call(X))[0]
+        expected = model(X)
+    torch.testing.assert_close(out["out"], expected["out"])
+
+
 class Told(nn.Module):
     """Calls that cannot be kept, by what they do."""
 
@@ -286,6 +430,10 @@ class Told(nn.Module):
         self.register_buffer("seen", torch.zeros(8))
         if how == "iterator":
             self.held = iter([1])
+        if how == "deep":
+            self.held = functools.reduce(lambda inner, _: [inner], range(5000), [])
+        if how == "conjugate":
+            self.held = [torch.tensor([1 + 1j]).conj(), torch.ones(2).to_sparse()]
 
     def forward(self, x: Tensor) -> Any:
         out = self.linear(x)
@@ -298,17 +446,44 @@ class Told(nn.Module):
             self.seen.add_(1.0)
         if self.how == "constant":
             out = out + TABLE
+        if self.how == "branches" and bool((x > -5).all()):
+            return out
+        if self.how == "looks before":
+            disabled(x)
+        if self.how == "assigns":
+            self.last = out * 2
+        if self.how == "tells others":
+            SETTINGS.tally = getattr(SETTINGS, "tally", 0) + 1
+        if self.how == "asks the environment" and os.environ.get("STOF_NO_SUCH_VARIABLE"):
+            out = out + 1
+        if self.how == "returns odd keys":
+            return {("a", 0): out}
+        if self.how == "tries":
+            with contextlib.suppress(ValueError):
+                disabled(x)
+                return self.linear(x)
         return (out, x) if self.how == "returns its input" else out
 
 
 TABLE = torch.arange(8.0)
 
 
-@pytest.mark.parametrize("how", ["breaks", "counts", "writes", "constant", "returns its input", "iterator"])
+@torch._dynamo.disable
+def disabled(x: Tensor) -> None:
+    """Runs as Python, whatever is compiled around it."""
+
+
+HOWS = (
+    "breaks", "counts", "writes", "constant", "returns its input", "iterator", "branches", "looks before", "assigns",
+    "tells others", "asks the environment", "returns odd keys", "tries", "deep", "conjugate",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOWS)
 def test_calls_that_are_more_than_one_graph_are_not_kept(how: str, tmp_path: Path) -> None:
     model = Told(how).eval()
     out, _ = traced(lambda: optimized(model, tmp_path)(X))
-    first = out[0] if isinstance(out, tuple) else out
+    first = out[0] if isinstance(out, tuple) else out[("a", 0)] if isinstance(out, dict) else out
     expected = model.linear(X) + (TABLE if how == "constant" else 1.0 if how == "breaks" else 0.0)
     torch.testing.assert_close(first, expected)
     assert starts_in(tmp_path) == []

@@ -12,6 +12,7 @@ import enum
 import functools
 import hashlib
 import sys
+import time
 import types
 import weakref
 from collections import OrderedDict, defaultdict
@@ -23,10 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+# When this module was read; code was, too, about then.
+_BEGAN = time.time()
 # Tensors that are not a module's own are told by what they hold, up to this size.
 _HASHED_BYTES = 1 << 26
 # Attributes of modules that hold hooks of calls; their keys count all hooks of a process.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Told with the hooks, or of no call.
+_TOLD_ELSEWHERE = frozenset(f"{hooks}{how}" for hooks in _HOOKS for how in ("_with_kwargs", "_always_called")) | {
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+}  # fmt: skip
 # Packages whose classes and functions are told by their version, which whoever uses a description adds.
 _VERSIONED = frozenset(("torch", "builtins", "typing", "collections", "enum", "abc", "functools"))
 
@@ -46,6 +53,7 @@ class Description:
         self.tensors: dict[str, Tensor] = {}
         self._hash = hashlib.sha256()
         self._seen: dict[int, int] = {}
+        self._classes: dict[type, tuple[object, ...]] = {}
         self._alive: list[object] = []  # so that no two have one address
 
     def add(self, value: object) -> None:
@@ -70,7 +78,7 @@ class Description:
         elif kind is float:
             self._put(value.hex())
         elif isinstance(value, enum.Enum):
-            self._put(kind.__module__, kind.__qualname__, value.name)
+            self._put(kind.__module__, kind.__qualname__, value.name, repr(value.value))
         elif kind is tuple:  # may be one object or several equal ones
             self._put("tuple", len(value))
             self._each(value, path)
@@ -80,6 +88,7 @@ class Description:
             self._seen[id(value)] = len(self._seen)
             self._alive.append(value)
             self._held(value, path)
+            self._put("end")  # of what it holds
 
     def _held(self, value: Any, path: str) -> None:
         """A value that may hold others."""
@@ -104,8 +113,10 @@ class Description:
             self._each((value.__func__, value.__self__), path)
         elif isinstance(value, functools.partial):
             self._each((value.func, value.args, value.keywords), path)
-        elif isinstance(value, RemovableHandle | weakref.ReferenceType):
-            self._put(kind.__name__)  # says where something is, not what a call does
+        elif isinstance(value, RemovableHandle):
+            self._put(kind.__name__)  # says where a hook is, not what a call does
+        elif isinstance(value, weakref.ReferenceType):
+            self._value(value(), path)
         elif isinstance(value, set | frozenset):
             if not all(isinstance(item, _SORTABLE) for item in value):
                 raise IndescribableError(f"{path}: a set of other things than numbers and text")
@@ -133,35 +144,43 @@ class Description:
             self._value(value, path)
 
     def _class(self, kind: type) -> None:
-        self._put(*class_text(kind))
+        if kind not in self._classes:
+            self._classes[kind] = class_text(kind)
+        self._put(*self._classes[kind])
 
     def _fields(self, value: object, path: str) -> None:
         """Attributes of an object of a class that Python code defines."""
+        self._slots(value, path)
+        for name, item in vars(value).items() if hasattr(value, "__dict__") else ():
+            self._put(name)
+            self._value(item, f"{path}.{name}")
+
+    def _slots(self, value: object, path: str) -> None:
         kind = type(value)
-        if any(not base.__flags__ & _HEAP and base not in _SHOWN for base in kind.__mro__):
+        if not all(base in _SHOWN or _in_python(base) for base in kind.__mro__):
             raise IndescribableError(f"{path}: a {kind.__name__}, whose state cannot be seen")
         for name in sorted({name for base in kind.__mro__ for name in _slots(base)}):
             if hasattr(value, name):
                 self._put(name)
                 self._value(getattr(value, name), f"{path}.{name}")
-        for name, item in vars(value).items() if hasattr(value, "__dict__") else ():
-            self._put(name)
-            self._value(item, f"{path}.{name}")
 
     def _module(self, module: nn.Module, path: str) -> None:
         self._class(type(module))
+        self._slots(module, path)
         for name, item in vars(module).items():
             where = f"{path}.{name}" if path else name
             self._put(name)
             if name in _HOOKS:
                 self._hooks(module, name, where)
-            elif name.endswith(("_hooks", "_with_kwargs", "_always_called")):
-                continue  # told with the hooks, or of no call
+            elif name in _TOLD_ELSEWHERE:
+                continue
             elif name in ("_parameters", "_buffers") and isinstance(item, dict):
+                self._put(len(item))
                 for key, tensor in item.items():
                     self._put(key)
                     self._own(tensor, f"{path}.{key}" if path else key)
             elif name == "_modules" and isinstance(item, dict):
+                self._put(len(item))
                 for key, part in item.items():
                     self._put(key)
                     self._value(part, f"{path}.{key}" if path else key)
@@ -171,6 +190,7 @@ class Description:
                 self._value(item, where)
 
     def _hooks(self, module: nn.Module, name: str, path: str) -> None:
+        self._put(len(vars(module)[name]))
         told = [vars(module).get(f"{name}{what}", {}) for what in ("_with_kwargs", "_always_called")]
         for key, hook in vars(module)[name].items():
             self._put([key in one for one in told])
@@ -181,8 +201,7 @@ class Description:
         if tensor is None:
             self._put(None)
             return
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
-            raise IndescribableError(f"{path}: a {type(tensor).__name__}, {tensor.layout}")
+        _refuse_odd(tensor, path)
         if id(tensor) in self._seen:  # tied
             self._put("again", self._seen[id(tensor)])
             return
@@ -193,19 +212,23 @@ class Description:
 
     def _content(self, tensor: Tensor, path: str) -> None:
         """A tensor that something else holds, such as a mask: compiled code may have read it."""
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
-            raise IndescribableError(f"{path}: a {type(tensor).__name__}, {tensor.layout}")
+        _refuse_odd(tensor, path)
         if tensor.device.type == "meta" or tensor.nbytes > _HASHED_BYTES:
             raise IndescribableError(f"{path}: a tensor whose values are not looked at")
-        held = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
+        held = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().flatten().view(torch.uint8)
         self._put(*tensor_text(tensor), hashlib.sha256(held.numpy().tobytes()).hexdigest())
 
 
-_NAMED = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_NAMED = torch.dtype | torch.device | torch.Size | torch.layout | torch.memory_format
 _SORTABLE = (bool, int, float, str, bytes, type(None), torch.dtype)
-# Of classes that Python code defines (Py_TPFLAGS_HEAPTYPE), and of others those that hide nothing.
-_HEAP = 1 << 9
+# Classes that are written in C and hide nothing.
 _SHOWN = (object, dict, list, tuple, OrderedDict, defaultdict)
+
+
+def _refuse_odd(tensor: Tensor, path: str) -> None:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.is_nested or tensor.is_quantized:
+        raise IndescribableError(f"{path}: a {type(tensor).__name__}, {tensor.layout}")
 
 
 def tensor_text(tensor: Tensor) -> tuple[object, ...]:
@@ -222,11 +245,13 @@ def function_text(function: types.FunctionType, depth: int = 4) -> tuple[object,
         held = _cell(cell)
         if isinstance(held, types.FunctionType) and depth:
             closed.append(function_text(held, depth - 1))
-        elif held is None or type(held) in (bool, int, float, str):
-            closed.append((type(held).__name__, held))
+        elif _is_plain(held):
+            closed.append((type(held).__name__, repr(held)))
         else:
             closed.append((type(held).__module__, type(held).__qualname__))
-    return function.__module__ or "", function.__qualname__, code_digest(function.__code__), *closed
+    given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
+    defaults = [repr(value) if _is_plain(value) else type(value).__qualname__ for value in given]
+    return function.__module__ or "", function.__qualname__, code_digest(function.__code__), *defaults, *closed
 
 
 def _cell(cell: types.CellType) -> object:
@@ -256,31 +281,48 @@ def _constant(value: object) -> object:
 
 
 def class_text(kind: type) -> tuple[object, ...]:
-    """Where a class is from, and a hash of the functions that it and its bases define."""
-    return _class_text(kind, tuple(_functions(kind)))
+    """Where a class is from, and a hash of the functions and plain values that it and its bases define."""
+    found = [(name, *function_text(value)) for name, value in _defined(kind) if isinstance(value, types.FunctionType)]
+    plain = [(name, type(value).__name__, repr(value)) for name, value in _defined(kind) if _is_plain(value)]
+    return kind.__module__, kind.__qualname__, hashlib.sha256(repr((found, plain)).encode()).hexdigest()
 
 
-@functools.lru_cache(maxsize=1024)
-def _class_text(kind: type, functions: tuple[tuple[str, types.FunctionType], ...]) -> tuple[object, ...]:
-    # Functions are part of the key: one that was put in another's place is another entry.
-    found = [(name, *function_text(function)) for name, function in functions]
-    return kind.__module__, kind.__qualname__, hashlib.sha256(repr(found).encode()).hexdigest()
-
-
-def _functions(kind: type) -> Iterable[tuple[str, types.FunctionType]]:
+def _defined(kind: type) -> Iterator[tuple[str, object]]:
+    """What a class and its bases define; of those of PyTorch and Python, functions that others put there."""
     for base in kind.__mro__:
-        if (base.__module__ or "").partition(".")[0] in _VERSIONED:
-            continue
-        for name, value in vars(base).items():
+        versioned = _is_versioned(base.__module__)
+        for name, value in list(vars(base).items()):
             if isinstance(value, property):
                 parts: tuple[object, ...] = (value.fget, value.fset)
             else:
                 parts = (value.__func__ if isinstance(value, staticmethod | classmethod) else value,)
-            yield from ((name, part) for part in parts if isinstance(part, types.FunctionType))
+            for part in parts:
+                if not versioned or (isinstance(part, types.FunctionType) and not _is_versioned(part.__module__)):
+                    yield name, part
+
+
+def _is_versioned(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _VERSIONED
+
+
+def _is_plain(value: object) -> bool:
+    """Whether its text says all of a value."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    return value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, _NAMED | enum.Enum)
 
 
 def _cells(function: types.FunctionType) -> tuple[object, ...]:
     return tuple(map(_cell, function.__closure__ or ()))
+
+
+def _in_python(kind: type) -> bool:
+    """Whether a class is Python code's; one written in C may have state that nobody sees."""
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None) or ""
+    return kind.__module__ == "__main__" or file.endswith(".py")
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -296,18 +338,29 @@ def files_of(codes: Iterable[types.CodeType]) -> dict[str, str]:
         IndescribableError: code from elsewhere than a file.
     """
     found = {}
-    for name in sorted({code.co_filename for code in codes}):
-        if name == "<string>" or name.startswith("<frozen"):
-            continue
+    for name in sorted({code.co_filename for code in codes if not _is_generated(code)}):
         digest = file_digest(name)
         if digest is None:
-            raise IndescribableError(f"code from {name}, which is no file")
+            raise IndescribableError(f"code from {name}, which is no file, or was changed since it was read")
         found[name] = digest
     return found
 
 
+def _is_generated(code: types.CodeType) -> bool:
+    """Whether `dataclasses` wrote it, or it came with Python itself."""
+    return code.co_filename.startswith("<frozen") or code.co_qualname.startswith("__create_fn__")
+
+
 def file_digest(name: str) -> str | None:
-    """The hash of a file; None where there is none."""
+    """The hash of a file; None where there is none, or it may have been changed since this process read it."""
+    try:
+        return content_digest(name) if Path(name).stat().st_mtime <= _BEGAN else None
+    except OSError:
+        return None
+
+
+def content_digest(name: str | Path) -> str | None:
+    """The hash of a file as it is now; None where there is none."""
     try:
         return hashlib.sha256(Path(name).read_bytes()).hexdigest()
     except OSError:
@@ -327,8 +380,10 @@ def names_of(codes: Iterable[types.CodeType]) -> list[Name]:
     modules = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items()) if module}
     asked: set[tuple[str, str]] = set()
     for code in codes:
-        if code.co_filename.startswith("<"):
+        if _is_generated(code):
             continue
+        if not {"environ", "getenv"}.isdisjoint(code.co_names):
+            raise IndescribableError(f"code of {code.co_qualname}, which asks for environment variables")
         module = modules.get(code.co_filename)
         if module is None:
             raise IndescribableError(f"code from {code.co_filename}, which is no module")
@@ -341,6 +396,11 @@ def _looked_up(code: types.CodeType) -> Iterator[str]:
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
             yield from _looked_up(one)
+
+
+def shallow_text(value: object) -> str:
+    """A hash of a value that a guard looked at: guards ask for what it holds by themselves."""
+    return hashlib.sha256(repr(_global(value)).encode()).hexdigest()
 
 
 def name_text(module: str, name: str) -> str | None:
@@ -360,8 +420,12 @@ def _global(value: Any, deep: bool = True) -> object:
         return class_text(value)
     if isinstance(value, functools.partial) and deep:
         return [_global(part, False) for part in (value.func, *value.args, *value.keywords.items())]
+    if isinstance(value, enum.Enum):
+        return type(value).__qualname__, value.name, repr(value.value)
     if isinstance(value, list | tuple) and deep:
         return [_global(item, False) for item in value]
+    if isinstance(value, set | frozenset) and deep:
+        return sorted(repr(_global(item, False)) for item in value)
     if isinstance(value, Mapping) and deep:
         items = dict.items(value) if isinstance(value, dict) else value.items()
         return sorted((repr(key), repr(_global(item, False))) for key, item in items)

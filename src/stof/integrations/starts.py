@@ -1,22 +1,32 @@
 """Compiled calls kept for later processes: they start without tracing the model, and without Inductor's front end.
 
-With all caches filled, most of a start is Dynamo tracing the model's Python code and Inductor preparing to look its
+With all caches filled, most of a start is Dynamo tracing the model's Python code, and Inductor preparing to look its
 graph up. Of a call that ran as one graph, the file kept here has what is left when that is over: the compiled graph,
 where its inputs are found, and what its results are made into. It serves a call for which everything is the same that
-tracing could have met (`stof.integrations.fingerprint`): the model with its attributes and configurations, its code and
-the code it calls, arguments, options, what is known of the device, versions and settings. Else the model is compiled.
+tracing met or could have met: the model with its attributes and configurations, and the code of its classes
+(`stof.integrations.fingerprint`); the files of the code that was traced; what the global names in it stand for; each
+value that Dynamo's guards looked at; arguments, options, what is known of the device, versions and settings. Else the
+model is compiled.
+
+Not compared: what Python code asks the outside world (files, the network, the clock), and results that were declared
+constant (`torch.compiler.assume_constant_result`). Code that asks for environment variables is never kept.
 
 Files hold pickles, as those of Inductor's own caches do, and lie in the same user's folder.
 """
 
 from __future__ import annotations
 
+import builtins
 import hashlib
+import inspect
 import logging
 import os
 import pickle
+import re
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -25,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from stof.fusion.ahead import hash_triton, settle_caches
@@ -37,6 +48,7 @@ from stof.integrations.fingerprint import (
     files_of,
     name_text,
     names_of,
+    shallow_text,
 )
 from stof.tuning.files import remembering, replace_whole_bytes
 from stof.tuning.machine import device_name, package_version
@@ -66,6 +78,7 @@ class Start:
         inputs: of the compiled graph.
         leaves, structure: what a call returns, and how that is put together.
         files, names: of the code that was traced (`files_of`, `names_of`).
+        guards: what Dynamo looked at, as expressions, each with a hash of what it found.
         reports: of the graph.
         graph: the compiled graph, as PyTorch writes it.
     """
@@ -75,14 +88,20 @@ class Start:
     structure: str
     files: dict[str, str]
     names: list[Name]
+    guards: list[tuple[str, str]]
     reports: list[FusionReport]
     graph: bytes
 
-    def holds(self) -> bool:
-        """Whether the code that was traced is what would be traced now."""
-        return all(file_digest(name) == digest for name, digest in self.files.items()) and all(
-            name_text(module, name) == text for module, name, text in self.names
-        )
+    def differs(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """What tracing would meet now that it did not meet then; "" for nothing."""
+        for file, digest in self.files.items():
+            if file_digest(file) != digest:
+                return file
+        for module, name, text in self.names:
+            if name_text(module, name) != text:
+                return f"{module}.{name}"
+        scope = _scope(model, args, kwargs)
+        return next((one for one, text in self.guards if _guarded(one, scope) != text), "")
 
 
 class Starts:
@@ -117,18 +136,23 @@ class Starts:
         text = "\n".join((said.digest(), self._options(device), repr(signature), *_surroundings(device)))
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.start", said
 
-    def find(self, signature: Hashable, device: torch.device) -> Callable[..., Any] | None:
+    def find(
+        self, signature: Hashable, device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Resumed | None:
         """A call kept by an earlier process; None if there is none that serves."""
         try:
             path, said = self.path(signature, device)
             start = _read(path)
-            if start is None or not start.holds():
+            if start is None:
+                return None
+            if other := start.differs(self._model, args, kwargs):
+                _log.info("compiled anew: %s is another", other)
                 return None
             if device.type == "cuda":
                 settle_caches()
                 if (hashing := hash_triton()) is not None:
                     hashing.join()
-            call = _Resumed(start, said.tensors)
+            call = Resumed(start, said)
         except IndescribableError as reason:
             _log.debug("not looked up: %s", reason)
             return None
@@ -147,7 +171,7 @@ class Starts:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         out: Any,
-        before: str,
+        before: Description,
     ) -> None:
         """Write a call that was compiled just now, if it can be used by others; else say why in the log.
 
@@ -157,9 +181,9 @@ class Starts:
         """
         try:
             path, said = self.path(signature, device)
-            if said.digest() != before:
+            if not _same(said, before):
                 raise IndescribableError("the call changed the model")
-            start = noted.start(said.tensors, args, kwargs, out)
+            start = noted.start(self._model, said.tensors, args, kwargs, out)
             content = pickle.dumps(start)
         except IndescribableError as reason:
             _log.info("not kept for later processes: %s", reason)
@@ -171,29 +195,42 @@ class Starts:
             replace_whole_bytes(path, hashlib.sha256(content).digest() + content)
             _prune(self._folder)
 
-    def describe(self) -> str | None:
+    def describe(self) -> Description | None:
         """The model as it is; None where another process would not know it again."""
         try:
             said = Description()
             said.add(self._model)
-        except IndescribableError as reason:
+        except Exception as reason:  # of a model that is odd in whatever way
             _log.info("not kept for later processes: %s", reason)
             return None
-        return said.digest()
+        return said
+
+    def still(self, found: Resumed) -> bool:
+        """Whether the model is what it was when a call was found."""
+        said = self.describe()
+        return said is not None and _same(said, found.said)
 
 
-class _Resumed:
+def _same(one: Description, other: Description) -> bool:
+    """Whether they are of the same model, with the same tensors in it."""
+    if one.digest() != other.digest() or one.tensors.keys() != other.tensors.keys():
+        return False
+    return all(tensor is other.tensors[name] for name, tensor in one.tensors.items())
+
+
+class Resumed:
     """A call of a compiled graph, without the Python code around it."""
 
-    def __init__(self, start: Start, tensors: Mapping[str, Tensor]) -> None:
-        self._start, self._graph = start, load_graph(start.graph)
+    def __init__(self, start: Start, said: Description) -> None:
+        self.said = said
+        self._graph = load_graph(start.graph)
+        self._inputs, self._leaves = start.inputs, start.leaves
         self._structure = pytree.treespec_loads(start.structure)
-        self._weights = {name: tensors[name] for kind, name in start.inputs if kind == "weight"}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given: dict[str, Any] = {"weight": self._weights, "arg": args, "kwarg": kwargs}
-        results: Sequence[Any] = self._graph(*(given[kind][name] for kind, name in self._start.inputs))
-        leaves = [results[value] if kind == "out" else value for kind, value in self._start.leaves]
+        given: dict[str, Any] = {"weight": self.said.tensors, "arg": args, "kwarg": kwargs}
+        results: Sequence[Any] = self._graph(*(given[kind][name] for kind, name in self._inputs))
+        leaves = [results[value] if kind == "out" else value for kind, value in self._leaves]
         return pytree.tree_unflatten(leaves, self._structure)
 
 
@@ -203,8 +240,16 @@ class Noted:
     def __init__(self) -> None:
         self.graphs: list[NotedGraph] = []
         self.reports: list[FusionReport] = []
+        self._breaks = sum(counters["graph_break"].values())
 
-    def start(self, tensors: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Start:
+    def start(
+        self,
+        model: nn.Module,
+        tensors: Mapping[str, Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        out: Any,
+    ) -> Start:
         """The call that ran.
 
         Raises:
@@ -218,6 +263,12 @@ class Noted:
             raise IndescribableError(graph.problem)
         if graph.calls != 1:
             raise IndescribableError(f"its graph ran {graph.calls} times")
+        if sum(counters["graph_break"].values()) != self._breaks:
+            raise IndescribableError("it is not one graph")
+        _check_whole(model, graph.code)
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if len({id(tensor) for tensor in (*tensors.values(), *given)}) < len(tensors) + len(given):
+            raise IndescribableError("a tensor is given twice")
         known: dict[int, Place] = {id(tensor): ("weight", name) for name, tensor in tensors.items()}
         known |= {id(value): ("arg", number) for number, value in enumerate(args) if isinstance(value, Tensor)}
         known |= {id(value): ("kwarg", name) for name, value in kwargs.items() if isinstance(value, Tensor)}
@@ -228,12 +279,17 @@ class Noted:
             raise IndescribableError(f"its graph takes what is neither an argument nor the model's: {kinds}")
         numbers = {id(value): number for number, value in enumerate(graph.outputs) if isinstance(value, Tensor)}
         leaves, structure = pytree.tree_flatten(out)
+        text = pytree.treespec_dumps(structure)
+        if pytree.treespec_loads(text) != structure:
+            raise IndescribableError("the structure of its result cannot be written")
+        scope = _scope(model, args, kwargs)
         return Start(
             inputs=places,
             leaves=tuple(_leaf(leaf, numbers) for leaf in leaves),
-            structure=pytree.treespec_dumps(structure),
+            structure=text,
             files=files_of(graph.code),
             names=names_of(graph.code),
+            guards=_guards(graph.guards, scope),
             reports=self.reports,
             graph=graph.written(),
         )
@@ -247,11 +303,13 @@ class NotedGraph:
         run: the compiled graph.
         code: what was traced for it.
         problem: why other processes cannot run it, "" if they can.
+        guards: expressions that Dynamo looked at.
     """
 
     run: Callable[..., Any]
     code: list[Any]
     problem: str
+    guards: list[str]
     calls: int = 0
     inputs: tuple[Any, ...] = ()
     outputs: Sequence[Any] = ()
@@ -313,8 +371,15 @@ def note(gm: fx.GraphModule, run: Callable[[], Callable[..., Any]]) -> Callable[
     noted: Noted | None = getattr(_noting, "noted", None)
     if noted is None:
         return run()
-    problem, code = _not_portable(gm), list(torch._guards.TracingContext.get_traced_code() or ())
-    graph = NotedGraph(run(), code, problem if code else "nothing is known of the code that was traced")
+    try:
+        problem = _not_portable(gm) or _effects()
+        context = torch._guards.TracingContext.get()
+        guards = sorted({_expression(guard) for guard in context.guards_context.dynamo_guards})
+        code = list(context.traced_code)
+    except Exception:  # of a PyTorch that is another inside, or a backend that was called by somebody else
+        _log.info("not kept for later processes", exc_info=True)
+        problem, guards, code = "nothing is known of what was traced", [], []
+    graph = NotedGraph(run(), code, problem, guards)
     noted.graphs.append(graph)
     return graph
 
@@ -328,15 +393,122 @@ def reported(report: FusionReport) -> None:
 
 def _not_portable(gm: fx.GraphModule) -> str:
     """What of a graph is this process's alone."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or reason.graph_break:
+        return "it is not one graph"
     for node in gm.graph.nodes:
         if node.op == "get_attr":
             return "its graph holds values"
+        if "triton_kernel_wrapper" in str(node.target):
+            return "its graph holds a Triton kernel, whose source was not traced"
         texts = [argument for argument in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(argument, str)]
         if str(node.target).startswith("stof.masked_attention") and any(
             "<" in text or text.startswith("plan ") for text in texts
         ):
             return "its attention has a plan, or a mask made from a function or a tensor"
     return ""
+
+
+def _effects() -> str:
+    """What else the traced code does, "" for nothing that outlives the call."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    for value in effects.id_to_variable.values():
+        existing = isinstance(value.mutation_type, AttributeMutationExisting | ValueMutationExisting)
+        if not existing or not effects.is_modified(value):
+            continue
+        # Arguments by keyword are a new dictionary in each call; transformers sets a variable for the call's duration.
+        if _name(value.source) in ("L['args']", "L['kwargs']"):
+            continue
+        if getattr(value, "value_type", type(None)).__module__ != "transformers.utils.output_capturing":
+            return f"the call changes {_name(value.source) or 'an object'}"
+    return ""
+
+
+def _name(source: Any) -> str:
+    """A source's expression; a method in torch 2.11, later a property."""
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)
+
+
+def _expression(guard: Any) -> str:
+    return _name(guard)
+
+
+# Not of the outermost function: what Dynamo names after addresses, which classes of PyTorch are.
+_OF_THIS_PROCESS = re.compile(r"G\['_\d+_c\d+'\]")
+
+
+class _Globals(dict[str, Any]):
+    """Global names of the outermost function, and those that Dynamo adds to reach other modules."""
+
+    def __missing__(self, name: str) -> Any:
+        if name.startswith("__import_"):
+            return sys.modules[name.removeprefix("__import_").replace("_dot_", ".")]
+        if name.startswith("__builtins_dict__"):
+            return vars(builtins)
+        raise KeyError(name)
+
+
+def _outermost(model: nn.Module) -> types.FunctionType:
+    """The function that tracing a model begins with."""
+    forward = model.forward
+    function = getattr(forward, "__func__", forward)
+    if not isinstance(function, types.FunctionType):
+        raise IndescribableError("its forward is no function")
+    return function
+
+
+def _check_whole(model: nn.Module, code: Sequence[types.CodeType]) -> None:
+    """Raise IndescribableError unless the model's forward was traced as a whole, with no hooks before and after it."""
+    if not code or code[0] is not _outermost(model).__code__:
+        raise IndescribableError("its graph is not of the model's whole forward")
+    if any(one.co_name.startswith("torch_dynamo_resume_in_") for one in code):
+        raise IndescribableError("it is not one graph")
+    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
+    if any(not (getattr(hook, "__module__", None) or "").startswith("stof.") for hook in hooks):
+        raise IndescribableError("the model has hooks")
+
+
+def _scope(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Where guards' expressions mean what they meant to Dynamo."""
+    function = _outermost(model)
+    for hook in model._forward_pre_hooks.values():  # ours, see `_check_whole`
+        args, kwargs = hook(model, args, kwargs) or (args, kwargs)
+    bound = inspect.Signature.from_callable(function, follow_wrapped=False).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    closed = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    local = {name: cell.cell_contents for name, cell in closed} | dict(bound.arguments)
+    return {"G": _Globals(function.__globals__), "L": local}
+
+
+def _guards(expressions: Sequence[str], scope: dict[str, Any]) -> list[tuple[str, str]]:
+    """Each expression with what it gives now.
+
+    Raises:
+        IndescribableError: one cannot be evaluated outside of Dynamo.
+    """
+    found = []
+    for expression in expressions:
+        if not expression or _OF_THIS_PROCESS.search(expression):
+            continue
+        text = _guarded(expression, scope)
+        if text is None:
+            raise IndescribableError(f"a guard on {expression}, which cannot be evaluated")
+        if text:
+            found.append((expression, text))
+    return found
+
+
+def _guarded(expression: str, scope: dict[str, Any]) -> str | None:
+    """A hash of what an expression gives; "" for tensors and modules, which are described, None where it fails."""
+    try:
+        value = eval(expression, dict(scope))
+    except Exception:
+        return None
+    return "" if isinstance(value, Tensor | nn.Module) else shallow_text(value)
 
 
 def _leaf(leaf: Any, numbers: Mapping[int, int]) -> Place:
@@ -354,6 +526,8 @@ def _surroundings(device: torch.device) -> list[str]:
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
 
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise IndescribableError("the process is one of several")
     packages = ("transformers", "triton", "tilelang")
     found = [torch.__version__, *(str(package_version(name)) for name in packages), source_digest(".."), str(VERSION)]
     found += [device_name(device), str(device), os.environ.get("CUDA_VISIBLE_DEVICES", "")]

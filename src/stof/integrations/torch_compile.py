@@ -31,7 +31,7 @@ from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
 from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
 from stof.fusion.weights import pack_weights, unpack_weights
-from stof.integrations.fingerprint import file_digest
+from stof.integrations.fingerprint import content_digest
 from stof.integrations.starts import Starts, note, reported
 from stof.integrations.whole_calls import WholeCalls
 from stof.masks import Mask
@@ -72,6 +72,8 @@ class CompileOptions:
         store: where measurements are kept for later processes: True for the user's cache folder, a path for another
             folder, False for nowhere. Without measuring, what it knows of a shape goes before the rules; what comes
             with the package does in any case.
+        starts: with `cuda_graphs="whole"`, keep compiled calls in `store`, and go on with those that other processes
+            kept, without tracing the model: see `stof.integrations.starts` for what is compared, and what is not.
         lock: a lock file (`stof tune MODEL --lock FILE`), whose choices are reproduced with nothing measured; what does
             not fit is reported, and left to the rules.
 
@@ -90,6 +92,7 @@ class CompileOptions:
     report: bool | Callable[[FusionReport], object] = False
     progress: bool | Callable[[Progress], object] = False
     store: bool | str | Path = True
+    starts: bool = False
     lock: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -101,12 +104,16 @@ class CompileOptions:
             raise ArgumentError("budget_s limits measuring, and effort 'none' measures nothing; use 'quick' or 'full'")
         if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != WHOLE:
             raise ArgumentError(f'cuda_graphs is True, False or "whole", got {self.cuda_graphs!r}')
-        for name in ("deterministic", "fold", "experimental", "twins"):
+        for name in ("deterministic", "fold", "experimental", "twins", "starts"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.deterministic and self.effort != "none":
             raise ArgumentError(f"deterministic=True measures nothing; effort {self.effort!r} does")
 
+        if self.starts and (self.cuda_graphs != WHOLE or self.store is False):
+            raise ArgumentError(
+                'starts are kept of whole calls, in a store; use cuda_graphs="whole", and no store=False'
+            )
         if self.lock is not None:
             read_lock(Path(self.lock))
         if self.lock is not None and self.effort != "none":
@@ -153,9 +160,9 @@ class CompileOptions:
             return None
         return Replay(read_lock(Path(self.lock)), device_name(device), check, self._store(device))
 
-    def starts(self, model: nn.Module) -> Starts | None:
-        """Where whole calls of a model are kept for later processes; None with `store=False`."""
-        folder = self._folder()
+    def starts_of(self, model: nn.Module) -> Starts | None:
+        """Where whole calls of a model are kept for later processes; None where that was not asked for."""
+        folder = self._folder() if self.starts else None
         return None if folder is None else Starts(folder / "starts", model, self._decides, self.tell)
 
     def _decides(self, device: torch.device) -> str:
@@ -165,7 +172,7 @@ class CompileOptions:
         folders = [PACKAGED] if self.deterministic else [PACKAGED, self._folder() or PACKAGED]
         files = [choices_path(folder, device_name(device)) for folder in folders]
         files += [] if self.lock is None else [Path(self.lock)]
-        return repr((values, [file_digest(str(file)) for file in files]))
+        return repr((values, [content_digest(file) for file in files]))
 
     def _folder(self) -> Path | None:
         if isinstance(self.store, bool):
@@ -319,8 +326,9 @@ def _inductor(
         patches["triton.cudagraphs"] = True
     if options.deterministic and hasattr(config, "deterministic"):
         patches["deterministic"] = True
-    # Whole calls are kept for later processes, by a graph that can be written.
-    with functorch_config.patch(bundled_autograd_cache=True) if options.cuda_graphs == WHOLE else nullcontext():
+    # So that the graph can be written for later processes.
+    bundled = options.starts and hasattr(functorch_config, "bundled_autograd_cache")
+    with functorch_config.patch(bundled_autograd_cache=True) if bundled else nullcontext():
         compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled
 
@@ -358,7 +366,7 @@ def optimize(
         raise UnsupportedError("stof.optimize compiles inference only; call model.eval() first", {})
     if mask is not None and not attention:
         raise ArgumentError("a mask needs stof's attention; leave attention=True")
-    if parsed.cuda_graphs == WHOLE and torch.cuda.is_available():
+    if parsed.starts and torch.cuda.is_available():
         hash_triton()  # a start that was kept will ask for it
     if attention and (mask is not None or _is_transformers(model)):
         from stof.integrations import transformers as hf
@@ -370,7 +378,7 @@ def optimize(
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
     if parsed.cuda_graphs == WHOLE:
-        compiled.forward = WholeCalls(compiled.forward, model, frozen=parsed.fold, starts=parsed.starts(model))
+        compiled.forward = WholeCalls(compiled.forward, model, frozen=parsed.fold, starts=parsed.starts_of(model))
     return cast(nn.Module, compiled)
 
 

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils import _device
 from torch.utils import _pytree as pytree
 
-from stof.integrations.starts import Starts, noting
+from stof.integrations.starts import Resumed, Starts, noting
 from stof.tuning.capture import captured
 
 # Combinations of shapes that are kept; each holds its inputs and results, and all share the memory in between.
@@ -72,7 +73,7 @@ class WholeCalls:
         self._recorder, self._device_type = recorder or CudaRecorder(), device_type
         self._met: set[Hashable] = set()
         # Calls that an earlier process compiled; None where there are none.
-        self._started: dict[Hashable, Callable[..., Any] | None] = {}
+        self._started: dict[Hashable, Resumed | None] = {}
         self._failed: set[Hashable] = set()
         self._recorded: OrderedDict[Hashable, Replay] = OrderedDict()
         self._lock = threading.RLock()
@@ -105,11 +106,12 @@ class WholeCalls:
     def _first(self, key: Hashable, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is not recorded: as an earlier process compiled it, else kept for later ones if it can be."""
         if self._starts is None or key in self._started:
-            return self._unrecorded(key)(*args, **kwargs)
-        self._started[key] = found = self._starts.find(key, device)
+            return (self._started.get(key) or self._call)(*args, **kwargs)
+        with self._lock:
+            found = self._started[key] = self._starts.find(key, device, args, kwargs)
         before = self._starts.describe() if found is None else None
-        if before is None:
-            return self._unrecorded(key)(*args, **kwargs)
+        if found is not None or before is None:
+            return (found or self._call)(*args, **kwargs)
         with noting() as noted:
             versions = self._weights.versions()
             out = self._call(*args, **kwargs)
@@ -118,7 +120,11 @@ class WholeCalls:
         return out
 
     def _unrecorded(self, key: Hashable) -> Callable[..., Any]:
-        return self._started.get(key) or self._call
+        """What is recorded: an earlier process's call if the model is what it was when that was found."""
+        found = self._started.get(key)
+        if found is not None and self._starts is not None and not self._starts.still(found):
+            found = self._started[key] = None
+        return found or self._call
 
     def _second(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replay | None:
         """A new recording; None, for good, if there cannot be one."""
@@ -130,6 +136,7 @@ class WholeCalls:
                 self._recorded[key] = self._recorder(self._unrecorded(key), args, kwargs)
         except Exception as error:  # whatever a model does that cannot be captured: it synchronises, copies, ...
             self._failed.add(key)
+            self._started[key] = None  # it would run on without anybody looking at the model
             reason = f"a call cannot be recorded as a CUDA graph and runs unrecorded: {error}"
             warnings.warn(reason, RuntimeWarning, stacklevel=4)
             return None
@@ -324,7 +331,9 @@ def _no_autocast_cache() -> Iterator[None]:
 def _transformed() -> bool:
     """Whether tensors may be more than they seem, or somebody looks at each operator."""
     functions = torch._C._functorch.peek_interpreter_stack()
-    return functions is not None or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0
+    modes = torch._C._len_torch_function_stack() - (_device.CURRENT_DEVICE is not None)
+    watched = modes > 0 or torch._C._len_torch_dispatch_stack() > 0
+    return functions is not None or forward_ad._current_level >= 0 or watched
 
 
 def _records_gradients(out: Any) -> bool:
