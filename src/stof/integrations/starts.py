@@ -374,7 +374,7 @@ def note(gm: fx.GraphModule, run: Callable[[], Callable[..., Any]]) -> Callable[
     try:
         problem = _not_portable(gm) or _effects()
         context = torch._guards.TracingContext.get()
-        guards = sorted({_expression(guard) for guard in context.guards_context.dynamo_guards})
+        guards = sorted({_name(guard) for guard in context.guards_context.dynamo_guards})
         code = list(context.traced_code)
     except Exception:  # of a PyTorch that is another inside, or a backend that was called by somebody else
         _log.info("not kept for later processes", exc_info=True)
@@ -428,13 +428,9 @@ def _effects() -> str:
 
 
 def _name(source: Any) -> str:
-    """A source's expression; a method in torch 2.11, later a property."""
+    """The expression of a source or a guard; a method in torch 2.11, later a property."""
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)
-
-
-def _expression(guard: Any) -> str:
-    return _name(guard)
 
 
 # Not of the outermost function: what Dynamo names after addresses, which classes of PyTorch are.
@@ -529,7 +525,8 @@ def _surroundings(device: torch.device) -> list[str]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise IndescribableError("the process is one of several")
     packages = ("transformers", "triton", "tilelang")
-    found = [torch.__version__, *(str(package_version(name)) for name in packages), source_digest(".."), str(VERSION)]
+    found = [str(VERSION), sys.version, torch.__version__, source_digest("..")]
+    found += [str(package_version(name)) for name in packages]
     found += [device_name(device), str(device), os.environ.get("CUDA_VISIBLE_DEVICES", "")]
     if device.type == "cuda":
         kind = torch.cuda.get_device_properties(device)
