@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 import stof
 from stof import masks
-from stof.integrations.fingerprint import Description, IndescribableError, names_of
+from stof.integrations.fingerprint import Description, IndescribableError, file_digest, names_of
 from stof.integrations.starts import MOST_KEPT, _prune
 from stof.integrations.torch_compile import CompileOptions, stof_backend
 from stof.integrations.whole_calls import WholeCalls
@@ -542,6 +543,16 @@ def test_what_cannot_be_described_is_refused(value: object) -> None:
     holder.value = value
     with pytest.raises(IndescribableError):
         Description().add(holder)
+
+
+def test_files_that_were_changed_since_are_not_what_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("x = 1\n", encoding="utf-8")
+    os.utime(path, (time.time() + 60, time.time() + 60))
+    assert file_digest(str(path)) is None
+    os.utime(path, (1.0, 1.0))
+    assert file_digest(str(path)) is not None
+    assert file_digest(str(tmp_path / "none.py")) is None
 
 
 def test_code_that_is_no_modules_is_refused() -> None:

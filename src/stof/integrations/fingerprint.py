@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import os
 import sys
 import time
 import types
@@ -24,8 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-# When this module was read; code was, too, about then.
-_BEGAN = time.time()
 # Tensors that are not a module's own are told by what they hold, up to this size.
 _HASHED_BYTES = 1 << 26
 # Attributes of modules that hold hooks of calls; their keys count all hooks of a process.
@@ -354,9 +353,25 @@ def _is_generated(code: types.CodeType) -> bool:
 def file_digest(name: str) -> str | None:
     """The hash of a file; None where there is none, or it may have been changed since this process read it."""
     try:
-        return content_digest(name) if Path(name).stat().st_mtime <= _BEGAN else None
+        return content_digest(name) if Path(name).stat().st_mtime <= _began() else None
     except OSError:
         return None
+
+
+@functools.cache
+def _began() -> float:
+    """When this process began, as the clock of files has it, and a second, in which no process has read its code yet.
+
+    Where the system does not say so (Linux does), when this was first asked.
+    """
+    try:
+        # Behind the name in brackets: the 20th field counts ticks since the system was started.
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        lines = Path("/proc/stat").read_text(encoding="utf-8").splitlines()
+        started = int(next(line.split()[1] for line in lines if line.startswith("btime ")))
+        return started + ticks / os.sysconf("SC_CLK_TCK") + 1.0
+    except (OSError, ValueError, IndexError, StopIteration):
+        return time.time()
 
 
 def content_digest(name: str | Path) -> str | None:
