@@ -421,7 +421,7 @@ def shallow_text(value: object) -> str:
 def name_text(module: str, name: str) -> str | None:
     """What a global name stands for, hashed; None where there is no such name."""
     held = getattr(sys.modules.get(module), "__dict__", {})
-    return hashlib.sha256(repr(_global(held[name])).encode()).hexdigest() if name in held else None
+    return shallow_text(held[name]) if name in held else None
 
 
 def _global(value: Any, deep: bool = True) -> object:

@@ -23,7 +23,8 @@ from torch.autograd import forward_ad
 from torch.utils import _device
 from torch.utils import _pytree as pytree
 
-from stof.integrations.starts import Resumed, Starts, noting
+from stof.integrations.noted import noting
+from stof.integrations.starts import Resumed, Starts
 from stof.tuning.capture import captured
 
 # Combinations of shapes that are kept; each holds its inputs and results, and all share the memory in between.
@@ -107,9 +108,10 @@ class WholeCalls:
         """A call that is not recorded: as an earlier process compiled it, else kept for later ones if it can be."""
         if self._starts is None or key in self._started:
             return (self._started.get(key) or self._call)(*args, **kwargs)
+        before = self._starts.describe()
         with self._lock:
-            found = self._started[key] = self._starts.find(key, device, args, kwargs)
-        before = self._starts.describe() if found is None else None
+            found = self._starts.find(before, key, device, args, kwargs) if before is not None else None
+            self._started[key] = found
         if found is not None or before is None:
             return (found or self._call)(*args, **kwargs)
         with noting() as noted:

@@ -30,7 +30,7 @@ DECODE_ROWS = 16
 _FLOPS_PER_US = (2e6, 0.3e6)
 _GUESS_PENALTY = 1.5
 # What a bias makes of the time of a tile, for kernels that were not measured with one. Triton's: where its values come
-# 8 at once 1.3 to 1.5 on an H200 (`h200-biases.json` against `h200-selector.json`), one by one 4 to 9 in tiles that are
+# 8 at once 1.3 to 1.4 on an H200 (`h200-biases.json` against `h200-selector.json`), one by one 4 to 9 in tiles that are
 # not hopeless (`h200-selector-bias.json`, of the kernel as it was). The Hopper kernel's: up to 1.7.
 _BIAS_COST, _NARROW_BIAS_COST, _HOPPER_BIAS_COST = 1.45, 6.0, 1.6
 # And what it makes of that, for Triton's, where rows of the bias are not contiguous: T5 at 8 x 512 tokens took 191 us a
