@@ -28,11 +28,12 @@ from torch.utils.hooks import RemovableHandle
 # Tensors that are not a module's own are told by what they hold, up to this size.
 _HASHED_BYTES = 1 << 26
 # Attributes of modules that hold hooks of calls; their keys count all hooks of a process.
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_OF_CALLS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Told with the hooks, or of no call.
-_TOLD_ELSEWHERE = frozenset(f"{hooks}{how}" for hooks in _HOOKS for how in ("_with_kwargs", "_always_called")) | {
+_TOLD_ELSEWHERE = frozenset(f"{one}{how}" for one in _HOOKS_OF_CALLS for how in ("_with_kwargs", "_always_called")) | {
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 }  # fmt: skip
+HOOKS = _TOLD_ELSEWHERE.union(_HOOKS_OF_CALLS)
 # Packages whose classes and functions are told by their version, which whoever uses a description adds.
 _VERSIONED = frozenset(("torch", "builtins", "typing", "collections", "enum", "abc", "functools"))
 
@@ -169,7 +170,7 @@ class Description:
         for name, item in vars(module).items():
             where = f"{path}.{name}" if path else name
             self._put(name)
-            if name in _HOOKS:
+            if name in _HOOKS_OF_CALLS:
                 self._hooks(module, name, where)
             elif name in _TOLD_ELSEWHERE:
                 continue

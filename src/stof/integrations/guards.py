@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import inspect
 import re
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from stof.integrations.fingerprint import IndescribableError, shallow_text
+from stof.integrations.fingerprint import HOOKS, IndescribableError, shallow_text
 
 # Not of the outermost function: what Dynamo names after addresses, which classes of PyTorch are.
 _OF_THIS_PROCESS = re.compile(r"G\['_\d+_c\d+'\]")
@@ -61,28 +63,104 @@ def scope_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return {"G": _Globals(function.__globals__), "L": local}
 
 
-def guards_of(expressions: Sequence[str], scope: dict[str, Any]) -> list[tuple[str, str]]:
-    """Each expression with what it gives now.
+@dataclass(frozen=True)
+class Guard:
+    """A value that guards look at, and those that they reach from it: all of a call's together are trees.
+
+    Attributes:
+        how: it is reached: "name" in the call's scope; "attribute" or "item" of the value before; "expression", by
+            itself.
+        key: of which name.
+        text: a hash of what it gave; "" for tensors and modules, which are described elsewhere; "absent" for an
+            attribute that there was not.
+        then: what is reached from it.
+    """
+
+    how: str
+    key: Any
+    text: str
+    then: tuple[Guard, ...] = ()
+
+    def reached(self, before: Any) -> Any:
+        """The value, from the one before or, of names and expressions, the scope.
+
+        Raises:
+            Exception: of whatever kind, there is none.
+        """
+        if self.how == "attribute":
+            return getattr(before, self.key)
+        return eval(self.key, before) if self.how == "expression" else before[self.key]
+
+    def of(self, value: Any) -> str:
+        """A hash of what it gives."""
+        if self.key in HOOKS and isinstance(value, dict):
+            value = list(value.values())  # keys count all hooks of a process
+        return shallow_text(value)
+
+    def other(self, before: Any) -> str:
+        """What gives something else now than it gave, as text; "" where nothing does."""
+        try:
+            value = self.reached(before)
+        except AttributeError:
+            return "" if self.text == _ABSENT else str(self)
+        except Exception:
+            return str(self)
+        if self.text and self.text != self.of(value):
+            return str(self)
+        return next((f"{self}{said}" for guard in self.then if (said := guard.other(value))), "")
+
+    def __str__(self) -> str:
+        return {"attribute": f".{self.key}", "item": f"[{self.key!r}]"}.get(self.how, str(self.key))
+
+
+_ABSENT = "absent"
+
+
+def guards_of(expressions: Sequence[str], scope: dict[str, Any]) -> list[Guard]:
+    """What expressions look at, with what that gives now.
 
     Raises:
         IndescribableError: one cannot be evaluated outside of Dynamo.
     """
-    found = []
+    ways: dict[Any, Any] = {}
     for expression in expressions:
-        if not expression or _OF_THIS_PROCESS.search(expression):
-            continue
-        text = guarded(expression, scope)
-        if text is None:
-            raise IndescribableError(f"a guard on {expression}, which cannot be evaluated")
-        if text:
-            found.append((expression, text))
-    return found
+        if expression and not _OF_THIS_PROCESS.search(expression):
+            level = ways
+            for step in _way(ast.parse(expression, mode="eval").body):
+                level = level.setdefault(step, {})
+            level[_ASKED] = {}
+    return [found for step, rest in ways.items() if (found := _guard(step, rest, scope, "")) is not None]
 
 
-def guarded(expression: str, scope: dict[str, Any]) -> str | None:
-    """A hash of what an expression gives; "" for tensors and modules, which are described, None where it fails."""
+_ASKED = ("asked", None)
+
+
+def _way(node: ast.expr) -> tuple[tuple[str, Any], ...]:
+    """The steps from the scope to what an expression names."""
+    way: list[tuple[str, Any]] = []
+    inner = node
+    while not isinstance(inner, ast.Name):
+        if isinstance(inner, ast.Attribute):
+            way.append(("attribute", inner.attr))
+        elif isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant):
+            way.append(("item", inner.slice.value))
+        else:
+            return (("expression", ast.unparse(node)),)
+        inner = inner.value
+    return ("name", inner.id), *reversed(way)
+
+
+def _guard(step: tuple[str, Any], ways: dict[Any, Any], before: Any, path: str) -> Guard | None:
+    """What a step gives now; None where nobody looks at it or at what is behind it."""
+    guard, asked = Guard(*step, ""), _ASKED in ways
+    path += str(guard)
     try:
-        value = eval(expression, scope)
-    except Exception:
-        return None
-    return "" if isinstance(value, Tensor | nn.Module) else shallow_text(value)
+        value = guard.reached(before)
+    except Exception as error:
+        if isinstance(error, AttributeError) and guard.how == "attribute" and ways.keys() == {_ASKED}:
+            return replace(guard, text=_ABSENT)
+        raise IndescribableError(f"a guard on {path}, which cannot be evaluated") from error
+    text = guard.of(value) if asked and not isinstance(value, Tensor | nn.Module) else ""
+    further = [(step, rest) for step, rest in ways.items() if step != _ASKED]
+    then = tuple(found for step, rest in further if (found := _guard(step, rest, value, path)) is not None)
+    return replace(guard, text=text, then=then) if text or then else None

@@ -43,7 +43,7 @@ from stof.integrations.fingerprint import (
     name_text,
     names_of,
 )
-from stof.integrations.guards import check_whole, guarded, guards_of, scope_of
+from stof.integrations.guards import Guard, check_whole, guards_of, scope_of
 from stof.integrations.noted import Noted, load_graph
 from stof.tuning.files import remembering, replace_whole_bytes
 from stof.tuning.machine import device_name, package_version
@@ -51,7 +51,7 @@ from stof.tuning.machine import device_name, package_version
 if TYPE_CHECKING:
     from stof.fusion.report import FusionReport
 
-VERSION = 1
+VERSION = 2
 # Files that stay; the oldest go.
 MOST_KEPT = 64
 # Seconds after which a file that is half written was given up.
@@ -73,7 +73,7 @@ class Start:
         inputs: of the compiled graph.
         leaves, structure: what a call returns, and how that is put together.
         files, names: of the code that was traced (`files_of`, `names_of`).
-        guards: what Dynamo looked at, as expressions, each with a hash of what it found.
+        guards: what Dynamo looked at, with hashes of what it found.
         reports: of the graph.
         graph: the compiled graph, as PyTorch writes it.
     """
@@ -83,7 +83,7 @@ class Start:
     structure: str
     files: dict[str, str]
     names: list[Name]
-    guards: list[tuple[str, str]]
+    guards: list[Guard]
     reports: list[FusionReport]
     graph: bytes
 
@@ -96,7 +96,7 @@ class Start:
             if name_text(module, name) != text:
                 return f"{module}.{name}"
         scope = scope_of(model, args, kwargs)
-        return next((one for one, text in self.guards if guarded(one, scope) != text), "")
+        return next((said for guard in self.guards if (said := guard.other(scope))), "")
 
 
 class Starts:

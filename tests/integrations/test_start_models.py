@@ -1,0 +1,52 @@
+"""Models of transformers, as processes one after another start them: their code asks for more than a small module's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from stof import masks
+from stof.integrations import transformers as hf
+from tests.integrations import models
+from tests.integrations.starting import optimized, traced
+
+
+@pytest.mark.parametrize(("family", "masked"), [("bert", True), ("llama", False)])
+def test_a_later_process_traces_nothing(family: str, masked: bool, tmp_path: Path) -> None:
+    ids = torch.arange(40).view(2, 20) % models.VOCABULARY
+
+    def first_call() -> tuple[Any, Any, int]:
+        model = getattr(models, family)()
+        hf.enable(model)
+        if masked:
+            hf.sparsify(model, masks.sliding_window(4))
+        call = optimized(model, tmp_path)
+        out, graphs = traced(lambda: call(input_ids=ids, use_cache=False))
+        with torch.inference_mode():
+            return out[0], model(input_ids=ids, use_cache=False)[0], graphs
+
+    for graphs in (1, 0):
+        out, expected, found = first_call()  # of other weights each time
+        assert found == graphs
+        torch.testing.assert_close(out, expected)
+
+
+def test_an_attribute_that_was_not_there_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing met that `config.is_causal` is not set; one that a class gives is no part of a model's description."""
+    ids = torch.arange(40).view(2, 20) % models.VOCABULARY
+
+    def graphs() -> int:
+        model = models.bert()
+        call = optimized(model, tmp_path)
+        return traced(lambda: call(input_ids=ids))[1]
+
+    assert [graphs(), graphs()] == [1, 0]
+    from transformers import BertConfig
+
+    monkeypatch.setattr(BertConfig, "vision_feature_layer", 3, raising=False)
+    assert graphs() == 1
