@@ -63,6 +63,11 @@ class PlanCache(Generic[P]):
                 dropped, _ = self._plans.popitem(last=False)
                 total -= sizes[dropped]
 
+    def items(self) -> list[tuple[Hashable, P]]:
+        """All plans with their keys, at this moment."""
+        with self._lock:
+            return list(self._plans.items())
+
     def clear(self) -> None:
         with self._lock:
             self._plans.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,8 @@ from stof.selection import (
     own_layout,
 )
 
+# How calls run: for each, and for an implementation that was named, what was chosen.
+Decisions = dict[tuple[CallSpec, str | None], Choice]
 # Kept calls of one plan: shapes and strides rarely vary under one pair of lengths.
 _MOST_BOUND = 64
 
@@ -107,7 +109,7 @@ class Plan:
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
         self._survey: Survey | None = None
         self._prepared: dict[Choice, PreparedLayout] = {}
-        self._choices: dict[tuple[CallSpec, str | None], Choice] = {}
+        self._choices: Decisions = {}
         self._bound: dict[Hashable, BoundCall] = {}
         self._in_graphs: set[BoundCall] = set()
         self._unfit: dict[tuple[object, ...], str] = {}
@@ -337,6 +339,8 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
 
 
+# By the keys of plans in the cache: how calls run, as another process decided.
+_DECIDED: dict[Hashable, Decisions] = {}
 plan_cache: PlanCache[Plan] = PlanCache(max_entries=128, max_bytes=2**28)
 
 
@@ -376,5 +380,17 @@ def make_plan(
         plan = Plan.of_layout(layout, repr(mask), geometry)
     if key is not None:
         plan._in_graphs = _IN_GRAPHS
+        plan._choices.update(_DECIDED.get(key, {}))
         plan_cache.put(key, plan)
     return plan
+
+
+def decisions_of(masks: Collection[str]) -> dict[Hashable, Decisions]:
+    """How calls run of the plans of some masks, given by their keys, as far as it was decided; for later processes."""
+    found = {key: dict(plan._choices) for key, plan in plan_cache.items() if isinstance(key, tuple) and key[0] in masks}
+    return {key: choices for key, choices in found.items() if choices}
+
+
+def decide_ahead(decisions: Mapping[Hashable, Decisions]) -> None:
+    """Let plans that are made later run as those did that `decisions_of` was asked for, without weighing it anew."""
+    _DECIDED.update(decisions)

@@ -10,8 +10,10 @@ import torch
 
 pytest.importorskip("transformers")
 
+import stof
 from stof import masks
 from stof.integrations import transformers as hf
+from stof.plans import _DECIDED, decide_ahead, decisions_of
 from tests.integrations import models
 from tests.integrations.starting import optimized, traced
 
@@ -50,3 +52,26 @@ def test_an_attribute_that_was_not_there_is_noticed(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(BertConfig, "vision_feature_layer", 3, raising=False)
     assert graphs() == 1
+
+
+def test_decisions_of_plans_are_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 2, 24, 8)
+    mask = masks.sliding_window(5) | masks.global_tokens(3)
+    stof.plan_cache.clear()
+    expected = stof.attention(q, q, q, mask)
+    found = decisions_of({mask.key})
+    assert [len(choices) for choices in found.values()] == [1]
+    assert not decisions_of({masks.causal().key})
+    stof.plan_cache.clear()
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it was decided")
+
+    monkeypatch.setattr("stof.plans.choose", chosen)
+    with pytest.raises(AssertionError, match="decided"):
+        stof.attention(q, q, q, mask)
+    stof.plan_cache.clear()
+    decide_ahead(found)
+    torch.testing.assert_close(stof.attention(q, q, q, mask), expected)
+    stof.plan_cache.clear()
+    _DECIDED.clear()

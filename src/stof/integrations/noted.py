@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from stof.integrations.fingerprint import IndescribableError
+from stof.integrations.wrapper_names import lightened
 
 if TYPE_CHECKING:
     from stof.fusion.report import FusionReport
@@ -61,12 +63,14 @@ class NotedGraph:
         code: what was traced for it.
         problem: why other processes cannot run it, "" if they can.
         guards: expressions that Dynamo looked at.
+        masks: keys of those that its attention has.
     """
 
     run: Callable[..., Any]
     code: list[Any]
     problem: str
     guards: list[str]
+    masks: set[str] = field(default_factory=set)
     calls: int = 0
     inputs: tuple[Any, ...] = ()
     outputs: Sequence[Any] = ()
@@ -91,8 +95,9 @@ class NotedGraph:
             raise IndescribableError("PyTorch does not write its graph")
         from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Serializable
 
-        written: bytes = Serializable.serialize_compile_artifacts(Serializable(run))
-        return written
+        entry, *kernels = pickle.loads(Serializable.serialize_compile_artifacts(Serializable(run)))
+        _lighten(entry)
+        return pickle.dumps((entry, *kernels))
 
 
 def load_graph(written: bytes) -> Callable[..., Any]:
@@ -101,6 +106,16 @@ def load_graph(written: bytes) -> Callable[..., Any]:
 
     loaded: Callable[..., Any] = Serializable.deserialize_compile_artifacts(written)
     return loaded
+
+
+def _lighten(entry: Any) -> None:
+    """Let a written graph's wrapper import less."""
+    from torch._inductor.codecache import code_hash
+
+    graph: Any = getattr(entry.compiled_fw, "result", None)
+    code = getattr(graph, "source_code", None)
+    if isinstance(code, str) and (less := lightened(code)) != code:
+        graph.source_code, graph.cache_key = less, code_hash(less)  # its file is named after it
 
 
 _noting = threading.local()
@@ -136,7 +151,7 @@ def note(gm: fx.GraphModule, run: Callable[[], Callable[..., Any]]) -> Callable[
     except Exception:  # of a PyTorch that is another inside, or a backend that was called by somebody else
         _log.info("not kept for later processes", exc_info=True)
         problem, guards, code = "nothing is known of what was traced", [], []
-    graph = NotedGraph(run(), code, problem, guards)
+    graph = NotedGraph(run(), code, problem, guards, {text for node in gm.graph.nodes for text in _masks_of(node)})
     noted.graphs.append(graph)
     return graph
 
@@ -158,12 +173,16 @@ def _not_portable(gm: fx.GraphModule) -> str:
             return "its graph holds values"
         if "triton_kernel_wrapper" in str(node.target):
             return "its graph holds a Triton kernel, whose source was not traced"
-        texts = [argument for argument in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(argument, str)]
-        if str(node.target).startswith("stof.masked_attention") and any(
-            "<" in text or text.startswith("plan ") for text in texts
-        ):
+        if any("<" in text or text.startswith("plan ") for text in _masks_of(node)):
             return "its attention has a plan, or a mask made from a function or a tensor"
     return ""
+
+
+def _masks_of(node: fx.Node) -> list[str]:
+    """The key of an attention operator's mask, or the handle of its plan, among other text."""
+    if not str(node.target).startswith("stof.masked_attention"):
+        return []
+    return [argument for argument in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(argument, str)]
 
 
 def _effects() -> str:

@@ -45,6 +45,7 @@ from stof.integrations.fingerprint import (
 )
 from stof.integrations.guards import Guard, check_whole, guards_of, scope_of
 from stof.integrations.noted import Noted, load_graph
+from stof.plans import Decisions, decide_ahead, decisions_of
 from stof.tuning.files import remembering, replace_whole_bytes
 from stof.tuning.machine import device_name, package_version
 
@@ -75,6 +76,7 @@ class Start:
         files, names: of the code that was traced (`files_of`, `names_of`).
         guards: what Dynamo looked at, with hashes of what it found.
         reports: of the graph.
+        decisions: how its attention ran.
         graph: the compiled graph, as PyTorch writes it.
     """
 
@@ -85,6 +87,7 @@ class Start:
     names: list[Name]
     guards: list[Guard]
     reports: list[FusionReport]
+    decisions: dict[Hashable, Decisions]
     graph: bytes
 
     def differs(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -152,6 +155,7 @@ class Starts:
                 if (hashing := hash_triton()) is not None:
                     hashing.join()
             call = Resumed(start, said)
+            decide_ahead(start.decisions)
         except IndescribableError as reason:
             _log.debug("not looked up: %s", reason)
             return None
@@ -279,6 +283,7 @@ def _start_of(
         names=names_of(graph.code),
         guards=guards_of(graph.guards, scope),
         reports=noted.reports,
+        decisions=decisions_of(graph.masks),
         graph=graph.written(),
     )
 
