@@ -20,7 +20,6 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from stof.integrations.fingerprint import IndescribableError
-from stof.integrations.wrapper_names import lightened
 
 if TYPE_CHECKING:
     from stof.fusion.report import FusionReport
@@ -95,8 +94,10 @@ class NotedGraph:
             raise IndescribableError("PyTorch does not write its graph")
         from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Serializable
 
+        from stof.integrations.kept_graph import lighten
+
         entry, *kernels = pickle.loads(Serializable.serialize_compile_artifacts(Serializable(run)))
-        _lighten(entry)
+        lighten(entry)
         return pickle.dumps((entry, *kernels))
 
 
@@ -106,16 +107,6 @@ def load_graph(written: bytes) -> Callable[..., Any]:
 
     loaded: Callable[..., Any] = Serializable.deserialize_compile_artifacts(written)
     return loaded
-
-
-def _lighten(entry: Any) -> None:
-    """Let a written graph's wrapper import less."""
-    from torch._inductor.codecache import code_hash
-
-    graph: Any = getattr(entry.compiled_fw, "result", None)
-    code = getattr(graph, "source_code", None)
-    if isinstance(code, str) and (less := lightened(code)) != code:
-        graph.source_code, graph.cache_key = less, code_hash(less)  # its file is named after it
 
 
 _noting = threading.local()

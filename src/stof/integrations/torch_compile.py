@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -377,9 +378,26 @@ def optimize(
             hf.sparsify(model, mask)
     if pack:
         pack_weights(model)
-    compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
+    compiling = partial(torch.compile, backend=stof_backend, dynamic=dynamic, options=options)
+    compiled: Any = _later(model, compiling) if parsed.starts else compiling(model)
     if parsed.cuda_graphs == WHOLE:
         compiled.forward = WholeCalls(compiled.forward, model, frozen=parsed.fold, starts=parsed.starts_of(model))
+    return cast(nn.Module, compiled)
+
+
+def _later(model: nn.Module, compiling: Callable[..., Any]) -> nn.Module:
+    """What `compiling(model)` gives, made when a call first needs it.
+
+    Making it imports half a second of PyTorch's debugging tools, which a start that was kept can do without.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    def context(function: Callable[..., Any]) -> Callable[..., Any]:
+        made = cache(partial(compiling, function))
+        return lambda *args, **kwargs: made()(*args, **kwargs)
+
+    compiled: Any = OptimizedModule(model, cast(Any, context))
+    compiled._torchdynamo_orig_callable, compiled._torchdynamo_wrapper_id = model.forward, id(compiled)
     return cast(nn.Module, compiled)
 
 
