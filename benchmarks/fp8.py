@@ -101,8 +101,8 @@ def main() -> None:
         for name in MASKS:
             rows.append(row(name, length, device))
             print(_line(rows[-1]), flush=True)
-    if given.json is not None:
-        write_json(given.json, {"meta": provenance(device), "columns": list(COLUMNS), "rows": rows})
+            if given.json is not None:
+                write_json(given.json, {"meta": provenance(device), "columns": list(COLUMNS), "rows": rows})
 
 
 if __name__ == "__main__":
