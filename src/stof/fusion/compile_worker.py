@@ -40,6 +40,8 @@ def compile_one(line: str) -> str:
     import triton
     from triton.runtime.driver import driver
 
+    from stof.kernels.triton.cache_keys import settled
+
     job = json.loads(line)
     try:
         os.environ["TRITON_CACHE_DIR"] = job["cache"]
@@ -48,7 +50,7 @@ def compile_one(line: str) -> str:
         kernel = getattr(import_module(job["module"]), job["name"])
         with triton.knobs.runtime.scope():
             triton.knobs.runtime.jit_cache_hook = None
-            kernel.preload(job["specialization"])
+            settled(kernel).preload(job["specialization"])
     except Exception as error:  # it fails again, visibly, in the process that wants the kernel
         return f"{type(error).__name__}: {error}"
     return ""

@@ -12,6 +12,7 @@ from stof.errors import ArgumentError
 from stof.fusion.templates import run, twins
 from stof.fusion.templates.config import ACTIVATIONS, CHAIN, GemmConfig, whole
 from stof.fusion.templates.machine import chained
+from stof.kernels.triton.cache_keys import settled
 
 
 class Chain(NamedTuple):
@@ -98,7 +99,7 @@ def compute(call: Chain, config: GemmConfig) -> Tensor:
 
     x, down, shape = call.first.x, call.first.weight, call.first.shape
     out = x.new_empty(shape.m, shape.n)
-    chain_kernel[(-(-shape.m // config.block_m) * config.split,)](
+    settled(chain_kernel)[(-(-shape.m // config.block_m) * config.split,)](
         x, down, call.first.bias, call.up, call.up_bias, call.residual, out,
         shape.m, shape.n, shape.k, shape.inner, x.stride(0), down.stride(0), call.up.stride(0),
         0 if call.residual is None else call.residual.stride(0),

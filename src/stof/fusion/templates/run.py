@@ -16,6 +16,7 @@ from stof.fusion.templates.buckets import bucket_of, in_bucket, nearest_first
 from stof.fusion.templates.config import GATED, GLUON, PART, STORED, GemmConfig, GemmShape, unfit
 from stof.fusion.templates.machine import chained, machine, programs
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
+from stof.kernels.triton.cache_keys import settled
 
 # Asked for in every call: a few buckets of each product of a model.
 _default = functools.lru_cache(maxsize=4096)(configuration.default)
@@ -201,7 +202,7 @@ def _tile(
         size = tiles * config.split * config.block_m * config.block_n
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = zeroed_counters(tiles, x.device)
-    tile_gemm_kernel[(tiles * config.split,)](
+    settled(tile_gemm_kernel)[(tiles * config.split,)](
         x, weight, out, call.bias, call.residual, mean, rstd,
         None if norm is None else norm.weight, None if norm is None else norm.bias, partial, counters,
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
@@ -235,7 +236,7 @@ def _persistent(call: Product, config: GemmConfig, out: Tensor, squares: Tensor 
     b_desc = TensorDescriptor(stored, *_extent(stored), b_box)
     c_desc = TensorDescriptor(out, *_extent(out), [config.block_m, width // 2 if config.halves else width])
     resident = config.resident(shape, out.element_size()) * programs(out)
-    persistent_gemm_kernel[(min(tiles, resident),)](
+    settled(persistent_gemm_kernel)[(min(tiles, resident),)](
         a_desc, b_desc, c_desc, call.bias, call.residual, shape.m, shape.n, shape.k,
         0 if call.residual is None else call.residual.stride(0), squares,
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
@@ -281,14 +282,14 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None,
     if pingpong:
         from stof.fusion.templates.hopper_pingpong import pingpong_gemm_kernel
 
-        pingpong_gemm_kernel[grid](
+        settled(pingpong_gemm_kernel)[grid](
             x, weights(width), *given, *_positions(call), STAGES=config.stages, HEAD_DIM=shape.head_dim, **common,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
     else:
         from stof.fusion.templates.hopper_together import together_gemm_kernel
 
-        together_gemm_kernel[grid](
+        settled(together_gemm_kernel)[grid](
             x, weights(width - config.side), weights(config.side) if config.side else None, *given, SIDE=config.side,
             A_STAGES=config.row_stages, B_STAGES=config.stages, CONSUMERS=config.consumers, LAG=config.lag, **common,
             num_warps=4, launch_pdl=True,

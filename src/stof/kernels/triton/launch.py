@@ -19,6 +19,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from stof.errors import KernelError
+from stof.kernels.triton.cache_keys import settled
 
 # Addresses whose encoded tensor maps a launch keeps, for each of its maps.
 _MOST_ENCODED = 64
@@ -130,7 +131,7 @@ class Launch:
         name = self.kernel.__name__
         try:
             with torch.cuda.device(self.device):
-                compiled = self.kernel[(self.grid,)](*arguments, **self.options)
+                compiled = settled(self.kernel)[(self.grid,)](*arguments, **self.options)
         except (CompilationError, OutOfResources, PTXASError) as error:
             first = (str(error) or type(error).__name__).strip().splitlines()[-1]
             raise KernelError(f"{name} does not run on this device: {type(error).__name__}: {first}") from error

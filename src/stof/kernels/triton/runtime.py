@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stof.errors import ArgumentError
 from stof.kernels.hopper.runtime import FilledTiles
+from stof.kernels.triton.cache_keys import settled
 from stof.kernels.triton.work import ITEM_FIELDS, Work
 from stof.lasting import lasting
 from stof.layout import LayoutConfig
@@ -305,7 +306,7 @@ def fill_dense(room: DenseRoom, keep: Tensor) -> None:
     count = problem.patterns * problem.row_blocks
     column_blocks = -(-problem.kv_len // _COLUMNS)
     classes = torch.empty(count, problem.kv_len, dtype=torch.int8, device=device)
-    kernels.dense_classes[(count * column_blocks,)](
+    settled(kernels.dense_classes)[(count * column_blocks,)](
         keep, classes, *strides, problem.mask_heads, problem.row_blocks, column_blocks, problem.q_len,
         problem.kv_len, packed, problem.block_m, _COLUMNS,
     )  # fmt: skip
@@ -318,11 +319,11 @@ def fill_dense(room: DenseRoom, keep: Tensor) -> None:
     _flag(room, problems, poisoned)
     rows = torch.stack([place, begin, partial, full_begin, full, poisoned], -1).int()
     room.owner.fill_(-1)
-    kernels.dense_fill[(count,)](
+    settled(kernels.dense_fill)[(count,)](
         rows, classes, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, room.owner,
         problem.row_blocks, problem.kv_len, problem.block_n, _COPY,
     )  # fmt: skip
-    kernels.dense_bitmaps[(room.tiles,)](
+    settled(kernels.dense_bitmaps)[(room.tiles,)](
         keep, room.owner, work.partial_columns, work.bitmaps, *strides, problem.mask_heads, problem.row_blocks,
         problem.q_len, packed, problem.block_m, problem.block_n,
     )  # fmt: skip

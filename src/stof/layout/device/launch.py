@@ -15,6 +15,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from stof.errors import KernelError
+from stof.kernels.triton.cache_keys import settled
 
 # Compiled for aligned tensors, by kernel, constants and device.
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -43,7 +44,7 @@ def launch(
     hooked = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
     if found is None or low & 15 or hooked:
         try:
-            made = kernel[(grid,)](*tensors, *numbers, *constants, num_warps=num_warps)
+            made = settled(kernel)[(grid,)](*tensors, *numbers, *constants, num_warps=num_warps)
         except (CompilationError, OutOfResources, PTXASError) as error:
             first = (str(error) or type(error).__name__).strip().splitlines()[-1]
             raise KernelError(

@@ -1,0 +1,41 @@
+"""Keys of compiled kernels that are equal in every process.
+
+Triton names a kernel's cached binary after its source and the constants that it and the functions it calls refer to.
+Those of a called function are only counted if that function was hashed before its caller, by another kernel that calls
+it (Triton 3.6 and 3.7). So the key depends on which kernels a process launched earlier, and a second process may
+compile what the first one did. Hashing called functions first takes that away.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, TypeVar
+
+K = TypeVar("K")
+
+
+def settled(kernel: K) -> K:
+    """The same kernel, hashed after the functions that it calls; to be asked before each launch or compilation."""
+    if getattr(kernel, "hash", "") is None:  # Triton's interpreter has no hashes
+        _settle(kernel)
+    return kernel
+
+
+def _settle(function: Any) -> None:
+    for called in _called(function):
+        if called.hash is None and called is not function:
+            _settle(called)
+    _ = function.cache_key
+
+
+def _called(function: Any) -> Iterator[Any]:
+    """Functions of Triton's that one refers to, by name or as an attribute of a module."""
+    python = function.fn
+    scope = {**python.__globals__, **inspect.getclosurevars(python).nonlocals}
+    names = python.__code__.co_names
+    known = [scope[name] for name in (*names, *python.__code__.co_freevars) if name in scope]
+    for value in known:
+        within = [getattr(value, name, None) for name in names] if isinstance(value, ModuleType) else [value]
+        yield from (one for one in within if hasattr(one, "cache_key") and hasattr(one, "fn") and hasattr(one, "hash"))

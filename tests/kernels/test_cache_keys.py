@@ -1,0 +1,48 @@
+"""A kernel's key in Triton's cache is the same whichever kernels were hashed before it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stof
+
+pytest.importorskip("triton")
+
+# Kernels that share functions. Hashes of all functions are forgotten, as if a new process began.
+PROGRAM = """
+import gc
+from triton.runtime.jit import JITFunction
+from stof.kernels.triton.cache_keys import settled
+from stof.fusion.templates.hopper_pingpong import pingpong_gemm_kernel
+from stof.fusion.templates.hopper_together import together_gemm_kernel
+from stof.fusion.templates.triton_gemm import persistent_gemm_kernel, tile_gemm_kernel
+from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
+from stof.kernels.triton.block_wise import block_wise_kernel
+from stof.layout.device.counting import count_slabs
+from stof.layout.device.kernels import classify_tiles, write_layout
+
+kernels = [
+    count_slabs, classify_tiles, write_layout, tile_gemm_kernel, persistent_gemm_kernel, pingpong_gemm_kernel,
+    together_gemm_kernel, warp_specialized_kernel, block_wise_kernel,
+]
+
+def keys(order):
+    for function in [f for f in gc.get_objects() if isinstance(f, JITFunction)]:
+        function.hash, function.used_global_vals = None, {}
+    return {kernel.__name__: settled(kernel).cache_key for kernel in order}
+
+print(keys(kernels) == keys(kernels[::-1]))
+"""
+
+
+def test_keys_do_not_depend_on_the_order_of_kernels() -> None:
+    root = Path(stof.__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(root / "src"), os.environ.get("PYTHONPATH", "")))}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["True"], done.stderr[-2000:]
