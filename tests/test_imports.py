@@ -16,9 +16,9 @@ import stof.testing
 
 SOURCE = Path(stof.__file__).parent
 
-# Lowest first; units of one line may import each other. `errors` and `lasting` import nothing.
+# Lowest first; units of one line may import each other. Those of the first import nothing.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "lasting"),
+    ("errors", "lasting", "cache_keys"),
     ("masks",),
     ("layout",),
     ("kernels",),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import stof
-from stof.integrations.fingerprint import Description, IndescribableError, file_digest, names_of
+from stof.integrations.fingerprint import Description, IndescribableError, Looks, file_digest, names_of
 
 
 def test_descriptions_are_equal_in_every_process() -> None:
@@ -57,4 +57,4 @@ def test_code_that_is_no_modules_is_refused() -> None:
     found: dict[str, Any] = {}
     exec(compile("def f(x):\n    return x + unknown\n", str(Path("somewhere.py").resolve()), "exec"), found)
     with pytest.raises(IndescribableError, match="which is no module"):
-        names_of([found["f"].__code__])
+        names_of([found["f"].__code__], Looks())

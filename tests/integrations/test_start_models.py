@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ pytest.importorskip("transformers")
 import stof
 from stof import masks
 from stof.integrations import transformers as hf
+from stof.layout.search import CLUSTERED
 from stof.plans import _DECIDED, decide_ahead, decisions_of
+from stof.selection import failures
 from tests.integrations import models
 from tests.integrations.starting import optimized, traced
 
@@ -73,5 +77,29 @@ def test_decisions_of_plans_are_taken_over(monkeypatch: pytest.MonkeyPatch) -> N
     stof.plan_cache.clear()
     decide_ahead(found)
     torch.testing.assert_close(stof.attention(q, q, q, mask), expected)
+
+
+def test_choices_that_another_process_cannot_make_are_not_kept() -> None:
+    q = torch.randn(1, 2, 24, 8)
+    mask = masks.sliding_window(5)
+    stof.attention(q, q, q, mask)
+    plan = stof.plan(mask, 24, batch=1, heads=2)
+    (call, choice), *_ = plan._choices.items()
+    plan._choices[call] = replace(choice, row_order=CLUSTERED)
+    assert not decisions_of({mask.key})
+    plan._choices[call] = choice
+    assert decisions_of({mask.key})
+    with pytest.warns(RuntimeWarning, match="failed"):
+        failures.add(choice, call[0], q.device, "for the test")
+    assert not decisions_of({mask.key}), "what failed once may not fail again"
+    stof.plan_cache.clear()
+    decide_ahead({key: {call: choice} for key in [(mask.key, (), 24, 24, (1, 1), "cpu", None)]})
+    assert not stof.plan(mask, 24, batch=1, heads=2)._choices, "it is known to fail here"
+
+
+@pytest.fixture(autouse=True)
+def nothing_decided() -> Iterator[None]:
+    yield
     stof.plan_cache.clear()
     _DECIDED.clear()
+    failures.clear()

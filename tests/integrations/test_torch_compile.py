@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
@@ -321,3 +323,18 @@ def test_unclaimed_graphs_go_to_inductor() -> None:
     out, (report,) = run(nn.Sequential(nn.Tanh(), nn.Softmax(-1)), {"input": torch.randn(3, 5)})
     assert out.shape == (5,)
     assert report.fused == 0
+
+
+def test_a_model_with_starts_is_what_others_are(tmp_path: Path) -> None:
+    """Compiled only when a call needs it, it is copied, written and asked like a compiled model."""
+    model = nn.Linear(8, 8).eval()
+    plain, later = (
+        stof.optimize(model, cuda_graphs="whole", store=str(tmp_path), starts=starts) for starts in (False, True)
+    )
+    assert type(later) is type(plain)
+    assert later.get_compiler_config() == plain.get_compiler_config()  # type: ignore[operator]
+    assert later.state_dict().keys() == plain.state_dict().keys()
+    x = torch.randn(2, 8)
+    with torch.inference_mode():
+        for same in (later, copy.deepcopy(later), pickle.loads(pickle.dumps(later))):
+            torch.testing.assert_close(same(x), model(x))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch._inductor.codegen.memory_planning import _align
 from torch._inductor.select_algorithm import extern_kernels as defined
 
+import stof
 from stof.integrations.wrapper_names import REPLACED, align, extern_kernels, lightened
 
 
@@ -38,5 +41,6 @@ def test_the_compiler_is_not_loaded() -> None:
         "import sys, stof.integrations.wrapper_names as w; w.extern_kernels.mm; "
         f"print([name in sys.modules for name in ({names})])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(stof.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[False, False]"

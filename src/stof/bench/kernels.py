@@ -24,7 +24,7 @@ _KINDS = (
     ("norm", r"row_norm|merged_norm|row_statistics"),
     ("product", r"gemm|nvjet|cutlass|cublas|splitk|triton_tem|triton_mm|chain_kernel"),
 )
-REST, GAPS = "other", "gaps"
+REST, GAPS, LONGEST = "other", "gaps", "longest gap"
 # Calls before the profiled ones: CUDA graphs are recorded by then.
 _BEFORE = 4
 
@@ -59,7 +59,8 @@ def kind_of(name: str) -> str:
 def shares(ran: Iterable[Ran]) -> dict[str, tuple[int, float]]:
     """By name how often a kernel ran and its share in microseconds; `GAPS` are those between kernels.
 
-    The shares add up to the time from the first start to the last end.
+    The longest of them is told apart: where calls are CUDA graphs, a graph begins some time after its inputs were
+    copied. The shares add up to the time from the first start to the last end.
     """
     found: dict[str, tuple[int, float]] = {}
 
@@ -67,13 +68,16 @@ def shares(ran: Iterable[Ran]) -> dict[str, tuple[int, float]]:
         times, before = found.get(name, (0, 0.0))
         found[name] = times + 1, before + us
 
+    gaps: list[float] = []
     done: float | None = None
     for one in sorted(ran, key=lambda one: one.start):
         if done is not None and one.start > done:
-            add(GAPS, one.start - done)
+            gaps.append(one.start - done)
         begun = one.start if done is None else max(one.start, done)
         add(one.name, max(0.0, one.end - begun))
         done = one.end if done is None else max(done, one.end)
+    for place, us in enumerate(sorted(gaps, reverse=True)):
+        add(GAPS if place else LONGEST, us)
     return found
 
 
@@ -108,7 +112,7 @@ def run_kernels(subject: Subject, impl: str, plan: Plan, calls: int = 3) -> list
             sums[name] = before[0] + times, before[1] + us
     rows = [
         Share(case.model, case.batch, case.seq, case.mask, plan.dtype_name, impl,
-              GAPS if name == GAPS else kind_of(name), name, times / calls, us / calls)
+              GAPS if name in (GAPS, LONGEST) else kind_of(name), name, times / calls, us / calls)
         for name, (times, us) in sums.items()
     ]  # fmt: skip
     return sorted(rows, key=lambda row: -row.us)

@@ -33,6 +33,7 @@ _HOOKS_OF_CALLS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks"
 _TOLD_ELSEWHERE = frozenset(f"{one}{how}" for one in _HOOKS_OF_CALLS for how in ("_with_kwargs", "_always_called")) | {
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 }  # fmt: skip
+# Every attribute of modules that holds hooks.
 HOOKS = _TOLD_ELSEWHERE.union(_HOOKS_OF_CALLS)
 # Packages whose classes and functions are told by their version, which whoever uses a description adds.
 _VERSIONED = frozenset(("torch", "builtins", "typing", "collections", "enum", "abc", "functools"))
@@ -284,7 +285,8 @@ def class_text(kind: type) -> tuple[object, ...]:
     """Where a class is from, and a hash of the functions and plain values that it and its bases define."""
     found = [(name, *function_text(value)) for name, value in _defined(kind) if isinstance(value, types.FunctionType)]
     plain = [(name, type(value).__name__, repr(value)) for name, value in _defined(kind) if _is_plain(value)]
-    return kind.__module__, kind.__qualname__, hashlib.sha256(repr((found, plain)).encode()).hexdigest()
+    of_c = [(name, told) for name, value in _defined(kind) if (told := builtin_text(value)) is not None]
+    return kind.__module__, kind.__qualname__, hashlib.sha256(repr((found, plain, of_c)).encode()).hexdigest()
 
 
 def _defined(kind: type) -> Iterator[tuple[str, object]]:
@@ -387,7 +389,7 @@ def content_digest(name: str | Path) -> str | None:
 Name = tuple[str, str, str]
 
 
-def names_of(codes: Iterable[types.CodeType]) -> list[Name]:
+def names_of(codes: Iterable[types.CodeType], looks: Looks) -> list[Name]:
     """The global names that code may look up, each with a hash of what it stands for.
 
     Raises:
@@ -404,7 +406,8 @@ def names_of(codes: Iterable[types.CodeType]) -> list[Name]:
         if module is None:
             raise IndescribableError(f"code from {code.co_filename}, which is no module")
         asked.update((module, name) for name in _looked_up(code))
-    return [(module, name, found) for module, name in sorted(asked) if (found := name_text(module, name)) is not None]
+    told = ((module, name, name_text(module, name, looks)) for module, name in sorted(asked))
+    return [(module, name, text) for module, name, text in told if text is not None]
 
 
 def _looked_up(code: types.CodeType) -> Iterator[str]:
@@ -414,35 +417,83 @@ def _looked_up(code: types.CodeType) -> Iterator[str]:
             yield from _looked_up(one)
 
 
-def shallow_text(value: object) -> str:
-    """A hash of a value that a guard looked at: guards ask for what it holds by themselves."""
-    return hashlib.sha256(repr(_global(value)).encode()).hexdigest()
+class Looks:
+    """Texts of values that are looked at one by one, such as what global names stand for, and what guards asked for.
+
+    Each says what the value is and, one level deep, what it holds, not what that holds: whoever looked for more has
+    asked for it by itself. What may be changed is told with a number, equal where it is the same object again.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._alive: list[object] = []  # so that no two have one address
+        self._classes: dict[type, tuple[object, ...]] = {}
+
+    def text(self, value: object) -> str:
+        """A hash of what a value is."""
+        return hashlib.sha256(repr(self._said(value)).encode()).hexdigest()
+
+    def _said(self, value: Any, deep: bool = True) -> object:
+        if value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, _NAMED):
+            return type(value).__name__, value
+        if isinstance(value, types.ModuleType):
+            return value.__name__
+        if isinstance(value, types.FunctionType):
+            return function_text(value)
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, Tensor):
+            return self._again(value), type(value).__name__, tensor_text(value)
+        if isinstance(value, enum.Enum):
+            return type(value).__qualname__, value.name, repr(value.value)
+        if (named := builtin_text(value)) is not None:
+            return named
+        if isinstance(value, functools.partial) and deep:
+            return [self._said(part, False) for part in (value.func, *value.args, *value.keywords.items())]
+        if isinstance(value, tuple) and deep:
+            return type(value).__name__, [self._said(item, False) for item in value]
+        return self._again(value), self._class(type(value)), self._items(value) if deep else None
+
+    def _items(self, value: Any) -> object:
+        if isinstance(value, list):
+            return [self._said(item, False) for item in value]
+        if isinstance(value, set | frozenset):
+            return sorted(repr(self._said(item, False)) for item in value)
+        if isinstance(value, Mapping):
+            items = dict.items(value) if isinstance(value, dict) else value.items()
+            return [(self._said(key, False), self._said(item, False)) for key, item in items]
+        return None
+
+    def _class(self, kind: type) -> tuple[object, ...]:
+        if kind not in self._classes:
+            self._classes[kind] = class_text(kind)
+        return self._classes[kind]
+
+    def _again(self, value: object) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._numbers)
+            self._alive.append(value)
+        return self._numbers[id(value)]
 
 
-def name_text(module: str, name: str) -> str | None:
+def name_text(module: str, name: str, looks: Looks) -> str | None:
     """What a global name stands for, hashed; None where there is no such name."""
     held = getattr(sys.modules.get(module), "__dict__", {})
-    return shallow_text(held[name]) if name in held else None
+    return looks.text(held[name]) if name in held else None
 
 
-def _global(value: Any, deep: bool = True) -> object:
-    if value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, _NAMED):
-        return type(value).__name__, value
-    if isinstance(value, types.ModuleType):
-        return value.__name__
-    if isinstance(value, types.FunctionType):
-        return function_text(value)
-    if isinstance(value, type):
-        return class_text(value)
-    if isinstance(value, functools.partial) and deep:
-        return [_global(part, False) for part in (value.func, *value.args, *value.keywords.items())]
-    if isinstance(value, enum.Enum):
-        return type(value).__qualname__, value.name, repr(value.value)
-    if isinstance(value, list | tuple) and deep:
-        return [_global(item, False) for item in value]
-    if isinstance(value, set | frozenset) and deep:
-        return sorted(repr(_global(item, False)) for item in value)
-    if isinstance(value, Mapping) and deep:
-        items = dict.items(value) if isinstance(value, dict) else value.items()
-        return sorted((repr(key), repr(_global(item, False))) for key, item in items)
-    return type(value).__module__, type(value).__qualname__
+def builtin_text(value: Any) -> tuple[object, ...] | None:
+    """The name of a function that is not Python code: one of C, a method of a class, or an operator of PyTorch."""
+    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return "operator", str(value)
+    if isinstance(value, _OF_C):
+        owner = getattr(value, "__objclass__", getattr(value, "__self__", None))
+        where = getattr(owner, "__name__", type(owner).__qualname__)
+        return type(value).__name__, where, getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    return None
+
+
+_OF_C = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
+)  # fmt: skip

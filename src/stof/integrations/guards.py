@@ -8,13 +8,13 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from stof.integrations.fingerprint import HOOKS, IndescribableError, shallow_text
+from stof.integrations.fingerprint import HOOKS, IndescribableError, Looks
 
 # Not of the outermost function: what Dynamo names after addresses, which classes of PyTorch are.
 _OF_THIS_PROCESS = re.compile(r"G\['_\d+_c\d+'\]")
@@ -71,8 +71,8 @@ class Guard:
         how: it is reached: "name" in the call's scope; "attribute" or "item" of the value before; "expression", by
             itself.
         key: of which name.
-        text: a hash of what it gave; "" for tensors and modules, which are described elsewhere; "absent" for an
-            attribute that there was not.
+        text: a hash of what it gave; "" for the model's and the call's own tensors and modules, which are described
+            elsewhere; "absent" for an attribute that there was not.
         then: what is reached from it.
     """
 
@@ -91,13 +91,13 @@ class Guard:
             return getattr(before, self.key)
         return eval(self.key, before) if self.how == "expression" else before[self.key]
 
-    def of(self, value: Any) -> str:
+    def of(self, value: Any, looks: Looks) -> str:
         """A hash of what it gives."""
         if self.key in HOOKS and isinstance(value, dict):
-            value = list(value.values())  # keys count all hooks of a process
-        return shallow_text(value)
+            value = tuple(value.values())  # keys count all hooks of a process
+        return looks.text(value)
 
-    def other(self, before: Any) -> str:
+    def other(self, before: Any, looks: Looks) -> str:
         """What gives something else now than it gave, as text; "" where nothing does."""
         try:
             value = self.reached(before)
@@ -105,9 +105,9 @@ class Guard:
             return "" if self.text == _ABSENT else str(self)
         except Exception:
             return str(self)
-        if self.text and self.text != self.of(value):
+        if self.text and self.text != self.of(value, looks):
             return str(self)
-        return next((f"{self}{said}" for guard in self.then if (said := guard.other(value))), "")
+        return next((f"{self}{said}" for guard in self.then if (said := guard.other(value, looks))), "")
 
     def __str__(self) -> str:
         return {"attribute": f".{self.key}", "item": f"[{self.key!r}]"}.get(self.how, str(self.key))
@@ -116,8 +116,11 @@ class Guard:
 _ABSENT = "absent"
 
 
-def guards_of(expressions: Sequence[str], scope: dict[str, Any]) -> list[Guard]:
+def guards_of(expressions: Sequence[str], scope: dict[str, Any], own: Collection[int], looks: Looks) -> list[Guard]:
     """What expressions look at, with what that gives now.
+
+    Args:
+        own: addresses of the tensors and modules that are described elsewhere.
 
     Raises:
         IndescribableError: one cannot be evaluated outside of Dynamo.
@@ -129,7 +132,8 @@ def guards_of(expressions: Sequence[str], scope: dict[str, Any]) -> list[Guard]:
             for step in _way(ast.parse(expression, mode="eval").body):
                 level = level.setdefault(step, {})
             level[_ASKED] = {}
-    return [found for step, rest in ways.items() if (found := _guard(step, rest, scope, "")) is not None]
+    maker = _Maker(own, looks)
+    return [found for step, rest in ways.items() if (found := maker.guard(step, rest, scope, "")) is not None]
 
 
 _ASKED = ("asked", None)
@@ -150,17 +154,25 @@ def _way(node: ast.expr) -> tuple[tuple[str, Any], ...]:
     return ("name", inner.id), *reversed(way)
 
 
-def _guard(step: tuple[str, Any], ways: dict[Any, Any], before: Any, path: str) -> Guard | None:
-    """What a step gives now; None where nobody looks at it or at what is behind it."""
-    guard, asked = Guard(*step, ""), _ASKED in ways
-    path += str(guard)
-    try:
-        value = guard.reached(before)
-    except Exception as error:
-        if isinstance(error, AttributeError) and guard.how == "attribute" and ways.keys() == {_ASKED}:
-            return replace(guard, text=_ABSENT)
-        raise IndescribableError(f"a guard on {path}, which cannot be evaluated") from error
-    text = guard.of(value) if asked and not isinstance(value, Tensor | nn.Module) else ""
-    further = [(step, rest) for step, rest in ways.items() if step != _ASKED]
-    then = tuple(found for step, rest in further if (found := _guard(step, rest, value, path)) is not None)
-    return replace(guard, text=text, then=then) if text or then else None
+@dataclass(frozen=True)
+class _Maker:
+    """Makes guards; see `guards_of`."""
+
+    own: Collection[int]
+    looks: Looks
+
+    def guard(self, step: tuple[str, Any], ways: dict[Any, Any], before: Any, path: str) -> Guard | None:
+        """What a step gives now; None where nobody looks at it or at what is behind it."""
+        guard, asked = Guard(*step, ""), _ASKED in ways
+        path += str(guard)
+        try:
+            value = guard.reached(before)
+        except Exception as error:
+            if isinstance(error, AttributeError) and guard.how == "attribute" and ways.keys() == {_ASKED}:
+                return replace(guard, text=_ABSENT)
+            raise IndescribableError(f"a guard on {path}, which cannot be evaluated") from error
+        described = isinstance(value, Tensor | nn.Module) and id(value) in self.own
+        text = guard.of(value, self.looks) if asked and not described else ""
+        further = [(step, rest) for step, rest in ways.items() if step != _ASKED]
+        then = tuple(one for step, rest in further if (one := self.guard(step, rest, value, path)) is not None)
+        return replace(guard, text=text, then=then) if text or then else None

@@ -137,7 +137,7 @@ def note(gm: fx.GraphModule, run: Callable[[], Callable[..., Any]]) -> Callable[
     try:
         problem = _not_portable(gm) or _effects()
         context = torch._guards.TracingContext.get()
-        guards = sorted({_name(guard) for guard in context.guards_context.dynamo_guards})
+        guards = sorted({_looked_at(guard) for guard in context.guards_context.dynamo_guards})
         code = list(context.traced_code)
     except Exception:  # of a PyTorch that is another inside, or a backend that was called by somebody else
         _log.info("not kept for later processes", exc_info=True)
@@ -192,6 +192,16 @@ def _effects() -> str:
         if getattr(value, "value_type", type(None)).__module__ != "transformers.utils.output_capturing":
             return f"the call changes {_name(value.source) or 'an object'}"
     return ""
+
+
+def _looked_at(guard: Any) -> str:
+    """The expression that a guard looks at; of one that asks whether there is an attribute, with the attribute."""
+    name, attribute = _name(guard), getattr(guard.create_fn, "keywords", {}).get("attr")
+    if not name or attribute is None:
+        return name
+    if not attribute.isidentifier():
+        raise ValueError(f"a guard on an attribute {attribute!r} of {name}")
+    return f"{name}.{attribute}"
 
 
 def _name(source: Any) -> str:

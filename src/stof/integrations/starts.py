@@ -37,6 +37,7 @@ from stof.fusion.store import source_digest
 from stof.integrations.fingerprint import (
     Description,
     IndescribableError,
+    Looks,
     Name,
     file_digest,
     files_of,
@@ -52,7 +53,6 @@ from stof.tuning.machine import device_name, package_version
 if TYPE_CHECKING:
     from stof.fusion.report import FusionReport
 
-VERSION = 2
 # Files that stay; the oldest go.
 MOST_KEPT = 64
 # Seconds after which a file that is half written was given up.
@@ -95,11 +95,12 @@ class Start:
         for file, digest in self.files.items():
             if file_digest(file) != digest:
                 return file
+        looks = Looks()
         for module, name, text in self.names:
-            if name_text(module, name) != text:
+            if name_text(module, name, looks) != text:
                 return f"{module}.{name}"
         scope = scope_of(model, args, kwargs)
-        return next((said for guard in self.guards if (said := guard.other(scope))), "")
+        return next((said for guard in self.guards if (said := guard.other(scope, looks))), "")
 
 
 class Starts:
@@ -206,6 +207,8 @@ class Starts:
         try:
             if nn.modules.module._has_any_global_hook():
                 raise IndescribableError("hooks of all modules")
+            if torch._dynamo.eval_frame._stance.stance != "default":
+                raise IndescribableError("torch.compile has been told to do otherwise (torch.compiler.set_stance)")
             said = Description()
             said.add(self._model)
         except Exception as reason:  # of a model that is odd in whatever way
@@ -274,14 +277,16 @@ def _start_of(
     text = pytree.treespec_dumps(structure)
     if pytree.treespec_loads(text) != structure:
         raise IndescribableError("the structure of its result cannot be written")
-    scope = scope_of(model, args, kwargs)
+    looks = Looks()
+    names = names_of(graph.code, looks)
+    own = {id(part) for part in model.modules()}.union(known)
     return Start(
         inputs=places,
         leaves=tuple(_leaf(leaf, numbers) for leaf in leaves),
         structure=text,
         files=files_of(graph.code),
-        names=names_of(graph.code),
-        guards=guards_of(graph.guards, scope),
+        names=names,
+        guards=guards_of(graph.guards, scope_of(model, args, kwargs), own, looks),
         reports=noted.reports,
         decisions=decisions_of(graph.masks),
         graph=graph.written(),
@@ -306,7 +311,7 @@ def _surroundings(device: torch.device) -> list[str]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise IndescribableError("the process is one of several")
     packages = ("transformers", "triton", "tilelang")
-    found = [str(VERSION), sys.version, torch.__version__, source_digest("..")]
+    found = [sys.version, torch.__version__, source_digest("..")]
     found += [str(package_version(name)) for name in packages]
     found += [device_name(device), str(device), os.environ.get("CUDA_VISIBLE_DEVICES", "")]
     if device.type == "cuda":

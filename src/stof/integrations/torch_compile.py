@@ -385,20 +385,32 @@ def optimize(
     return cast(nn.Module, compiled)
 
 
-def _later(model: nn.Module, compiling: Callable[..., Any]) -> nn.Module:
-    """What `compiling(model)` gives, made when a call first needs it.
+class _Later:
+    """What `torch.compile` makes of a function, made when it is first called.
 
     Making it imports half a second of PyTorch's debugging tools, which a start that was kept can do without.
     """
+
+    def __init__(self, compiling: Callable[..., Any], function: Callable[..., Any]) -> None:
+        self.made = cache(partial(compiling, function))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.made()(*args, **kwargs)
+
+
+def _later(model: nn.Module, compiling: Callable[..., Any]) -> nn.Module:
+    """What `compiling(model)` gives, but that the model's call is compiled by a `_Later`."""
     from torch._dynamo.eval_frame import OptimizedModule
 
-    def context(function: Callable[..., Any]) -> Callable[..., Any]:
-        made = cache(partial(compiling, function))
-        return lambda *args, **kwargs: made()(*args, **kwargs)
-
-    compiled: Any = OptimizedModule(model, cast(Any, context))
+    compiled: Any = OptimizedModule(model, cast(Any, partial(_Later, compiling)))
     compiled._torchdynamo_orig_callable, compiled._torchdynamo_wrapper_id = model.forward, id(compiled)
+    compiled.get_compiler_config = partial(_config, compiling)
     return cast(nn.Module, compiled)
+
+
+def _config(compiling: Callable[..., Any]) -> Any:
+    """The backend's configuration, as compiled modules tell it."""
+    return compiling(nn.Identity()).get_compiler_config()
 
 
 def _is_transformers(model: nn.Module) -> bool:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stof.cache_keys import settled
 from stof.errors import ArgumentError
 from stof.fusion.templates import run, twins
 from stof.fusion.templates.config import ACTIVATIONS, CHAIN, GemmConfig, whole
 from stof.fusion.templates.machine import chained
-from stof.kernels.triton.cache_keys import settled
 
 
 class Chain(NamedTuple):

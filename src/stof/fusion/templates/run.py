@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stof.cache_keys import settled
 from stof.fusion.templates import config as configuration
 from stof.fusion.templates import twins
 from stof.fusion.templates.buckets import bucket_of, in_bucket, nearest_first
 from stof.fusion.templates.config import GATED, GLUON, PART, STORED, GemmConfig, GemmShape, unfit
 from stof.fusion.templates.machine import chained, machine, programs
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
-from stof.kernels.triton.cache_keys import settled
 
 # Asked for in every call: a few buckets of each product of a model.
 _default = functools.lru_cache(maxsize=4096)(configuration.default)

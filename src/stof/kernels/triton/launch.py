@@ -18,8 +18,8 @@ from triton import knobs
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from stof.cache_keys import settled
 from stof.errors import KernelError
-from stof.kernels.triton.cache_keys import settled
 
 # Addresses whose encoded tensor maps a launch keeps, for each of its maps.
 _MOST_ENCODED = 64

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stof.cache_keys import settled
 from stof.errors import ArgumentError
 from stof.kernels.hopper.runtime import FilledTiles
-from stof.kernels.triton.cache_keys import settled
 from stof.kernels.triton.work import ITEM_FIELDS, Work
 from stof.lasting import lasting
 from stof.layout import LayoutConfig

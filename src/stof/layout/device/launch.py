@@ -14,8 +14,8 @@ from triton import knobs
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from stof.cache_keys import settled
 from stof.errors import KernelError
-from stof.kernels.triton.cache_keys import settled
 
 # Compiled for aligned tensors, by kernel, constants and device.
 _compiled: dict[tuple[Any, ...], Any] = {}

@@ -19,14 +19,15 @@ K = TypeVar("K")
 def settled(kernel: K) -> K:
     """The same kernel, hashed after the functions that it calls; to be asked before each launch or compilation."""
     if getattr(kernel, "hash", "") is None:  # Triton's interpreter has no hashes
-        _settle(kernel)
+        _settle(kernel, set())
     return kernel
 
 
-def _settle(function: Any) -> None:
+def _settle(function: Any, begun: set[int]) -> None:
+    begun.add(id(function))
     for called in _called(function):
-        if called.hash is None and called is not function:
-            _settle(called)
+        if called.hash is None and id(called) not in begun:
+            _settle(called, begun)
     _ = function.cache_key
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 PROGRAM = """
 import gc
 from triton.runtime.jit import JITCallable
-from stof.kernels.triton.cache_keys import settled
+from stof.cache_keys import settled
 from stof.fusion.templates.hopper_pingpong import pingpong_gemm_kernel
 from stof.fusion.templates.hopper_together import together_gemm_kernel
 from stof.fusion.templates.triton_gemm import persistent_gemm_kernel, tile_gemm_kernel
