@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 import stof
-from stof.integrations.fingerprint import Description, IndescribableError, Looks, file_digest, names_of
+from stof.integrations.code_text import IndescribableError
+from stof.integrations.fingerprint import Description
+from stof.integrations.traced import Looks, file_digest, names_of
 
 
 def test_descriptions_are_equal_in_every_process() -> None:

@@ -14,7 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stof.integrations.fingerprint import HOOKS, IndescribableError, Looks
+from stof.integrations.code_text import IndescribableError
+from stof.integrations.fingerprint import HOOKS
+from stof.integrations.traced import Looks
 
 # Not of the outermost function: what Dynamo names after addresses, which classes of PyTorch are.
 _OF_THIS_PROCESS = re.compile(r"G\['_\d+_c\d+'\]")

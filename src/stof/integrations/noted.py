@@ -19,7 +19,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
-from stof.integrations.fingerprint import IndescribableError
+from stof.integrations.code_text import IndescribableError
 
 if TYPE_CHECKING:
     from stof.fusion.report import FusionReport

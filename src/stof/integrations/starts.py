@@ -4,9 +4,9 @@ With all caches filled, most of a start is Dynamo tracing the model's Python cod
 graph up. Of a call that ran as one graph, the file kept here has what is left when that is over: the compiled graph,
 where its inputs are found, and what its results are made into. It serves a call for which everything is the same that
 tracing met or could have met: the model with its attributes and configurations, and the code of its classes
-(`stof.integrations.fingerprint`); the files of the code that was traced; what the global names in it stand for; each
-value that Dynamo's guards looked at; arguments, options, what is known of the device, versions and settings. Else the
-model is compiled.
+(`stof.integrations.fingerprint`); the files of the code that was traced, and what the global names in it stand for
+(`stof.integrations.traced`); each value that Dynamo's guards looked at (`stof.integrations.guards`); arguments,
+options, what is known of the device, versions and settings. Else the model is compiled.
 
 Not compared: what Python code asks the outside world (files, the network, the clock), and results that were declared
 constant (`torch.compiler.assume_constant_result`). Code that asks for environment variables is never kept.
@@ -34,18 +34,11 @@ from torch.utils import _pytree as pytree
 
 from stof.fusion.ahead import hash_triton, settle_caches
 from stof.fusion.store import source_digest
-from stof.integrations.fingerprint import (
-    Description,
-    IndescribableError,
-    Looks,
-    Name,
-    file_digest,
-    files_of,
-    name_text,
-    names_of,
-)
+from stof.integrations.code_text import IndescribableError
+from stof.integrations.fingerprint import Description
 from stof.integrations.guards import Guard, check_whole, guards_of, scope_of
 from stof.integrations.noted import Noted, load_graph
+from stof.integrations.traced import Looks, Name, file_digest, files_of, name_text, names_of
 from stof.plans import Decisions, decide_ahead, decisions_of
 from stof.tuning.files import remembering, replace_whole_bytes
 from stof.tuning.machine import device_name, package_version

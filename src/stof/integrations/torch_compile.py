@@ -32,9 +32,9 @@ from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
 from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
 from stof.fusion.weights import pack_weights, unpack_weights
-from stof.integrations.fingerprint import content_digest
 from stof.integrations.noted import note, reported
 from stof.integrations.starts import Starts
+from stof.integrations.traced import content_digest
 from stof.integrations.whole_calls import WholeCalls
 from stof.masks import Mask
 from stof.tuning.files import cache_folder
