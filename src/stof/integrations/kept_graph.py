@@ -19,8 +19,8 @@ from stof.integrations.wrapper_names import lightened
 class KeptForward(BundledCompiledForward[CompiledFxGraph]):
     """The graph; `result` is what Inductor made of it.
 
-    PyTorch's own form also logs what it loads and runs, for which it imports all of Inductor's lowering (0.5 s), and
-    starts Inductor's compiling processes, which have nothing to compile.
+    PyTorch's own form also logs what it loads and runs, for which it imports all of Inductor's lowering, and starts
+    Inductor's compiling processes, which have nothing to compile.
     """
 
     def post_compile(self, result: CompiledFxGraph, fx_config: Any) -> Any:

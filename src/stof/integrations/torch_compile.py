@@ -388,7 +388,7 @@ def optimize(
 class _Later:
     """What `torch.compile` makes of a function, made when it is first called.
 
-    Making it imports half a second of PyTorch's debugging tools, which a start that was kept can do without.
+    Making it imports PyTorch's debugging tools and what they need, which a start that was kept can do without.
     """
 
     def __init__(self, compiling: Callable[..., Any], function: Callable[..., Any]) -> None:

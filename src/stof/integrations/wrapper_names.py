@@ -1,7 +1,7 @@
 """Names that Inductor's wrappers import, without the modules that define them, which load the whole compiler.
 
 A wrapper is the Python code around a compiled graph's kernels. One that is kept for later processes
-(`stof.integrations.noted`) imports these names from here: that takes a few tenths of a second off a start.
+(`stof.integrations.noted`) imports these names from here, so that a start does not wait for the compiler.
 """
 
 from __future__ import annotations
