@@ -323,8 +323,8 @@ def recorded(case: Case) -> Recorded:
         if choice.kernel is None:
             row_wise.row_wise_attention(q, k, v, *row_wise.prepare_row_wise(layout), **options)
         elif choice.implementation == "hopper":
-            make = make_paired_lists if choice.kernel.paired else make_tile_lists
-            lists = make(layout, choice.kernel.split_tiles)
+            split_tiles = choice.kernel.split_tiles
+            lists = make_paired_lists(layout) if choice.kernel.paired else make_tile_lists(layout, split_tiles)
             slabs = layout.config.slab in (8, 16) or layout.config.aside
             assert bool(lists.slab) == slabs, "the layout has no slabs"
             if case.name.endswith(AT_RUN_TIME):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, RUN
+from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, PAIR_BITMAP, PAIR_LEFT_OUT, RUN
 from stof.kernels.hopper.queue import job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
@@ -76,17 +76,20 @@ class Twin:
 
 def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> None:
     """64 rows of a job, which may come with the columns of its first tile."""
-    row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, spoil, _, firsts, seconds = job[:15]
-    computed = walk(begin, end, firsts, seconds, group) if a.PAIRED else list(range(begin, end))
+    row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, spoil = job[:12]
     if a.PAIRED:
-        bitmap, spoil = (bitmap, spoil)[group], 0
+        bitmap, spoil, left_out = job[PAIR_BITMAP + group], 0, job[PAIR_LEFT_OUT + group]
+        computed = walk(a.tile_bitmap_ptr, begin, end, left_out, group)
+        partial_end -= left_out
+    else:
+        computed = [(tile, int(a.tile_bitmap_ptr[tile])) for tile in range(begin, end)]
     slabs = a.BLOCK_N // a.SLAB if a.SLAB else 1
     tiles = memory(a.tiles_ptr).view(-1, slabs)
     position = (row_block * a.GROUPS + group) * 64
     residue, row = divmod(position, a.rows_per_residue)
     q = box(a.q_desc, [b, h, row, residue * a.q_residue_stride])
     scores, values = [], []
-    for number, tile in enumerate(computed, begin):
+    for number, (tile, its_bitmap) in enumerate(computed, begin):
         record = tiles[tile].tolist() if tile > begin or len(job) == JOB_FIELDS else job[JOB_FIELDS:][:slabs]
         k, v = (
             _tile(a, desc, slab, record, b, h // a.heads_per_group, h // a.heads_per_slab, stride)
@@ -102,9 +105,8 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
             assert a.MODIFIED
             assert (a.SLAB, a.kv_step) == (0, 1)
             s = s + box(a.bias_desc, [b * a.bias_batch, h * a.bias_heads, position, record[0]])
-        if tile < partial_end:
-            numbers = a.tile_bitmap_ptr[:, group] if a.PAIRED else a.tile_bitmap_ptr
-            words = a.bitmaps_ptr[bitmap if tile == begin else int(numbers[number])]
+        if number < partial_end:
+            words = a.bitmaps_ptr[bitmap if tile == begin else its_bitmap]
             kept = keep_of(words, a.BLOCK_N)
             s = s.masked_fill(~(kept if a.PAIRED else kept[group * 64 : group * 64 + 64]), -torch.inf)
         else:
@@ -257,16 +259,15 @@ def test_memory(twin: Twin, memory_layout: str, head_dim: int, tile: tuple[int, 
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("split_tiles", [0, 2])
 @pytest.mark.parametrize("head_dim", [96, 128])
-def test_pairs(twin: Twin, head_dim: int, split_tiles: int) -> None:
+def test_pairs(twin: Twin, head_dim: int) -> None:
     for slab in (None, 16):
         layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64, slab))
-        check_call(layout, *inputs(head_dim=head_dim), split_tiles=split_tiles, paired=True)
+        check_call(layout, *inputs(head_dim=head_dim), paired=True)
         assert twin.constants["PAIRED"]
         assert (twin.constants["GROUPS"], twin.constants["Q_STAGES"]) == (2, 2)
     sinks = torch.randn(4)
-    check_call(layout, *inputs(head_dim=head_dim, memory="packed"), split_tiles=split_tiles, paired=True, sinks=sinks)
+    check_call(layout, *inputs(head_dim=head_dim, memory="packed"), paired=True, sinks=sinks)
     with pytest.raises(UnfitLayoutError, match="scores as they are"):
         check_call(layout, *inputs(head_dim=head_dim), paired=True, softcap=20.0)
 

@@ -178,8 +178,8 @@ def _bind_block_wise(
 
 def _prepare_hopper(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
     settings = settings or BlockWiseConfig(num_stages=2)
-    make = make_paired_lists if settings.paired else make_tile_lists
-    return prepared_tiles(make(layout, settings.split_tiles), settings)
+    lists = make_paired_lists(layout) if settings.paired else make_tile_lists(layout, settings.split_tiles)
+    return prepared_tiles(lists, settings)
 
 
 def prepared_tiles(lists: TileLists, settings: BlockWiseConfig) -> tuple[list[Tensor], list[int]]:

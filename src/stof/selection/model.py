@@ -42,6 +42,9 @@ _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
 # Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/fp8.py` took 1123 us under a
 # full mask of 8192 tokens on an H200, V laid across included, where they rest on 1571.
 _FP8_TILE = 0.73
+# Bytes that thread blocks of an H200 get from its L2 cache in a microsecond, at best: under a full mask of 12 heads of
+# 4096 tokens of 64, tiles of 64 x 128 read 805 MB in 101 us (`h200-selector-hopper.json`).
+_L2 = 8.3e6
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12
 # What PyTorch takes to lay a bias out in other rows, against copying it as it lies: a guess, its reads are scattered.
@@ -325,7 +328,11 @@ def critical_load(
     # The Hopper kernel's chunks meet in pairs, and pairs in pairs; elsewhere the last one reads all others back.
     load[4] += math.ceil(math.log2(most)) if choice.implementation in ON_HOPPER else most * (most > 1)
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
-    return load, filled, _bytes(call, touched) / model.bytes_per_us
+    memory_us = _bytes(call, touched) / model.bytes_per_us
+    if choice.implementation in ON_HOPPER:
+        copied = float(tiles.sum()) * groups / masks
+        memory_us = overlapped(memory_us, _tile_bytes(call, layout.block_n, copied) / _L2)
+    return load, filled, memory_us
 
 
 def _without_late_starts(
@@ -395,6 +402,11 @@ def _in_line(copies: Tensor) -> list[int]:
     for number, end in enumerate(ends):
         line += [number] * (min(end, ends[-1]) - len(line))
     return line
+
+
+def _tile_bytes(call: CallSpec, block_n: int, tiles: float) -> float:
+    """Bytes of K and V of so many tiles."""
+    return (call.head_dim + call.value_dim) * call.dtype.itemsize * block_n * tiles
 
 
 def _bytes(call: CallSpec, touched: float) -> float:

@@ -144,7 +144,7 @@ def bind_warp_specialized(
     blocks = resident(lists.block_m, lists.block_n, width) * processors
     on_cpu, starts = job_lists(lists, batch, heads, blocks, side)
     jobs = on_cpu.to(device)
-    queued, slots = len(jobs) - 1 > len(starts), chunk_slots(on_cpu)
+    queued, slots = len(jobs) - 1 > len(starts), 0 if lists.paired else chunk_slots(on_cpu)
     biased = bias is not None
     modified = softcap > 0 or scale <= 0 or biased
     if lists.paired and modified:
@@ -165,7 +165,8 @@ def bind_warp_specialized(
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, slots > 0,
          modified, softcap > 0, biased, sinks is not None, lists.has_full > 0, at_run_time, queued,
-         queued and not lists.paired and idle_groups(q_len, lists.block_m), lists.paired > 0, takes_turns(device)),
+         queued and not lists.paired and idle_groups(q_len, lists.block_m), lists.paired > 0,
+         takes_turns(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],

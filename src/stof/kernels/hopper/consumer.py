@@ -20,13 +20,15 @@ from stof.kernels.hopper.device import (
     bit_layout,
     cleared,
     declare_highest,
+    lane_number,
     opaque,
     pass_turn,
+    read_again,
     scaled,
     thread_barrier,
 )
 from stof.kernels.hopper.finish import finish
-from stof.kernels.hopper.jobs import JOB_FIELDS
+from stof.kernels.hopper.jobs import JOB_FIELDS, LEFT_OUT_BIT, PAIR_BITMAP, PAIR_LEFT_OUT
 from stof.kernels.hopper.producer import (
     NUMBER,
     PASSED,
@@ -36,6 +38,9 @@ from stof.kernels.hopper.producer import (
 from stof.kernels.hopper.softmax import LARGEST, LOG2E, biased, masked, operand, packed_weights, steady_weights, weights
 
 FIELDS = gl.constexpr(JOB_FIELDS)
+LEFT_OUT = gl.constexpr(PAIR_LEFT_OUT)
+BITMAP = gl.constexpr(PAIR_BITMAP)
+LEFT_OUT_AT = gl.constexpr(LEFT_OUT_BIT)
 
 
 @gluon.jit
@@ -46,34 +51,22 @@ def _words(words_ptr, number, GROUPS: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _bitmap_number(tile_bitmap_ptr, tile, GROUP: gl.constexpr, PAIRED: gl.constexpr):
-    """Of a tile; where row blocks are pairs, of the one that this warpgroup computes in its place."""
-    return gl.load(tile_bitmap_ptr + (tile * 2 + GROUP if PAIRED else tile))
+def _bitmap_of(tile_bitmap_ptr, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr, PAIRED: gl.constexpr):
+    """Its number; of a pair that of the tile this warpgroup computes in its place, and what it leaves out before."""
+    return gl.load(tile_bitmap_ptr + (tile * GROUPS + GROUP if PAIRED else tile))
 
 
 @gluon.jit
 @no_type_check
-def _own_tiles(begin, partial_end, end, firsts, seconds, GROUP: gl.constexpr):
-    """Tiles that one of a pair computes, counted from the job's first: where those with bits, and all, end, and jumps.
-
-    Behind the job's first tile, those of the first row block alone and of the second alone lie by turns, as far as
-    there are both. Returns `(partial end, end, low, high, jump, gap)`: the warpgroup leaves out one of the job's tiles
-    before each of its own from `low` to `high`, and `gap` of them before its own number `jump`.
-    """
-    fewer = gl.minimum(firsts, seconds)
-    if GROUP == 0:
-        others = seconds
-        low = begin + 2
-        high = low + gl.minimum(fewer, firsts - 1)
-        jump = begin + 1 + firsts
-        gap = gl.where(firsts <= seconds, seconds - gl.maximum(firsts - 1, 0), 0)
+def _of_tile(bitmap, PAIRED: gl.constexpr):
+    """A bitmap's number, and how many tiles are left out before the one that it is of."""
+    if PAIRED:
+        number = bitmap & (1 << LEFT_OUT_AT) - 1
+        gap = bitmap >> LEFT_OUT_AT
     else:
-        others = firsts
-        low = begin + 1
-        high = low + fewer
-        jump = low + seconds
-        gap = gl.maximum(firsts - seconds, 0)
-    return opaque(partial_end - others), opaque(end - others), opaque(low), opaque(high), opaque(jump), opaque(gap)
+        number = bitmap
+        gap = 0
+    return number, gap
 
 
 @gluon.jit
@@ -88,36 +81,47 @@ def _leaving_place(turn, Q_STAGES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _let_go(begin, end, v_full, kv_empty, STAGES: gl.constexpr):
-    """Let go of places of the ring that this warpgroup does not compute with, once they are filled."""
-    for place in range(begin, end):
+def _after(place, STAGES: gl.constexpr):
+    """The place of the ring that follows one: its stage, and the phase of the barriers there."""
+    stage, phase = place
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+@no_type_check
+def _let_go(place, number, v_full, kv_empty, STAGES: gl.constexpr):
+    """Let go of places behind one, with which this warpgroup does not compute, once they are filled; the last."""
+    for _ in range(number):
+        place = _after(place, STAGES)
         # Else it would be taken for letting go of what was there before.
-        mbarrier.wait(v_full.index(place % STAGES), (place // STAGES) & 1)
-        mbarrier.arrive(kv_empty.index(place % STAGES), count=1)
+        mbarrier.wait(v_full.index(place[0]), place[1])
+        mbarrier.arrive(kv_empty.index(place[0]), count=1)
+    return place
 
 
 @gluon.jit
 @no_type_check
 def _steady_tile(
-    q, rings, count, v_count, packed, acc, m_i, l_i, words, factor, no_scores,
-    GROUP: gl.constexpr, TURNS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
+    q, rings, place, v_place, packed, acc, m_i, l_i, words, factor, no_scores,
+    GROUP: gl.constexpr, TURNS: gl.constexpr, BLOCK_N: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """A tile that goes by the maximum of those before it: `(weights, acc, m_i, l_i)`.
 
     Args:
-        count, v_count: places of the ring where its keys, and the values of the tile before, are.
+        place, v_place: of the ring where its keys, and the values of the tile before, are (`_after`).
     """
     k_smem, v_smem, k_full, v_full = rings
     dtype: gl.constexpr = k_smem.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     sums_layout: gl.constexpr = l_i.type.layout
     p16 = operand(packed, dtype, p_layout)
-    keys = k_smem.index(count % STAGES).permute((1, 0))
-    mbarrier.wait(k_full.index(count % STAGES), (count // STAGES) & 1)
+    keys = k_smem.index(place[0]).permute((1, 0))
+    mbarrier.wait(k_full.index(place[0]), place[1])
     await_turn(GROUP, TURNS)
     s = warpgroup_mma(q, keys, no_scores, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(v_count % STAGES), (v_count // STAGES) & 1)
-    pv = warpgroup_mma(p16, v_smem.index(v_count % STAGES), acc, is_async=True)
+    mbarrier.wait(v_full.index(v_place[0]), v_place[1])
+    pv = warpgroup_mma(p16, v_smem.index(v_place[0]), acc, is_async=True)
     pass_turn(GROUP, TURNS)
     s = warpgroup_mma_wait(1, deps=(s,))
     if PARTIAL:
@@ -130,7 +134,8 @@ def _steady_tile(
         s = warpgroup_mma(q, keys, no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         if PARTIAL:
-            s = masked(s, words, BLOCK_N)
+            # Else each bit's predicate would be kept for this in every tile: 27 instructions, one after the other.
+            s = masked(s, read_again(words), BLOCK_N)
         p, m_i, alpha, sums = weights(s, m_i, factor, 0.0, PARTIAL, False, False, False, BLOCK_N)
         l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None]
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -151,7 +156,7 @@ def consumer(
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, jobs_ptr,
         job_count, records, passed_on, current, begin, partial_end, end, first_bitmap, tile_bitmap_ptr, bitmaps_ptr,
         q_smem, k_smem, v_smem, bias_smem, out_smem, q_full, q_empty, k_full, v_full, kv_empty, q_len, heads,
-        rows_per_residue, out_residue_stride, scale, softcap, second_bitmap, firsts, seconds,
+        rows_per_residue, out_residue_stride, scale, softcap, own_bitmaps, left_out,
     ) = shared  # fmt: skip
     # A bias is added, and what else changes scores done, before they are masked.
     CHANGED: gl.constexpr = MODIFIED and not HAS_BIAS
@@ -162,7 +167,7 @@ def consumer(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     q_layout: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
     # Q in registers for full tiles, where there is room: read once a job, not once a tile. Of pairs for all tiles.
-    HELD: gl.constexpr = PAIRED or (D == 128 and GROUPS == 2 and Q_STAGES > 1)
+    HELD: gl.constexpr = D == 128 and GROUPS == 2 and Q_STAGES > 1
     LAZY: gl.constexpr = D > 64
     # Of a pair, each warpgroup has tiles of its own, so they take no turns, and bitmaps of its own.
     TURNS: gl.constexpr = 1 if PAIRED else GROUPS
@@ -185,21 +190,25 @@ def consumer(
     packed = gl.full([64, BLOCK_N // 8, 4, 2], 0, gl.int32, layout=bits)
     if STEADY:
         declare_highest(GROUP)
-    count = 0
+    # Of the ring, stage and phase: counting would take a division for each tile.
+    place = (0, 0)
     factor = scale
     if HAS_BIAS:
         factor = LOG2E
     rings = (k_smem, v_smem, k_full, v_full)
-    low = 0
-    high = 0
-    jump = 0
-    gap = 0
+    next_gap = 0
     if PAIRED:
-        partial_end, end, low, high, jump, gap = _own_tiles(begin, partial_end, end, firsts, seconds, GROUP)
-        if GROUP == 1:
-            first_bitmap = second_bitmap
+        # Counted from the job's first, without those that others compute.
+        partial_end = opaque(partial_end - left_out[GROUP])
+        end = opaque(end - left_out[GROUP])
+        first_bitmap = own_bitmaps[GROUP]
+    # A zero, of which the assembler does not know that all threads have the same. Else it would have a tile's number in
+    # a register that they share as soon as it is asked for, and wait for memory in every tile.
+    if not PAIRED:
+        lane = lane_number()
+        tile_bitmap_ptr += read_again(lane) - lane
     next_words = _words(words_ptr, first_bitmap, TURNS)
-    bitmap = _bitmap_number(tile_bitmap_ptr, begin + 1, GROUP, PAIRED)
+    bitmap = _bitmap_of(tile_bitmap_ptr, begin + 1, GROUP, GROUPS, PAIRED)
     # What the product with V reads before there is a tile before: 0 * NaN is NaN.
     zeros_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     v_smem.index(0).store(gl.full([BLOCK_N, D], 0.0, dtype, layout=zeros_layout))
@@ -231,11 +240,11 @@ def consumer(
             # The weights of the tile before are multiplied with V under this tile's softmax: also when that one ended
             # the job before. Before the first tile of all, zeros are.
             words = next_words
-            next_words = _words(words_ptr, bitmap, TURNS)
-            bitmap = _bitmap_number(tile_bitmap_ptr, tile + 2, GROUP, PAIRED)
+            number_of, next_gap = _of_tile(bitmap, PAIRED)
+            next_words = _words(words_ptr, number_of, TURNS)
+            bitmap = _bitmap_of(tile_bitmap_ptr, tile + 2, GROUP, GROUPS, PAIRED)
             p16 = operand(packed, dtype, p_layout)
-            stage = count % STAGES
-            phase = (count // STAGES) & 1
+            stage, phase = place
             mbarrier.wait(k_full.index(stage), phase)
             await_turn(GROUP, TURNS)
             s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -263,9 +272,9 @@ def consumer(
             if QUEUED:
                 if tile == begin:
                     if turn > 0:
-                        place = _leaving_place(turn, Q_STAGES)
+                        leaving = _leaving_place(turn, Q_STAGES)
                         finish(
-                            acc, m_i, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(place * GROUPS + GROUP),
+                            acc, m_i, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(leaving * GROUPS + GROUP),
                             out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
                             row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
                             Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
@@ -280,7 +289,7 @@ def consumer(
             l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None] + sums
             # Rescaled here: between the two products it would make the assembler serialise them.
             acc = scaled(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), LAZY, D // 2)
-            count += 1
+            place = _after(place, STAGES)
 
         full_from = rest
         if HELD and HAS_FULL and not PAIRED:
@@ -289,47 +298,46 @@ def consumer(
             full_from = gl.minimum(gl.maximum(rest, partial_end), last)
             for tile in range(rest, full_from):
                 words = next_words
-                next_words = _words(words_ptr, bitmap, TURNS)
-                bitmap = _bitmap_number(tile_bitmap_ptr, tile + 2, GROUP, PAIRED)
-                v_count = count
+                gap = next_gap
+                number_of, next_gap = _of_tile(bitmap, PAIRED)
+                next_words = _words(words_ptr, number_of, TURNS)
+                bitmap = _bitmap_of(tile_bitmap_ptr, tile + 2, GROUP, GROUPS, PAIRED)
+                v_place = place
                 if PAIRED:
-                    if tile == jump:
+                    if gap > 0:
                         # V of the tile before lies in the first place that is left out.
-                        _let_go(count + 1, count + gap, v_full, kv_empty, STAGES)
-                        count += gap
-                    if (tile >= low) & (tile < high):
-                        count += 1
+                        place = _after(_let_go(place, gap - 1, v_full, kv_empty, STAGES), STAGES)
                 p, acc, m_i, l_i = _steady_tile(
-                    q, rings, count, v_count, packed, acc, m_i, l_i, words, factor, no_scores,
-                    GROUP, TURNS, BLOCK_N, STAGES, True,
+                    q, rings, place, v_place, packed, acc, m_i, l_i, words, factor, no_scores,
+                    GROUP, TURNS, BLOCK_N, True,
                 )  # fmt: skip
-                mbarrier.arrive(kv_empty.index(v_count % STAGES), count=1)
+                mbarrier.arrive(kv_empty.index(v_place[0]), count=1)
                 if PAIRED:
-                    mbarrier.arrive(kv_empty.index(count % STAGES), count=1, pred=v_count != count)
+                    if gap > 0:
+                        mbarrier.arrive(kv_empty.index(place[0]), count=1)
                 if Q_STAGES == 1:
                     if tile + 1 == end:
                         mbarrier.arrive(q_empty.index(0), count=1)
                 packed = packed_weights(p, dtype, BLOCK_N)
-                count += 1
+                place = _after(place, STAGES)
         if HAS_FULL:
             # The same without bits and ends of jobs.
             if STEADY:
                 for tile in range(full_from, last):
                     p, acc, m_i, l_i = _steady_tile(
-                        q, rings, count, count, packed, acc, m_i, l_i, next_words, factor, no_scores,
-                        GROUP, TURNS, BLOCK_N, STAGES, False,
+                        q, rings, place, place, packed, acc, m_i, l_i, next_words, factor, no_scores,
+                        GROUP, TURNS, BLOCK_N, False,
                     )  # fmt: skip
-                    mbarrier.arrive(kv_empty.index(count % STAGES), count=1)
+                    mbarrier.arrive(kv_empty.index(place[0]), count=1)
                     if Q_STAGES == 1:
                         if tile + 1 == end:
                             mbarrier.arrive(q_empty.index(0), count=1)
                     packed = packed_weights(p, dtype, BLOCK_N)
-                    count += 1
+                    place = _after(place, STAGES)
             else:
                 for tile in range(rest, last):
                     p16 = operand(packed, dtype, p_layout)
-                    stage = count % STAGES
-                    phase = (count // STAGES) & 1
+                    stage, phase = place
                     mbarrier.wait(k_full.index(stage), phase)
                     await_turn(GROUP, TURNS)
                     s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -350,12 +358,11 @@ def consumer(
                         if tile + 1 == end:
                             mbarrier.arrive(q_empty.index(0), count=1)
                     packed = packed_weights(p, dtype, BLOCK_N)
-                    count += 1
+                    place = _after(place, STAGES)
         if IDLE:
             # Rows past the last one: what is copied for the others is waited for and let go.
             for tile in range(last, end):
-                stage = count % STAGES
-                phase = (count // STAGES) & 1
+                stage, phase = place
                 mbarrier.wait(k_full.index(stage), phase)
                 await_turn(GROUP, GROUPS)
                 pass_turn(GROUP, GROUPS)
@@ -364,7 +371,7 @@ def consumer(
                 if Q_STAGES == 1:
                     if tile + 1 == end:
                         mbarrier.arrive(q_empty.index(0), count=1)
-                count += 1
+                place = _after(place, STAGES)
         before = number
         known = current
         number = job_count
@@ -376,15 +383,15 @@ def consumer(
             partial_end = opaque(field_of(records, turn, 4))
             end = opaque(field_of(records, turn, 5))
             if PAIRED:
-                partial_end, end, low, high, jump, gap = _own_tiles(
-                    begin, partial_end, end, field_of(records, turn, 13), field_of(records, turn, 14), GROUP
-                )
-            next_words = _words(words_ptr, field_of(records, turn, 11 if PAIRED and GROUP == 1 else 10), TURNS)
-            bitmap = _bitmap_number(tile_bitmap_ptr, begin + 1, GROUP, PAIRED)
+                left = field_of(records, turn, LEFT_OUT + GROUP)
+                partial_end = opaque(partial_end - left)
+                end = opaque(end - left)
+            next_words = _words(words_ptr, field_of(records, turn, BITMAP + GROUP if PAIRED else 10), TURNS)
+            bitmap = _bitmap_of(tile_bitmap_ptr, begin + 1, GROUP, GROUPS, PAIRED)
         turn += 1
 
-    stage = count % STAGES
-    mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+    stage, phase = place
+    mbarrier.wait(v_full.index(stage), phase)
     pv = warpgroup_mma(operand(packed, dtype, p_layout), v_smem.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(pv,))
     finish(

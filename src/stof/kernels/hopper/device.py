@@ -127,6 +127,20 @@ def opaque(value):
 
 @gluon.jit
 @no_type_check
+def read_again(x):
+    """The values, in a way that not even the assembler can see through: each thread asks itself for them.
+
+    For what a rare branch computes anew: the assembler would keep what it computed of them before, on every path. All
+    threads of a warp have to be there.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 me; mov.u32 me, %laneid; shfl.sync.idx.b32 $0, $1, me, 31, 0xffffffff; }",
+        "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+@no_type_check
 def cleared(x):
     """Zeros like x, set where this stands: plain zeros would become one select per element for every tile."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)

@@ -16,6 +16,10 @@ from stof.layout.orders import by_remainder
 
 # Integers that describe a job: one 64-byte line.
 JOB_FIELDS = 16
+# Of pairs, the fields for the first row block; what these are of other jobs, pairs do not need.
+PAIR_LEFT_OUT, PAIR_BITMAP = 6, 10
+# Where the number of a bitmap then ends in `TileLists.tile_bitmap`, and that of tiles left out before begins.
+LEFT_OUT_BIT = 28
 # Integers that a device writes for an item: tiles [begin, partial end, end), bitmap of the first tile, and the bits of
 # a float32 that is added to the results, 0 or NaN.
 RANGE_FIELDS = 5
@@ -46,9 +50,9 @@ def padded_width(head_dim: int) -> int:
 def q_stages(block_m: int, width: int, biased: bool = False, paired: bool = False) -> int:
     """Row blocks whose Q (or output, on its way out) is in shared memory at once.
 
-    Of three one is computed, one is finished, and one leaves. Of pairs two: what is computed is in registers. 128 rows
-    of 256 take 64 KB: there is place for one, which the next row block takes after the last product with it, and for
-    some of the output. So it is where tiles of a bias take their place.
+    Of three one is computed, one is finished, and one leaves. Of pairs two: what is computed is in
+    registers. 128 rows of 256 take 64 KB: there is place for one, which the next row block takes after
+    the last product with it, and for some of the output. So it is where tiles of a bias take their place.
     """
     return 1 if biased or (block_m, width) == (128, 256) else 2 if paired else 3
 
@@ -123,13 +127,13 @@ class TileLists:
         pattern_of: int32 `[mask_batch, mask_heads]`.
         items: int32 `[I, 8]` on the CPU, the items (jobs of any head) of all patterns: row block, tiles [begin, partial
             end, end), the best to begin with first (`begins.py`), parts of its row block, first chunk and chunk, bitmap
-            of the first tile. Of pairs `[I, 11]`: that of the second row block's first tile, and how many tiles the
-            first, and the second, has alone.
+            of the first tile. Of pairs `[I, 11]`: bitmaps of the first tile for each of the two row blocks, and how
+            many tiles each leaves out.
         item_ptr: int32 `[P + 1]` on the CPU, items of a pattern.
         tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab, or `-1 - c` in all slabs of a half
             tile whose 64 columns follow each other from c. Without slabs `[T + 2, 1]`, the first column of the tile.
         tile_bitmap: int32 `[T + 3]`, row of bitmaps. Of pairs `[T + 3, 2]`: of the tiles that each row block computes,
-            in this order, from the item's first tile on.
+            in this order, from the item's first tile on; and from bit `LEFT_OUT_BIT` on, how many it leaves out before.
         bitmaps: int32 `[U, block_m, 4]`, of pairs `[U, 64, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
         ranges: int32 `[I, RANGE_FIELDS]` for tiles that change on the device: what items say of tiles then only serves

@@ -1,17 +1,16 @@
-"""Two row blocks of 64 rows in one job of the Hopper kernel, a warpgroup for each.
+"""Two row blocks of 64 rows in one job of the Hopper kernel, a warpgroup for each, with tiles of its own.
 
-Tiles that both want are copied once. Tiles that one wants alone are computed by its warpgroup, while the other leaves
-them out. So the tensor cores do no more than for the row blocks by themselves, and the L2 cache is read less.
+Tiles that both want are copied once. Whoever does not want a tile leaves it out. So the tensor cores do no more than
+for the row blocks by themselves, and the L2 cache is read less.
 
-A job's tiles lie in this order: one of both row blocks; those of the first alone and of the second alone, by turns as
-far as there are both; the others of both with bits for either; and those that both keep whole. So a warpgroup leaves
-out tiles between two of its own. Meanwhile it keeps a place of the ring, for the values of the one before: it may leave
-out no more than `MOST_LEFT_OUT` in a row.
+A job begins with a tile that both compute; tiles that both keep whole come last. Between these, each kind of tile (who
+wants it) is spread evenly, and the last is again one of both. So a warpgroup leaves out tiles between two of its own.
+Meanwhile it keeps a place of the ring, for the values of the one before: it may leave out no more than `MOST_LEFT_OUT`
+in a row, and computes the next one of which it keeps nothing.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.begins import best_first
-from stof.kernels.hopper.jobs import SMALL_TILE, TileLists, check_reads, past_the_end, slabs_and_reads
-from stof.kernels.triton.work import accumulator_order, parts_of
+from stof.kernels.hopper.jobs import LEFT_OUT_BIT, SMALL_TILE, TileLists, check_reads, past_the_end, slabs_and_reads
+from stof.kernels.triton.work import accumulator_order
 from stof.layout import Layout
 from stof.layout.build import shared
 
@@ -28,18 +27,22 @@ from stof.layout.build import shared
 MOST_LEFT_OUT = 3
 # A tile's copies, in computed tiles of one warpgroup: a guess.
 _COPY_COST = 0.5
-# Kinds of tiles, in their order.
-_FIRST, _SECOND, _BOTH, _WHOLE = range(4)
 # Numbers of the bits of slabs that keep nothing, and everything.
 _NOTHING, _EVERYTHING = 0, 1
+# Row blocks of a job; and kinds of tiles: number w - 1 is wanted by those whose bits are set in w. Of the tiles of all,
+# those that all keep whole come behind.
+_ROW_BLOCKS = 2
+_KINDS = 2**_ROW_BLOCKS
+_OF_BOTH, _WHOLE = _KINDS - 2, _KINDS - 1
+# Steps in which the places of tiles are told.
+_FINE = 2**20
 
 
-def make_paired_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
-    """Prepare a layout; as `make_tile_lists`, which see.
+def make_paired_lists(layout: Layout) -> TileLists:
+    """Prepare a layout; as `make_tile_lists`, which see. No row block is split.
 
     Args:
         layout: tiles of 64 x 64, contiguous or in slabs of 16, rows in their own order.
-        split_tiles: pairs with more tiles are cut into about equal chunks of at most so many; 0 never cuts.
 
     Raises:
         UnfitLayoutError: other layouts; tiles hold keys that no query sees.
@@ -50,25 +53,25 @@ def make_paired_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     check_reads(layout, slabs_and_reads(layout)[1])
     per_tile = config.slabs_per_tile
     parts, slabs = _slabs(layout)
-    blocks = -(-layout.row_blocks // 2)
-    kind, chunks, tiles = _kinds(slabs, layout.patterns * blocks, per_tile, split_tiles)
-    order = torch.argsort(slabs.pair * 4 + kind, stable=True)
-    group = (slabs.pair * 4 + kind)[order]
+    blocks = -(-layout.row_blocks // _ROW_BLOCKS)
+    kind, tiles = _kinds(slabs, layout.patterns * blocks, per_tile)
+    order = torch.argsort(slabs.job * _KINDS + kind, stable=True)
+    group = (slabs.job * _KINDS + kind)[order]
     rank = torch.arange(len(order), device=order.device) - torch.searchsorted(group, group)
     tile = (tiles.flatten().cumsum(0) - tiles.flatten())[group] + torch.div(rank, per_tile, rounding_mode="floor")
     slot = torch.remainder(rank, per_tile)
     count = int(tiles.sum())
     columns = torch.full((count, per_tile), -1, dtype=torch.int64, device=order.device)
     columns[tile, slot] = slabs.column[order]
-    numbers = torch.full((count, 2, per_tile), _NOTHING, dtype=torch.int64, device=order.device)
+    numbers = torch.full((count, _ROW_BLOCKS, per_tile), _NOTHING, dtype=torch.int64, device=order.device)
     numbers[tile, :, slot] = slabs.bits[order]
     covered = (parts != 0).any(2)[numbers].any(2).flatten(1).sum(1)
-    placed = _placed(tiles, chunks, covered)
-    bitmaps, number = _bitmaps(parts, numbers[placed.tile], per_tile)
-    tile_bitmap = _by_half(placed, number.view(count, 2))
-    items, item_ptr, most = _items(placed, chunks.cpu(), layout.patterns, blocks)
-    items[:, 7:9] = tile_bitmap.cpu()[items[:, 1].long()]
-    columns = torch.nn.functional.pad(columns[placed.tile], (0, 0, 0, 2), value=-1)
+    placed = _placed(tiles, covered)
+    bitmaps, number = _bitmaps(parts, numbers[placed.order], per_tile)
+    tile_bitmap, left_out = _by_row_block(placed, number.view(count, _ROW_BLOCKS))
+    items = _items(placed, left_out, tile_bitmap, blocks)
+    item_ptr = torch.arange(layout.patterns + 1, dtype=torch.int32) * blocks
+    columns = torch.nn.functional.pad(columns[placed.order], (0, 0, 0, 2), value=-1)
     return TileLists(
         pattern_of=layout.pattern_of.contiguous(),
         items=items,
@@ -79,29 +82,29 @@ def make_paired_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         row_order=layout.pattern_of.new_empty(0),
         ranges=layout.pattern_of.new_empty(0),
         aside=layout.pattern_of.new_empty(0),
-        block_m=2 * config.block_m,
+        block_m=_ROW_BLOCKS * config.block_m,
         block_n=config.block_n,
         q_len=layout.q_len,
         kv_len=layout.kv_len,
         slab=config.slab or 0,
         row_step=1,
         column_step=1,
-        chunks=most,
+        chunks=0,
         has_full=bool((items[:, 2] < items[:, 3]).any()),
         paired=True,
     )
 
 
 class _Slabs(NamedTuple):
-    """Slabs of pairs in order, `n` of them; contiguous tiles are slabs as wide as a tile.
+    """Slabs of jobs in order, `n` of them; contiguous tiles are slabs as wide as a tile.
 
     Attributes:
-        pair: int64 `[n]`, of all patterns.
+        job: int64 `[n]`, of all patterns.
         column: int64 `[n]`, the first.
-        bits: int64 `[n, 2]`, what each of the two row blocks keeps of it.
+        bits: int64 `[n, row blocks]`, what each of the job's row blocks keeps of it.
     """
 
-    pair: Tensor
+    job: Tensor
     column: Tensor
     bits: Tensor
 
@@ -132,157 +135,151 @@ def _slabs(layout: Layout) -> tuple[Tensor, _Slabs]:
     owner = layout.tile_row_block()[tile]
     pattern = torch.div(owner, layout.row_blocks, rounding_mode="floor")
     block = torch.remainder(owner, layout.row_blocks)
-    pair = pattern * -(-layout.row_blocks // 2) + torch.div(block, 2, rounding_mode="floor")
+    job = pattern * -(-layout.row_blocks // _ROW_BLOCKS) + torch.div(block, _ROW_BLOCKS, rounding_mode="floor")
     across = -(-layout.kv_len // slab)
     found, place = torch.unique(
-        pair * across + torch.div(columns[tile, slot], slab, rounding_mode="floor"), return_inverse=True
+        job * across + torch.div(columns[tile, slot], slab, rounding_mode="floor"), return_inverse=True
     )
-    both = torch.full((len(found), 2), _NOTHING, dtype=torch.int64, device=base.device)
-    both[place, torch.remainder(block, 2)] = bits[tile, slot]
+    both = torch.full((len(found), _ROW_BLOCKS), _NOTHING, dtype=torch.int64, device=base.device)
+    both[place, torch.remainder(block, _ROW_BLOCKS)] = bits[tile, slot]
     return distinct[order], _Slabs(
         torch.div(found, across, rounding_mode="floor"), torch.remainder(found, across) * slab, both
     )
 
 
-def _kinds(slabs: _Slabs, pairs: int, per_tile: int, split_tiles: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Kind of tile that each slab goes to, chunks of each pair, and tiles of each kind, int64 `[pairs, 4]`."""
-    first, second = slabs.bits.unbind(1)
-    kind = torch.where(first == _NOTHING, _SECOND, torch.where(second == _NOTHING, _FIRST, _BOTH))
+def _kinds(slabs: _Slabs, jobs: int, per_tile: int) -> tuple[Tensor, Tensor]:
+    """Kind of tile that each slab goes to, and tiles of each kind, int64 `[jobs, kinds]`."""
+    who = torch.arange(_ROW_BLOCKS, device=slabs.bits.device)
+    kind = ((slabs.bits != _NOTHING).long() << who).sum(1) - 1
     kind = torch.where((slabs.bits == _EVERYTHING).all(1), _WHOLE, kind)
-    group = slabs.pair * 4 + kind
-    count = torch.bincount(group, minlength=4 * pairs)
+    group = slabs.job * _KINDS + kind
+    count = torch.bincount(group, minlength=_KINDS * jobs)
     order = torch.argsort(group, stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device) - (count.cumsum(0) - count)[group[order]]
-    # Few numbers, in many small steps: on the CPU.
-    count = count.view(pairs, 4).cpu()
-    total = count.sum(1)
-    whole = count[:, _WHOLE] - torch.remainder(count[:, _WHOLE], per_tile)
-    chunks = parts_of(_tiles(total, per_tile), split_tiles)
-    apart = _apart(count, whole, chunks, per_tile)
-    kept = torch.stack([apart[:, 0], apart[:, 1], count[:, _BOTH], whole], 1)
-    tiles = _tiles(torch.stack([apart[:, 0], apart[:, 1], total - apart.sum(1) - whole, whole], 1), per_tile)
+    count = count.view(jobs, _KINDS)
+    left = torch.remainder(count, per_tile)
+    moved = left * _joining(left, per_tile)
+    kept = count - moved
+    kept[:, _OF_BOTH] += moved.sum(1)
+    tiles = torch.div(kept + per_tile - 1, per_tile, rounding_mode="floor")
     # What has no tile gets one that keeps nothing.
-    tiles[:, _BOTH] += tiles.sum(1) == 0
-    chunks = torch.minimum(chunks, tiles[:, _BOTH:].sum(1))
-    moved = (kind != _BOTH) & (rank >= kept.flatten().to(rank.device)[group])
-    return torch.where(moved, _BOTH, kind), chunks.to(rank.device), tiles.to(rank.device)
+    tiles[:, _OF_BOTH] += tiles.sum(1) == 0
+    joins = (kind != _OF_BOTH) & (rank >= kept.flatten()[group])
+    return torch.where(joins, _OF_BOTH, kind), tiles
 
 
-def _tiles(slabs: Tensor, per_tile: int) -> Tensor:
-    return torch.div(slabs + per_tile - 1, per_tile, rounding_mode="floor")
-
-
-def _apart(count: Tensor, whole: Tensor, chunks: Tensor, per_tile: int) -> Tensor:
-    """How many slabs of the first and of the second row block alone get tiles of their own, int64 `[pairs, 2]`.
-
-    The others join tiles of both, where there may be room. Every chunk needs a tile of both to begin with, and one to
-    go on with behind those that are apart; of which one row block may not have many more than the other.
+def _joining(left: Tensor, per_tile: int) -> Tensor:
+    """Which kinds' slabs that fill no tile of their own join tiles of all, where there may be room: as costs least.
 
     Args:
-        count: int64 `[pairs, 4]`, slabs of each kind.
-        whole: int64 `[pairs]`, of those that both keep whole, the ones that fill tiles.
-        chunks: int64 `[pairs]`.
+        left: int64 `[jobs, kinds]`, how many of them there are, less than `per_tile`.
     """
-    uneven = torch.where(chunks > 1, chunks, MOST_LEFT_OUT - 1)
-    sizes = count[:, _FIRST], count[:, _SECOND]
-    options = []
-    for n, other in (sizes, sizes[::-1]):
-        even = torch.minimum(n, (_tiles(other, per_tile) + uneven) * per_tile)
-        options.append((n, n - torch.remainder(n, per_tile), (n - per_tile).clamp(min=0), even, n * 0))
-    best = torch.full((len(count),), float("inf"))
-    chosen = torch.zeros(len(count), 2, dtype=torch.int64)
-    for first, second in itertools.product(*options):
-        both = _tiles(count.sum(1) - whole - first - second, per_tile) + _tiles(whole, per_tile)
-        first_tiles, second_tiles = _tiles(first, per_tile), _tiles(second, per_tile)
-        apart = first_tiles + second_tiles
-        serves = (apart == 0) | ((both >= 2 * chunks) & ((first_tiles - second_tiles).abs() <= uneven))
-        cost = torch.where(serves, apart + 2 * both + _COPY_COST * (apart + both), float("inf"))
-        chosen = torch.where((cost < best)[:, None], torch.stack([first, second], 1), chosen)
-        best = torch.minimum(best, cost)
-    return chosen
+    alike, number = torch.unique(left.cpu(), dim=0, return_inverse=True)
+    options = (torch.arange(2**_OF_BOTH)[:, None] >> torch.arange(_KINDS)) & 1
+    # Whole ones always do: a tile has bits or it has none.
+    options[:, _WHOLE] = 1
+    wanted_by = torch.tensor([(w + 1).bit_count() for w in range(_OF_BOTH)] + [_OF_BOTH.bit_length()] * 2)
+    joined = (alike[:, None] * options).sum(2) + alike[:, _OF_BOTH, None]
+    together = torch.div(joined + per_tile - 1, per_tile, rounding_mode="floor")
+    apart = (alike[:, None] > 0) & (options == 0)
+    apart[:, :, _OF_BOTH] = False
+    cost = together * (wanted_by[_OF_BOTH] + _COPY_COST) + (apart * (wanted_by + _COPY_COST)).sum(2)
+    return options[cost.argmin(1)][number].to(left.device)
 
 
 class _Placed(NamedTuple):
-    """All tiles in the order of jobs; `n` of them, in `i` items.
+    """All tiles in the order of jobs; `n` of them, in `j` jobs.
 
     Attributes:
-        tile: int64 `[n]`, which tile, of those by pair, kind and number among these.
-        kind, item: int64 `[n]`.
-        tiles: int64 `[i, 4]`, those of each kind of an item.
-        whole_first: bool `[i]`, whether an item begins with a tile that both keep whole.
+        order: int64 `[n]`, which tile, of those by job, kind and number among these.
+        job: int64 `[n]`.
+        computed: bool `[n, row blocks]`, who computes it.
+        begin, with_bits, tiles: int64 `[j]`, a job's first tile, how many tiles have bits, and how many there are.
     """
 
-    tile: Tensor
-    kind: Tensor
-    item: Tensor
+    order: Tensor
+    job: Tensor
+    computed: Tensor
+    begin: Tensor
+    with_bits: Tensor
     tiles: Tensor
-    whole_first: Tensor
 
 
-def _placed(tiles: Tensor, chunks: Tensor, covered: Tensor) -> _Placed:
-    """Share out each pair's tiles, `[pairs, 4]`, to its chunks, given the rows that keep something of each tile."""
+def _placed(tiles: Tensor, covered: Tensor) -> _Placed:
+    """Put each job's tiles, `[jobs, kinds]`, in order, given the rows that keep something of each."""
+    jobs = len(tiles)
     flat = tiles.flatten()
     group = torch.repeat_interleave(torch.arange(len(flat), device=flat.device), flat)
     rank = torch.arange(len(group), device=flat.device) - (flat.cumsum(0) - flat)[group]
-    pair, kind = torch.div(group, 4, rounding_mode="floor"), torch.remainder(group, 4)
-    # Those of both row blocks are shared out together: each chunk gets one.
-    of_both = tiles[:, _BOTH] + tiles[:, _WHOLE]
-    among = torch.where(kind == _WHOLE, rank + tiles[pair, _BOTH], rank)
-    total = torch.where(kind >= _BOTH, of_both[pair], flat[group])
-    chunk = torch.div(among * chunks[pair], total, rounding_mode="floor")
-    item = (chunks.cumsum(0) - chunks)[pair] + chunk
-    first = best_first(item, torch.where(kind >= _BOTH, covered, -1), kind == _WHOLE)
-    # Those apart by turns, by their number in the chunk.
-    number = rank - torch.div(chunk * flat[group] + chunks[pair] - 1, chunks[pair], rounding_mode="floor")
-    most = int(flat.max()) + 1
-    place = torch.where(kind < _BOTH, 2 * number + kind, 2 * most + kind)
+    job, kind = torch.div(group, _KINDS, rounding_mode="floor"), torch.remainder(group, _KINDS)
+    shared_one = kind >= _OF_BOTH
+    begins = shared_one | ~(tiles[:, _OF_BOTH:].sum(1) > 0)[job]
+    first = best_first(job, torch.where(begins, covered, -1), kind == _WHOLE)
+    # Another one of all closes those with bits.
+    closing = (kind == _OF_BOTH) & ~first
+    last = torch.full((jobs,), -1, device=flat.device).scatter_reduce(0, job[closing], rank[closing], "amax")
+    closing &= rank == last[job]
+    place = torch.div((2 * rank + 1) * _FINE, 2 * flat[group], rounding_mode="floor") * _KINDS
+    place += kind
+    place = torch.where(closing, _FINE * _KINDS, torch.where(kind == _WHOLE, _FINE * _KINDS + 1, place))
     place = torch.where(first, -1, place)
-    order = torch.argsort(item * (2 * most + 8) + place, stable=True)
-    count = torch.bincount(item * 4 + kind, minlength=4 * int(chunks.sum())).view(-1, 4)
-    whole_first = torch.zeros(len(count), dtype=torch.bool, device=flat.device)
-    whole_first[item[first]] = kind[first] == _WHOLE
-    return _Placed(order, kind[order], item[order], count, whole_first)
+    order = torch.argsort(job * (_FINE * _KINDS + 3) + place, stable=True)
+    job, kind, first, shared_one = job[order], kind[order], first[order], shared_one[order]
+
+    count = tiles.sum(1)
+    begin = count.cumsum(0) - count
+    with_bits = torch.bincount(job[(kind != _WHOLE) | first], minlength=jobs)
+    who = torch.arange(_ROW_BLOCKS, device=flat.device)
+    computed = ((((kind + 1)[:, None] >> who) & 1) > 0) | shared_one[:, None]
+    computed[begin] = True
+    # Where the last tile with bits is not of all, a whole one behind it takes bits, or all compute it.
+    lacks = ~shared_one[begin + with_bits - 1]
+    more = lacks & (with_bits < count)
+    computed[(begin + with_bits - 1)[lacks & ~more]] = True
+    with_bits = with_bits + more.long()
+    # Nor does anyone leave out too many in a row.
+    left_out = torch.arange(len(job), device=flat.device)[:, None] - _last_computed(computed)
+    computed |= (left_out > 0) & (torch.remainder(left_out, MOST_LEFT_OUT + 1) == 0)
+    return _Placed(order, job, computed, begin, with_bits, count)
 
 
-def _by_half(placed: _Placed, number: Tensor) -> Tensor:
-    """Bitmaps of the tiles that each half computes, in its own order from an item's begin: int64 `[n + 3, 2]`.
+def _last_computed(computed: Tensor) -> Tensor:
+    """The last place up to each at which a row block computes a tile, int64 `[n, row blocks]`, from the first on."""
+    at = torch.arange(len(computed), device=computed.device)[:, None]
+    return torch.where(computed, at, -1).cummax(0).values
+
+
+def _by_row_block(placed: _Placed, number: Tensor) -> tuple[Tensor, Tensor]:
+    """`TileLists.tile_bitmap`, int64 `[n + 3, row blocks]`, and tiles that each leaves out, `[j, row blocks]`.
 
     Args:
-        number: int64 `[n, 2]`, for each place.
+        number: int64 `[n, row blocks]`, bitmaps for each place.
     """
-    total = placed.tiles.sum(1)
-    begin = (total.cumsum(0) - total)[placed.item]
-    out = torch.zeros(len(number) + 3, 2, dtype=torch.int64, device=number.device)
-    for half, other in enumerate((_SECOND, _FIRST)):
-        mine = placed.kind != other
-        before = mine.long().cumsum(0) - mine.long()
-        out[(begin + before - before[begin])[mine], half] = number[mine, half]
-    return out
+    computed = placed.computed
+    before = computed.long().cumsum(0) - computed.long()
+    own = placed.begin[placed.job, None] + before - before[placed.begin][placed.job]
+    gap = torch.zeros_like(number)
+    gap[1:] = torch.arange(len(number) - 1, device=number.device)[:, None] - _last_computed(computed)[:-1]
+    gap[placed.begin] = 0
+    out = number.new_zeros(len(number) + 3, number.shape[1])
+    for row_block in range(number.shape[1]):
+        mine = computed[:, row_block]
+        out[own[mine, row_block], row_block] = (number + (gap << LEFT_OUT_BIT))[mine, row_block]
+    left_out = torch.zeros(len(placed.tiles), number.shape[1], dtype=torch.int64, device=number.device)
+    return out, left_out.index_add_(0, placed.job, (~computed).long())
 
 
-def _items(placed: _Placed, chunks: Tensor, patterns: int, blocks: int) -> tuple[Tensor, Tensor, int]:
-    """`TileLists.items` without bitmaps, `item_ptr`, and the most chunks of a pattern's split pairs; on the CPU."""
-    count, whole_first = placed.tiles.cpu(), placed.whole_first.cpu()
-    pair = torch.repeat_interleave(torch.arange(len(chunks)), chunks)
-    chunk = torch.arange(len(pair)) - (chunks.cumsum(0) - chunks)[pair]
-    end = count.sum(1).cumsum(0)
-    begin = end - count.sum(1)
-    apart = count[:, _FIRST] + count[:, _SECOND]
-    # The tile with which a warpgroup goes on after those it leaves out is one that may have bits.
-    rest = torch.maximum(count[:, _BOTH] - (~whole_first).long(), (apart > 0).long())
-    split = torch.where(chunks > 1, chunks, 0).view(patterns, blocks)
-    first_chunk = (split.cumsum(1) - split).flatten()
-    zero = torch.zeros_like(chunk)
-    fields = [pair % blocks, begin, begin + 1 + apart + rest, end, chunks[pair], first_chunk[pair], chunk, zero, zero,
-              count[:, _FIRST], count[:, _SECOND]]  # fmt: skip
-    pattern = torch.div(pair, blocks, rounding_mode="floor")
-    item_ptr = torch.nn.functional.pad(torch.bincount(pattern, minlength=patterns).cumsum(0), (1, 0)).int()
-    return torch.stack(fields, 1).int(), item_ptr, int(split.sum(1).max())
+def _items(placed: _Placed, left_out: Tensor, tile_bitmap: Tensor, blocks: int) -> Tensor:
+    """`TileLists.items`, on the CPU."""
+    begin, end = placed.begin, placed.begin + placed.tiles
+    job = torch.arange(len(begin), device=begin.device)
+    fields = torch.stack([job % blocks, begin, begin + placed.with_bits, end, job * 0 + 1, job * 0, job * 0], 1)
+    return torch.cat([fields, tile_bitmap[begin], left_out], 1).int().cpu()
 
 
 def _bitmaps(parts: Tensor, numbers: Tensor, per_tile: int) -> tuple[Tensor, Tensor]:
-    """Distinct bitmaps, int32 `[U, 64, 4]`, and their numbers `[2 n]`, of tiles with such slabs `[n, 2, per_tile]`."""
+    """Distinct bitmaps, int32 `[U, 64, 4]`, and numbers of tiles with such slabs `[n, row blocks, per_tile]`."""
     distinct, number = torch.unique(numbers.flatten(0, 1), dim=0, return_inverse=True)
     width = 16 // per_tile
     words = parts[distinct[:, 0]]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stof.kernels.hopper.ends import cut_ends
-from stof.kernels.hopper.jobs import JOB_FIELDS, LATE, TileLists
+from stof.kernels.hopper.jobs import JOB_FIELDS, LATE, PAIR_BITMAP, PAIR_LEFT_OUT, TileLists
 from stof.layout.build import PARTIAL_TILE_COST
 
 # What starting and ending a job costs, in full tiles.
@@ -33,9 +33,9 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
         int32 `[min(blocks, J), 32]`; both on the CPU.
         Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
         its first chunk, chunk, pattern, bitmap of the first tile; where tiles change on the device then what is added
-        to the results, and in field 14 the item. Of pairs field 11 is the bitmap of the second row block's first tile,
-        and 13 and 14 the tiles that the first, and the second, has alone. Field 15 is the kernel's own: which job a
-        record is of.
+        to the results, and in field 14 the item. Of pairs, fields from `PAIR_LEFT_OUT` on are how many tiles each row
+        block leaves out, and those from `PAIR_BITMAP` on the bitmaps of their first ones. Field 15 is the kernel's own:
+        which job a record is of.
         A start: the thread block's first job, in field 12 the number of all jobs, and the columns of the first job's
         first tile.
     """
@@ -50,8 +50,8 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     rows[:, 5] += group * lists.chunks
     tiles = rows[:, 1:4].clone()
     if lists.paired:
-        # Two warpgroups at once.
-        tiles[:, 0] += torch.div(rows[:, 9] + rows[:, 10], 2, rounding_mode="floor")
+        # As long as the warpgroup with more.
+        tiles[:, 0] += rows[:, 9:11].amin(1)
     cost = job_costs(rows[:, 0], tiles, lists)
     # Heads side by side come first, but jobs that would stick out at the end before all others; then longest first.
     together = torch.div(group, side, rounding_mode="floor")
@@ -75,8 +75,8 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     if lists.ranges.numel():
         jobs[:-1, 14] = item
     if lists.paired:
-        jobs[:-1, 11] = rows[:, 8]
-        jobs[:-1, 13:15] = rows[:, 9:11]
+        jobs[:-1, PAIR_BITMAP : PAIR_BITMAP + 2] = rows[:, 7:9]
+        jobs[:-1, PAIR_LEFT_OUT : PAIR_LEFT_OUT + 2] = rows[:, 9:11]
     first = jobs[: min(blocks, len(rows))].clone()
     first[:, 12] = len(rows)
     columns = lists.tile_columns[first[:, 3].to(lists.tile_columns.device)].cpu()

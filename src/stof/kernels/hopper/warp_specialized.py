@@ -27,7 +27,7 @@ from stof.kernels.hopper.device import (
     of_lane,
     tile_layout,
 )
-from stof.kernels.hopper.jobs import JOB_FIELDS
+from stof.kernels.hopper.jobs import JOB_FIELDS, PAIR_BITMAP, PAIR_LEFT_OUT
 from stof.kernels.hopper.producer import (
     PASSED,
     bias_bytes,
@@ -42,6 +42,8 @@ from stof.kernels.hopper.producer import (
 from stof.kernels.triton.turns import let_next, wait_turn
 
 FIELDS = gl.constexpr(JOB_FIELDS)
+LEFT_OUT = gl.constexpr(PAIR_LEFT_OUT)
+BITMAP = gl.constexpr(PAIR_BITMAP)
 
 
 @gluon.jit
@@ -168,19 +170,17 @@ def warp_specialized_kernel(
                slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES), 1,
                v_full.index(1), kv_step, v_residue_stride, BLOCK_N, D, SLAB, 0)  # fmt: skip
 
-    second_bitmap = 0
-    firsts = 0
-    seconds = 0
+    own_bitmaps = (0, 0)
+    left_out = (0, 0)
     if PAIRED:
-        second_bitmap = of_lane(start, 11)
-        firsts = of_lane(start, 13)
-        seconds = of_lane(start, 14)
+        own_bitmaps = (of_lane(start, BITMAP), of_lane(start, BITMAP + 1))
+        left_out = (of_lane(start, LEFT_OUT), of_lane(start, LEFT_OUT + 1))
     shared = (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr + 1, row_order_ptr, jobs_ptr,
         job_count, records, passed_on, whose_first(start, SPLIT), of_lane(start, 3), of_lane(start, 4),
         of_lane(start, 5), of_lane(start, 10), tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, bias_smem,
         out_smem, q_full, q_empty, k_full, v_full, kv_empty, q_len, heads, rows_per_residue, out_residue_stride,
-        scale, softcap, second_bitmap, firsts, seconds,
+        scale, softcap, own_bitmaps, left_out,
     )  # fmt: skip
     lists = (
         q_desc, jobs_ptr, job_count, counters_ptr, records, passed_on, tiles_ptr, q_smem,
