@@ -76,7 +76,7 @@ class Assembled:
     Kernels have no arrays of their own, so the stack is what was spilled. `losses` is what the assembler says of losses
     of speed, such as wgmma instructions that wait for each other, and barriers of the hardware that are taken twice;
     `stalls` are loops that lost their pipeline; `narrow` counts reads of 2 bytes, and copies of less than 16 to shared
-    memory.
+    memory; `kept` the predicates that are moved to registers, of kernels whose warps trade these.
     """
 
     registers: int
@@ -86,6 +86,7 @@ class Assembled:
     losses: list[str]
     stalls: list[str]
     narrow: int
+    kept: int
     seconds: float
 
 
@@ -110,6 +111,7 @@ def assemble(source: ASTSource, arch: int, options: dict[str, Any]) -> Assembled
         losses=[line for line in said.splitlines() if "(C75" in line] + _clashes(ptx),
         stalls=_stalls(kernel.asm["ttgir"], kernel.metadata.num_stages),
         narrow=len(re.findall(r"\bld\.global(?:\.\w+|::\w+)*\.[bu]16\b", ptx)) + _narrow_copies(ptx),
+        kept=kernel.asm["sass"].count("P2R ") if "setmaxnreg" in ptx else 0,
         seconds=round(seconds, 2),
     )
 
@@ -138,8 +140,8 @@ class Compiled:
     """What a compiled kernel takes: registers and spilled bytes of a thread, shared memory of a program.
 
     `estimated` is the selector's figure for the shared memory, 0 where it has none; `block_m` are the rows of a tile,
-    `resident` the Hopper kernel's thread blocks that a multiprocessor has to hold at once; `narrow` is as above;
-    `warnings` are loops that lost their pipeline, and for kernels that place wgmma and barriers by hand what the
+    `resident` the Hopper kernel's thread blocks that a multiprocessor has to hold at once; `narrow` and `kept` are as
+    above; `warnings` are loops that lost their pipeline, and for kernels that place wgmma and barriers by hand what the
     assembler says of its own losses of speed, and barriers of the hardware that are taken twice.
     """
 
@@ -155,6 +157,7 @@ class Compiled:
     resident: int
     itemsize: int
     narrow: int
+    kept: int
     warnings: list[str]
     seconds: float
 

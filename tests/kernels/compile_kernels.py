@@ -381,6 +381,7 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
         resident=blocks,
         itemsize=case.call.dtype.itemsize,
         narrow=made.narrow,
+        kept=made.kept,
         warnings=made.losses if choice.implementation in _HOPPER else made.stalls,
         seconds=made.seconds,
     )

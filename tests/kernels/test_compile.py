@@ -47,6 +47,9 @@ SPILLS = {
 LIMITS = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 # What the hardware takes of a multiprocessor's shared memory for each program; the limit leaves room for one.
 RESERVED = 1024
+# Predicates that the Hopper kernel may move to registers. Where it takes a tile again by its bits, the assembler would
+# keep every one of them, in each tile that needs no such thing: 24 to 106 moves, and 3 to 5 % of a call.
+KEPT = 16
 # What the selector's estimate may miss.
 UNCOUNTED = 4096
 
@@ -143,6 +146,8 @@ def faults(kernel: dict[str, Any]) -> list[str]:
         found.append(f"takes {kernel['shared']} bytes of shared memory, too much for {programs} at once")
     if kernel["group"] == "bias" and bool(kernel["narrow"]) != kernel["name"].endswith("in odd rows"):
         found.append(f"reads less than 16 bytes at once in {kernel['narrow']} places")
+    if kernel["kept"] > KEPT:
+        found.append(f"moves {kernel['kept']} predicates to registers: are a tile's bits kept for a branch?")
     if kernel["arch"] == 90 and kernel["block_m"] >= 64 and kernel["itemsize"] <= 2 and not kernel["wgmma"]:
         found.append("has no wgmma")
     return found + kernel["warnings"]
