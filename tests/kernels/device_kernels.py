@@ -79,4 +79,4 @@ def compiled_for_device(group: str, kernel: Any, given: list[Any], options: dict
     """Compile one for one GPU."""
     made = assemble(device_source(kernel, given, arch), arch, options)
     name, taken = kernel.__name__, (made.registers, made.spilled, made.shared)
-    return Compiled(group, name, arch, *taken, 0, False, 0, 1, 4, 0, [], made.seconds)
+    return Compiled(group, name, arch, *taken, 0, False, 0, 1, 4, 0, made.kept, [], made.seconds)
