@@ -48,7 +48,7 @@ LIMITS = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 # What the hardware takes of a multiprocessor's shared memory for each program; the limit leaves room for one.
 RESERVED = 1024
 # Predicates that the Hopper kernel may move to registers. Where it takes a tile again by its bits, the assembler would
-# keep every one of them, in each tile that needs no such thing: 24 to 106 moves, and 3 to 5 % of a call.
+# keep every one of them, in each tile that needs no such thing: 24 to 106 moves.
 KEPT = 16
 # What the selector's estimate may miss.
 UNCOUNTED = 4096

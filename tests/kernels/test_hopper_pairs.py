@@ -110,7 +110,7 @@ def test_random_masks(data: st.DataObject, slab: int | None) -> None:
     [("longformer", 0.7, 1.06), ("bigbird", 0.78, 1.04), ("window512", 0.56, 1.01)],
 )
 def test_keys_are_copied_once(name: str, most_copied: float, most_computed: float) -> None:
-    """Each row block computes its own tiles, filled up with slabs of others, and most copies serve several."""
+    """Each row block computes its own tiles, filled up with slabs of both, and most copies serve both."""
     layout = grid_layout(name, 4096, 16, TILE)
     lists = make_paired_lists(layout)
     copies = int((lists.items[:, 3] - lists.items[:, 1]).sum())

@@ -42,8 +42,8 @@ _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
 # Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/fp8.py` took 1123 us under a
 # full mask of 8192 tokens on an H200, V laid across included, where they rest on 1571.
 _FP8_TILE = 0.73
-# Bytes that thread blocks of an H200 get from its L2 cache in a microsecond: of 8.3 to 10 million, what picks best of
-# all that was measured. Under a full mask, 12 heads of 4096 tokens of 64 in 64 x 128 read 805 MB in 101 us.
+# Bytes of tiles that thread blocks get from an H200's L2 cache in a microsecond, if that alone were to bind: not a rate
+# that was seen (tiles got 8 million at best); of 8.3 to 10 million the one with the best picks among measurements.
 _L2 = 9.4e6
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12

@@ -29,8 +29,8 @@ MOST_LEFT_OUT = 3
 _COPY_COST = 0.5
 # Numbers of the bits of slabs that keep nothing, and everything.
 _NOTHING, _EVERYTHING = 0, 1
-# Row blocks of a job; and kinds of tiles: number w - 1 is wanted by those whose bits are set in w. Of the tiles of all,
-# those that all keep whole come behind.
+# Row blocks of a job; and kinds of tiles: number w - 1 is wanted by those whose bits are set in w. Of those of both,
+# the ones that both keep whole are a kind of their own, the last.
 _ROW_BLOCKS = 2
 _KINDS = 2**_ROW_BLOCKS
 _OF_BOTH, _WHOLE = _KINDS - 2, _KINDS - 1
@@ -170,7 +170,7 @@ def _kinds(slabs: _Slabs, jobs: int, per_tile: int) -> tuple[Tensor, Tensor]:
 
 
 def _joining(left: Tensor, per_tile: int) -> Tensor:
-    """Which kinds' slabs that fill no tile of their own join tiles of all, where there may be room: as costs least.
+    """Which kinds' slabs that fill no tile of their own join tiles of both, where there may be room: as costs least.
 
     Args:
         left: int64 `[jobs, kinds]`, how many of them there are, less than `per_tile`.
@@ -179,7 +179,7 @@ def _joining(left: Tensor, per_tile: int) -> Tensor:
     options = (torch.arange(2**_OF_BOTH)[:, None] >> torch.arange(_KINDS)) & 1
     # Whole ones always do: a tile has bits or it has none.
     options[:, _WHOLE] = 1
-    wanted_by = torch.tensor([(w + 1).bit_count() for w in range(_OF_BOTH)] + [_OF_BOTH.bit_length()] * 2)
+    wanted_by = torch.tensor([(w + 1).bit_count() for w in range(_OF_BOTH)] + [_ROW_BLOCKS] * 2)
     joined = (alike[:, None] * options).sum(2) + alike[:, _OF_BOTH, None]
     together = torch.div(joined + per_tile - 1, per_tile, rounding_mode="floor")
     apart = (alike[:, None] > 0) & (options == 0)
@@ -216,7 +216,7 @@ def _placed(tiles: Tensor, covered: Tensor) -> _Placed:
     shared_one = kind >= _OF_BOTH
     begins = shared_one | ~(tiles[:, _OF_BOTH:].sum(1) > 0)[job]
     first = best_first(job, torch.where(begins, covered, -1), kind == _WHOLE)
-    # Another one of all closes those with bits.
+    # Another one of both closes those with bits.
     closing = (kind == _OF_BOTH) & ~first
     last = torch.full((jobs,), -1, device=flat.device).scatter_reduce(0, job[closing], rank[closing], "amax")
     closing &= rank == last[job]
@@ -233,7 +233,7 @@ def _placed(tiles: Tensor, covered: Tensor) -> _Placed:
     who = torch.arange(_ROW_BLOCKS, device=flat.device)
     computed = ((((kind + 1)[:, None] >> who) & 1) > 0) | shared_one[:, None]
     computed[begin] = True
-    # Where the last tile with bits is not of all, a whole one behind it takes bits, or all compute it.
+    # Where the last tile with bits is not of both, a whole one behind it takes bits, or both compute it.
     lacks = ~shared_one[begin + with_bits - 1]
     more = lacks & (with_bits < count)
     computed[(begin + with_bits - 1)[lacks & ~more]] = True

@@ -44,7 +44,7 @@ class BlockWiseConfig:
         pack: put the query heads of a key head into the rows of one tile (for few query rows).
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
         side: (batch, head) pairs that run the same item side by side, so that K and V stay in the L2 cache; 0 for all.
-        paired: two row blocks to a job, each with a warpgroup of its own (the Hopper kernel alone).
+        paired: two row blocks to a job, each with a warpgroup of its own, and never split (the Hopper kernel alone).
     """
 
     num_warps: int = 4
