@@ -91,36 +91,3 @@ def test_candidates_on_a_gpu(text: str) -> None:
         check_linear(text, t, "gelu_tanh")
         if text != "cublas":
             check_gated(text, tensors(m, n, k, torch.float16, gated=True))
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_residual_in_cublaslt(dtype: torch.dtype) -> None:
-    for m, n, k in ((1, 8, 8), (300, 328, 520), (4096, 768, 3072), (513, 768, 3072)):
-        for transposed in (False, True):
-            t = tensors(m, n, k, dtype, transposed=transposed)
-            # Rows of wider tensors, as slices are.
-            t["x"] = torch.cat((t["x"], t["x"]), 1)[:, :k]
-            t["residual"] = torch.cat((t["residual"], t["residual"]), 1)[:, n:]
-            for bias in (False, True):
-                out = check_linear("cublaslt", t, bias=bias, residual=True)
-                assert all(torch.equal(check_linear("cublaslt", t, bias=bias, residual=True), out) for _ in range(5))
-
-
-def test_a_residual_in_cublaslt_in_a_graph() -> None:
-    """Replayed with other values; its workspace is the graph's."""
-    t = tensors(4096, 768, 3072, torch.float16)
-
-    def call() -> Tensor:
-        config = GemmConfig.parse("cublaslt")
-        return run.compute(run.product("linear", t["x"], t["weight"], t["bias"], t["residual"], "none"), config)
-
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    for seed in (1, 2):
-        for name, other in tensors(4096, 768, 3072, torch.float16, seed=seed).items():
-            t[name].copy_(other)
-        out.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out, call())

@@ -20,7 +20,6 @@ from torch._subclasses import FakeTensor
 from stof.fusion.claims import Claim, Refusal, RowFactors
 from stof.fusion.nodes import through_identities, writes, written_floats
 from stof.fusion.templates.ops import linear_squares
-from stof.fusion.templates.row_scaled import row_factors
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,6 @@ def lower(graph: fx.Graph, choices: Iterable[Choice]) -> None:
     # All calls go in before anything is taken out, so that every spot is still there; a call that reads another
     # segment's result is redirected with all its other readers.
     givers = handed_on((choice for _, choice in placed), order)
-    ours = {result for _, choice in placed for result in choice.claim.results}
     squares: dict[Claim, fx.Node] = {}
     calls: list[list[fx.Node]] = []
     for spot, choice in placed:
@@ -104,7 +102,7 @@ def lower(graph: fx.Graph, choices: Iterable[Choice]) -> None:
                 results, squares[choice.claim] = _insert_giver(graph, choice)
             else:
                 giver = givers.get(choice.claim)
-                results = _insert(graph, choice, ours, None if giver is None else squares[giver])
+                results = _insert(graph, choice, None if giver is None else squares[giver])
         calls.append(results)
     for (_, choice), results in zip(placed, calls, strict=True):
         for before, after in zip(choice.claim.results, results, strict=True):
@@ -118,19 +116,14 @@ def lower(graph: fx.Graph, choices: Iterable[Choice]) -> None:
             graph.erase_node(node)
 
 
-def _insert(graph: fx.Graph, choice: Choice, ours: set[fx.Node], squares: fx.Node | None) -> list[fx.Node]:
-    """The nodes of a claim's call, one for each result; with `squares` of its rows where another call has them.
-
-    Args:
-        ours: nodes whose values calls of templates compute.
-    """
+def _insert(graph: fx.Graph, choice: Choice, squares: fx.Node | None) -> list[fx.Node]:
+    """The nodes of a claim's call, one for each result; with `squares` of its rows where another call has them."""
     claim = choice.claim
     arguments, like = _arguments(graph, claim), claim.results[-1]
     rest: tuple[Any, ...] = ()
     for name, value in arguments.items():
         if isinstance(value, RowFactors) and squares is None:
-            factors = _our_row_factors if through_identities(arguments["x"]) in ours else _row_factors
-            arguments[name] = factors(graph, like, arguments["x"], value.eps)
+            arguments[name] = _row_factors(graph, like, arguments["x"], value.eps)
         elif isinstance(value, RowFactors):
             arguments[name], rest = None, (squares, value.eps)
     out = call(graph, like, "call_function", claim.template.operator, (*arguments.values(), choice.config, *rest))
@@ -161,11 +154,6 @@ def _row_factors(graph: fx.Graph, like: fx.Node, x: fx.Node, eps: float) -> fx.N
     wide = call(graph, like, "call_method", "to", (x, torch.promote_types(value.dtype, torch.float32)))
     mean = call(graph, like, "call_method", "mean", (call(graph, like, "call_method", "square", (wide,)), -1))
     return call(graph, like, "call_method", "rsqrt", (call(graph, like, "call_method", "add", (mean, eps)),))
-
-
-def _our_row_factors(graph: fx.Graph, like: fx.Node, x: fx.Node, eps: float) -> fx.Node:
-    """By an operator: where a template computes x, Inductor has nothing to add to."""
-    return call(graph, like, "call_function", row_factors._opoverload, (x, eps))
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

@@ -81,7 +81,7 @@ def pays(claim: Claim, following: Operator | None = None) -> bool:
     saved = sum((1 if o.kind in NORMS else passes) * _bytes(o) for o in between)
     shape = claim.problem.shape
     flops = 2.0 * shape.m * shape.n * shape.k * (2 if shape.gated else 1)
-    return saved > 0 and saved * FLOPS_PER_BYTE >= flops * (1 / claim.template.speed(claim.problem) - 1)
+    return saved * FLOPS_PER_BYTE >= flops * (1 / claim.template.share - 1)
 
 
 def next_joined(

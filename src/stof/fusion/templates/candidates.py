@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stof.fusion.templates.config import LIBRARY, GemmConfig, GemmShape, unfit
+from stof.fusion.templates.config import GemmConfig, GemmShape, unfit
 
 
 def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[GemmConfig]:
@@ -21,7 +21,7 @@ def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -
         # Fewer programs than that leave nine tenths of a large GPU idle; small tiles do not.
         small = config.block_m * config.block_n <= 64 * 64
         few = tiles * config.split < 13 and not small
-        many = tiles > 2048 and small and config.kind not in LIBRARY
+        many = tiles > 2048 and small and config.kind != "cublas"
         if not (tall or wide or few or many) and idle and not unfit(config, shape, dtype, capability):
             found.append(config)
     return found
@@ -29,7 +29,6 @@ def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -
 
 _CANDIDATES = (
     GemmConfig("cublas"),
-    GemmConfig("cublaslt"),
     GemmConfig("pingpong", 128, 128, 64, stages=5),
     GemmConfig("pingpong", 128, 128, 64, stages=6),
     GemmConfig("pingpong", 64, 256, 64, stages=4),

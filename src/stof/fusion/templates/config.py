@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from stof.errors import ArgumentError
-from stof.fusion.templates.machine import cublaslt_found, tilelang_installed
+from stof.fusion.templates.machine import tilelang_installed
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
@@ -23,11 +23,9 @@ GATED = ("gated_linear", "rms_gated_linear")
 # They may be given an RMSNorm's row factors, whose weight is folded into the product's.
 ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
 # tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. tilelang: TileLang, where it is
-# installed. cublas: PyTorch's own product. cublaslt: cuBLAS's by its own interface, which adds a residual.
-KINDS = ("tile", "persistent", "pingpong", "together", "tilelang", "cublas", "cublaslt")
+# installed. cublas: PyTorch's own product.
+KINDS = ("tile", "persistent", "pingpong", "together", "tilelang", "cublas")
 GLUON = ("pingpong", "together")
-# Their tiles are for them to choose.
-LIBRARY = ("cublas", "cublaslt")
 HALVES = (torch.float16, torch.bfloat16)
 # What weights may be stored as, and the least compute capability that converts it.
 STORED = {torch.int8: (8, 0), torch.float8_e4m3fn: (8, 9)}
@@ -129,7 +127,7 @@ class GemmConfig:
     halves: bool = False
 
     def __str__(self) -> str:
-        if self.kind in LIBRARY:
+        if self.kind == "cublas":
             return self.kind
         parts = [f"{self.block_m}x{self.block_n}x{self.block_k}"]
         parts += [f"{self.warps}w"] * (self.kind not in GLUON)
@@ -145,13 +143,12 @@ class GemmConfig:
             ArgumentError: the text is none.
         """
         found = _PATTERN.fullmatch(text)
-        if text in LIBRARY:
-            return GemmConfig(text)
+        if text == "cublas":
+            return GemmConfig("cublas")
         if found is None:
             raise ArgumentError(
-                f"{text!r} is no configuration; expected {' or '.join(LIBRARY)}, or "
-                "MxNxK[,Ww],Ss,kind[,splitP][,groupG][,halves] with kind one of "
-                f"{', '.join(kind for kind in KINDS if kind not in LIBRARY)}, such as '128x256x64,8w,3s,persistent'"
+                f"{text!r} is no configuration; expected 'cublas' or MxNxK[,Ww],Ss,kind[,splitP][,groupG][,halves] "
+                f"with kind one of {', '.join(KINDS[:-1])}, such as '128x256x64,8w,3s,persistent'"
             )
         return GemmConfig(
             found["kind"],
@@ -256,8 +253,6 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         return [f"{config.kind} does not chain products of {dtype} with {shape.inner} columns between them"]
     if config.kind == "cublas":
         return _unfit_for_cublas(shape)
-    if config.kind == "cublaslt":
-        return _unfit_for_cublaslt(shape, dtype)
     found = []
     tall = config.kind == "together" and config.block_m == 192
     sizes = (64 if tall else config.block_m, config.block_n - config.side, config.block_k)
@@ -340,17 +335,6 @@ def _unfit_for_cublas(shape: GemmShape) -> list[str]:
     return found
 
 
-def _unfit_for_cublaslt(shape: GemmShape, dtype: torch.dtype) -> list[str]:
-    found = []
-    if not cublaslt_found():
-        found.append("PyTorch has loaded no cuBLASLt")
-    if shape.gated or shape.activation != "none" or not shape.residual:
-        found.append("cuBLASLt is there for plain products with a residual")
-    if dtype not in HALVES or not shape.aligned:
-        found.append("cuBLASLt is asked for 16-bit products of rows aligned to 16 bytes")
-    return found
-
-
 def unserved(dtype: torch.dtype, capability: tuple[int, int], *, measured: bool) -> str:
     """What no kernel of ours computes, whatever the shape: "compute capability 7.5", "float64"; "" for nothing.
 
@@ -395,7 +379,6 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     wide = GemmConfig("together", 128, 256, 64, stages=5)
     first = replace(pingpong, stages=6) if not shape.gated else wide if shape.k >= _DEEP else pingpong
     return [
-        *([GemmConfig("cublaslt")] if shape.template == "linear" else []),
         first,
         pingpong,
         GemmConfig("tile", 128, 128, 64, warps=8, stages=3),

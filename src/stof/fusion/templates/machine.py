@@ -32,10 +32,3 @@ def chained(tensor: Tensor) -> dict[str, bool]:
 def tilelang_installed() -> bool:
     """Whether there is a TileLang to import."""
     return importlib.util.find_spec("tilelang") is not None
-
-
-def cublaslt_found() -> bool:
-    """Whether PyTorch has loaded a cuBLASLt that can be called."""
-    from stof.fusion.templates.cublaslt import library
-
-    return library() is not None

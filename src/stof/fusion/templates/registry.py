@@ -14,7 +14,7 @@ from stof.fusion.operators import NORMS, Kind
 from stof.fusion.templates import chain, ops, row_scaled, scaled, twins
 from stof.fusion.templates.buckets import bucket_of, in_bucket
 from stof.fusion.templates.candidates import configs
-from stof.fusion.templates.config import LIBRARY, GemmConfig, GemmShape, default, unfit, unserved
+from stof.fusion.templates.config import GemmConfig, GemmShape, default, unfit, unserved
 
 # What the break-even table of docs/fusion.md asks for at K = 1024.
 _ASSUMED_SHARE = 0.76
@@ -126,11 +126,6 @@ class Template:
         usual = self._usual(problem)
         others = [str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual]
         return [*(twin if usual is None else [""]), *others]
-
-    def speed(self, problem: Problem) -> float:
-        """The share of cuBLAS's speed that the default is assumed to reach, where nothing has been measured."""
-        usual = self._usual(problem) if problem.device.type == "cuda" else None
-        return 1.0 if usual is not None and usual.kind in LIBRARY else self.share
 
     def sums_squares(self, problem: Problem, config: str) -> bool:
         """Whether `stof::linear_squares` may take this template's place, and leaves the sums without another pass."""

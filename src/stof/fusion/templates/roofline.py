@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stof.fusion.templates.config import LIBRARY, GemmConfig, GemmShape
+from stof.fusion.templates.config import GemmConfig, GemmShape
 
 # Operations on 16-bit values that a multiprocessor's tensor cores do in a cycle, by compute capability; others are
 # taken for the fastest.
@@ -27,7 +27,7 @@ def floor_us(
     longer bounds it. Epilogues, launches and latencies come on top. 0 for cuBLAS, whose tiles are its own, and for
     chains, which have two kinds.
     """
-    if config.kind in LIBRARY or shape.inner:
+    if config.kind == "cublas" or shape.inner:
         return 0.0
     width = config.block_n // 2 if shape.gated else config.block_n
     programs = -(-shape.m // config.block_m) * -(-shape.n // width) * config.split

@@ -15,27 +15,6 @@ from stof.fusion.templates.norms import Norm
 from stof.fusion.templates.ops import known, paired
 
 
-@torch.library.custom_op("stof::row_factors", mutates_args=())
-def row_factors(x: Tensor, eps: float) -> Tensor:
-    """`1 / sqrt(mean(x^2) + eps)` of every row: what an RMSNorm multiplies it by, for the operators below.
-
-    A kernel of its own, which is set up while the one that computes x still runs (`kernels/triton/turns.py`).
-
-    Args:
-        x: `[..., K]`.
-        eps: added to the mean square.
-
-    Returns:
-        `[...]`, float32 (float64 for float64 x).
-    """
-    return run.row_factors(x, eps)
-
-
-@row_factors.register_fake
-def _row_factors_fake(x: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
-
-
 @torch.library.custom_op("stof::rms_linear", mutates_args=())
 def rms_linear(
     x: Tensor,

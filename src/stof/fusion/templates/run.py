@@ -15,7 +15,6 @@ from stof.fusion.templates import config as configuration
 from stof.fusion.templates import twins
 from stof.fusion.templates.buckets import bucket_of, in_bucket, nearest_first
 from stof.fusion.templates.config import GATED, GLUON, PART, STORED, GemmConfig, GemmShape, unfit
-from stof.fusion.templates.cublaslt import add_product
 from stof.fusion.templates.machine import chained, machine, programs
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
 
@@ -169,9 +168,6 @@ def compute(call: Product, config: GemmConfig, squares: Tensor | None = None) ->
             _persistent(call, config, out, squares)
         elif config.kind == "tilelang":
             _tilelang(call, config, out)
-        elif config.kind == "cublaslt":
-            assert call.residual is not None
-            add_product(call.x, call.weight, call.bias, call.residual, out)
         else:
             _hopper(call, config, out, rstd, squares)
     return out.view(*call.lead, call.shape.n)
