@@ -13,6 +13,7 @@ from torch import Tensor
 
 import stof
 from stof import LayoutConfig, masks
+from stof.errors import UnsupportedError
 from stof.kernels.cpu.schedule import COLUMN_MULTIPLE
 from stof.layout import orders
 from stof.selection import IMPLEMENTATIONS
@@ -372,16 +373,37 @@ def test_inputs_are_not_written() -> None:
     assert torch.equal(sinks, kept[1])
 
 
-@pytest.mark.parametrize("default", ["meta"])
-def test_the_default_device_does_not_matter(default: str) -> None:
+DRAWN = torch.rand(1100, 1100, generator=torch.Generator().manual_seed(0)) < 0.1
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.bigbird(7, 3) | masks.prefix_lm(600),
+        masks.sliding_window(17),
+        masks.strided(16, 16),
+        masks.dilated_window(50, dilation=4),
+        masks.neighborhood_2d(44, 25, 5),
+        masks.documents(cu_seqlens=[0, 100, 1100]),
+        masks.from_dense(DRAWN),
+        masks.from_function(lambda b, h, q, kv: (q - kv).abs() < 20),
+    ],
+    ids=str,
+)
+def test_the_default_device_does_not_matter(mask: masks.Mask) -> None:
     """Every tensor is made on the inputs' device: here a default device that holds no data."""
     inputs = make_inputs(q_len=1100).qkv
-    mask = masks.bigbird(7, 3) | masks.prefix_lm(600)
     keep = mask.to_dense(1100)
-    with torch.device(default):
+    with torch.device("meta"):
         results = [stof.attention(*inputs, mask, return_lse=True, implementation=name) for name in IMPLS]
     for out, lse in results:
         assert_attention(out, lse, *inputs, keep)
+
+
+def test_a_transform_of_torch_func_is_told_what_to_do() -> None:
+    q, k, v = make_inputs(q_len=20).qkv
+    with pytest.raises(UnsupportedError, match="batch dimension"):
+        torch.vmap(lambda q: stof.attention(q, k, v, "causal"))(torch.stack([q, q]))
 
 
 def test_the_poison_works() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 
 import stof
 from stof import masks, plans
+from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig, build_layout
 from stof.plans import Plan, PlanCache
+from stof.selection.choice import Choice
 from stof.testing import assert_attention, make_inputs
 
 KEEP = torch.ones(64, 64, dtype=torch.bool).tril()
@@ -162,3 +166,37 @@ def test_dead_tensors_do_not_lend_their_plans() -> None:
         out = stof.attention(*inputs, keep)
         torch.testing.assert_close(out, inputs[2][:, :, n : n + 1].expand_as(out))
         del keep
+
+
+def test_a_plan_that_was_called_is_pickled_and_copied() -> None:
+    """As part of a module that is saved: what calls have kept stays behind, and compiled code tells the two apart."""
+    q, k, v = make_inputs(q_len=40).qkv
+    plan = stof.plan(masks.sliding_window(7), 40)
+    expected = stof.attention(q, k, v, plan)
+    for other in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+        assert torch.equal(stof.attention(q, k, v, other), expected)
+        assert other.handle != plan.handle
+        assert Plan.by_handle(other.handle) is other
+    assert Plan.by_handle(plan.handle) is plan
+
+
+@pytest.mark.parametrize(
+    ("implementation", "layout", "kernel"),
+    [
+        ("hopper", LayoutConfig(64, 64, 16), BlockWiseConfig(4, 3, split_tiles=4)),
+        ("hopper", LayoutConfig(128, 128, None), BlockWiseConfig(8, 2)),
+        ("hopper", LayoutConfig(64, 64, None), BlockWiseConfig(4, 5, paired=True)),
+        ("block_wise", LayoutConfig(64, 64, 1), BlockWiseConfig(4, 2, split_tiles=2)),
+    ],
+    ids=str,
+)
+def test_lists_of_jobs_are_made_on_the_host(implementation: str, layout: LayoutConfig, kernel: BlockWiseConfig) -> None:
+    """Also where another device is the default one, as `torch.set_default_device("cuda")` makes it."""
+    built = build_layout(masks.longformer(80, 3), 1000, 1000, layout)
+    choice = Choice(implementation, None, None, kernel)
+    expected = Plan.of_layout(built, "").prepared(choice)
+    with torch.device("meta"):
+        found = Plan.of_layout(built, "").prepared(choice)
+    assert found.sizes == expected.sizes
+    assert len(found.tensors) == len(expected.tensors)
+    assert all(torch.equal(one, other) for one, other in zip(found.tensors, expected.tensors, strict=True))

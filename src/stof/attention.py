@@ -18,7 +18,7 @@ from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.parse import mask_by_key
 from stof.masks.tensors import as_mask
-from stof.ops import attention_op, empty_results, is_plain, no_backward, scales_of
+from stof.ops import attention_op, empty_results, forward_only, is_plain, scales_of
 from stof.plans import Plan, make_plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, refusals
 from stof.selection.implementations import Options
@@ -302,7 +302,7 @@ def _masked_attention_fake(
     return empty_results(q, v)
 
 
-masked_attention_op.register_autograd(no_backward)
+forward_only(masked_attention_op)
 
 
 def explain(

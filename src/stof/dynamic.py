@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
+from stof.host import tensors_on_host
 from stof.kernels.triton.runtime import OVERFLOW, DenseRoom, Problem, WorkRoom, dense_room, fill_dense
 from stof.kernels.triton.runtime_blocks import BlockRoom, block_room, fill_blocks
 from stof.kernels.triton.runtime_slash import SlashRoom, fill_vertical_slash, vertical_slash_room
@@ -57,7 +58,8 @@ class DynamicPlan(Plan):
             repr(mask), lengths, mask.dims(*sizes), device, geometry=self._geometry_of(mask, lengths, device)
         )
         if device.type == "cuda":
-            self._room = make_room(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
+            with tensors_on_host():
+                self._room = make_room(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
         self.update(mask)
 
     def _geometry_of(self, mask: Mask, lengths: tuple[int, int], device: torch.device) -> MaskGeometry:
@@ -224,7 +226,7 @@ class DynamicPlan(Plan):
         if self._room is None:
             return super().survey(geometries, row_order)
         counts = {geometry: self._room.counts(geometry) for geometry in geometries}
-        kept = torch.full((1, self.q_len), self.kv_len)
+        kept = torch.full((1, self.q_len), self.kv_len, device="cpu")
         return Survey(counts, kept, self.mask_batch, self.mask_heads)
 
     def reject(self, choice: Choice, call: CallSpec, error: KernelError) -> None:
@@ -243,13 +245,14 @@ class DynamicPlan(Plan):
         found = self._prepared.get(choice)
         if found is None:
             room = self._room
-            if choice.implementation == "hopper":
-                assert choice.layout is not None
-                lists = room.use_hopper(choice.layout, kernel.split_tiles, self._captured)
-                tensors, sizes = prepared_tiles(lists, kernel)
-            else:
-                room.use_work(self._captured)
-                tensors, sizes = prepared_work(room.work, kernel)
+            with tensors_on_host():
+                if choice.implementation == "hopper":
+                    assert choice.layout is not None
+                    lists = room.use_hopper(choice.layout, kernel.split_tiles, self._captured)
+                    tensors, sizes = prepared_tiles(lists, kernel)
+                else:
+                    room.use_work(self._captured)
+                    tensors, sizes = prepared_work(room.work, kernel)
             found = self._prepared[choice] = PreparedLayout(choice.implementation, tensors, sizes)
         return found
 

@@ -89,7 +89,21 @@ def no_backward(ctx: Any, *grads: Tensor) -> Any:
     )
 
 
-attention_op.register_autograd(no_backward)
+def no_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    """The batching rule of the operators: a clear error."""
+    raise UnsupportedError(
+        "stof.attention is not for torch.vmap; its tensors have a batch dimension, into which the mapped one can go",
+        {name: ["no vmap"] for name in IMPLEMENTATIONS},
+    )
+
+
+def forward_only(operator: Any) -> None:
+    """Have an operator say what it is not for, wherever PyTorch's transforms ask it."""
+    operator.register_autograd(no_backward)
+    operator.register_vmap(no_vmap)
+
+
+forward_only(attention_op)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

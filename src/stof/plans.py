@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stof.caching import PlanCache
 from stof.errors import ArgumentError, DeviceError, KernelError, UnfitLayoutError
+from stof.host import tensors_on_host
 from stof.kernels.triton.work import BoundCall
 from stof.lasting import lasting
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
@@ -114,11 +115,22 @@ class Plan:
         self._bound: dict[Hashable, BoundCall] = {}
         self._in_graphs: set[BoundCall] = set()
         self._unfit: dict[tuple[object, ...], str] = {}
-        self.handle = f"plan {next(_HANDLES)}"
-        _BY_HANDLE[self.handle] = self
+        self._name()
         if device.type != "cuda":
             # Prepared now, not at the first call, which may be timed or compiled.
             self.prepared(default_implementation(device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickles and copies: without what calls have kept, and without the name that compiled code knows it by."""
+        return self.__dict__ | {"handle": "", "_bound": {}, "_in_graphs": set()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._name()
+
+    def _name(self) -> None:
+        self.handle = f"plan {next(_HANDLES)}"
+        _BY_HANDLE[self.handle] = self
 
     @staticmethod
     def of_layout(layout: Layout, mask_text: str, origin: MaskGeometry | None = None) -> Plan:
@@ -234,8 +246,9 @@ class Plan:
         return found
 
     def _prepare(self, choice: Choice) -> PreparedLayout:
-        implemented = IMPLEMENTATIONS[choice.implementation]
-        return PreparedLayout(choice.implementation, *implemented.prepare(self._layout_of(choice), choice.kernel))
+        implemented, layout = IMPLEMENTATIONS[choice.implementation], self._layout_of(choice)
+        with tensors_on_host():
+            return PreparedLayout(choice.implementation, *implemented.prepare(layout, choice.kernel))
 
     def _layout_of(self, choice: Choice) -> Layout:
         if choice.layout is None or self.fixed is not None:

@@ -235,3 +235,13 @@ def test_floating_inputs_take_the_dtype(own_module: str) -> None:
 
 def test_the_option_takes_a_path() -> None:
     assert CompileOptions.parse({"lock": None}).lock is None
+
+
+@pytest.mark.parametrize("option", ["--lock", "--html", "--png"])
+def test_files_that_cannot_be_written_are_refused_before_the_search(option: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.png").mkdir()
+    for path in (tmp_path / "file" / "x.png", tmp_path / "folder.png"):
+        done = run("nothing_is_loaded", option, str(path))
+        assert done.exit_code == 2
+        assert f"cannot write {path}" in done.output.replace("\n", "")

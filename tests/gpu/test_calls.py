@@ -176,3 +176,17 @@ def test_more_than_31_bits_of_elements(implementation: str) -> None:
     keep = masks.sliding_window(reach).to_dense(300, device="cuda")[:, :, 100:]
     for one in (slice(0, 1), slice(heads - 1, heads)):
         assert_attention(out[:, one, rows], None, q[:, one, rows], k[:, one, keys], v[:, one, keys], keep)
+
+
+@pytest.mark.parametrize("default", ["cuda", "cpu"])
+def test_the_default_device_does_not_matter(default: str) -> None:
+    """`torch.set_default_device("cuda")`: what is made on the host stays there."""
+    q, k, v = random_inputs(q_len=1100)
+    for mask in (
+        masks.longformer(80, 3),
+        masks.dilated_window(50, dilation=4),
+        masks.causal() & masks.documents([0] * 500 + [1] * 600),
+    ):
+        with torch.device(default):
+            out, lse = stof.attention(q, k, v, mask, return_lse=True)
+        assert_attention(out, lse, q, k, v, mask.to_dense(1100, device="cuda"))

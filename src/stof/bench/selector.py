@@ -15,7 +15,7 @@ from stof.bench.check import TOLERANCE, Expected
 from stof.bench.decode import decode_masks
 from stof.bench.grid import GridMask, Shape, grid_mask
 from stof.bench.problem import Problem
-from stof.errors import KernelError
+from stof.errors import ArgumentError, KernelError
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
@@ -204,12 +204,15 @@ def to_json(rows: Iterable[Measured]) -> list[dict[str, Any]]:
 
 def from_json(values: Iterable[dict[str, Any]]) -> list[Measured]:
     rows = []
-    for value in values:
-        choice = value["choice"]
-        layout = choice["layout"] and LayoutConfig(**choice["layout"])
-        kernel = choice["kernel"] and BlockWiseConfig(**choice["kernel"])
-        picked = Choice(choice["implementation"], layout, choice["row_order"], kernel)
-        rows.append(Measured(**{**value, "choice": picked}))
+    try:
+        for value in values:
+            choice = value["choice"]
+            layout = choice["layout"] and LayoutConfig(**choice["layout"])
+            kernel = choice["kernel"] and BlockWiseConfig(**choice["kernel"])
+            picked = Choice(choice["implementation"], layout, choice["row_order"], kernel)
+            rows.append(Measured(**{**value, "choice": picked}))
+    except (TypeError, KeyError) as error:
+        raise ArgumentError(f"these are no measurements of stof tune --device: {error!r}") from None
     return rows
 
 

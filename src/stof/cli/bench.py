@@ -11,6 +11,7 @@ from stof.cli.bench_fusion import gemm, layer
 from stof.cli.bench_kernels import kernels
 from stof.cli.bench_models import models, search
 from stof.cli.bench_start import start
+from stof.cli.common import device_of, table_console
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,6 @@ def attention(
     ] = False,
 ) -> None:
     """Time masked attention: same mask and inputs for all, each checked against float64 first."""
-    from rich.console import Console
 
     from stof.bench.grid import Shape, grid_mask
     from stof.tuning.machine import device_name
@@ -97,7 +97,7 @@ def attention(
     )
     if not check_only:
         name = str(precision).removeprefix("torch.")
-        Console().print(results_table(rows, f"Masked attention on {device_name(where)}, {name}, ms per call"))
+        table_console().print(results_table(rows, f"Masked attention on {device_name(where)}, {name}, ms per call"))
 
 
 @app.command()
@@ -116,7 +116,6 @@ def decode(
     merge: _Merge = False,
 ) -> None:
     """Time one query against a long cache, windowed and dense, as a share of the memory's copy rate."""
-    from rich.console import Console
     from rich.table import Table
 
     from stof.bench.decode import copy_rate, decode_masks, needed_bytes, rate
@@ -140,7 +139,7 @@ def decode(
         figures = (f"{us:.1f}", f"{speed / 1e9:.0f}", f"{speed / copied:.0%}") if us and speed else ("wrong", "-", "-")
         needed = f"{needed_bytes(row) / 1e6:.1f}"
         table.add_row(row.mask, str(row.kv_len), row.impl, figures[0], needed, *figures[1:])
-    Console().print(table)
+    table_console().print(table)
 
 
 @app.command()
@@ -150,7 +149,6 @@ def launch(
     calls: Annotated[int, typer.Option(min=50, help="Calls timed, in batches of 50.")] = 2000,
 ) -> None:
     """Host time of one eager call with a ready plan, next to PyTorch's own attention."""
-    from rich.console import Console
     from rich.table import Table
 
     from stof.bench.launch import launch_times
@@ -162,7 +160,7 @@ def launch(
     table.add_column("us", justify="right")
     for found in launch_times(where, precision, calls):
         table.add_row(found.name, f"{found.us:.1f}")
-    Console().print(table)
+    table_console().print(table)
 
 
 @app.command()
@@ -180,8 +178,6 @@ def build(
     """Time compiling masks, once and in every step, against FlexAttention's; checked against float64 first."""
     import itertools
     import time
-
-    from rich.console import Console
 
     from stof.bench.build import as_json, growth_rows, known_rows, step_rows
     from stof.bench.results import provenance, write_json
@@ -201,7 +197,7 @@ def build(
         rows.append(row)
         if output is not None:
             write_json(output, as_json(rows, steps, provenance(where)))
-    console = Console()
+    console = table_console()
     if rows:
         console.print(build_table(rows))
     if steps:
@@ -213,7 +209,6 @@ def build(
 @app.command()
 def peers() -> None:
     """List the implementations a benchmark can time."""
-    from rich.console import Console
     from rich.table import Table
 
     from stof.bench.peers import PEERS
@@ -223,7 +218,7 @@ def peers() -> None:
     table.add_column("what it is")
     for peer in PEERS.values():
         table.add_row(peer.name, peer.summary)
-    Console().print(table)
+    table_console().print(table)
 
 
 @app.command()
@@ -233,7 +228,6 @@ def report(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:
     """Table of a result file: STOF against its best peer in every cell, and geometric means by class."""
-    from rich.console import Console
 
     from stof.bench.plot import draw_speedups
     from stof.bench.report import cells_of, markdown, reasons, summaries, summary_line
@@ -245,7 +239,7 @@ def report(
     if as_markdown:
         typer.echo(markdown(cells))
     else:
-        console = Console()
+        console = table_console()
         console.print(report_table(cells, title))
         for summary in summaries(cells):
             console.print(summary_line(summary), soft_wrap=True, highlight=False)
@@ -263,7 +257,7 @@ def _place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     from stof.bench.check import TOLERANCE
     from stof.errors import ArgumentError
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(device)
     wanted = dtype or ("float32" if where.type == "cpu" else "float16")
     precision = getattr(torch, wanted, None)
     if not isinstance(precision, torch.dtype) or precision not in TOLERANCE:

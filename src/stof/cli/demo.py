@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stof.cli.common import device_of, must_be_writable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -30,12 +32,11 @@ def demo(
 
     console = Console()
     with console.status("importing PyTorch and transformers"):
-        import torch
-
         from stof.demo.jobs import embed_passages, long_document_masks, read_long_document
         from stof.demo.texts import passages as read_passages
         from stof.tuning.machine import device_name
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(device)
+    must_be_writable(picture)
     console.print(f"STOF demo on [bold]{device_name(where)}[/bold]")
 
     def progress(step: str) -> None:

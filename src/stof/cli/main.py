@@ -16,17 +16,25 @@ from stof.errors import StofError
 
 
 class Commands(TyperGroup):
-    """Reports STOF's own errors, whose messages say what to do, in red and without a traceback."""
+    """Reports STOF's own errors, whose messages say what to do, and files' in red and without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except StofError as error:
-            from rich.console import Console
-            from rich.text import Text
+            _show_error(str(error))
+        except OSError as error:
+            if error.filename is None or isinstance(error, BrokenPipeError):
+                raise
+            _show_error(f"cannot read or write {error.filename}: {error.strerror}")
 
-            Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
-            raise typer.Exit(2) from None
+
+def _show_error(text: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(f"error: {text}", style="red"), soft_wrap=True)
+    raise typer.Exit(2) from None
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_show_locals=False)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stof.cli.common import must_be_writable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -64,7 +66,7 @@ class View:
         if self.live is not None:
             self.say(f"measuring, {max(0.0, step.seconds_left):.0f} s of the budget left")
         elif before is None or (before.best, before.best_us) != (step.best, step.best_us):
-            self.console.print(str(step), markup=False, highlight=False, soft_wrap=True)
+            self.console.print(str(step), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def say(self, doing: str) -> None:
         """What is being done."""
@@ -72,7 +74,7 @@ class View:
         if self.live is not None:
             self.live.update(self.table(title))
         else:
-            self.console.print(title, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(title, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def table(self, title: str) -> Table:
         """What is known now, for 80 columns and more."""
@@ -80,7 +82,7 @@ class View:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        table = Table(title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
         table.pad_edge, table.collapse_padding = False, True
         for name in ("segment", "tried", "best so far", "best\nus", "Inductor\nus"):
             left = name in ("segment", "best so far")
@@ -107,6 +109,7 @@ def tune_model(wanted: Wanted) -> None:
         raise ArgumentError(f"effort is quick or full, got {wanted.effort!r}")
     if wanted.png is not None and wanted.png.suffix not in (".png", ".svg", ".pdf"):
         raise ArgumentError(f"a chart is a .png, .svg or .pdf file, got {wanted.png.name}")
+    must_be_writable(wanted.lock, wanted.html, wanted.png)
     if wanted.lock is not None and wanted.lock.exists():
         read_lock(wanted.lock)  # what cannot be read is not written over, after minutes of searching least of all
     console = Console(stderr=True)

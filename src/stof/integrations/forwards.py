@@ -36,8 +36,8 @@ def hands_mask_on(model: type) -> bool:
 
 
 def _makes_masks(function: str) -> bool:
-    # Mistral's name for either of two.
-    return (function.startswith("create_") and function.endswith("causal_mask")) or function == "mask_function"
+    # Mistral's name for either of two. That of chunks (Llama 4) counts each sequence's padding: it needs a tensor.
+    return function in ("create_causal_mask", "create_sliding_window_causal_mask", "mask_function")
 
 
 def _called(call: ast.Call) -> str:

@@ -95,7 +95,7 @@ def pack(
         attention_mask: int or bool `[B, S]`, nonzero at real tokens, wherever the padding is.
         max_tokens: bound on the tokens of a row; sequences are then dealt over several rows, longest first, and
             rows end in padding. None packs everything in one row without any.
-        first_position: position of a sequence's first token; RoBERTa and MPNet count from `padding_idx + 1`.
+        first_position: position of a sequence's first token; RoBERTa counts from `padding_idx + 1`.
         per_token: more tensors `[B, S, ...]` to pack alike, such as `token_type_ids`.
 
     Raises:

@@ -99,7 +99,7 @@ def _read_or(held: dict[str, Any], whole: int | None) -> Mask | None:
     return out
 
 
-_PACKED_PROBE = torch.arange(_PROBE).div(5, rounding_mode="floor")[None]
+_PACKED_PROBE = torch.arange(_PROBE, device="cpu").div(5, rounding_mode="floor")[None]
 
 # What each closure of transformers must mean for its reader to be used, with two sizes each.
 _EXAMPLES: tuple[tuple[Callable[..., Any], Callable[..., Mask | None]], ...] = tuple(
@@ -119,8 +119,11 @@ _TRUSTED: set[CodeType] = set(_READERS)
 
 def _check_readers() -> None:
     """Compare every reader with the function it reads; one that disagrees is not used, and says so."""
-    steps = torch.arange(_PROBE)
-    grid = (torch.zeros(1, 1, 1, 1, dtype=torch.int64),) * 2 + (steps.view(1, 1, -1, 1), steps.view(1, 1, 1, -1))
+    steps = torch.arange(_PROBE, device="cpu")
+    grid = (torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu"),) * 2 + (
+        steps.view(1, 1, -1, 1),
+        steps.view(1, 1, 1, -1),
+    )
     for fn, _ in _EXAMPLES:
         code = fn.__code__
         try:

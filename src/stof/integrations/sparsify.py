@@ -104,7 +104,14 @@ def _per_layer(mask: PerLayer, names: list[str]) -> list[Mask | None]:
         return [_checked(mask.get(number)) for number in range(count)]
     if isinstance(mask, Mask | str) or not callable(mask):
         return [_checked(mask)] * count
-    return [_checked(mask(number)) for number in range(count)]
+    try:
+        found = [mask(number) for number in range(count)]
+    except TypeError as error:
+        raise ArgumentError(
+            f"a function here takes a layer's number and gives its mask, and this one does not: {error}; a mask "
+            "function goes through stof.masks.from_function first"
+        ) from error
+    return list(map(_checked, found))
 
 
 def _checked(mask: object) -> Mask | None:

@@ -364,6 +364,10 @@ def optimize(
         ArgumentError: an unknown option, or a mask without `attention`.
     """
     parsed = CompileOptions.parse(options)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"optimize takes a module, got {type(model).__name__}; wrap a function in a torch.nn.Module"
+        )
     if model.training:
         raise UnsupportedError("stof.optimize compiles inference only; call model.eval() first", {})
     if mask is not None and not attention:

@@ -58,13 +58,17 @@ def enable(model: nn.Module) -> nn.Module:
         the model.
 
     Raises:
-        UnsupportedError: a part of the model does not support setting its attention implementation.
+        UnsupportedError: a part of the model does not support setting its attention implementation; all are as before.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    before = [part.config._attn_implementation for part in parts]
     for part in parts:
         part.set_attn_implementation(NAME)
     left = sorted({type(part).__name__ for part in parts if part.config._attn_implementation != NAME})
     if left or not parts:
+        for part, implementation in zip(parts, before, strict=True):
+            if part.config._attn_implementation != implementation:
+                part.set_attn_implementation(implementation)
         names = ", ".join(left) or type(model).__name__
         raise UnsupportedError(
             f"{names} does not run its attention through transformers' attention interface, so stof cannot serve it; "
@@ -138,10 +142,11 @@ def make_mask(
     own: Mask | None
     if compiling:
         # Closures and offsets are symbols here; only plain masks of whole sequences can be told.
-        start = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
+        start = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
         own = recognise_plain(mask_function) if start else None
     else:
-        q_offset = int(q_offset)
+        # Both may be tensors: assisted generation takes tokens back.
+        q_offset, kv_offset = int(q_offset), int(kv_offset)
         own = recognise(mask_function, q_length, kv_length, q_offset, kv_offset)
     keep: Tensor | None = None
     if own is None:

@@ -21,6 +21,7 @@ VERSION = 1
 
 def save_layout(layout: Layout, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:
     """Write `layout` to `path` atomically; `extra` strings travel in the header."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     config = layout.config
@@ -42,6 +43,8 @@ def save_layout(layout: Layout, path: str | os.PathLike[str], extra: Mapping[str
     try:
         save_file(tensors, partial, metadata={FORMAT: json.dumps(header)})
         partial.replace(target)
+    except SafetensorError as error:  # its own kind, also for folders that are not there
+        raise OSError(f"cannot write {target}: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 

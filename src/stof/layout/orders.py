@@ -12,7 +12,7 @@ def by_remainder(q_len: int, stride: int) -> Tensor:
     """Rows with equal `i % stride` side by side, int64 `[q_len]`: makes dilated masks dense."""
     if stride < 1:
         raise ArgumentError(f"stride is >= 1, got {stride}")
-    rows = torch.arange(q_len)
+    rows = torch.arange(q_len, device="cpu")
     return torch.argsort(torch.remainder(rows, stride), stable=True)
 
 
@@ -20,8 +20,8 @@ def by_patch(height: int, width: int, patch_height: int, patch_width: int) -> Te
     """Rows of a `height x width` grid, patch after patch, int64 `[height * width]`: for 2-D neighbourhoods."""
     if min(height, width, patch_height, patch_width) < 1:
         raise ArgumentError("grid and patch sizes are >= 1")
-    y = torch.arange(height)[:, None].expand(height, width)
-    x = torch.arange(width)[None, :].expand(height, width)
+    y = torch.arange(height, device="cpu")[:, None].expand(height, width)
+    x = torch.arange(width, device="cpu")[None, :].expand(height, width)
     across = -(-width // patch_width)
     key = torch.div(y, patch_height, rounding_mode="floor") * across + torch.div(x, patch_width, rounding_mode="floor")
     return torch.argsort(key.flatten(), stable=True)

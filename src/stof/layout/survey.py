@@ -63,7 +63,7 @@ class Survey:
         """Scores of all tiles, unused slots but no rows past the end included, over scores kept; 0 if none is."""
         counts = self.counts[geometry]
         tiles = counts.partial + counts.full
-        rows = torch.full(tiles.shape[1:], geometry.block_m)
+        rows = torch.full(tiles.shape[1:], geometry.block_m, device=tiles.device)
         rows[-1] = self.kept.shape[1] - (len(rows) - 1) * geometry.block_m
         scores = int((tiles * rows).sum()) * geometry.block_n
         return scores / max(1, int(self.kept.sum()))

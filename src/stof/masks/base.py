@@ -201,12 +201,12 @@ class Mask(ABC):
     def __and__(self, other: Mask) -> Mask:
         from stof.masks.compose import And
 
-        return And.of(self, other) if isinstance(other, Mask) else NotImplemented
+        return And.of(self, _combined(other))
 
     def __or__(self, other: Mask) -> Mask:
         from stof.masks.compose import Or
 
-        return Or.of(self, other) if isinstance(other, Mask) else NotImplemented
+        return Or.of(self, _combined(other))
 
     def __invert__(self) -> Mask:
         from stof.masks.compose import Not
@@ -215,6 +215,15 @@ class Mask(ABC):
 
     def __bool__(self) -> bool:
         raise MaskError("a mask has no truth value; compose masks with & | ~ instead of and / or / not")
+
+
+def _combined(other: object) -> Mask:
+    if isinstance(other, Mask):
+        return other
+    raise MaskError(
+        f"a mask is combined with masks, got {type(other).__name__}; stof.masks.from_dense makes one of a bool tensor, "
+        "from_function of a function, parse of text"
+    )
 
 
 def check_lengths(q_len: int, kv_len: int) -> None:

@@ -144,7 +144,7 @@ class Kept(_Answers):
         if isinstance(value, Kept):
             return value
         if isinstance(value, bool):
-            value = torch.tensor(value)
+            value = torch.tensor(value, device="cpu")
         if isinstance(value, Tensor) and value.dtype == torch.bool:
             return Kept(~value, value)
         raise TypeError(f"{type(value).__name__} says nothing about rectangles")

@@ -130,4 +130,4 @@ def _checked(name: str, fn: Callable[..., Mask], args: list[object], named: dict
     except StofError:
         raise
     except TypeError as error:
-        raise MaskSyntaxError(f"{name}: {str(error).replace('()', '', 1)}") from None
+        raise MaskSyntaxError(f"{name}: {str(error).removeprefix(f'{fn.__name__}() ')}") from None

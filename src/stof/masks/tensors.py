@@ -279,6 +279,8 @@ def as_mask(value: Any) -> Mask:
         return parse(value)
     if hasattr(value, "kv_num_blocks") and hasattr(value, "mask_mod"):
         return from_block_mask(value)
+    if callable(value) and getattr(value, "__module__", "").startswith("stof.masks"):
+        raise MaskError(f"{value.__name__} is what makes a mask; call it, as in masks.causal()")
     if callable(value):
         return from_function(value)
     raise MaskError(

@@ -76,7 +76,9 @@ class KernelTimes:
 
     def weights(self) -> Tensor:
         """float64 `[5]`: item, partial, full, merge, collect."""
-        return torch.tensor([self.item, self.partial, self.full, self.merge, self.collect], dtype=torch.float64)
+        return torch.tensor(
+            [self.item, self.partial, self.full, self.merge, self.collect], dtype=torch.float64, device="cpu"
+        )
 
 
 @dataclass(frozen=True)
@@ -373,9 +375,9 @@ def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor
         average = (loads * copies[:, None]).sum(0) / slots + 0.5 * loads[-1]
         share = float((each * copies).sum()) / slots + 0.5 * float(each[-1])
         return loads[0] if float(each[0]) > share else average
-    line = torch.tensor(_in_line(copies))
-    ends = torch.zeros(slots, dtype=each.dtype)
-    sums = torch.zeros(slots, loads.shape[1], dtype=each.dtype)
+    line = torch.tensor(_in_line(copies), device="cpu")
+    ends = torch.zeros(slots, dtype=each.dtype, device=each.device)
+    sums = torch.zeros(slots, loads.shape[1], dtype=each.dtype, device=each.device)
     start = 0
     while start < len(line):
         # The slot that is free first takes the longest program left; as many at once as nobody overtakes.

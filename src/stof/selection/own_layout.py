@@ -73,10 +73,10 @@ def refined_config(layout: Layout) -> LayoutConfig:
     columns, owner = layout.tile_columns(), layout.tile_row_block()
     exists = columns >= 0
     blocks = layout.row_block_ptr.numel() - 1
-    count = torch.zeros(blocks, dtype=torch.int64).index_add_(0, owner, exists.sum(1))
-    first = torch.full((blocks,), layout.kv_len).scatter_reduce_(
+    count = torch.zeros(blocks, dtype=torch.int64, device=layout.device).index_add_(0, owner, exists.sum(1))
+    first = torch.full((blocks,), layout.kv_len, device=layout.device).scatter_reduce_(
         0, owner, torch.where(exists, columns, layout.kv_len).amin(1), "amin"
     )
-    last = torch.full((blocks,), -1).scatter_reduce_(0, owner, columns.amax(1), "amax")
+    last = torch.full((blocks,), -1, device=layout.device).scatter_reduce_(0, owner, columns.amax(1), "amax")
     contiguous = bool(((last - first + 1 == count) | (count == 0)).all())
     return replace(config, block_m=32) if contiguous else config

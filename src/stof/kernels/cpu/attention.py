@@ -142,8 +142,8 @@ def _run_batch(call: _Call, steps: list[Step], schedule: Schedule, masks: _MaskR
 def _compute(call: _Call, rows: _Rows, steps: list[Step], schedule: Schedule, masks: _MaskReader) -> None:
     first = steps[0]
     if not first[COLUMNS]:
-        rows.put(call.out, torch.zeros((), dtype=call.out.dtype))
-        rows.put(call.lse, torch.full((), -torch.inf, dtype=call.lse.dtype))
+        rows.put(call.out, torch.zeros((), dtype=call.out.dtype, device="cpu"))
+        rows.put(call.lse, torch.full((), -torch.inf, dtype=call.lse.dtype, device="cpu"))
         return
     out, lse = _attend(call, rows, steps, schedule, masks)
     if first[MERGE]:

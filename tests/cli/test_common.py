@@ -1,0 +1,48 @@
+"""What commands ask for alike: devices, files, tables in a pipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from stof.cli.common import device_of
+from stof.cli.main import app
+from stof.errors import ArgumentError
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-attention.json"
+
+
+def test_devices() -> None:
+    assert device_of("cpu") == torch.device("cpu")
+    assert device_of("").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    for wrong in ("foo", "meta", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(ArgumentError, match="device"):
+            device_of(wrong)
+
+
+@pytest.mark.parametrize("command", [["demo", "--device", "cuda:99"], ["bench", "attention", "--device", "nosuch"]])
+def test_a_device_that_is_not_there(command: list[str]) -> None:
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "device" in done.output
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["tune", "--measurements", str(tmp_path / "none.json"), "--check"])
+    assert done.exit_code == 2
+    assert "none.json" in done.output.replace("\n", "")
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    done = CliRunner().invoke(app, ["tune", "--measurements", str(tmp_path / "other.json"), "--check"])
+    assert done.exit_code == 2
+    assert "no measurements" in done.output
+
+
+def test_tables_in_a_pipe_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    done = CliRunner().invoke(app, ["bench", "report", str(RESULTS)])
+    assert done.exit_code == 0
+    assert "\u2026" not in done.output
+    assert "dense-like" in done.output
