@@ -404,6 +404,10 @@ def test_a_transform_of_torch_func_is_told_what_to_do() -> None:
     q, k, v = make_inputs(q_len=20).qkv
     with pytest.raises(UnsupportedError, match="batch dimension"):
         torch.vmap(lambda q: stof.attention(q, k, v, "causal"))(torch.stack([q, q]))
+    for transform in (torch.func.grad(lambda q: stof.attention(q, k, v, "causal").sum()),
+                      lambda q: torch.func.jvp(lambda q: stof.attention(q, k, v, "causal"), (q,), (q,))):  # fmt: skip
+        with pytest.raises(UnsupportedError, match="forward passes only"):
+            transform(q)
 
 
 def test_the_poison_works() -> None:

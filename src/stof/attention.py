@@ -18,7 +18,7 @@ from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.parse import mask_by_key
 from stof.masks.tensors import as_mask
-from stof.ops import attention_op, empty_results, forward_only, is_plain, scales_of
+from stof.ops import attention_op, empty_results, forward_only, is_plain, refuse_derivatives, scales_of
 from stof.plans import Plan, make_plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, refusals
 from stof.selection.implementations import Options
@@ -222,6 +222,7 @@ def _run(
             prepared = ready.prepared(choice)
             operands, own = ((q, k, v), scales) if not choice.widened else (_widened(q, k, v, scales), ())
             if not is_plain(*operands, bias, sinks, *own):
+                refuse_derivatives()
                 settings = (bias, sinks, scale, softcap, choice.implementation)
                 out, lse = attention_op(*operands, prepared.tensors, prepared.sizes, *settings, *own)
                 return (out.bfloat16() if choice.widened else out), lse

@@ -106,6 +106,18 @@ def forward_only(operator: Any) -> None:
 forward_only(attention_op)
 
 
+def refuse_derivatives() -> None:
+    """Raise where torch.func's `grad` or `jvp` runs: PyTorch's own words there are about its autograd functions.
+
+    Raises:
+        UnsupportedError: one of them does.
+    """
+    level = torch._C._functorch.peek_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    if level is not None and level.key() in (kinds.Grad, kinds.Jvp):
+        no_backward(None)
+
+
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether an implementation may be called straight, past the operator and its host time.
 

@@ -253,7 +253,7 @@ def test_masks_are_values(mask: Mask) -> None:
 
 def test_composing_with_anything_else_is_a_type_error() -> None:
     for other in (1, "causal", None, torch.ones(2, 2, dtype=torch.bool)):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="from_dense"):
             masks.causal() & other  # type: ignore[operator]
         with pytest.raises(TypeError):
             masks.causal() | other  # type: ignore[operator]

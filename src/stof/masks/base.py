@@ -220,7 +220,7 @@ class Mask(ABC):
 def _combined(other: object) -> Mask:
     if isinstance(other, Mask):
         return other
-    raise MaskError(
+    raise TypeError(
         f"a mask is combined with masks, got {type(other).__name__}; stof.masks.from_dense makes one of a bool tensor, "
         "from_function of a function, parse of text"
     )
