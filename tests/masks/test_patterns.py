@@ -15,6 +15,7 @@ from torch import Tensor
 from stof import masks
 from stof.errors import MaskError, ShapeError
 from stof.masks import Index, Mask
+from stof.masks.tensors import as_mask
 from tests.strategies import mask_trees, named_masks
 
 Formula = Callable[[int, int], bool]
@@ -355,3 +356,8 @@ def test_sizes_below_one(sizes: dict[str, int]) -> None:
 
 # From the hash as first released.
 PINNED_BLOCKS = [[20, 14, 39], [11, 58, 34], [14, 11, 19], [24, 30, 57]]
+
+
+def test_a_pattern_that_was_not_called() -> None:
+    with pytest.raises(MaskError, match=r"call it, as in masks.causal\(\)"):
+        as_mask(masks.causal)

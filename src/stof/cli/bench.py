@@ -11,7 +11,7 @@ from stof.cli.bench_fusion import gemm, layer
 from stof.cli.bench_kernels import kernels
 from stof.cli.bench_models import models, search
 from stof.cli.bench_start import start
-from stof.cli.common import device_of, table_console
+from stof.cli.common import device_of, must_be_writable, table_console
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,6 @@ def attention(
     ] = False,
 ) -> None:
     """Time masked attention: same mask and inputs for all, each checked against float64 first."""
-
     from stof.bench.grid import Shape, grid_mask
     from stof.tuning.machine import device_name
 
@@ -182,6 +181,7 @@ def build(
     from stof.bench.build import as_json, growth_rows, known_rows, step_rows
     from stof.bench.results import provenance, write_json
 
+    must_be_writable(output)
     deadline = time.monotonic() + budget
     where, _ = _place(device, "")
     on_gpu = where.type == "cuda"
@@ -228,7 +228,6 @@ def report(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:
     """Table of a result file: STOF against its best peer in every cell, and geometric means by class."""
-
     from stof.bench.plot import draw_speedups
     from stof.bench.report import cells_of, markdown, reasons, summaries, summary_line
     from stof.bench.results import read_results
@@ -286,6 +285,7 @@ def _race(
     from stof.bench.peers import peer
     from stof.bench.results import Recorder
 
+    must_be_writable(output)
     console = Console(stderr=True)
     contenders = [peer(name) for name in impls.split()]
     recorder = None if output is None else Recorder(output, where, merge)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from stof.cli.common import must_be_writable, table_console
+
 
 def start(
     model: Annotated[str, typer.Argument(help="As for `stof tune`.")] = "bert",
@@ -31,7 +33,6 @@ def start(
     from tempfile import TemporaryDirectory
 
     import torch
-    from rich.console import Console
     from rich.table import Table
 
     from stof.bench.results import provenance, write_json
@@ -39,6 +40,7 @@ def start(
     from stof.errors import ArgumentError
     from stof.tuning.machine import device_name
 
+    must_be_writable(output)
     graphs: dict[str, str | bool] = {"whole": "whole", "inductor": True, "none": False}
     if cuda_graphs not in graphs:
         raise ArgumentError(f"cuda_graphs is {', '.join(graphs)}, got {cuda_graphs!r}")
@@ -55,6 +57,6 @@ def start(
     for one in starts:
         seconds = (f"{value:.2f}" for value in (one.import_s, one.load_s, one.compile_s))
         table.add_row(one.kind, *seconds, f"{one.call_ms:.3f}", str(one.measured), str(one.traced), str(one.compiled))
-    Console().print(table)
+    table_console().print(table)
     if output is not None:
         write_json(output, {"meta": provenance(device), "ask": asdict(ask), "rows": [asdict(one) for one in starts]})

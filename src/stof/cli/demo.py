@@ -30,13 +30,13 @@ def demo(
     """Embed ragged text with a real checkpoint, read a long document; ordinary way against STOF."""
     from rich.console import Console
 
+    must_be_writable(picture)
     console = Console()
     with console.status("importing PyTorch and transformers"):
         from stof.demo.jobs import embed_passages, long_document_masks, read_long_document
         from stof.demo.texts import passages as read_passages
         from stof.tuning.machine import device_name
     where = device_of(device)
-    must_be_writable(picture)
     console.print(f"STOF demo on [bold]{device_name(where)}[/bold]")
 
     def progress(step: str) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stof.cli.common import table_console
+
 if TYPE_CHECKING:
     from stof.bench.selector import Measured
 
@@ -66,14 +68,14 @@ def tune_device(
     base = load_model(name)
     torch.set_num_threads(1)  # many tiny tensors
     if check:
-        Console().print(fit.regret_table(rows, base))
+        table_console().print(fit.regret_table(rows, base))
         return
     if not device or not measurements or output is not None:  # else only measured, to be fitted elsewhere
         fitted = fit.fit(rows, base)
         errors, left_out = fit.leave_one_out(rows, base)
         quality = {"fit": fit.summary(*fit.self_check(rows, fitted))}
         quality["leave_one_mask_out"] = fit.summary(errors, left_out)
-        Console().print(fit.regret_table(rows, fitted))
+        table_console().print(fit.regret_table(rows, fitted))
         for kind, line in quality.items():
             console.print(f"{kind}: {line}")
         if output is not None:

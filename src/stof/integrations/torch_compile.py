@@ -365,9 +365,7 @@ def optimize(
     """
     parsed = CompileOptions.parse(options)
     if not isinstance(model, nn.Module):
-        raise ArgumentError(
-            f"optimize takes a module, got {type(model).__name__}; wrap a function in a torch.nn.Module"
-        )
+        raise ArgumentError(f"optimize takes a torch.nn.Module, got {type(model).__name__}")
     if model.training:
         raise UnsupportedError("stof.optimize compiles inference only; call model.eval() first", {})
     if mask is not None and not attention:

@@ -14,7 +14,7 @@ from stof.errors import DtypeError, MaskError, MaskFunctionError, ShapeError
 from stof.masks.base import Mask, identity
 from stof.masks.bounds import Kept
 from stof.masks.index import Index
-from stof.masks.parse import parse
+from stof.masks.parse import PATTERNS, parse
 from stof.masks.patterns import full
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -279,7 +279,7 @@ def as_mask(value: Any) -> Mask:
         return parse(value)
     if hasattr(value, "kv_num_blocks") and hasattr(value, "mask_mod"):
         return from_block_mask(value)
-    if callable(value) and getattr(value, "__module__", "").startswith("stof.masks"):
+    if any(value is pattern for pattern in PATTERNS.values()):
         raise MaskError(f"{value.__name__} is what makes a mask; call it, as in masks.causal()")
     if callable(value):
         return from_function(value)

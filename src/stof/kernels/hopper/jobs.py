@@ -382,8 +382,8 @@ def split_items(
     tiles = pointers.diff()
     blocks = len(tiles) // patterns
     parts = parts_of(tiles, split_tiles)
-    owner = torch.repeat_interleave(torch.arange(len(tiles), device=tiles.device), parts)
-    chunk = torch.arange(len(owner), device=owner.device) - (parts.cumsum(0) - parts)[owner]
+    owner = torch.repeat_interleave(torch.arange(len(tiles)), parts)
+    chunk = torch.arange(len(owner)) - (parts.cumsum(0) - parts)[owner]
     low = torch.div(chunk * tiles[owner], parts[owner], rounding_mode="floor")
     high = torch.div((chunk + 1) * tiles[owner], parts[owner], rounding_mode="floor")
     begin, end = pointers[owner] + low, pointers[owner] + high
