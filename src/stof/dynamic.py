@@ -225,8 +225,9 @@ class DynamicPlan(Plan):
         """As for other plans; on a GPU as many tiles as can be told beforehand."""
         if self._room is None:
             return super().survey(geometries, row_order)
-        counts = {geometry: self._room.counts(geometry) for geometry in geometries}
-        kept = torch.full((1, self.q_len), self.kv_len, device="cpu")
+        with tensors_on_host():
+            counts = {geometry: self._room.counts(geometry) for geometry in geometries}
+            kept = torch.full((1, self.q_len), self.kv_len)
         return Survey(counts, kept, self.mask_batch, self.mask_heads)
 
     def reject(self, choice: Choice, call: CallSpec, error: KernelError) -> None:

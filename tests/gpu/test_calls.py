@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -178,15 +179,20 @@ def test_more_than_31_bits_of_elements(implementation: str) -> None:
         assert_attention(out[:, one, rows], None, q[:, one, rows], k[:, one, keys], v[:, one, keys], keep)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("default", ["cuda", "cpu"])
-def test_the_default_device_does_not_matter(default: str) -> None:
+def test_the_default_device_does_not_matter(default: str, compiled: bool) -> None:
     """`torch.set_default_device("cuda")`: what is made on the host stays there."""
-    q, k, v = random_inputs(q_len=1100)
+    q, k, v = random_inputs(q_len=1152)
+    heads = q.shape[1]
     for mask in (
         masks.longformer(80, 3),
         masks.dilated_window(50, dilation=4),
-        masks.causal() & masks.documents([0] * 500 + [1] * 600),
+        masks.causal() & masks.documents([0] * 500 + [1] * 652),
+        masks.block_topk(torch.randn(heads, 18, 18, device="cuda"), 5, causal=True),
+        masks.vertical_slash(torch.arange(90).expand(heads, -1).cuda(), torch.arange(150).expand(heads, -1).cuda()),
     ):
+        call = partial(stof.attention, mask=mask, return_lse=True)
         with torch.device(default):
-            out, lse = stof.attention(q, k, v, mask, return_lse=True)
-        assert_attention(out, lse, q, k, v, mask.to_dense(1100, device="cuda"))
+            out, lse = (torch.compile(call) if compiled else call)(q, k, v)
+        assert_attention(out, lse, q, k, v, mask.to_dense(1152, device="cuda"))

@@ -17,6 +17,7 @@ from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, LATE, RUN, TileLists, make_tile_lists
+from stof.kernels.hopper.pairs import make_paired_lists
 from stof.kernels.hopper.queue import chunk_slots, job_costs, job_lists
 from stof.layout import Layout, build_layout
 from stof.layout.orders import named_order
@@ -392,6 +393,17 @@ def test_no_thread_blocks_without_jobs(slab: int | None) -> None:
     assert 3 < len(padded) - 1 < 132
     assert bool(lists.slab) == (slab is not None)
     check_starts(starts, padded, lists, 132)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_jobs_are_made_on_the_host(paired: bool) -> None:
+    """Also where another device is the default one, as `torch.set_default_device("cuda")` makes it."""
+    layout = grid_layout("longformer", 2048, None, (64, 64))
+    lists = make_paired_lists(layout) if paired else make_tile_lists(layout, 2)
+    expected = job_lists(lists, 2, 12, 132, 4)
+    with torch.device("meta"):
+        found = job_lists(lists, 2, 12, 132, 4)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (192, 128)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stof.host import tensors_on_host
 from stof.kernels.hopper.ends import cut_ends
 from stof.kernels.hopper.jobs import JOB_FIELDS, LATE, PAIR_BITMAP, PAIR_LEFT_OUT, TileLists
 from stof.layout.build import PARTIAL_TILE_COST
@@ -19,6 +20,7 @@ _ROWS = 64
 _IDLE_SHARE = 16
 
 
+@tensors_on_host()
 def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> tuple[Tensor, Tensor]:
     """Every item of every batch entry and head, in the order in which thread blocks take them, the last ones cut.
 
