@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -192,7 +191,10 @@ def test_the_default_device_does_not_matter(default: str, compiled: bool) -> Non
         masks.block_topk(torch.randn(heads, 18, 18, device="cuda"), 5, causal=True),
         masks.vertical_slash(torch.arange(90).expand(heads, -1).cuda(), torch.arange(150).expand(heads, -1).cuda()),
     ):
-        call = partial(stof.attention, mask=mask, return_lse=True)
+
+        def call(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask) -> tuple[Tensor, Tensor]:
+            return stof.attention(q, k, v, mask, return_lse=True)
+
         with torch.device(default):
             out, lse = (torch.compile(call) if compiled else call)(q, k, v)
         assert_attention(out, lse, q, k, v, mask.to_dense(1152, device="cuda"))
