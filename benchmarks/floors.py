@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,24 @@ from stof.bench.decode import copy_rate
 from stof.bench.grid import GRID, Shape
 from stof.bench.report import CLASSES, Cell, cells_of, time_of
 from stof.bench.results import provenance, read_results, write_json
+from stof.testing import assert_attention
 from stof.tuning.timing import time_calls
 
 HEADINGS = ("mask", "shape", "stof us", "floor us", "bound by", "reached", "speed-up", "at the floor")
 
 
 def measured(device: torch.device) -> dict[str, Any]:
-    """What floors are made of, on this device; microseconds of GPU time, cold L2."""
+    """What floors are made of, on this device; microseconds of GPU time, cold L2.
+
+    Raises:
+        AssertionError: attention is off by more than its dtype explains.
+    """
     small, out = torch.zeros(32, device=device), torch.empty(32, device=device)
     calls = {"nothing": partial(torch.neg, small, out=out)}
     for head_dim in (64, 128):
-        given = (torch.randn(1, 12, 64, head_dim, device=device, dtype=torch.float16) for _ in range(3))
+        given = [torch.randn(1, 12, 64, head_dim, device=device, dtype=torch.float16) for _ in range(3)]
+        keep = torch.ones(1, 1, 64, 64, dtype=torch.bool, device=device)
+        assert_attention(*stof.attention(*given, "full", return_lse=True), *given, keep)
         calls[f"tile of {head_dim}"] = partial(stof.attention, *given, "full")
     timed = time_calls(calls, device, rounds=15)
     return {"copy_gb_s": copy_rate(device) / 1e9, "start_us": {name: timing.gpu_us for name, timing in timed.items()}}
@@ -87,18 +94,18 @@ def table(results: Path, measurements: Path) -> str:
     lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     shares: dict[str, list[tuple[float, float, float]]] = {}
     for cell in cells:
-        if cell.ours is None or cell.best is None:
+        if cell.ours is None or cell.best is None or cell.speedup is None:
             continue
         start = known["start_us"][f"tile of {cell.sizes[3]}"]
         us, what = floor(cell, fastest(cells, cell.sizes[3]), known["copy_gb_s"] * 1e3, start)
-        reached, speedup, possible = us / cell.ours, cell.best[1] / cell.ours, cell.best[1] / us
-        shares.setdefault(cell.kind, []).append((reached, speedup, possible))
-        numbers = f"{cell.ours:.1f} | {us:.1f} | {what} | {reached:.0%} | {speedup:.2f}x | {possible:.2f}x"
+        reached, possible = us / cell.ours, cell.best[1] / us
+        shares.setdefault(cell.kind, []).append((reached, cell.speedup, possible))
+        numbers = f"{cell.ours:.1f} | {us:.1f} | {what} | {reached:.0%} | {cell.speedup:.2f}x | {possible:.2f}x"
         lines.append(f"| {cell.mask} | {cell.shape} | {numbers} |")
     lines.append("")
     for kind in CLASSES:
         if kind in shares:
-            means = [math.exp(sum(map(math.log, of)) / len(of)) for of in zip(*shares[kind], strict=True)]
+            means = [statistics.geometric_mean(of) for of in zip(*shares[kind], strict=True)]
             lines.append(
                 f"- {kind}: {means[0]:.0%} of the floor (geometric mean of {len(shares[kind])} cells); {means[1]:.2f}x "
                 f"over the best peer, {means[2]:.2f}x if every call took its floor"

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import stof
 from stof.bench.attention import Row
 from stof.bench.grid import GRID, Shape
 from stof.bench.report import cells_of
@@ -39,6 +42,15 @@ def test_the_rate_is_the_fastest_full_call() -> None:
     cells = cells_of([row("full", "stof", 12.0), row("full", "peer", 8.0), row("causal", "peer", 1.0)])
     assert SCRIPT["fastest"](cells, 64) == pytest.approx(4 * 2 * 3 * 64 * 512 * 512 / 8.0)
     assert SCRIPT["fastest"](cells, 128) == 0.0
+
+
+def test_a_wrong_result_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), torch.zeros(q.shape[:3])
+
+    monkeypatch.setattr(stof, "attention", wrong)
+    with pytest.raises(AssertionError):
+        SCRIPT["measured"](torch.device("cpu"))
 
 
 def test_a_full_mask_reaches_the_floor_it_sets(tmp_path: Path) -> None:
