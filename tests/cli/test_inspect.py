@@ -172,7 +172,8 @@ def test_png_is_written(tmp_path: Path) -> None:
         (("causal", "--row-order", "patch:8x8:2x2"), "64 rows, --q-len is 32"),
         (("no.safetensors", "--measure"), "leave out --alternatives and --measure"),
         (("causal", "--pattern", "1"), "--pattern is between 0 and 0"),
-        (("causal", "--png", "/no/such/folder/mask.png"), "cannot write"),
+        (("causal", "--png", "/no/such/folder/mask.png"), "write /no/such/folder/mask.png"),
+        (("causal", "--png", "/tmp"), "cannot write /tmp: it is a folder"),
         (("padding(99)",), "padding lengths up to 99"),
     ],
 )

@@ -109,6 +109,16 @@ def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
     ]
 
 
+def test_a_chart_of_nothing_does_not_lose_the_lock(own_module: str, tmp_path: Path) -> None:
+    """Without twins no template serves a CPU, so no segment has two times."""
+    files = ("--store", "store", "--lock", "small.lock", "--png", "a.svg")
+    done = run(f"{own_module}:small", "--dtype", "float32", *files)
+    assert done.exit_code == 0, done.output
+    assert "no a.svg: no segment has a time" in done.output.replace("\n", " ")
+    assert (tmp_path / "small.lock").exists()
+    assert not (tmp_path / "a.svg").exists()
+
+
 class Screen(StringIO):
     def isatty(self) -> bool:
         return True

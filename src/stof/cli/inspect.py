@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stof.cli.common import must_be_writable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -80,7 +82,10 @@ def inspect(
     if not pattern < plan.layout.patterns:
         raise ArgumentError(f"--pattern is between 0 and {plan.layout.patterns - 1} for this mask, got {pattern}")
     if png is not None:
-        _write_png(plan, png, pattern, before)
+        from stof.drawing import draw_picture
+
+        must_be_writable(png)
+        draw_picture(plan, png, pattern=pattern, before=before)
     listed = _alternatives(mask, plan, given, head_dim, measure=measure, reorder=reorder) if times else []
     if as_json:
         _print_json(plan, png, before, listed)
@@ -235,16 +240,6 @@ def _times(found: Times) -> Table:
             one.note or ("" if one.measured_us is None else f"{one.measured_us:.1f} us"),
         )
     return table
-
-
-def _write_png(plan: Plan, path: Path, pattern: int, before: Layout | None) -> None:
-    from stof.drawing import draw_picture
-    from stof.errors import ArgumentError
-
-    try:
-        draw_picture(plan, path, pattern=pattern, before=before)
-    except OSError as error:
-        raise ArgumentError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _print_json(plan: Plan, png: Path | None, before: Layout | None, listed: list[Times]) -> None:

@@ -30,6 +30,7 @@ def tune_device(
     from rich.console import Console
 
     from stof.bench import fit, selector
+    from stof.bench.polish import polish
     from stof.errors import ArgumentError
     from stof.selection.model import load_model, model_to_dict
     from stof.tuning.files import replace_whole
@@ -71,7 +72,7 @@ def tune_device(
         table_console().print(fit.regret_table(rows, base))
         return
     if not device or not measurements or output is not None:  # else only measured, to be fitted elsewhere
-        fitted = fit.fit(rows, base)
+        fitted = polish(rows, [fit.fit(rows, base), base])
         errors, left_out = fit.leave_one_out(rows, base)
         quality = {"fit": fit.summary(*fit.self_check(rows, fitted))}
         quality["leave_one_mask_out"] = fit.summary(errors, left_out)

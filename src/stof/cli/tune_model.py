@@ -146,7 +146,7 @@ def _search(wanted: Wanted, loaded: Any, device: Any) -> list[FusionReport]:
 
 
 def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], console: Any) -> None:
-    from stof.drawing.tuning import draw_tuning, tuning_html
+    from stof.drawing.tuning import draw_tuning, is_drawable, tuning_html
     from stof.fusion.lock import Lock, current_versions, read_lock
     from stof.tuning.files import replace_whole
     from stof.tuning.machine import device_name
@@ -167,5 +167,9 @@ def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], 
         replace_whole(wanted.html, tuning_html(f"stof tune {name}", facts, reports))
         console.print(f"wrote {wanted.html}", markup=False)
     if wanted.png is not None:
-        draw_tuning(wanted.png, f"{name} on {device_text}, {wanted.dtype}", reports)
-        console.print(f"wrote {wanted.png}", markup=False)
+        if is_drawable(reports):
+            draw_tuning(wanted.png, f"{name} on {device_text}, {wanted.dtype}", reports)
+            console.print(f"wrote {wanted.png}", markup=False)
+        else:
+            # What was tuned is kept all the same.
+            console.print(f"no {wanted.png}: no segment has a time with a template and one without", markup=False)

@@ -104,6 +104,17 @@ def _bars(row: SegmentReport, longest: float) -> str:
     )
 
 
+def _rows(reports: Sequence[FusionReport]) -> list[tuple[SegmentReport, int, list[float]]]:
+    """Segments with a time before and one after, how often each occurs, and these times."""
+    rows = [(row, count, _times(row)) for report in reports for row, count in report.grouped().items()]
+    return [(row, count, times) for row, count, times in rows if len(times) == 2]
+
+
+def is_drawable(reports: Sequence[FusionReport]) -> bool:
+    """Whether `draw_tuning` finds something to draw: a segment with a time with a template and one without."""
+    return bool(_rows(reports))
+
+
 def draw_tuning(path: Path, title: str, reports: Sequence[FusionReport]) -> None:
     """Write a chart (PNG, SVG or PDF, by the ending): two bars a segment, before and after.
 
@@ -118,8 +129,7 @@ def draw_tuning(path: Path, title: str, reports: Sequence[FusionReport]) -> None
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError('drawing a chart needs matplotlib: pip install "stof[bench]"') from error
-    rows = [(row, count, _times(row)) for report in reports for row, count in report.grouped().items()]
-    rows = [(row, count, times) for row, count, times in rows if len(times) == 2]
+    rows = _rows(reports)
     if not rows:
         raise ArgumentError("nothing to draw: no segment has a time with a template and one without")
     figure = Figure(figsize=(9.5, 1.4 + 0.62 * len(rows)), layout="constrained")
