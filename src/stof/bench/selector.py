@@ -60,11 +60,15 @@ class Measured:
 
 # Ends the name of cells whose scores get a bias `[1, H, Sq, Skv]`.
 BIAS = "+bias"
-# Cells the model is fitted on: the benchmark's grid, grouped heads, a wide head, biases, and decoding.
+# Cells the model is fitted on: the benchmark's grid, other shapes, a wide head, biases, and decoding.
 GRID_MASKS = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
 _GRID_SHAPES = (
     "1,12,64,512", "1,12,64,2048", "1,12,64,4096", "16,12,64,1024",
     "1,32,128,1024", "1,32,128,8192", "1,32,128,16384",
+)  # fmt: skip
+# Shapes that the benchmark does not have: few heads, grouped ones, heads of 96, batches of short sequences.
+_OTHER_SHAPES = (
+    "8,12,64,384", "1,8,64,1024", "1,32,8,128,2048,2048", "1,6,128,512", "4,16,64,2048", "2,16,96,1536",
 )  # fmt: skip
 _DECODE_SHAPES = (
     "16,32,8,128,1,16384", "16,32,8,128,1,65536", "1,32,8,128,1,16384", "16,12,12,64,1,4096", "4,8,8,128,1,8192",
@@ -77,6 +81,7 @@ _BIAS_CELLS = (
 )
 CELLS: tuple[tuple[str, str], ...] = (
     *((mask, shape) for shape in _GRID_SHAPES for mask in GRID_MASKS),
+    *((mask, shape) for shape in _OTHER_SHAPES for mask in GRID_MASKS if mask != "dilated"),
     *((mask, "1,16,256,4096") for mask in ("full", "causal", "window512", "longformer", "strided")),
     *((mask, shape) for shape, of_shape in _BIAS_CELLS for mask in of_shape),
     *(
