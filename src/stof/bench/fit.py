@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stof.bench.grid import Shape
-from stof.bench.polish import polish
+from stof.bench.polish import estimated, polish
 from stof.bench.selector import Measured, call_of_row, survey_of
 from stof.selection import Choice
 from stof.selection.model import (
@@ -21,7 +21,6 @@ from stof.selection.model import (
     KernelTimes,
     aside_us,
     critical_load,
-    estimate,
     estimate_tiles,
     kernel_key,
 )
@@ -146,7 +145,7 @@ def regrets(rows: Sequence[Measured], model: DeviceModel) -> list[Regret]:
         cells.setdefault(row.cell, []).append(row)
     found = []
     for (mask, shape, _), own in cells.items():
-        picked = min(own, key=lambda r: estimate(r.choice, call_of_row(r), survey_of(r), model) or math.inf)
+        picked = min(own, key=lambda r: estimated(r, model))
         best = min(own, key=lambda r: r.us)
         found.append(Regret(mask, shape, picked.choice, best.choice, picked.us, best.us))
     return found
@@ -171,8 +170,8 @@ def self_check(rows: Sequence[Measured], model: DeviceModel) -> tuple[list[float
     """Relative errors of a model's estimates on these rows, and its regrets."""
     errors = []
     for row in rows:
-        guess = estimate(row.choice, call_of_row(row), survey_of(row), model)
-        if guess is not None:
+        guess = estimated(row, model)
+        if math.isfinite(guess):
             errors.append(abs(guess / row.us - 1))
     return errors, regrets(rows, model)
 

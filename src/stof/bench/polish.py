@@ -43,9 +43,10 @@ def polish(rows: Sequence[Measured], models: Sequence[DeviceModel]) -> DeviceMod
             rows_of.setdefault(key, []).append(i)
     rows_of = {key: own for key, own in rows_of.items() if key in models[0].kernels}
     variants = {key: _variants(key, rows, own, models) for key, own in rows_of.items()}
-    estimates = [_estimate(row, models[0]) for row in rows]
-    for options in variants.values():
-        estimates = [options[0].estimates.get(i, known) for i, known in enumerate(estimates)]
+    estimates = {i: known for options in variants.values() for i, known in options[0].estimates.items()}
+    for i, row in enumerate(rows):
+        if i not in estimates:
+            estimates[i] = estimated(row, models[0])
     cells: dict[tuple[str, str, str], list[int]] = {}
     for i, row in enumerate(rows):
         cells.setdefault(row.cell, []).append(i)
@@ -70,8 +71,7 @@ def polish(rows: Sequence[Measured], models: Sequence[DeviceModel]) -> DeviceMod
             return replace(models[0], kernels={**models[0].kernels, **{k: v.times for k, v in chosen.items()}})
         key, variant = best
         chosen[key] = variant
-        for i, known in variant.estimates.items():
-            estimates[i] = known
+        estimates.update(variant.estimates)
         for cell in touched[key]:
             losses[cell] = loss(cell, {})
 
@@ -79,17 +79,15 @@ def polish(rows: Sequence[Measured], models: Sequence[DeviceModel]) -> DeviceMod
 def _variants(key: str, rows: Sequence[Measured], own: Sequence[int], models: Sequence[DeviceModel]) -> list[_Variant]:
     """Constants of each model, as they are and multiplied; the first model's own come first."""
     found = []
-    for model in models:
-        if key not in model.kernels:
-            continue
-        times = model.kernels[key]
+    for times in dict.fromkeys(model.kernels[key] for model in models if key in model.kernels):
         for factor in FACTORS:
             scaled = replace(times, item=times.item * factor, partial=times.partial * factor, full=times.full * factor)
-            scaled_model = replace(model, kernels={**model.kernels, key: scaled})
-            found.append(_Variant(scaled, {i: _estimate(rows[i], scaled_model) for i in own}))
+            model = replace(models[0], kernels={**models[0].kernels, key: scaled})
+            found.append(_Variant(scaled, {i: estimated(rows[i], model) for i in own}))
     return found
 
 
-def _estimate(row: Measured, model: DeviceModel) -> float:
+def estimated(row: Measured, model: DeviceModel) -> float:
+    """A model's estimate of a row's time, in us; infinite where it has none."""
     known = estimate(row.choice, call_of_row(row), survey_of(row), model)
     return math.inf if known is None else known

@@ -71,6 +71,7 @@ def inspect(
 
     from stof.errors import ArgumentError
 
+    must_be_writable(png)
     sizes = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "block_m": block_m, "block_n": block_n}
     given = {name: value for name, value in (sizes | {"slab": slab, "row_order": row_order}).items() if value}
     file = mask.endswith(".safetensors")
@@ -84,7 +85,6 @@ def inspect(
     if png is not None:
         from stof.drawing import draw_picture
 
-        must_be_writable(png)
         draw_picture(plan, png, pattern=pattern, before=before)
     listed = _alternatives(mask, plan, given, head_dim, measure=measure, reorder=reorder) if times else []
     if as_json:
