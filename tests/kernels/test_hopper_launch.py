@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
+from stof.kernels.hopper.chunks import MAXIMA_AND_SUMS
 from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, PAIR_BITMAP, PAIR_LEFT_OUT, RUN
 from stof.kernels.hopper.queue import job_lists
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
@@ -117,29 +118,12 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
     m = s.amax(1)
     p = torch.exp(s - torch.where(m == -torch.inf, 0.0, m)[:, None])
     total, acc = p.sum(1), p @ torch.cat(values)
-    span = 1
-    while a.SPLIT and span < parts:
-        left = chunk // (2 * span) * 2 * span
-        right = left + span
-        if right < parts:
-            # The second of two to come adds what the first has left to its own.
-            mine, other = (left, right) if chunk < right else (right, left)
-            kept, its = ((slot + one) * a.GROUPS + group for one in (mine, other))
-            memory(a.chunk_out_ptr)[kept * 64 * a.D :][: 64 * a.D].copy_(acc.flatten())
-            memory(a.chunk_ml_ptr)[kept * 128 :][:128].copy_(torch.cat([m, total]))
-            count = memory(a.counters_ptr)[1 + (slot + right) * a.GROUPS + group :][:1]
-            count += 1
-            if int(count) == 1:
-                return
-            assert int(count) == 2
-            count.zero_()
-            m_c, total_c = memory(a.chunk_ml_ptr)[its * 128 :][:128].double().view(2, 64)
-            acc_c = memory(a.chunk_out_ptr)[its * 64 * a.D :][: 64 * a.D].double().view(64, a.D)
-            m_new = torch.maximum(m, m_c)
-            m_use = torch.where(m_new == -torch.inf, 0.0, m_new)
-            old, new = torch.exp(m - m_use), torch.exp(m_c - m_use)
-            total, acc, m = total * old + total_c * new, acc * old[:, None] + acc_c * new[:, None], m_new
-        span *= 2
+    if a.SPLIT and parts > 1:
+        meet = _meet_at_once if a.GROUPS == 1 else _meet_in_pairs
+        met = meet(a, acc, m, total, (slot * a.GROUPS + group, chunk, parts))
+        if met is None:
+            return
+        acc, m, total = met
     rows = torch.arange(position, position + 64)
     rows = rows[rows < a.q_len]
     lse = torch.where(total > 0, m + torch.log(total), -torch.inf)
@@ -159,6 +143,74 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
     for column in range(0, a.D, width):
         values = acc[:, column : column + width]
         box(a.out_desc, [b, h, row, residue * a.out_residue_stride + column], values)
+
+
+Chunk = tuple[int, int, int]
+"""Slot of the row block's first chunk, which chunk, of how many."""
+
+
+def _meet_at_once(
+    a: SimpleNamespace, acc: Tensor, m: Tensor, total: Tensor, place: Chunk
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What all chunks have, if this is the last of them."""
+    slot, chunk, parts = place
+    out, maxima = memory(a.chunk_out_ptr), memory(a.chunk_ml_ptr)
+    # In what order a chunk's values lie is the kernel's own matter.
+    out[(slot + chunk) * 64 * a.D :][: 64 * a.D].copy_(acc.flatten())
+    maxima[(slot + chunk) * MAXIMA_AND_SUMS :][:MAXIMA_AND_SUMS].copy_(torch.cat([m, total]).repeat(4))
+    tickets, warps = memory(a.counters_ptr)[1 + slot :][:2].split(1)
+    ticket = int(tickets)
+    tickets += 1
+    if ticket < parts - 1:
+        warps += 4
+        return None
+    assert int(warps) == 4 * (parts - 1)
+    tickets.zero_()
+    warps.zero_()
+    m, total, acc = torch.full_like(m, -torch.inf), torch.zeros_like(total), torch.zeros_like(acc)
+    for other in range(slot, slot + parts):
+        m_c, total_c = maxima[other * MAXIMA_AND_SUMS :][:128].double().view(2, 64)
+        m, total, acc = _added(m, total, acc, m_c, total_c, out[other * 64 * a.D :][: 64 * a.D].double().view(64, a.D))
+    return acc, m, total
+
+
+def _meet_in_pairs(
+    a: SimpleNamespace, acc: Tensor, m: Tensor, total: Tensor, place: Chunk
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What all chunks have, if this is the second of the last pair to meet."""
+    slot, chunk, parts = place
+    out, maxima = memory(a.chunk_out_ptr), memory(a.chunk_ml_ptr)
+    span = 1
+    while span < parts:
+        left = chunk // (2 * span) * 2 * span
+        right = left + span
+        if right < parts:
+            # The second of two to come adds what the first has left to its own.
+            mine, other = (left, right) if chunk < right else (right, left)
+            kept, its = (slot + one * a.GROUPS for one in (mine, other))
+            out[kept * 64 * a.D :][: 64 * a.D].copy_(acc.flatten())
+            maxima[kept * 128 :][:128].copy_(torch.cat([m, total]))
+            count = memory(a.counters_ptr)[1 + slot + right * a.GROUPS :][:1]
+            count += 1
+            if int(count) == 1:
+                return None
+            assert int(count) == 2
+            count.zero_()
+            m_c, total_c = maxima[its * 128 :][:128].double().view(2, 64)
+            acc_c = out[its * 64 * a.D :][: 64 * a.D].double().view(64, a.D)
+            m, total, acc = _added(m, total, acc, m_c, total_c, acc_c)
+        span *= 2
+    return acc, m, total
+
+
+def _added(
+    m: Tensor, total: Tensor, acc: Tensor, m_c: Tensor, total_c: Tensor, acc_c: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Maxima, sums and output of two parts of the keys as of one."""
+    m_new = torch.maximum(m, m_c)
+    m_use = torch.where(m_new == -torch.inf, 0.0, m_new)
+    old, new = torch.exp(m - m_use), torch.exp(m_c - m_use)
+    return m_new, total * old + total_c * new, acc * old[:, None] + acc_c * new[:, None]
 
 
 def _tile(

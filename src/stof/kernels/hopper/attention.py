@@ -12,6 +12,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.cpu.attention import empty_output
+from stof.kernels.hopper.chunks import MAXIMA_AND_SUMS
 from stof.kernels.hopper.jobs import (
     RUN,
     TileLists,
@@ -217,7 +218,7 @@ def work_memory(chunks: int, width: int, queued: bool, lse: Tensor, jobs: Tensor
     """
     if not chunks:
         return lse, lse, zeroed_counters(1, lse.device) if queued else jobs
-    scratch = torch.empty(chunks * _ROWS * (width + 2), dtype=torch.float32, device=lse.device)
+    scratch = torch.empty(chunks * (_ROWS * width + MAXIMA_AND_SUMS), dtype=torch.float32, device=lse.device)
     return scratch, scratch[chunks * _ROWS * width :], zeroed_counters(1 + chunks, lse.device)
 
 

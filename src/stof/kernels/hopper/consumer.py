@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from stof.kernels.hopper.chunks import take_ticket
 from stof.kernels.hopper.device import (
     any_above,
     await_turn,
@@ -33,6 +34,7 @@ from stof.kernels.hopper.producer import (
     NUMBER,
     PASSED,
     field_of,
+    settled,
     whose,
 )
 from stof.kernels.hopper.softmax import LARGEST, LOG2E, biased, masked, operand, packed_weights, steady_weights, weights
@@ -175,6 +177,8 @@ def consumer(
     # three warpgroups, the code for that costs short jobs up to 9 % and saves nothing (an H200).
     STEADY: gl.constexpr = not MODIFIED
     ALL_STEADY: gl.constexpr = STEADY and BLOCK_N == 64 and D <= 128 and (GROUPS == 1 or PAIRED > 0)
+    # Chunks meet all at once, of one warpgroup: with more of them the registers for that are missed elsewhere.
+    AT_ONCE: gl.constexpr = SPLIT and GROUPS == 1
     bits: gl.constexpr = bit_layout(BLOCK_N)
     word_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bits))
     sums_layout: gl.constexpr = word_layout
@@ -219,7 +223,8 @@ def consumer(
     number = gl.program_id(0)
     # Not the same value: Triton takes what then equals `number` in one turn for something that no turn changes.
     before = opaque(number)
-    known = (opaque(current[0]), opaque(current[1]), opaque(current[2]), opaque(current[3]) if SPLIT else 1)
+    known = settled(current, SPLIT, AT_ONCE)
+    ticket = opaque(number)
     turn = 0
     while number < job_count:
         q_rows = q_smem.index((turn % Q_STAGES) * GROUPS + GROUP)
@@ -276,8 +281,8 @@ def consumer(
                         finish(
                             acc, m_i, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(leaving * GROUPS + GROUP),
                             out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
-                            row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
-                            Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
+                            row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, ticket, GROUP, GROUPS, D,
+                            Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME, AT_ONCE, False,
                         )  # fmt: skip
                         if Q_STAGES > 1:
                             # The output of the job before that one has left its buffer long ago.
@@ -374,11 +379,13 @@ def consumer(
                 place = _after(place, STAGES)
         before = number
         known = current
+        if AT_ONCE:
+            ticket = take_ticket(counters_ptr + current[4].to(gl.int64), current[3])
         number = job_count
         if QUEUED:
             mbarrier.wait(passed_on.index(turn % PASSED), (turn // PASSED) & 1)
             number = field_of(records, turn, NUMBER)
-            current = whose(records, turn, SPLIT)
+            current = whose(records, turn, SPLIT, AT_ONCE)
             begin = opaque(field_of(records, turn, 3))
             partial_end = opaque(field_of(records, turn, 4))
             end = opaque(field_of(records, turn, 5))
@@ -397,7 +404,7 @@ def consumer(
     finish(
         acc, m_i, l_i, jobs_ptr + before * FIELDS, known,
         out_smem.index(_leaving_place(turn, Q_STAGES) * GROUPS + GROUP), out_desc, lse_ptr, sinks_ptr, chunk_out_ptr,
-        chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
-        Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME,
+        chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, ticket,
+        GROUP, GROUPS, D, Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME, AT_ONCE, D == 64,
     )  # fmt: skip
     tma.store_wait(0)

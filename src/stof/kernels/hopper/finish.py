@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from stof.kernels.hopper.device import halves_layout, rounded, thread_barrier, tile_layout
+from stof.kernels.hopper.chunks import meet_at_once, meet_in_pairs
+from stof.kernels.hopper.device import halves_layout, opaque, thread_barrier, tile_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -39,64 +40,39 @@ def _await_leave():
 @no_type_check
 def finish(
     acc, m_i, l_i, job_ptr, known, place, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
-    row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
+    row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, ticket,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, OWN_PLACE: gl.constexpr, PERMUTED: gl.constexpr,
-    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr, scales_ptr=None,
+    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr, AT_ONCE: gl.constexpr,
+    AHEAD: gl.constexpr, scales_ptr=None,
 ):  # fmt: skip
-    """Write 64 rows of a job's output; of a split row block's chunks, the last to meet another does.
+    """Write 64 rows of a job's output; of a split row block's chunks, the last does.
 
     Output leaves by way of `place` in shared memory, all columns at once or one half after the other. Where that is its
-    `OWN_PLACE`, not one of Q with stages of its own, the output before may still be leaving. `known` are the job's row
-    block, batch entry, head, and number of chunks, which came with the job. The second of each head's pair at
+    `OWN_PLACE`, not one of Q with stages of its own, the output before may still be leaving. `known` is the job's, see
+    `whose`. The second of each head's pair at
     `scales_ptr` is a factor on the output.
     """
     acc_layout: gl.constexpr = acc.type.layout
     rows_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
     dtype: gl.constexpr = place.dtype
-    row_block, b, h, parts = known
+    row_block, b, h, parts = known[0], known[1], known[2], known[3]
     m = gl.convert_layout(m_i, rows_layout)
     total = gl.convert_layout(gl.sum(l_i, 1), rows_layout)
     r = gl.arange(0, 64, layout=rows_layout)
     write = True
     if SPLIT:
         if parts > 1:
-            slot = gl.load(job_ptr + 7).to(gl.int64) * GROUPS + GROUP
-            chunk = gl.load(job_ptr + 8)
-            d = gl.arange(0, D, layout=gl.SliceLayout(0, acc_layout))
-            at = (r * D)[:, None] + d[None, :]
-            # Chunks meet in pairs, and pairs in pairs: whoever comes first leaves what it has and goes on with its next
-            # job, whoever comes second adds that to its own. One that did all by itself would be the last to end, and
-            # so the one to do it for the next row block, and for all.
-            span = 1
-            while (span < parts) & write:
-                left = chunk & -2 * span
-                right = left + span
-                if right < parts:
-                    second = chunk & span
-                    mine = slot + (left + second).to(gl.int64) * GROUPS
-                    other = slot + (right - second).to(gl.int64) * GROUPS
-                    gl.store(chunk_out_ptr + mine * (64 * D) + at, acc)
-                    gl.store(chunk_ml_ptr + mine * 128 + r, m)
-                    gl.store(chunk_ml_ptr + mine * 128 + 64 + r, total)
-                    # All threads' stores come before the one thread's release.
-                    thread_barrier()
-                    counter_ptr = counters_ptr + slot + right.to(gl.int64) * GROUPS
-                    write = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == 1
-                    if write:
-                        thread_barrier()
-                        # .cg: written by another multiprocessor
-                        m_c = gl.load(chunk_ml_ptr + other * 128 + r, cache_modifier=".cg")
-                        l_c = gl.load(chunk_ml_ptr + other * 128 + 64 + r, cache_modifier=".cg")
-                        acc_c = gl.load(chunk_out_ptr + other * (64 * D) + at, cache_modifier=".cg")
-                        m_new = gl.maximum(m, m_c)
-                        m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
-                        old = gl.exp2(m - m_use)
-                        new = gl.exp2(m_c - m_use)
-                        total = rounded(total, old) + rounded(l_c, new)
-                        acc = rounded(acc, old[:, None]) + rounded(acc_c, new[:, None])
-                        m = m_new
-                        gl.store(counter_ptr, 0)
-                span = span * 2
+            if AT_ONCE:
+                acc, m, total, write = meet_at_once(
+                    acc, m, total, opaque(known[4]).to(gl.int64), opaque(known[5]), parts, ticket,
+                    chunk_out_ptr, chunk_ml_ptr, counters_ptr, AHEAD,
+                )  # fmt: skip
+            else:
+                slot = gl.load(job_ptr + 7).to(gl.int64) * GROUPS + GROUP
+                chunk = gl.load(job_ptr + 8)
+                acc, m, total, write = meet_in_pairs(
+                    acc, m, total, slot, chunk, parts, chunk_out_ptr, chunk_ml_ptr, counters_ptr, GROUPS
+                )
     if write:
         position = row_block * (64 * GROUPS) + GROUP * 64
         exists = position + r < q_len

@@ -48,6 +48,7 @@ from stof.kernels.hopper.producer import (
     field_of,
     producer,
     record_layout,
+    settled,
     slabs_of,
     whose,
     whose_first,
@@ -163,7 +164,7 @@ def _consumer(
     number = gl.program_id(0)
     # Not the same value: Triton takes what then equals `number` in one turn for something that no turn changes.
     before = opaque(number)
-    known = (opaque(current[0]), opaque(current[1]), opaque(current[2]), opaque(current[3]) if SPLIT else 1)
+    known = settled(current, SPLIT, False)
     turn = 0
     while number < job_count:
         q_stage = turn % Q_STAGES
@@ -187,7 +188,8 @@ def _consumer(
                         finish(
                             acc, m_i - SHIFT, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(GROUP), out_desc,
                             lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, sinks_ptr, q_len, heads,
-                            q_len, D, GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, scales_ptr,
+                            q_len, D, 0, GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, False, False,
+                            scales_ptr,
                         )  # fmt: skip
                         acc = cleared(acc)
                         l_i = cleared(l_i)
@@ -214,7 +216,7 @@ def _consumer(
             begin = opaque(field_of(records, turn, 3))
             partial_end = opaque(field_of(records, turn, 4))
             end = opaque(field_of(records, turn, 5))
-            current = whose(records, turn, SPLIT)
+            current = whose(records, turn, SPLIT, False)
             factor = scale * gl.load(scales_ptr + (current[1] * heads + current[2]) * 2)
             next_words = _words(words_ptr, field_of(records, turn, 10))
             bitmap = gl.load(tile_bitmap_ptr + begin + 1)
@@ -229,7 +231,7 @@ def _consumer(
     finish(
         _add_product(acc, alpha, pv), m_i - SHIFT, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(GROUP),
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, sinks_ptr, q_len, heads, q_len, D,
-        GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, scales_ptr,
+        0, GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, False, False, scales_ptr,
     )  # fmt: skip
     tma.store_wait(0)
 
@@ -321,7 +323,7 @@ def fp8_kernel(
     rings = (k_smem, v_smem, k_full, v_full, kv_empty)
     shared = (
         out_desc, lse_ptr, sinks_ptr, scales_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr + 1, jobs_ptr, job_count,
-        records, passed_on, whose_first(start, SPLIT), of_lane(start, 3), of_lane(start, 4), of_lane(start, 5),
+        records, passed_on, whose_first(start, SPLIT, False), of_lane(start, 3), of_lane(start, 4), of_lane(start, 5),
         of_lane(start, 10), tile_bitmap_ptr, bitmaps_ptr, q_smem, out_smem, rings, q_full, q_empty, q_len, heads,
         scale, softcap,
     )  # fmt: skip

@@ -51,17 +51,42 @@ def field_of(records, turn, number: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def whose(records, turn, SPLIT: gl.constexpr):
-    """Row block, batch entry, head, and chunks of its row block, of the job that follows a turn."""
+def whose(records, turn, SPLIT: gl.constexpr, AT_ONCE: gl.constexpr):
+    """Row block, batch entry, head, and chunks of its row block, of the job that follows a turn.
+
+    Where chunks meet `AT_ONCE`, then also the slot of the first of them, and which this is.
+    """
     parts = field_of(records, turn, 6) if SPLIT else 1
-    return opaque(field_of(records, turn, 0)), field_of(records, turn, 1), field_of(records, turn, 2), parts
+    slot = field_of(records, turn, 7) if AT_ONCE else 0
+    chunk = field_of(records, turn, 8) if AT_ONCE else 0
+    return (
+        opaque(field_of(records, turn, 0)),
+        field_of(records, turn, 1),
+        field_of(records, turn, 2),
+        parts,
+        slot,
+        chunk,
+    )
 
 
 @gluon.jit
 @no_type_check
-def whose_first(start, SPLIT: gl.constexpr):
+def whose_first(start, SPLIT: gl.constexpr, AT_ONCE: gl.constexpr):
     """The same of a thread block's first job, whose fields `start` holds by lane."""
-    return of_lane(start, 0), of_lane(start, 1), of_lane(start, 2), of_lane(start, 6) if SPLIT else 1
+    parts = of_lane(start, 6) if SPLIT else 1
+    slot = of_lane(start, 7) if AT_ONCE else 0
+    chunk = of_lane(start, 8) if AT_ONCE else 0
+    return of_lane(start, 0), of_lane(start, 1), of_lane(start, 2), parts, slot, chunk
+
+
+@gluon.jit
+@no_type_check
+def settled(whose, SPLIT: gl.constexpr, AT_ONCE: gl.constexpr):
+    """The same values, which Triton then does not take for some that no turn changes."""
+    parts = opaque(whose[3]) if SPLIT else 1
+    slot = opaque(whose[4]) if AT_ONCE else 0
+    chunk = opaque(whose[5]) if AT_ONCE else 0
+    return opaque(whose[0]), opaque(whose[1]), opaque(whose[2]), parts, slot, chunk
 
 
 @gluon.jit

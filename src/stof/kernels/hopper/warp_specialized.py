@@ -177,10 +177,10 @@ def warp_specialized_kernel(
         left_out = (of_lane(start, LEFT_OUT), of_lane(start, LEFT_OUT + 1))
     shared = (
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr + 1, row_order_ptr, jobs_ptr,
-        job_count, records, passed_on, whose_first(start, SPLIT), of_lane(start, 3), of_lane(start, 4),
-        of_lane(start, 5), of_lane(start, 10), tile_bitmap_ptr, bitmaps_ptr, q_smem, k_smem, v_smem, bias_smem,
-        out_smem, q_full, q_empty, k_full, v_full, kv_empty, q_len, heads, rows_per_residue, out_residue_stride,
-        scale, softcap, own_bitmaps, left_out,
+        job_count, records, passed_on, whose_first(start, SPLIT, SPLIT and GROUPS == 1), of_lane(start, 3),
+        of_lane(start, 4), of_lane(start, 5), of_lane(start, 10), tile_bitmap_ptr, bitmaps_ptr,
+        q_smem, k_smem, v_smem, bias_smem, out_smem, q_full, q_empty, k_full, v_full, kv_empty, q_len, heads,
+        rows_per_residue, out_residue_stride, scale, softcap, own_bitmaps, left_out,
     )  # fmt: skip
     lists = (
         q_desc, jobs_ptr, job_count, counters_ptr, records, passed_on, tiles_ptr, q_smem,
