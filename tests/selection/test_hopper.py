@@ -19,7 +19,7 @@ from stof.layout.orders import named_order
 from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.selection import IMPLEMENTATIONS, Choice, candidates, choose, failures
-from stof.selection.gpu import _CHUNK_KEYS, _HOPPER_L2_SHARE, fits, gpu_choices, starves
+from stof.selection.gpu import _CHUNK_KEYS, _CHUNK_KEYS_OF_ONE, _HOPPER_L2_SHARE, fits, gpu_choices, starves
 from stof.selection.model import kernel_key
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 
@@ -132,16 +132,18 @@ def test_choices(head_dim: int, has_bias: bool) -> None:
     wide = padded_width(head_dim) == 128 and not has_bias
     assert [pair[:3] for pair in pairs] == ([((64, 64), None, None), ((64, 64), 16, None)] if wide else [])
     assert {(kernel.num_stages, kernel.split_tiles) for *_, kernel in pairs} <= {(5, 0)}
-    assert all(keys == {0, *(chunk for chunk in _CHUNK_KEYS if chunk < 4096)} for keys in kinds.values())
+    for (tile, *_), keys in kinds.items():
+        lengths = {*_CHUNK_KEYS, _CHUNK_KEYS_OF_ONE} if tile[0] == 64 else set(_CHUNK_KEYS)
+        assert keys == {0, *(chunk for chunk in lengths if chunk < 4096)}
 
 
 def test_few_chunks_where_row_blocks_fill_the_machine() -> None:
-    """Four at most, unless there are few row blocks."""
-    for heads, least in ((2, 512), (64, 1024)):
+    """Four at most, of one warpgroup eight, unless there are few row blocks."""
+    for heads, rows, least in ((1, 64, 512), (1, 128, 512), (64, 64, 1024), (64, 128, 2048)):
         keys = {
             c.kernel.split_tiles * c.layout.block_n
-            for c in choices_of(q_len=4096, kv_len=4096, heads=heads)
-            if c.layout and c.kernel and c.kernel.split_tiles
+            for c in choices_of(q_len=8192, kv_len=8192, heads=heads)
+            if c.layout and c.layout.block_m == rows and c.kernel and c.kernel.split_tiles
         }
         assert min(keys) == least
 

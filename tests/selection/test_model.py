@@ -20,6 +20,7 @@ from stof.selection.gpu import geometries, gpu_choices
 from stof.selection.model import (
     DeviceModel,
     KernelTimes,
+    critical_load,
     estimate,
     estimate_tiles,
     kernel_key,
@@ -84,6 +85,17 @@ def test_splitting_helps_one_heavy_row_block() -> None:
     # and costs where all are alike and the machine is full
     even = [40] * 128
     assert cost(counted(even), choice_of(split_tiles=16), batch=8) > cost(counted(even), choice_of(), batch=8)
+
+
+@pytest.mark.parametrize(("rows", "read"), [(64, 8), (128, 3)])
+def test_chunks_read_back(rows: int, read: int) -> None:
+    """By the last of one warpgroup all of them; those of several meet in pairs, and pairs in pairs."""
+    layout = LayoutConfig(rows, 64)
+    counts = TileCounts(torch.tensor([[64, 4]]), torch.tensor([[0, 0]]))
+    survey = Survey({layout: counts}, torch.full((1, 2 * rows), 64), 1, 1)
+    choice = Choice("hopper", layout, None, BlockWiseConfig(4, 3, split_tiles=8))
+    load, *_ = critical_load(choice, call_of(q_len=2 * rows, kv_len=4096), survey, MODEL, TIMES)
+    assert float(load[4]) == read
 
 
 def test_memory_is_a_lower_bound() -> None:

@@ -56,9 +56,12 @@ _HOPPER_BIAS_TILES = {
 }
 # Keys of a chunk: short ones fill the machine when there are few sequences, long ones need fewer merges.
 _CHUNK_KEYS = (512, 1024, 2048, 4096)
-# Row blocks that fill a machine without being split, and chunks that the Hopper kernel then makes of one at most.
-# Merging takes a step for every doubling; more never paid: Longformer's 8192 tokens of 128 took 227 us instead of 171.
-_ENOUGH, _MOST_CHUNKS = 256, 4
+# Row blocks that fill a machine without being split, and chunks that the Hopper kernel then makes of one at most, by
+# whether its thread blocks are of one warpgroup. Those of several merge a step for every doubling; more never paid:
+# Longformer's 8192 tokens of 128 took 227 us instead of 171. Those of one read all others back at the end.
+_ENOUGH, _MOST_CHUNKS = 256, {False: 4, True: 8}
+# What these are cut into besides: six chunks of Longformer's 4096 tokens of 64 are 5 % faster than four or eight.
+_CHUNK_KEYS_OF_ONE = 768
 # Tiles of a row block, on average, from which on three thread blocks on a multiprocessor cannot be fed: wider tiles are
 # 25 % faster at 64 tiles, 5 % at 16, and between 5 % faster and 4 % slower at 8. And tiles of the row block in which
 # the average tile is: wider ones are 5 % slower for windows, whose row blocks are alike, at 8.8, and 5 % faster for
@@ -295,8 +298,9 @@ def _variants(choice: Choice, call: CallSpec) -> Iterator[Choice]:
     assert choice.layout is not None
     row_blocks = call.batch * call.heads * -(-call.q_len // choice.layout.block_m)
     few = choice.implementation in ("hopper", "hopper_fp8") and row_blocks >= _ENOUGH
-    for keys in (0, *_CHUNK_KEYS):
-        if keys < call.kv_len and not (few and 0 < keys * _MOST_CHUNKS < call.kv_len):
+    one = choice.implementation == "hopper" and choice.layout.block_m == 64 and not choice.kernel.paired
+    for keys in sorted((0, *_CHUNK_KEYS, *([_CHUNK_KEYS_OF_ONE] if one else []))):
+        if keys < call.kv_len and not (few and 0 < keys * _MOST_CHUNKS[one] < call.kv_len):
             yield replace(choice, kernel=replace(choice.kernel, split_tiles=keys // choice.layout.block_n))
 
 

@@ -327,8 +327,10 @@ def critical_load(
     else:
         load = average * late + last_slot(loads, each, copies / turns, slots)
     most = float(parts.max())
-    # The Hopper kernel's chunks meet in pairs, and pairs in pairs; elsewhere the last one reads all others back.
-    load[4] += math.ceil(math.log2(most)) if choice.implementation in ON_HOPPER else most * (most > 1)
+    # Of several warpgroups, the Hopper kernel's chunks meet in pairs, and pairs in pairs; elsewhere the last one reads
+    # all others back.
+    in_pairs = choice.implementation in ON_HOPPER and layout.block_m > 64
+    load[4] += math.ceil(math.log2(most)) if in_pairs else most * (most > 1)
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
     memory_us = _bytes(call, touched) / model.bytes_per_us
     if choice.implementation in ON_HOPPER:
