@@ -128,6 +128,18 @@ def _left(out_ptr, ml_ptr, number, rows_layout: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def _added(acc, m, total, acc_c, m_c, l_c):
+    """Output, maxima and sums of two parts of the keys as of one; the same bits in either order."""
+    m_new = gl.maximum(m, m_c)
+    m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
+    old = gl.exp2(m - m_use)
+    new = gl.exp2(m_c - m_use)
+    total = rounded(total, old) + rounded(l_c, new)
+    return rounded(acc, old[:, None]) + rounded(acc_c, new[:, None]), m_new, total
+
+
+@gluon.jit
+@no_type_check
 def _added_up(acc, m, out_ptr, ml_ptr, parts, AHEAD: gl.constexpr):
     """All chunks in their order, whoever adds them up, so that sums are the same every time: `(acc, m, total)`."""
     D: gl.constexpr = acc.shape[1]
@@ -147,13 +159,7 @@ def _added_up(acc, m, out_ptr, ml_ptr, parts, AHEAD: gl.constexpr):
             x, m_c, l_c = _left(out_ptr, ml_ptr, number, rows_layout, D)
         x = x.reshape([D // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, D])
         x = gl.convert_layout(x, acc_layout, assert_trivial=True)
-        m_new = gl.maximum(m, m_c)
-        m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
-        old = gl.exp2(m - m_use)
-        new = gl.exp2(m_c - m_use)
-        total = rounded(total, old) + rounded(l_c, new)
-        acc = rounded(acc, old[:, None]) + rounded(x, new[:, None])
-        m = m_new
+        acc, m, total = _added(acc, m, total, x, m_c, l_c)
     return acc, m, total
 
 
@@ -226,13 +232,7 @@ def meet_in_pairs(
                 m_c = gl.load(chunk_ml_ptr + other * 128 + r, cache_modifier=".cg")
                 l_c = gl.load(chunk_ml_ptr + other * 128 + 64 + r, cache_modifier=".cg")
                 acc_c = gl.load(chunk_out_ptr + other * (64 * D) + at, cache_modifier=".cg")
-                m_new = gl.maximum(m, m_c)
-                m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
-                old = gl.exp2(m - m_use)
-                new = gl.exp2(m_c - m_use)
-                total = rounded(total, old) + rounded(l_c, new)
-                acc = rounded(acc, old[:, None]) + rounded(acc_c, new[:, None])
-                m = m_new
+                acc, m, total = _added(acc, m, total, acc_c, m_c, l_c)
                 gl.store(counter_ptr, 0)
         span = span * 2
     return acc, m, total, write

@@ -281,8 +281,8 @@ def consumer(
                         finish(
                             acc, m_i, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(leaving * GROUPS + GROUP),
                             out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
-                            row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, ticket, GROUP, GROUPS, D,
-                            Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME, AT_ONCE, False,
+                            row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
+                            Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME, AT_ONCE, False, ticket,
                         )  # fmt: skip
                         if Q_STAGES > 1:
                             # The output of the job before that one has left its buffer long ago.
@@ -404,7 +404,7 @@ def consumer(
     finish(
         acc, m_i, l_i, jobs_ptr + before * FIELDS, known,
         out_smem.index(_leaving_place(turn, Q_STAGES) * GROUPS + GROUP), out_desc, lse_ptr, sinks_ptr, chunk_out_ptr,
-        chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, ticket,
-        GROUP, GROUPS, D, Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME, AT_ONCE, D == 64,
+        chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
+        GROUP, GROUPS, D, Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME, AT_ONCE, D == 64, ticket,
     )  # fmt: skip
     tma.store_wait(0)

@@ -40,17 +40,17 @@ def _await_leave():
 @no_type_check
 def finish(
     acc, m_i, l_i, job_ptr, known, place, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
-    row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, ticket,
+    row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, OWN_PLACE: gl.constexpr, PERMUTED: gl.constexpr,
-    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr, AT_ONCE: gl.constexpr,
-    AHEAD: gl.constexpr, scales_ptr=None,
+    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, AT_RUN_TIME: gl.constexpr, AT_ONCE: gl.constexpr = False,
+    AHEAD: gl.constexpr = False, ticket=0, scales_ptr=None,
 ):  # fmt: skip
     """Write 64 rows of a job's output; of a split row block's chunks, the last does.
 
     Output leaves by way of `place` in shared memory, all columns at once or one half after the other. Where that is its
     `OWN_PLACE`, not one of Q with stages of its own, the output before may still be leaving. `known` is the job's, see
-    `whose`. The second of each head's pair at
-    `scales_ptr` is a factor on the output.
+    `whose`, and `ticket` a chunk's where they meet `AT_ONCE`. The second of each head's pair at `scales_ptr` is a
+    factor on the output.
     """
     acc_layout: gl.constexpr = acc.type.layout
     rows_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)

@@ -188,8 +188,7 @@ def _consumer(
                         finish(
                             acc, m_i - SHIFT, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(GROUP), out_desc,
                             lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, sinks_ptr, q_len, heads,
-                            q_len, D, 0, GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, False, False,
-                            scales_ptr,
+                            q_len, D, GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, scales_ptr=scales_ptr,
                         )  # fmt: skip
                         acc = cleared(acc)
                         l_i = cleared(l_i)
@@ -231,7 +230,7 @@ def _consumer(
     finish(
         _add_product(acc, alpha, pv), m_i - SHIFT, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(GROUP),
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, sinks_ptr, q_len, heads, q_len, D,
-        0, GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, False, False, scales_ptr,
+        GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, scales_ptr=scales_ptr,
     )  # fmt: skip
     tma.store_wait(0)
 
