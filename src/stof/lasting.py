@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -43,3 +44,14 @@ def lasting(device: torch.device, make: Callable[[], T]) -> T:
     if failed:
         raise failed[0]
     return made[0]
+
+
+def record(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Have PyTorch's allocator wait, when these are freed, for what is launched on the current stream until then.
+
+    Lasting tensors are allocated for the default stream, whichever streams read them. Once for a stream is enough.
+    """
+    stream = torch.cuda.current_stream(device)
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)

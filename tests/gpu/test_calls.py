@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from collections.abc import Callable
@@ -128,6 +129,26 @@ def test_threads_on_streams_share_a_plan(implementation: str | None) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_a_dropped_plan_is_read_to_the_end(implementation: str | None) -> None:
+    """Its memory is not the next owner's while a kernel on another stream still waits to read it."""
+    q, k, v = random_inputs(q_len=2049, seed=0)
+    wanted = stof.attention(q, k, v, stof.plan(HEAVY, 2049, device="cuda"), implementation=implementation)
+    plan = stof.plan(HEAVY, 2049, device="cuda")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        stof.attention(q, k, v, plan, implementation=implementation)  # made and compiled, which synchronises
+        torch.cuda._sleep(10**9)
+        out = stof.attention(q, k, v, plan, implementation=implementation)
+    del plan
+    gc.collect()
+    litter = [torch.full((size,), -1, dtype=torch.int32, device="cuda") for size in (2**7, 2**10, 2**13, 2**16) * 64]
+    torch.cuda.synchronize()
+    assert len(litter) == 4 * 64
+    assert torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("options", [False, True])

@@ -130,7 +130,8 @@ def _narrow_copies(ptx: str) -> int:
 def _clashes(ptx: str) -> list[str]:
     """Barriers where now these, now those threads meet: Triton's are for 128, the kernel's own for 256."""
     threads: dict[str, set[str]] = {}
-    for number, count in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)(?:,\s*(\d+))?", ptx):
+    meeting = r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|arrive|red\.\w+\.\w+\s+%?\w+,)\s+(\d+)(?:,\s*(\d+))?"
+    for number, count in re.findall(meeting, ptx):
         threads.setdefault(number, set()).add(count)
     return [f"barrier {number} is for {sorted(found)} threads" for number, found in threads.items() if len(found) > 1]
 

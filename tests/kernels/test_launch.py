@@ -48,6 +48,8 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
 
 
 def made(kernel: Kernel, tensors: tuple[torch.Tensor, ...] = (), index: int = 0, **options: int) -> Launch:
@@ -210,3 +212,24 @@ def test_few_encoded_maps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launcher_built_otherwise_encodes_itself() -> None:
     for run in (SimpleNamespace(launch=lambda *args: None), SimpleNamespace(launch=print)):
         assert launch._direct(run, (Rows(1),)) == (run, None)
+
+
+def test_memory_outlasts_launches_on_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator is told once of each stream, but for those that are captured."""
+    recorded: list[tuple[int, ...]] = []
+    monkeypatch.setattr(launch, "record", lambda tensors, device: recorded.append(tuple(map(id, tensors))))
+    kernel, fixed, tensor = Kernel(), torch.zeros(8), torch.zeros(8)
+    ready = made(kernel, (fixed,))
+
+    def launched_on(stream: int, capturing: bool = False) -> int:
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        before = len(recorded)
+        ready(tensor)
+        return len(recorded) - before
+
+    assert [launched_on(1), launched_on(1), launched_on(2, True), launched_on(2), launched_on(2), launched_on(1)] == [
+        1, 0, 0, 1, 0, 0,
+    ]  # fmt: skip
+    assert recorded == [(id(fixed),)] * 2
+    assert len(kernel.through_jit) == 1

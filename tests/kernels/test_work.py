@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import LayoutConfig, masks
+from stof.errors import UnfitLayoutError
 from stof.kernels.triton import attention as triton_attention
+from stof.kernels.triton import scratch
 from stof.kernels.triton.scratch import zeroed_counters
-from stof.kernels.triton.work import ITEM_FIELDS, STRETCH, BlockWiseConfig, Work, make_work
+from stof.kernels.triton.work import ITEM_FIELDS, STRETCH, BlockWiseConfig, Work, accumulator_order, make_work
 from stof.layout import Layout, build_layout
 from stof.layout.build import PARTIAL_TILE_COST
 from stof.masks.tensors import as_mask
@@ -266,3 +268,39 @@ def test_counters_count() -> None:
         assert counters.dtype == torch.int32
         assert len(counters) >= count
         assert not bool(counters.any())
+
+
+def test_counters_that_are_replaced_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may still count in them; and of two threads that find none, the second takes the first one's."""
+    by_stream: dict[tuple[int, int], Tensor] = {}
+    outgrown: list[Tensor] = []
+    monkeypatch.setattr(scratch, "_by_stream", by_stream)
+    monkeypatch.setattr(scratch, "_outgrown", outgrown)
+    monkeypatch.setattr(scratch, "_arena", {})
+    monkeypatch.setattr(scratch, "_cleared", lambda count, device: torch.zeros(count, dtype=torch.int32))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    device = torch.device("cuda", 0)
+
+    class Interrupted:
+        """A lock that another thread held, and stored counters meanwhile."""
+
+        def __enter__(self) -> None:
+            by_stream.setdefault((0, 5), first)
+
+        def __exit__(self, *error: object) -> None: ...
+
+    first = torch.zeros(1024, dtype=torch.int32)
+    monkeypatch.setattr(scratch, "_lock", Interrupted())
+    assert zeroed_counters(10, device) is first
+    larger = zeroed_counters(5000, device)
+    assert len(larger) >= 5000
+    assert zeroed_counters(10, device) is larger
+    assert len(outgrown) == 1
+    assert outgrown[0] is first
+
+
+def test_too_many_bitmaps_are_refused() -> None:
+    accumulator_order(torch.zeros(3, 64, 2, dtype=torch.int32), 64)
+    with pytest.raises(UnfitLayoutError, match="32-bit"):
+        accumulator_order(torch.empty(2**23, 64, 2, dtype=torch.int32, device="meta"), 64)

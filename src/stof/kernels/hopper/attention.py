@@ -177,7 +177,7 @@ def bind_warp_specialized(
     )  # fmt: skip
     # `empty_like` of this is contiguous, and takes half as long as `empty`.
     like_lse = torch.empty((), dtype=torch.float32, device=device).expand(batch, heads, q_len)
-    # Where a pair of chunks meets is counted at the place of the second.
+    # Chunks are counted in two places of theirs where all meet at once, in that of the second where pairs do.
     chunks = slots * groups
     aligned: list[BoundCall] = []
 

@@ -20,6 +20,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from stof.cache_keys import settled
 from stof.errors import KernelError
+from stof.lasting import record
 
 # Addresses whose encoded tensor maps a launch keeps, for each of its maps.
 _MOST_ENCODED = 64
@@ -88,6 +89,7 @@ class Launch:
         self._pointers = tuple([t.data_ptr() for t in tensors])
         self._static_aligned = not any(pointer % 16 for pointer in self._pointers)
         self._ready: _Ready | None = None
+        self._streams: set[int] = set()
 
     def __call__(self, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
         """Run the kernel; shapes, strides and dtypes are those of every other call.
@@ -113,10 +115,23 @@ class Launch:
             self._first(tensors, bases)
             return
         encoded = self.maps(bases) if ready.encoded is None else ready.encoded(bases)
+        stream = torch._C._cuda_getCurrentRawStream(current)
+        if stream not in self._streams:
+            self._used_on(stream)
         ready.run(
-            self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(current), ready.function, ready.metadata,
+            self.grid, 1, 1, stream, ready.function, ready.metadata,
             None, None, None, *encoded, *pointers, *self._pointers, *self.rest,
         )  # fmt: skip
+
+    def _used_on(self, stream: int) -> None:
+        """Have PyTorch wait for this stream before it gives the tensors' memory to others.
+
+        They may be dropped, with the plan that holds them, while a kernel reads them on a stream that they were not
+        allocated for. Captured launches are left out: whoever replays them keeps the plan alive.
+        """
+        if stream not in self._streams and not torch.cuda.is_current_stream_capturing():
+            record(self.tensors, self.device)
+            self._streams.add(stream)
 
     def maps(self, bases: tuple[Tensor, ...]) -> tuple[TensorMap | None, ...]:
         """The tensor maps of a call."""
@@ -131,6 +146,7 @@ class Launch:
         name = self.kernel.__name__
         try:
             with torch.cuda.device(self.device):
+                self._used_on(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
                 compiled = settled(self.kernel)[(self.grid,)](*arguments, **self.options)
         except (CompilationError, OutOfResources, PTXASError) as error:
             first = (str(error) or type(error).__name__).strip().splitlines()[-1]

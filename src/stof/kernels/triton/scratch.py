@@ -17,6 +17,8 @@ _LINE = 32
 _lock = threading.Lock()
 _by_stream: dict[tuple[int, int], Tensor] = {}
 _arena: dict[int, tuple[Tensor, int]] = {}
+# Kernels may still count in those that larger ones replaced; all of them together are smaller than what replaced them.
+_outgrown: list[Tensor] = []
 
 
 def zeroed_counters(count: int, device: torch.device) -> Tensor:
@@ -37,7 +39,11 @@ def zeroed_counters(count: int, device: torch.device) -> Tensor:
         with _lock:
             if index not in _arena:
                 _arena[index] = (_cleared(_ARENA, device), 0)
-            found = _by_stream[key] = _cleared(max(1024, 2 * count), device)
+            found = _by_stream.get(key)  # another thread may have been here first
+            if found is None or found.numel() < count:
+                if found is not None:
+                    _outgrown.append(found)
+                found = _by_stream[key] = _cleared(max(1024, 2 * count), device)
     return found
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, UnfitLayoutError
 from stof.layout import Layout, bits
 from stof.layout.build import PARTIAL_TILE_COST
 
@@ -30,6 +30,8 @@ STRETCH = 8
 
 # Bitmaps unpacked at once while reordering: bounds the memory of `make_work`.
 _BITS_AT_ONCE = 2**25
+# Kernels multiply the number of a bitmap by its words in 32 bits; a few more are put behind those of the layout.
+_MOST_WORDS = 2**31 - 2**12
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,13 @@ def live_columns(bitmaps: Tensor, block_n: int) -> Tensor:
 
 
 def accumulator_order(bitmaps: Tensor, block_n: int) -> Tensor:
-    """Row-major bitmaps `[U, block_m, words]` in the order of `Work.bitmaps`."""
+    """Row-major bitmaps `[U, block_m, words]` in the order of `Work.bitmaps`.
+
+    Raises:
+        UnfitLayoutError: more than kernels can address.
+    """
+    if len(bitmaps) * bitmaps.shape[1] * 4 >= _MOST_WORDS:
+        raise UnfitLayoutError(f"{len(bitmaps)} different bitmaps are more than 32-bit offsets reach")
     out = torch.zeros(max(1, len(bitmaps)), bitmaps.shape[1], 4, dtype=torch.int32, device=bitmaps.device)
     start = 0
     for piece in _pieces(bitmaps):
