@@ -14,7 +14,6 @@ from torch import Tensor
 import stof
 from stof import LayoutConfig, masks
 from stof.errors import UnsupportedError
-from stof.kernels.cpu.schedule import COLUMN_MULTIPLE
 from stof.layout import orders
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.implementations import Options
@@ -262,42 +261,14 @@ def test_lengths_that_no_block_divides(kv_len: int, slab: int | None, implementa
     check(inputs, plan, mask.to_dense(21, kv_len), implementation)
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("implementation", ["row_block", "batched"])
-def test_columns_a_row_block_does_not_need_are_not_read(implementation: str, poison: float) -> None:
-    """NaN in K or V reaches only row blocks that need its column, or one close by: `row_block` rounds the width of a
-    row block up into columns that other rows keep. Within such a block it reaches all rows, as in PyTorch's own
-    attention: a dropped score is -inf added to NaN, and a weight of 0 times NaN.
-    """
-    if implementation not in IMPLS:
-        pytest.skip(f"no implementation {implementation}")
-    q, k, v = make_inputs(q_len=256).qkv
-    mask = masks.sliding_window(20)
-    clean = stof.attention(q, k, v, mask, implementation=implementation)
-    reach = COLUMN_MULTIPLE - 1 if implementation == "row_block" else 0
-    for column in (0, 100, 255):
-        for tensor in (k, v):
-            spoiled = tensor.clone()
-            spoiled[:, :, column] = poison
-            args = (q, spoiled, v) if tensor is k else (q, k, spoiled)
-            out = stof.attention(*args, mask, implementation=implementation)
-            block = torch.arange(256) // 64
-            close = slice(max(0, column - reach), column + reach + 1)
-            needs = mask.to_dense(256)[0, 0, :, close].any(1).view(4, 64).any(1)[block]
-            assert torch.equal(out[:, :, ~needs], clean[:, :, ~needs])
-
-
-@pytest.mark.parametrize("implementation", ["row_block", "batched"])
-@pytest.mark.parametrize("used", [190, 200, 207])
-def test_columns_no_row_keeps_are_never_read(implementation: str, used: int) -> None:
-    """The unused tail of a KV cache may hold anything."""
-    if implementation not in IMPLS:
-        pytest.skip(f"no implementation {implementation}")
-    q, k, v = make_inputs(q_len=256).qkv
-    mask = masks.sliding_window(20, 20) & masks.padding(used)
-    clean = stof.attention(q, k, v, mask, implementation=implementation)
-    k[:, :, used:], v[:, :, used:] = torch.nan, torch.nan
-    assert torch.equal(stof.attention(q, k, v, mask, implementation=implementation), clean)
+@pytest.mark.parametrize("implementation", IMPLS)
+@pytest.mark.parametrize("slab", [None, 1])
+def test_row_blocks_of_one_row_take_their_own_bias(slab: int | None, implementation: str) -> None:
+    inputs = make_inputs(heads=4, kv_heads=2, q_len=40).qkv
+    for mask in (masks.full(), masks.sliding_window(9)):
+        plan = stof.plan(mask, 40, config=LayoutConfig(1, 16, slab))
+        for bias in (torch.randn(40, 40), torch.randn(4, 40, 1), torch.randn(4, 1, 40)):
+            check(inputs, plan, mask.to_dense(40), implementation, bias=bias)
 
 
 @pytest.mark.parametrize("implementation", IMPLS)

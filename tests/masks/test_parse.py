@@ -195,3 +195,14 @@ def test_copies_of_tensors_are_other_values() -> None:
         assert made != mask
         assert torch.equal(made.to_dense(4), mask.to_dense(4))
         assert mask_by_key(made.key) == made
+
+
+def test_query_offsets_add_up() -> None:
+    mask = masks.causal() | masks.global_tokens(3)
+    twice = mask.with_query_offset(1).with_query_offset(3)
+    assert twice == mask.with_query_offset(4)
+    assert twice.with_query_offset(0) is twice
+    assert masks.parse(repr(twice)) == twice
+    assert torch.equal(twice.to_dense(9, 20), mask.to_dense(13, 20)[:, :, 4:])
+    with pytest.raises(MaskError, match="query offset"):
+        twice.with_query_offset(2**31 - 2)

@@ -250,6 +250,23 @@ def test_block_mask_lists_count() -> None:
     assert torch.equal(dense, grow(full) | (grow(part) & torch.ones(64, 64, dtype=torch.bool).tril()))
 
 
+def test_a_block_mask_that_changes_is_another_mask() -> None:
+    """Its lists in place, or its function: plans of what it was before are not used again."""
+    block_mask = create_block_mask(causal, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    q, v = torch.zeros(1, 1, 64, 64), torch.eye(64)[None, None]
+
+    def seen() -> torch.Tensor:
+        return stof.attention(q, q, v, block_mask)[0, 0] > 0
+
+    assert torch.equal(seen(), masks.causal().to_dense(64)[0, 0])
+    block_mask.mask_mod = window
+    assert torch.equal(seen(), masks.from_block_mask(block_mask).to_dense(64)[0, 0])
+    block_mask.kv_num_blocks[..., -1].zero_()
+    block_mask.full_kv_num_blocks[..., -1].zero_()
+    assert not bool(seen()[-16:].any())
+    assert bool(seen()[:-16].any(1).all())
+
+
 def test_block_mask_without_a_function_keeps_its_blocks() -> None:
     block_mask = blocks([[0], [1], [2], [3]], [[], [], [], []])
     expected = torch.block_diag(*[torch.ones(16, 16)] * 4).bool()

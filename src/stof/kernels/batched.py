@@ -90,9 +90,10 @@ def make_batched(layout: Layout) -> BatchedLayout:
             exists = slots < torch.tensor([widths[n] for n in numbers], device=device)[:, None]
             tile = torch.where(exists, starts[:, None] + slots, 0)
             columns = layout.tile_columns(tile.flatten()).view(len(numbers), tiles, -1)
-            columns = torch.where(exists[:, :, None], columns, -1).flatten(1)
-            # Unused slots repeat a column the row block needs, so that NaN elsewhere in K and V stays there.
-            columns = torch.where(columns < 0, columns[:, :1], columns)
+            live = layout.tile_live(tile.flatten()).view(columns.shape) & exists[:, :, None]
+            columns, live = columns.flatten(1), live.flatten(1)
+            # Others repeat a column the row block needs, so that NaN elsewhere in K and V stays there.
+            columns = torch.where(live, columns, columns.gather(1, live.int().argmax(1, keepdim=True)))
             bitmap = layout.tile_bitmap[tile].long()
             bitmap = torch.where(exists, torch.where(bitmap < 0, full, bitmap), unused)
             block_rows = rows[chosen]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 _LITTLE_ENDIAN = sys.byteorder == "little"
+# Bits unpacked at once: bounds the memory of what looks at all bitmaps of a layout.
+_AT_ONCE = 2**25
 
 
 def words(columns: int) -> int:
@@ -40,3 +42,16 @@ def unpack(packed: Tensor, columns: int) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (bytes_[..., None] >> shifts) & 1
     return bits.flatten(-2)[..., :columns].to(torch.bool)
+
+
+def live_columns(bitmaps: Tensor, columns: int) -> Tensor:
+    """Bool `[U, columns]`: columns that some row of a bitmap `[U, rows, W]` keeps."""
+    found = [unpack(piece, columns).any(1) for piece in pieces(bitmaps)]
+    return torch.cat(found) if found else torch.zeros(0, columns, dtype=torch.bool, device=bitmaps.device)
+
+
+def pieces(bitmaps: Tensor) -> list[Tensor]:
+    """Bitmaps `[U, rows, W]` in parts that may be unpacked at once; none where there are none."""
+    if not len(bitmaps):
+        return []
+    return list(bitmaps.split(max(1, _AT_ONCE // (bitmaps[0].numel() * 32))))

@@ -222,6 +222,10 @@ class QueryOffset(Wrapped):
 
     offset: int
 
+    def with_query_offset(self, offset: int) -> Mask:
+        checked = super().with_query_offset(offset)
+        return self if checked is self else self.mask.with_query_offset(self.offset + offset)
+
     @property
     def in_order(self) -> bool:
         return self.mask.in_order

@@ -224,6 +224,14 @@ class BlockMaskMask(FunctionMask):
     def heads(self) -> int:
         return int(self.block_mask.kv_num_blocks.shape[-2]) if self.block_mask.kv_num_blocks.ndim > 1 else 1
 
+    @property
+    def versions(self) -> tuple[int, ...] | None:
+        block_mask = self.block_mask
+        lists: list[Tensor | None] = [block_mask.kv_num_blocks, block_mask.kv_indices]
+        lists += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
+        own = [x for x in lists if x is not None]
+        return None if any(x.is_inference() for x in own) else tuple(x._version for x in own)
+
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         Mask.dims(self, batch, heads, device)
         return super().dims(batch, heads, device)
@@ -250,7 +258,9 @@ class BlockMaskMask(FunctionMask):
         return full.to(index.device)[at] | (partial.to(index.device)[at] & super().evaluate(index))
 
     def __repr__(self) -> str:
-        return f"from_block_mask(<{self.q_len}x{self.kv_len} #{identity(self.block_mask)}>)"
+        # Either may be exchanged: the lists change in place, the function is assigned.
+        own = f"#{identity(self.block_mask)} #{identity(self.fn)}"
+        return f"from_block_mask(<{self.q_len}x{self.kv_len} {own}>)"
 
 
 def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:

@@ -242,8 +242,9 @@ def _attend(
         )
         out, lse = (out.transpose(0, 1), lse.transpose(0, 1)) if swap else (out, lse)
         if added is not None and (steps[0][EMPTY_ROWS] or (call.bias is not None and bool((lse == 0).any()))):
-            # The fused operator reports 0 for rows whose scores are all -inf.
-            lse = lse.masked_fill((added == -torch.inf).all(-1), -torch.inf)
+            # The fused operator reports 0 for rows whose scores are all -inf, and NaN where their query is NaN.
+            empty = (added == -torch.inf).all(-1)
+            out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
     else:
         out, lse = _plain(q, k, v, added, call.scale, call.softcap)
     return out.reshape(batch, heads, height, -1), lse.reshape(batch, heads, height)
@@ -251,12 +252,13 @@ def _attend(
 
 def _bias_part(bias: Tensor, rows: _Rows, steps: list[Step], schedule: Schedule) -> Tensor:
     """What a batch of steps needs of a bias, `[n | 1, h | 1, height | 1, columns | 1]`; broadcast dimensions stay 1."""
-    if bias.shape[2] > 1:
+    by_row = bias.shape[2] > 1
+    if by_row:
         bias = rows.take(bias)
     if bias.shape[3] == 1:
         return bias
     across = bias.transpose(2, 3)  # columns where keys have them
-    if len(steps) == 1 or bias.shape[2] == 1:
+    if len(steps) == 1 or not by_row:
         return _keys(across, steps, schedule).transpose(2, 3)
     each = [_keys(across[n : n + 1], [step], schedule) for n, step in enumerate(steps)]
     return torch.cat(each).transpose(2, 3)
@@ -285,7 +287,7 @@ def _plain(
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if added is not None:
-        scores = scores + added
+        scores = torch.where(added == -torch.inf, -torch.inf, scores + added)  # also scores that are NaN
     weights, lse = softmax_and_lse(scores)
     return (weights @ v.to(dtype)).to(q.dtype), lse
 

@@ -79,8 +79,9 @@ def make_schedule(layout: Layout) -> Schedule:
 def _used_columns(layout: Layout, pattern: int) -> Tensor:
     """Bool `[kv_len]`: columns that some row of the pattern keeps."""
     first, last = layout.row_block_ptr[[pattern * layout.row_blocks, (pattern + 1) * layout.row_blocks]].tolist()
+    tiles = torch.arange(first, last, device="cpu")
     used = torch.zeros(layout.kv_len + 1, dtype=torch.bool, device="cpu")
-    used[layout.tile_columns(torch.arange(first, last, device="cpu")).flatten()] = True  # -1 is the spare column
+    used[layout.tile_columns(tiles)[layout.tile_live(tiles)]] = True  # -1 is the spare column
     return used[:-1]
 
 
@@ -121,7 +122,7 @@ def _add_blocks(
     number = pattern * layout.row_blocks + blocks.start
     first, last = layout.row_block_ptr[number : number + 2].tolist()
     rows = (blocks.start * block_m, min(blocks.stop * block_m, layout.q_len))
-    columns, keep = _gathered(layout, first, last, rows[1] - rows[0])
+    columns, keep = _gathered(layout, first, last, rows[1] - rows[0], used)
     if taken is not None:
         rest = ~taken[columns]
         columns, keep = columns[rest], None if keep is None else keep[:, rest]
@@ -157,8 +158,8 @@ def _shared_columns(layout: Layout, pattern: int, blocks: range, taken: Tensor |
     return shared if int(shared.sum()) >= SHARED_COLUMNS else None
 
 
-def _gathered(layout: Layout, first: int, last: int, rows: int) -> tuple[Tensor, Tensor | None]:
-    """Sorted columns of tiles `first..last` and their bool mask `[rows, n]` (None: all kept)."""
+def _gathered(layout: Layout, first: int, last: int, rows: int, used: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Sorted columns of tiles `first..last` that are `used` and their bool mask `[rows, n]` (None: all kept)."""
     tiles = torch.arange(first, last, device="cpu")
     columns = layout.tile_columns(tiles).flatten()
     masked = bool((layout.tile_bitmap[first:last] >= 0).any())
@@ -167,6 +168,8 @@ def _gathered(layout: Layout, first: int, last: int, rows: int) -> tuple[Tensor,
     columns, position = columns[skip:], position[skip:]
     if not masked:
         return columns, None
+    wanted = used[columns]
+    columns, position = columns[wanted], position[wanted]
     keep = layout.tile_keep(tiles)[:, :rows].transpose(0, 1).flatten(1)
     return columns, keep[:, position]
 

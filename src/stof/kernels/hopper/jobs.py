@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.begins import begin_well
-from stof.kernels.triton.work import accumulator_order, live_columns, parts_of
+from stof.kernels.triton.work import accumulator_order, parts_of
 from stof.layout import Layout
 from stof.layout.aside import listed_keys
 from stof.layout.orders import by_remainder
@@ -280,12 +280,10 @@ def check_reads(layout: Layout, read: Tensor) -> None:
     Args:
         read: int64 `[T, block_n]`, key columns that copies of the tiles touch; past the end they are zeros.
     """
-    block_n, kv_len = layout.config.block_n, layout.kv_len
+    kv_len = layout.kv_len
     pattern = torch.div(layout.tile_row_block(), layout.row_blocks, rounding_mode="floor")
     columns = layout.tile_columns()
-    live = torch.ones_like(columns, dtype=torch.bool)
-    partial = layout.tile_bitmap >= 0
-    live[partial] = live_columns(layout.bitmaps, block_n)[layout.tile_bitmap[partial].long()]
+    live = layout.tile_live()
     # One spare column stands for those past the end, which are read as zeros.
     kept = torch.zeros(layout.patterns, kv_len + 1, dtype=torch.bool, device=read.device)
     kept[pattern[:, None].expand_as(columns)[live], columns[live]] = True

@@ -28,8 +28,6 @@ BoundCall = Callable[..., tuple[Tensor, Tensor]]
 # Columns of a stretch: 16 bytes of a bias of 16 bits.
 STRETCH = 8
 
-# Bitmaps unpacked at once while reordering: bounds the memory of `make_work`.
-_BITS_AT_ONCE = 2**25
 # Kernels multiply the number of a bitmap by its words in 32 bits; a few more are put behind those of the layout.
 _MOST_WORDS = 2**31 - 2**12
 
@@ -145,7 +143,7 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     is_partial = layout.tile_bitmap >= 0
     partial, full = is_partial.nonzero()[:, 0], (~is_partial).nonzero()[:, 0]
     bitmap = layout.tile_bitmap[partial]
-    live = live_columns(layout.bitmaps, config.block_n)[bitmap]
+    live = bits.live_columns(layout.bitmaps, config.block_n)[bitmap]
     columns = _only_live_columns(layout.tile_columns(partial), live)
     items, chunks, splits = _items(layout, is_partial, split_tiles)
     items[..., 9] = _padded(bitmap)[items[..., 1].clamp(min=0).long()]
@@ -225,12 +223,6 @@ def _padded(rows: Tensor) -> Tensor:
     return torch.cat([rows.int(), rows.new_zeros(2, *rows.shape[1:], dtype=torch.int32)]).contiguous()
 
 
-def live_columns(bitmaps: Tensor, block_n: int) -> Tensor:
-    """bool `[U, block_n]`: columns some row of the bitmap keeps."""
-    pieces = [bits.unpack(piece, block_n).any(1) for piece in _pieces(bitmaps)]
-    return torch.cat(pieces) if pieces else torch.zeros(0, block_n, dtype=torch.bool, device=bitmaps.device)
-
-
 def accumulator_order(bitmaps: Tensor, block_n: int) -> Tensor:
     """Row-major bitmaps `[U, block_m, words]` in the order of `Work.bitmaps`.
 
@@ -241,17 +233,11 @@ def accumulator_order(bitmaps: Tensor, block_n: int) -> Tensor:
         raise UnfitLayoutError(f"{len(bitmaps)} different bitmaps are more than 32-bit offsets reach")
     out = torch.zeros(max(1, len(bitmaps)), bitmaps.shape[1], 4, dtype=torch.int32, device=bitmaps.device)
     start = 0
-    for piece in _pieces(bitmaps):
+    for piece in bits.pieces(bitmaps):
         keep = bits.unpack(piece, block_n).unflatten(-1, (block_n // 8, 4, 2))
         out[start : start + len(piece)] = bits.pack(keep.transpose(2, 3).flatten(3))[..., 0]
         start += len(piece)
     return out
-
-
-def _pieces(bitmaps: Tensor) -> list[Tensor]:
-    if not len(bitmaps):
-        return []
-    return list(bitmaps.split(max(1, _BITS_AT_ONCE // (bitmaps[0].numel() * 32))))
 
 
 def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor, int, int]:
