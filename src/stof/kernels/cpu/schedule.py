@@ -122,10 +122,8 @@ def _add_blocks(
     number = pattern * layout.row_blocks + blocks.start
     first, last = layout.row_block_ptr[number : number + 2].tolist()
     rows = (blocks.start * block_m, min(blocks.stop * block_m, layout.q_len))
-    columns, keep = _gathered(layout, first, last, rows[1] - rows[0], used)
-    if taken is not None:
-        rest = ~taken[columns]
-        columns, keep = columns[rest], None if keep is None else keep[:, rest]
+    wanted = used if taken is None else used & ~taken
+    columns, keep = _gathered(layout, first, last, rows[1] - rows[0], wanted)
     if keep is not None and bool(keep.all()):
         keep = None
     if keep is not None:
@@ -158,20 +156,21 @@ def _shared_columns(layout: Layout, pattern: int, blocks: range, taken: Tensor |
     return shared if int(shared.sum()) >= SHARED_COLUMNS else None
 
 
-def _gathered(layout: Layout, first: int, last: int, rows: int, used: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Sorted columns of tiles `first..last` that are `used` and their bool mask `[rows, n]` (None: all kept)."""
+def _gathered(layout: Layout, first: int, last: int, rows: int, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Sorted columns of tiles `first..last`, those `wanted`, and their bool mask `[rows, n]` (None: all kept)."""
     tiles = torch.arange(first, last, device="cpu")
-    columns = layout.tile_columns(tiles).flatten()
-    masked = bool((layout.tile_bitmap[first:last] >= 0).any())
-    columns, position = columns.sort()
-    skip = int((columns < 0).sum())
-    columns, position = columns[skip:], position[skip:]
+    columns = layout.tile_columns(tiles)
+    here = (columns >= 0) & wanted[columns.clamp(min=0)]
+    # Most tiles of a long causal row have been computed with their neighbours: their bits are not looked at.
+    some = here.any(1)
+    tiles, columns, here = tiles[some], columns[some].flatten(), here[some].flatten()
+    masked = bool((layout.tile_bitmap[tiles] >= 0).any())
+    place = here.nonzero()[:, 0]
+    columns, order = columns[place].sort()
     if not masked:
         return columns, None
-    wanted = used[columns]
-    columns, position = columns[wanted], position[wanted]
     keep = layout.tile_keep(tiles)[:, :rows].transpose(0, 1).flatten(1)
-    return columns, keep[:, position]
+    return columns, keep[:, place[order]]
 
 
 class _Writer:
