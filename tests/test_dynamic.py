@@ -299,6 +299,20 @@ def test_plans(kind: str) -> None:
     assert repr(plan).startswith("DynamicPlan(")
 
 
+def test_a_refused_update_leaves_the_plan_as_it_was() -> None:
+    distances = torch.arange(4)[None]
+    q, k, v = make_inputs(heads=1, q_len=90, dtype=torch.float32).qkv
+    good = masks.vertical_slash(torch.tensor([[0, 1, 30]]), distances)
+    plan = stof.dynamic_plan(good, 90)
+    text = repr(plan)
+    before = stof.attention(q, k, v, plan)
+    with pytest.raises(MaskError):
+        plan.update(masks.vertical_slash(torch.tensor([[0, 1, 300]]), distances))
+    assert repr(plan) == text
+    assert torch.equal(stof.attention(q, k, v, plan), before)
+    assert torch.equal(stof.attention(q, k, v, good), before)
+
+
 def test_plans_take_one_kind_of_mask() -> None:
     plan = stof.dynamic_plan(example("vertical_slash"), 90, heads=2)
     with pytest.raises(PlanMismatchError, match="takes masks like"):

@@ -84,9 +84,10 @@ class DynamicPlan(Plan):
             raise PlanMismatchError(
                 f"this plan takes masks like {self._mask!r}, got {mask!r}; make another with stof.dynamic_plan"
             )
+        if self._room is None:
+            mask.check(self.q_len, self.kv_len)  # one that means nothing leaves the plan as it was
         self._mask, self._geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
         if self._room is None:
-            mask.check(self.q_len, self.kv_len)
             self._layout = None
             self._prepared.clear()
             self._bound.clear()

@@ -47,7 +47,7 @@ def tune_device(
         if measurements is not None and len(measurements) > 1:
             raise ArgumentError("--device writes one file of measurements")
         file = measurements[0] if measurements else None
-        old = [] if file is None or not file.exists() else selector.from_json(json.loads(file.read_text("utf-8")))
+        old = [] if file is None or not file.exists() else _read(file)
 
         def keep(new: Sequence[Measured]) -> None:
             if file is not None:
@@ -58,9 +58,7 @@ def tune_device(
         )
         rows = selector.replaced(old, new)
     elif measurements:
-        rows = [
-            row for file in measurements for row in selector.from_json(json.loads(file.read_text(encoding="utf-8")))
-        ]
+        rows = [row for file in measurements for row in _read(file)]
     else:
         raise ArgumentError(
             "give a MODEL to tune, --device to measure this GPU, or --measurements FILE to fit its times"
@@ -83,3 +81,21 @@ def tune_device(
             content = json.dumps({**model_to_dict(fitted), "quality": quality}, indent=1)
             output.write_text(content + "\n", encoding="utf-8")
             console.print(f"wrote {output}")
+
+
+def _read(file: Path) -> list[Measured]:
+    """Measurements of a file.
+
+    Raises:
+        ArgumentError: it holds something else.
+        OSError: it cannot be read.
+    """
+    import json
+
+    from stof.bench.selector import from_json
+    from stof.errors import ArgumentError
+
+    try:
+        return from_json(json.loads(file.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{file} holds no measurements of stof tune --device: {error}") from None

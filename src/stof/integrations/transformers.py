@@ -108,7 +108,7 @@ def register() -> None:
     if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise MissingDependencyError(
             "the installed transformers builds masks from other arguments than stof reads (q_length, q_offset); "
-            'upgrade it with pip install --upgrade "stof[hf]"'
+            "upgrade it with pip install --upgrade transformers"
         )
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)

@@ -94,8 +94,8 @@ def from_function(fn: MaskFunction) -> Mask:
 
     The function gets broadcastable int64 tensors and combines them elementwise; tensors it indexes must be on
     the device the plan is built on. Whether it depends on `b` or `h` is found by calling it. Two masks are
-    equal when they hold the same function object, so a function whose captured tensors change in place must
-    be wrapped anew.
+    equal when they hold the same function object, so where what it reads changes, pass a new function (define it
+    again, or a `lambda` around it) or call `stof.plan_cache.clear()`.
 
     Raises:
         MaskFunctionError: when evaluated, if the function raises or returns something other than a bool tensor.
