@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -143,8 +144,11 @@ def test_a_dropped_plan_is_read_to_the_end(implementation: str | None) -> None:
         stof.attention(q, k, v, plan, implementation=implementation)  # made and compiled, which synchronises
         torch.cuda._sleep(10**9)
         out = stof.attention(q, k, v, plan, implementation=implementation)
+    gone = weakref.ref(plan)
     del plan
+    stof.plan_cache.clear()
     gc.collect()
+    assert gone() is None
     litter = [torch.full((size,), -1, dtype=torch.int32, device="cuda") for size in (2**7, 2**10, 2**13, 2**16) * 64]
     torch.cuda.synchronize()
     assert len(litter) == 4 * 64

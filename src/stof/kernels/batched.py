@@ -77,6 +77,7 @@ def make_batched(layout: Layout) -> BatchedLayout:
     words = bits.words(config.block_n)
     extra = torch.zeros(2, config.block_m, words, dtype=torch.int32, device=device)
     extra[0] = -1
+    tile_live = layout.tile_live()
     buckets = []
     for pattern in range(layout.patterns):
         members: dict[int, list[int]] = {}
@@ -90,7 +91,7 @@ def make_batched(layout: Layout) -> BatchedLayout:
             exists = slots < torch.tensor([widths[n] for n in numbers], device=device)[:, None]
             tile = torch.where(exists, starts[:, None] + slots, 0)
             columns = layout.tile_columns(tile.flatten()).view(len(numbers), tiles, -1)
-            live = layout.tile_live(tile.flatten()).view(columns.shape) & exists[:, :, None]
+            live = tile_live[tile] & exists[:, :, None]
             columns, live = columns.flatten(1), live.flatten(1)
             # Others repeat a column the row block needs, so that NaN elsewhere in K and V stays there.
             columns = torch.where(live, columns, columns.gather(1, live.int().argmax(1, keepdim=True)))

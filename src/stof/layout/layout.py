@@ -111,12 +111,12 @@ class Layout:
             columns[scattered] = torch.where(slots[:, :, None] < 0, -1, spread).flatten(1)
         return torch.where(columns < self.kv_len, columns, -1)
 
-    def tile_live(self, tiles: Tensor | None = None) -> Tensor:
-        """bool `[t, block_n]`: columns of these tiles (default: all) that some row keeps.
+    def tile_live(self) -> Tensor:
+        """bool `[T, block_n]`: columns of each tile that some row keeps.
 
         Keys and values in the others may be anything: they must not be read, as 0 * NaN is NaN.
         """
-        number = (self.tile_bitmap if tiles is None else self.tile_bitmap[tiles]).long()
+        number = self.tile_bitmap.long()
         live = torch.ones(len(number), self.config.block_n, dtype=torch.bool, device=self.device)
         partial = number >= 0
         live[partial] = bits.live_columns(self.bitmaps, self.config.block_n)[number[partial]]

@@ -61,8 +61,9 @@ def make_schedule(layout: Layout) -> Schedule:
     """Derive the schedule; a loop over row blocks, done once per plan."""
     layout = layout.to("cpu")
     writer = _Writer()
+    live = layout.tile_live()
     for pattern in range(layout.patterns):
-        used = _used_columns(layout, pattern)
+        used = _used_columns(layout, pattern, live)
         for blocks in _parts(range(layout.row_blocks), SHARED_ROWS[0], layout.config.block_m):
             _add_blocks(writer, layout, pattern, blocks, used, None, 0)
     steps, columns = writer.finish()
@@ -76,12 +77,12 @@ def make_schedule(layout: Layout) -> Schedule:
     )
 
 
-def _used_columns(layout: Layout, pattern: int) -> Tensor:
-    """Bool `[kv_len]`: columns that some row of the pattern keeps."""
+def _used_columns(layout: Layout, pattern: int, live: Tensor) -> Tensor:
+    """Bool `[kv_len]`: columns that some row of the pattern keeps; `live` are those of tiles."""
     first, last = layout.row_block_ptr[[pattern * layout.row_blocks, (pattern + 1) * layout.row_blocks]].tolist()
     tiles = torch.arange(first, last, device="cpu")
     used = torch.zeros(layout.kv_len + 1, dtype=torch.bool, device="cpu")
-    used[layout.tile_columns(tiles)[layout.tile_live(tiles)]] = True  # -1 is the spare column
+    used[layout.tile_columns(tiles)[live[first:last]]] = True  # -1 is the spare column
     return used[:-1]
 
 

@@ -143,7 +143,7 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     is_partial = layout.tile_bitmap >= 0
     partial, full = is_partial.nonzero()[:, 0], (~is_partial).nonzero()[:, 0]
     bitmap = layout.tile_bitmap[partial]
-    live = bits.live_columns(layout.bitmaps, config.block_n)[bitmap]
+    live = layout.tile_live()[partial]
     columns = _only_live_columns(layout.tile_columns(partial), live)
     items, chunks, splits = _items(layout, is_partial, split_tiles)
     items[..., 9] = _padded(bitmap)[items[..., 1].clamp(min=0).long()]
