@@ -14,7 +14,7 @@ from stof import LayoutConfig, masks
 from stof.kernels.hopper import ends
 from stof.kernels.hopper.ends import cut_ends
 from stof.kernels.hopper.jobs import make_tile_lists
-from stof.kernels.hopper.queue import chunk_slots, job_costs, job_lists
+from stof.kernels.hopper.queue import chunk_slots, job_costs, job_list
 from stof.layout import build_layout
 from tests.kernels.test_hopper_jobs import check_jobs, grid_layout, layout_of
 from tests.kernels.test_hopper_launch import Twin, check_call, inputs, twin  # noqa: F401, a fixture
@@ -80,14 +80,14 @@ def test_lists_with_cut_jobs() -> None:
     """Whole items again when joined; slots that no other chunk has, also beside heavy row blocks cut before."""
     lists = make_tile_lists(grid_layout("full", 2048, None))
     check_jobs(lists, 1, 10, 132, 2)
-    assert chunk_slots(job_lists(lists, 1, 10, 132, 2)[0]) > 0
+    assert chunk_slots(job_list(lists, 1, 10, 132, 2)) > 0
     keep = torch.zeros(1, 1, 1408, 1408, dtype=torch.bool)
     keep[..., : 18 * 64] = True
     keep[..., :64, :] = True
     lists = make_tile_lists(layout_of(keep, None, (64, 64)), 20)
     assert lists.chunks
     check_jobs(lists, 3, 4, 50, 12)
-    slots = chunk_slots(job_lists(lists, 3, 4, 50, 12)[0])
+    slots = chunk_slots(job_list(lists, 3, 4, 50, 12))
     assert slots > 12 * lists.chunks
 
 

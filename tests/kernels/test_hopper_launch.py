@@ -15,7 +15,7 @@ from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.chunks import MAXIMA_AND_SUMS
 from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, PAIR_BITMAP, PAIR_LEFT_OUT, RUN
-from stof.kernels.hopper.queue import job_lists
+from stof.kernels.hopper.queue import job_list
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
 from stof.kernels.triton.work import BlockWiseConfig
@@ -57,8 +57,7 @@ class Twin:
         """All jobs, dealt out as the kernel's thread blocks do."""
         a.copied = {}
         written = torch.zeros(a.lse_ptr.shape, dtype=torch.int32)
-        # The first job of a thread block and that one's first tile are in its start.
-        jobs = [start.tolist() for start in a.starts_ptr[: launch.grid]]
+        jobs = a.jobs_ptr[: launch.grid].tolist()
         queued, count = jobs[0][12] > launch.grid, jobs[0][12]
         assert queued == a.QUEUED
         while jobs:
@@ -76,7 +75,7 @@ class Twin:
 
 
 def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> None:
-    """64 rows of a job, which may come with the columns of its first tile."""
+    """64 rows of a job, which comes with the columns of its first tile."""
     row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, spoil = job[:12]
     if a.PAIRED:
         bitmap, spoil, left_out = job[PAIR_BITMAP + group], 0, job[PAIR_LEFT_OUT + group]
@@ -91,7 +90,7 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
     q = box(a.q_desc, [b, h, row, residue * a.q_residue_stride])
     scores, values = [], []
     for number, (tile, its_bitmap) in enumerate(computed, begin):
-        record = tiles[tile].tolist() if tile > begin or len(job) == JOB_FIELDS else job[JOB_FIELDS:][:slabs]
+        record = tiles[tile].tolist() if tile > begin else job[JOB_FIELDS:][:slabs]
         k, v = (
             _tile(a, desc, slab, record, b, h // a.heads_per_group, h // a.heads_per_slab, stride)
             for desc, slab, stride in (
@@ -355,9 +354,9 @@ def test_jobs_are_dealt_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(*given: Any) -> Any:
         nonlocal dealt
         dealt += 1
-        return job_lists(*given)
+        return job_list(*given)
 
-    monkeypatch.setattr("stof.kernels.hopper.attention.job_lists", counted)
+    monkeypatch.setattr("stof.kernels.hopper.attention.job_list", counted)
     layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64))
     tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, BlockWiseConfig(4, 2))
     q, k, v = inputs()

@@ -14,7 +14,7 @@ from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.jobs import LEFT_OUT_BIT, PAIR_BITMAP, PAIR_LEFT_OUT, TileLists, make_tile_lists
 from stof.kernels.hopper.pairs import MOST_LEFT_OUT, make_paired_lists
-from stof.kernels.hopper.queue import job_lists
+from stof.kernels.hopper.queue import job_list
 from stof.layout import Layout, build_layout
 from stof.layout.orders import named_order
 from stof.masks.tensors import as_mask
@@ -129,9 +129,9 @@ def test_a_job_begins_with_a_tile_in_which_every_row_has_a_key() -> None:
 
 def test_jobs_say_what_row_blocks_leave_out() -> None:
     lists = make_paired_lists(grid_layout("bigbird", 2048, 16, TILE))
-    jobs, starts = job_lists(lists, 2, 4, 16, 4)
+    jobs = job_list(lists, 2, 4, 16, 4)
     assert len(jobs) - 1 == 8 * len(lists.items)
-    for job in (*jobs[:-1], *starts):
+    for job in jobs[:-1]:
         (item,) = (one for one in lists.items if one[0] == job[0])
         assert job[3:6].tolist() == item[1:4].tolist()
         assert torch.equal(job[PAIR_BITMAP : PAIR_BITMAP + 2], item[7:9])

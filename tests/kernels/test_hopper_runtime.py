@@ -13,8 +13,8 @@ from torch import Tensor
 from stof import masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.attention import _refreshing
-from stof.kernels.hopper.jobs import JOB_FIELDS, TileLists
-from stof.kernels.hopper.queue import job_lists
+from stof.kernels.hopper.jobs import JOB_FIELDS, JOB_SIZE, TileLists
+from stof.kernels.hopper.queue import job_list
 from stof.kernels.hopper.runtime_blocks import bitmaps_of, block_counts, block_refusals
 from stof.kernels.triton.runtime import Problem
 from stof.kernels.triton.runtime_blocks import BlockRoom, block_room, fill_blocks
@@ -182,38 +182,32 @@ def test_jobs_know_their_items(split_tiles: int, sizes: tuple[int, int]) -> None
     mask = masks.block_topk(torch.randn(heads if batch == 1 else 1, 6, 6), 4)
     room = room_of(mask, 384, 384)
     lists = room.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False)
-    jobs, starts = job_lists(lists, batch, heads, 5, 1)
+    jobs = job_list(lists, batch, heads, 5, 1)
     item = lists.items[jobs[:-1, 14].long()]
     assert torch.equal(item[:, 0], jobs[:-1, 0])
     assert torch.equal(item[:, 6], jobs[:-1, 8])
     assert torch.equal(lists.item_ptr[jobs[:-1, 9].long()] <= jobs[:-1, 14], torch.ones(len(item), dtype=torch.bool))
-    assert torch.equal(starts[:, 14], jobs[: len(starts), 14])
-    assert starts.shape[1] == 2 * JOB_FIELDS
 
 
 def test_jobs_take_what_the_device_has_found() -> None:
-    """So do the copies of each thread block's first job; and whatever is found, each has a tile to compute."""
+    """With the columns of each job's first tile; and whatever is found, each has a tile to compute."""
     mask = masks.block_topk(torch.randn(2, 6, 6), 4, causal=True)
     room = room_of(mask, 384, 384)
     lists = room.use_hopper(LayoutConfig(64, 128, 16), 1, captured=False)
     fill(room, mask)
-    jobs, starts = job_lists(lists, 1, 2, 7, 1)
+    jobs = job_list(lists, 1, 2, 7, 1)
     before = jobs.clone()
-    _refreshing(jobs, starts, lists)()
+    _refreshing(jobs, lists)()
     found = lists.ranges[jobs[:-1, 14].long()]
     assert torch.equal(jobs[:-1, 3:6], found[:, :3])
     assert torch.equal(jobs[:-1, 10:12], found[:, 3:])
-    same = [0, 1, 2, 6, 7, 8, 9, 12, 13, 14, 15]
+    assert torch.equal(jobs[:-1, JOB_FIELDS : JOB_FIELDS + 8], lists.tile_columns[jobs[:-1, 3].long()])
+    same = [0, 1, 2, 6, 7, 8, 9, 12, 13, 14, 15, *range(JOB_FIELDS + 8, JOB_SIZE)]
     assert torch.equal(jobs[:, same], before[:, same])
     assert torch.equal(jobs[-1], before[-1])
-    first = jobs[: len(starts)]
-    assert torch.equal(starts[:, :12], first[:, :12])
-    assert torch.equal(starts[:, 14], first[:, 14])
-    assert torch.equal(starts[:, JOB_FIELDS : JOB_FIELDS + 8], lists.tile_columns[first[:, 3].long()])
     lists.ranges[:, 1:3] = 0
-    _refreshing(jobs, starts, lists)()
+    _refreshing(jobs, lists)()
     assert torch.equal(jobs[:-1, 5], jobs[:-1, 3] + 1)
-    assert torch.equal(starts[:, 5], starts[:, 3] + 1)
 
 
 def check_call(room: BlockRoom, lists: TileLists, mask: Mask, split_tiles: int, batch: int = 1) -> None:

@@ -25,7 +25,7 @@ from stof.kernels.hopper.jobs import (
     resident,
     rows_for,
 )
-from stof.kernels.hopper.queue import chunk_slots, idle_groups, job_lists
+from stof.kernels.hopper.queue import chunk_slots, idle_groups, job_list
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
@@ -143,22 +143,21 @@ def bind_warp_specialized(
     processors = multiprocessors(device)
     side = min(config.side or batch * heads, batch * heads)
     blocks = resident(lists.block_m, lists.block_n, width) * processors
-    on_cpu, starts = job_lists(lists, batch, heads, blocks, side)
-    jobs = on_cpu.to(device)
-    queued, slots = len(jobs) - 1 > len(starts), 0 if lists.paired else chunk_slots(on_cpu)
+    on_cpu = job_list(lists, batch, heads, blocks, side)
+    jobs, count = on_cpu.to(device), len(on_cpu) - 1
+    queued, slots = count > blocks, 0 if lists.paired else chunk_slots(on_cpu)
     biased = bias is not None
     modified = softcap > 0 or scale <= 0 or biased
     if lists.paired and modified:
         raise UnfitLayoutError("pairs of row blocks take scores as they are, times a positive scale")
     permuted, at_run_time = lists.row_order.numel() > 0, lists.ranges.numel() > 0
-    starts = starts.to(device)
-    refresh = _refreshing(jobs, starts, lists) if at_run_time else None
+    refresh = _refreshing(jobs, lists) if at_run_time else None
     # Rows of one residue: what lies past them is past the width, whatever stride a single row has.
     residues = (q.stride(2), out.stride(2)) if lists.row_step > 1 else (width, width)
     ready = Launch(
         warp_specialized_kernel,
-        len(starts),
-        (jobs, starts, lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
+        min(blocks, count),
+        (jobs, lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
          lists.row_order if permuted else jobs),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
          k.stride(2), v.stride(2), heads // (k.shape[1] if aside is None else aside.like.shape[1]),
@@ -257,16 +256,16 @@ class _Aside:
         return both[0], both[1]
 
 
-def _refreshing(jobs: Tensor, starts: Tensor, lists: TileLists) -> Launch:
+def _refreshing(jobs: Tensor, lists: TileLists) -> Launch:
     """What gives jobs the tiles that the device has listed since."""
     from stof.kernels.hopper.fill import refresh_jobs
 
     count = len(jobs) - 1
     return Launch(
         refresh_jobs,
-        -(-max(count, len(starts)) // _JOBS_AT_ONCE),
-        (jobs, starts, lists.ranges, lists.tile_columns),
-        (count, len(starts)),
+        -(-count // _JOBS_AT_ONCE),
+        (jobs, lists.ranges, lists.tile_columns),
+        (count,),
         (lists.tile_columns.shape[1], _JOBS_AT_ONCE),
         num_warps=4,
         num_stages=1,

@@ -29,7 +29,7 @@ from stof.kernels.hopper.device import (
     thread_barrier,
 )
 from stof.kernels.hopper.finish import finish
-from stof.kernels.hopper.jobs import JOB_FIELDS, LEFT_OUT_BIT, PAIR_BITMAP, PAIR_LEFT_OUT
+from stof.kernels.hopper.jobs import JOB_SIZE, LEFT_OUT_BIT, PAIR_BITMAP, PAIR_LEFT_OUT
 from stof.kernels.hopper.producer import (
     NUMBER,
     PASSED,
@@ -39,7 +39,7 @@ from stof.kernels.hopper.producer import (
 )
 from stof.kernels.hopper.softmax import LARGEST, LOG2E, biased, masked, operand, packed_weights, steady_weights, weights
 
-FIELDS = gl.constexpr(JOB_FIELDS)
+SIZE = gl.constexpr(JOB_SIZE)
 LEFT_OUT = gl.constexpr(PAIR_LEFT_OUT)
 BITMAP = gl.constexpr(PAIR_BITMAP)
 LEFT_OUT_AT = gl.constexpr(LEFT_OUT_BIT)
@@ -279,7 +279,7 @@ def consumer(
                     if turn > 0:
                         leaving = _leaving_place(turn, Q_STAGES)
                         finish(
-                            acc, m_i, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(leaving * GROUPS + GROUP),
+                            acc, m_i, l_i, jobs_ptr + before * SIZE, known, out_smem.index(leaving * GROUPS + GROUP),
                             out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
                             row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride, GROUP, GROUPS, D,
                             Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME, AT_ONCE, False, ticket,
@@ -402,7 +402,7 @@ def consumer(
     pv = warpgroup_mma(operand(packed, dtype, p_layout), v_smem.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(pv,))
     finish(
-        acc, m_i, l_i, jobs_ptr + before * FIELDS, known,
+        acc, m_i, l_i, jobs_ptr + before * SIZE, known,
         out_smem.index(_leaving_place(turn, Q_STAGES) * GROUPS + GROUP), out_desc, lse_ptr, sinks_ptr, chunk_out_ptr,
         chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
         GROUP, GROUPS, D, Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, AT_RUN_TIME, AT_ONCE, D == 64, ticket,

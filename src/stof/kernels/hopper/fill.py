@@ -7,10 +7,11 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.hopper.jobs import JOB_FIELDS, RANGE_FIELDS
+from stof.kernels.hopper.jobs import JOB_FIELDS, JOB_SIZE, RANGE_FIELDS
 from stof.kernels.triton.turns import take_turn
 
 FIELDS = tl.constexpr(JOB_FIELDS)
+SIZE = tl.constexpr(JOB_SIZE)
 RANGE = tl.constexpr(RANGE_FIELDS)
 # The bits of a float32 that is not a number.
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -126,30 +127,17 @@ def _store_columns(columns_ptr, place, column, ok, PAIRED: tl.constexpr):
 @triton.jit
 @no_type_check
 def refresh_jobs(
-    jobs_ptr,  # [J + 1, JOB_FIELDS] int32
-    starts_ptr,  # [blocks, 2 * JOB_FIELDS] int32
+    jobs_ptr,  # [J + 1, JOB_SIZE] int32
     ranges_ptr,  # [I, RANGE_FIELDS] int32
     columns_ptr,  # [T + 2, SLABS] int32
     jobs,
-    blocks,
     SLABS: tl.constexpr,
     COPY: tl.constexpr,  # jobs written at once
 ):
-    """Give jobs, and the copies of each thread block's first one, the tiles that their items have now."""
+    """Give jobs the tiles that their items have now: numbers, first bitmap and columns, and what spoils the result."""
     x = tl.program_id(0) * COPY + tl.arange(0, COPY)
-    _refresh(jobs_ptr + x * FIELDS, ranges_ptr, x < jobs)
-    starts_ptr += x * (2 * FIELDS)
-    begin = _refresh(starts_ptr, ranges_ptr, x < blocks)
-    slab = tl.arange(0, SLABS)
-    ok = (x < blocks)[:, None] & (slab >= 0)[None, :]
-    columns = tl.load(columns_ptr + begin.to(tl.int64)[:, None] * SLABS + slab[None, :], mask=ok, other=0)
-    tl.store(starts_ptr[:, None] + FIELDS + slab[None, :], columns, mask=ok)
-
-
-@triton.jit
-@no_type_check
-def _refresh(job_ptr, ranges_ptr, ok):
-    """Tiles, first bitmap and what spoils the result, from a job's item; the first tile."""
+    ok = x < jobs
+    job_ptr = jobs_ptr + x * SIZE
     range_ptr = ranges_ptr + tl.load(job_ptr + 14, mask=ok, other=0) * RANGE
     begin = tl.load(range_ptr, mask=ok, other=0)
     # Whoever updates a plan while it attends reads nonsense; but a job without a tile would never end.
@@ -159,7 +147,10 @@ def _refresh(job_ptr, ranges_ptr, ok):
     tl.store(job_ptr + 5, end, mask=ok)
     tl.store(job_ptr + 10, tl.load(range_ptr + 3, mask=ok, other=0), mask=ok)
     tl.store(job_ptr + 11, tl.load(range_ptr + 4, mask=ok, other=0), mask=ok)
-    return begin
+    slab = tl.arange(0, SLABS)
+    exists = ok[:, None] & (slab >= 0)[None, :]
+    columns = tl.load(columns_ptr + begin.to(tl.int64)[:, None] * SLABS + slab[None, :], mask=exists, other=0)
+    tl.store(job_ptr[:, None] + FIELDS + slab[None, :], columns, mask=exists)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from stof.kernels.hopper.device import (
 )
 from stof.kernels.hopper.finish import finish
 from stof.kernels.hopper.fp8_softmax import halves, operand, packed_halves, quad_layout
-from stof.kernels.hopper.jobs import JOB_FIELDS
+from stof.kernels.hopper.jobs import JOB_FIELDS, JOB_SIZE
 from stof.kernels.hopper.producer import (
     NUMBER,
     PASSED,
@@ -57,6 +57,7 @@ from stof.kernels.hopper.softmax import exponents, masked, thread_sums
 from stof.kernels.triton.turns import take_turn
 
 FIELDS = gl.constexpr(JOB_FIELDS)
+SIZE = gl.constexpr(JOB_SIZE)
 # The largest weight is 256, the smallest that is not rounded to 0 is 2**-10: 18 powers of two below.
 SHIFT = gl.constexpr(8)
 # Warpgroups, and the width of heads.
@@ -186,7 +187,7 @@ def _consumer(
                 if tile == begin:
                     if turn > 0:
                         finish(
-                            acc, m_i - SHIFT, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(GROUP), out_desc,
+                            acc, m_i - SHIFT, l_i, jobs_ptr + before * SIZE, known, out_smem.index(GROUP), out_desc,
                             lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, sinks_ptr, q_len, heads,
                             q_len, D, GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, scales_ptr=scales_ptr,
                         )  # fmt: skip
@@ -228,7 +229,7 @@ def _consumer(
     pv = warpgroup_mma(p8, v_smem.index(stage).permute((1, 0)), no_product, use_acc=False, is_async=True)
     pv = warpgroup_mma_wait(0, deps=(pv,))
     finish(
-        _add_product(acc, alpha, pv), m_i - SHIFT, l_i, jobs_ptr + before * FIELDS, known, out_smem.index(GROUP),
+        _add_product(acc, alpha, pv), m_i - SHIFT, l_i, jobs_ptr + before * SIZE, known, out_smem.index(GROUP),
         out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, sinks_ptr, q_len, heads, q_len, D,
         GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, scales_ptr=scales_ptr,
     )  # fmt: skip
@@ -251,7 +252,6 @@ def fp8_kernel(
     chunk_ml_ptr,
     counters_ptr,
     jobs_ptr,
-    starts_ptr,
     tiles_ptr,
     tile_bitmap_ptr,
     bitmaps_ptr,
@@ -292,7 +292,7 @@ def fp8_kernel(
         records = gl.allocate_shared_memory(gl.int32, [PASSED, 32], record_layout())
         passed_on = gl.allocate_shared_memory(gl.int64, [PASSED, 1], mbarrier.MBarrierLayout())
     lane = lane_number()
-    start = gl.load(starts_ptr + gl.program_id(0) * (2 * FIELDS) + lane)
+    start = gl.load(jobs_ptr + gl.program_id(0) * SIZE + lane)
     for i in gl.static_range(max(STAGES, Q_STAGES)):
         if i < Q_STAGES:
             mbarrier.init(q_full.index(i), count=1)

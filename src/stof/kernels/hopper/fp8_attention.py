@@ -15,7 +15,7 @@ from stof.kernels.hopper.across import lay_across
 from stof.kernels.hopper.attention import Window, multiprocessors, readable, work_memory
 from stof.kernels.hopper.fp8 import fp8_kernel
 from stof.kernels.hopper.jobs import TileLists
-from stof.kernels.hopper.queue import chunk_slots, job_lists
+from stof.kernels.hopper.queue import chunk_slots, job_list
 from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.turns import takes_turns
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
@@ -79,14 +79,14 @@ def bind_fp8(
     out_window = Window.over(out, _ROWS, _WIDTH)
 
     blocks = multiprocessors(device)
-    on_cpu, starts = job_lists(lists, batch, heads, blocks, min(config.side or batch * heads, batch * heads))
-    jobs = on_cpu.to(device)
-    queued, slots = len(on_cpu) - 1 > len(starts), chunk_slots(on_cpu)
+    on_cpu = job_list(lists, batch, heads, blocks, min(config.side or batch * heads, batch * heads))
+    jobs, count = on_cpu.to(device), len(on_cpu) - 1
+    queued, slots = count > blocks, chunk_slots(on_cpu)
     modified = softcap > 0 or scale <= 0
     ready = Launch(
         fp8_kernel,
-        len(starts),
-        (jobs, starts.to(device), lists.tile_columns, lists.tile_bitmap, lists.bitmaps),
+        min(blocks, count),
+        (jobs, lists.tile_columns, lists.tile_bitmap, lists.bitmaps),
         (heads, heads // kv_heads, heads // across.owners, q_len,
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (lists.block_n, lists.slab, config.num_stages, _Q_STAGES, slots > 0, modified, softcap > 0,

@@ -14,8 +14,9 @@ from stof.layout import Layout
 from stof.layout.aside import listed_keys
 from stof.layout.orders import by_remainder
 
-# Integers that describe a job: one 64-byte line.
+# Integers that describe a job, and with the columns of its first tile: one line of 128 bytes.
 JOB_FIELDS = 16
+JOB_SIZE = 32
 # Of pairs, the fields for the first row block; what these are of other jobs, pairs do not need.
 PAIR_LEFT_OUT, PAIR_BITMAP = 6, 10
 # Where the number of a bitmap then ends in `TileLists.tile_bitmap`, and that of tiles left out before begins.

@@ -9,9 +9,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from stof.kernels.hopper.device import lane_number, of_lane, opaque, tile_layout
-from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS
+from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, JOB_SIZE
 
 FIELDS = gl.constexpr(JOB_FIELDS)
+SIZE = gl.constexpr(JOB_SIZE)
 ASIDE_AT = gl.constexpr(ASIDE)
 # Records of jobs that the producer passes on. It waits for the rows of the job three before to be used up, so it is
 # never further ahead; and the field of a record that says which job it is.
@@ -224,11 +225,10 @@ def producer(
     v_slabs = slabs_of(v_smem, BLOCK_N, D, SLAB, STAGES)
     lane = lane_number()
     # Lists end with a job and tiles that nobody computes, for reading ahead.
-    jobs_ptr += gl.minimum(lane, FIELDS - 1)
+    jobs_ptr += lane
     tiles_ptr += gl.minimum(lane, slabs - 1)
     number = gl.program_id(0)
-    job = gl.load(jobs_ptr + number * FIELDS)
-    next_tile = gl.load(tiles_ptr + of_lane(job, 3) * slabs)
+    job = gl.load(jobs_ptr + number * SIZE)
     count = 0
     turn = 0
     while number < job_count:
@@ -250,6 +250,7 @@ def producer(
                     job, q_desc, q_smem, q_stage, q_full.index(q_stage), rows_per_residue, q_residue_stride, GROUPS, D
                 )
         claimed = lane
+        next_tile = of_lane(job, lane + FIELDS)
         following = job_count
         next_job = job
         for tile in range(begin, end):
@@ -281,9 +282,8 @@ def producer(
                         # Each thread block claims one too many, so this is the last claim; the next call starts from 0.
                         gl.store(queue_ptr, 0)
                     following = gl.minimum(gl.num_programs(0) + claim, job_count)
-                    next_job = gl.load(jobs_ptr + following * FIELDS)
+                    next_job = gl.load(jobs_ptr + following * SIZE)
                 if tile + 1 == end:
-                    next_tile = gl.load(tiles_ptr + of_lane(next_job, 3) * slabs)
                     _pass_on(turn, next_job, following, lane, records, passed_on)
             if count > 0:
                 # V's ring is one ahead: its first place holds zeros, for the tile before the first.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stof.host import tensors_on_host
 from stof.kernels.hopper.ends import cut_ends
-from stof.kernels.hopper.jobs import JOB_FIELDS, LATE, PAIR_BITMAP, PAIR_LEFT_OUT, TileLists
+from stof.kernels.hopper.jobs import JOB_FIELDS, JOB_SIZE, LATE, PAIR_BITMAP, PAIR_LEFT_OUT, TileLists
 from stof.layout.build import PARTIAL_TILE_COST
 
 # What starting and ending a job costs, in full tiles.
@@ -21,7 +21,7 @@ _IDLE_SHARE = 16
 
 
 @tensors_on_host()
-def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> tuple[Tensor, Tensor]:
+def job_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> Tensor:
     """Every item of every batch entry and head, in the order in which thread blocks take them, the last ones cut.
 
     Args:
@@ -31,15 +31,13 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
         side: neighbouring heads computed at the same time, for the L2 cache.
 
     Returns:
-        Jobs int32 `[J + 1, 16]`, the last for reading ahead, and the start of each thread block that there is work for,
-        int32 `[min(blocks, J), 32]`; both on the CPU.
-        Fields of a job: row block, batch entry, head, tiles [begin, partial end, end), parts of its row block, slot of
-        its first chunk, chunk, pattern, bitmap of the first tile; where tiles change on the device then what is added
-        to the results, and in field 14 the item. Of pairs, fields from `PAIR_LEFT_OUT` on are how many tiles each row
-        block leaves out, and those from `PAIR_BITMAP` on the bitmaps of their first ones. Field 15 is the kernel's own:
-        which job a record is of.
-        A start: the thread block's first job, in field 12 the number of all jobs, and the columns of the first job's
-        first tile.
+        Jobs int32 `[J + 1, 32]` on the CPU, the last for reading ahead. Fields of a job: row block, batch entry, head,
+        tiles [begin, partial end, end), parts of its row block, slot of its first chunk, chunk, pattern, bitmap of the
+        first tile; where tiles change on the device then what is added to the results; the number J; and in field 14,
+        where tiles change, the item. Of pairs, fields from `PAIR_LEFT_OUT` on are how many tiles each row block leaves
+        out, and those from `PAIR_BITMAP` on the bitmaps of their first ones. Field 15 is the kernel's own: which job a
+        record is of. The other half of the line holds the columns of the first tile, so that it can be copied as soon
+        as the line is there.
     """
     mask_batch, mask_heads = lists.pattern_of.shape
     pattern_of = lists.pattern_of.cpu().expand(batch if mask_batch == 1 else mask_batch, -1)
@@ -67,22 +65,22 @@ def job_lists(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     if not lists.ranges.numel() and not lists.paired:
         rows, group = _with_cut_ends(rows, group, cost[order], blocks, lists)
     # One more, for reading ahead.
-    jobs = torch.zeros(len(rows) + 1, JOB_FIELDS, dtype=torch.int32)
+    jobs = torch.zeros(len(rows) + 1, JOB_SIZE, dtype=torch.int32)
     jobs[:-1, 0] = rows[:, 0]
     jobs[:-1, 1] = torch.div(group, heads, rounding_mode="floor")
     jobs[:-1, 2] = group % heads
     jobs[:-1, 3:9] = rows[:, 1:7]
     jobs[:-1, 9] = pattern[group]
     jobs[:-1, 10] = rows[:, 7]
+    jobs[:-1, 12] = len(rows)
     if lists.ranges.numel():
         jobs[:-1, 14] = item
     if lists.paired:
         jobs[:-1, PAIR_BITMAP : PAIR_BITMAP + 2] = rows[:, 7:9]
         jobs[:-1, PAIR_LEFT_OUT : PAIR_LEFT_OUT + 2] = rows[:, 9:11]
-    first = jobs[: min(blocks, len(rows))].clone()
-    first[:, 12] = len(rows)
-    columns = lists.tile_columns[first[:, 3].to(lists.tile_columns.device)].cpu()
-    return jobs, torch.cat([first, torch.nn.functional.pad(columns, (0, JOB_FIELDS - columns.shape[1]))], 1)
+    columns = lists.tile_columns[rows[:, 1].to(lists.tile_columns.device)].cpu()
+    jobs[:-1, JOB_FIELDS : JOB_FIELDS + columns.shape[1]] = columns
+    return jobs
 
 
 def job_costs(row_block: Tensor, tiles: Tensor, lists: TileLists) -> Tensor:
@@ -111,7 +109,7 @@ def idle_groups(q_len: int, block_m: int) -> bool:
 
 
 def chunk_slots(jobs: Tensor) -> int:
-    """Slots that the chunks of jobs, which are as `job_lists` gives them, leave what they have in."""
+    """Slots that the chunks of jobs, which are as `job_list` gives them, leave what they have in."""
     return int(torch.where(jobs[:, 6] > 1, jobs[:, 7] + jobs[:, 6], 0).max())
 
 

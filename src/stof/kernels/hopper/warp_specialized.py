@@ -27,7 +27,7 @@ from stof.kernels.hopper.device import (
     of_lane,
     tile_layout,
 )
-from stof.kernels.hopper.jobs import JOB_FIELDS, PAIR_BITMAP, PAIR_LEFT_OUT
+from stof.kernels.hopper.jobs import JOB_FIELDS, JOB_SIZE, PAIR_BITMAP, PAIR_LEFT_OUT
 from stof.kernels.hopper.producer import (
     PASSED,
     bias_bytes,
@@ -42,6 +42,7 @@ from stof.kernels.hopper.producer import (
 from stof.kernels.triton.turns import let_next, wait_turn
 
 FIELDS = gl.constexpr(JOB_FIELDS)
+SIZE = gl.constexpr(JOB_SIZE)
 LEFT_OUT = gl.constexpr(PAIR_LEFT_OUT)
 BITMAP = gl.constexpr(PAIR_BITMAP)
 
@@ -62,7 +63,6 @@ def warp_specialized_kernel(
     chunk_ml_ptr,
     counters_ptr,
     jobs_ptr,
-    starts_ptr,
     tiles_ptr,
     tile_bitmap_ptr,
     bitmaps_ptr,
@@ -133,11 +133,11 @@ def warp_specialized_kernel(
         # written there first may come last.
         records = gl.allocate_shared_memory(gl.int32, [PASSED, 32], record_layout())
         passed_on = gl.allocate_shared_memory(gl.int64, [PASSED, 1], mbarrier.MBarrierLayout())
-    # A thread block's first job and the columns of that job's first tile lie in one line. While memory answers, the
+    # A job and the columns of its first tile lie in one line. While memory answers, the
     # barriers are set up; then the first copies start, and the warpgroups, which are told the first job. Where the host
     # dealt out the jobs, no kernel writes that line, and all this is done before it is this one's turn.
     lane = lane_number()
-    start = gl.load(starts_ptr + gl.program_id(0) * (2 * FIELDS) + lane)
+    start = gl.load(jobs_ptr + gl.program_id(0) * SIZE + lane)
     for i in gl.static_range(max(STAGES, Q_STAGES)):
         if i < Q_STAGES:
             mbarrier.init(q_full.index(i), count=1)
