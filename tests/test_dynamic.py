@@ -146,7 +146,7 @@ def test_block_topk(data: st.DataObject) -> None:
 def test_dense(data: st.DataObject, packed: bool) -> None:
     q_len, kv_len = (data.draw(st.sampled_from([1, 15, 33, 64, 150])) for _ in range(2))
     batch, heads = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 2)]))
-    keep = data.draw(dense_masks(q_len, kv_len, batch, heads))
+    keep = data.draw(dense_masks(q_len if packed else data.draw(st.sampled_from([q_len, 1])), kv_len, batch, heads))
     mask = masks.from_bits(bits.pack(keep).to(DEVICE), kv_len) if packed else masks.from_dense(keep.to(DEVICE))
     room = room_of(mask, q_len, kv_len)
     assert_exact(mask, q_len, kv_len, room)

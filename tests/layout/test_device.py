@@ -136,7 +136,7 @@ def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
     """Rows of 96 columns are read four columns at a time, the others one by one."""
     q_len, kv_len = data.draw(st.sampled_from([1, 33, 70])), data.draw(st.sampled_from([96, 96, 50]))
     batch, heads = data.draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2)]))
-    keep = data.draw(dense_masks(q_len, kv_len, batch, heads))
+    keep = data.draw(dense_masks(data.draw(st.sampled_from([q_len, q_len, 1])), kv_len, batch, heads))
     layout = data.draw(st.sampled_from(["contiguous", "transposed", "wider", "other bytes"]))
     if layout == "transposed":
         keep = keep.transpose(2, 3).contiguous().transpose(2, 3)
@@ -169,7 +169,8 @@ def surveyed(draw: st.DrawFn) -> tuple[Mask, int, int]:
     """A mask of two sequences, or two sequences and heads, and its lengths."""
     q_len, kv_len = draw(st.sampled_from([(40, 75), (33, 260), (70, 264)]))
     if draw(st.booleans()):
-        return masks.from_dense(draw(dense_masks(q_len, kv_len, 2, 2)).to(DEVICE)), q_len, kv_len
+        rows = draw(st.sampled_from([q_len, q_len, 1]))
+        return masks.from_dense(draw(dense_masks(rows, kv_len, 2, 2)).to(DEVICE)), q_len, kv_len
     mask = draw(mask_trees(kv_len, 2, leaves=2)).with_query_offset(draw(st.sampled_from([0, kv_len - q_len])))
     return mask, q_len, kv_len
 

@@ -47,7 +47,7 @@ def test_expressions(data: st.DataObject, config: LayoutConfig, squares: bool) -
 @settings(max_examples=40)
 def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
     q_len, kv_len = (data.draw(st.sampled_from([1, 16, 33, 130])) for _ in range(2))
-    keep = data.draw(dense_masks(q_len, kv_len, 2, 2))
+    keep = data.draw(dense_masks(data.draw(st.sampled_from([q_len, 1])), kv_len, 2, 2))
     if data.draw(st.booleans()):
         keep = keep.transpose(2, 3).contiguous().transpose(2, 3)
     assert_same(masks.from_dense(keep), q_len, kv_len, config, batch=2, heads=2)

@@ -140,6 +140,33 @@ def test_dense_of_every_rank(data: st.DataObject) -> None:
         assert torch.equal((~mask).to_dense(9, 14), ~expected)
 
 
+@given(data=st.data())
+def test_one_row_stands_for_all(data: st.DataObject) -> None:
+    """As `scaled_dot_product_attention` takes padding, `[B, 1, 1, Skv]`."""
+    batch, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    row = data.draw(dense_masks(1, 14, batch, heads))
+    expected = row.expand(-1, -1, 9, -1)
+    for given_ in (row, row[0], row[0, 0]):
+        mask, every = masks.from_dense(given_), expected[tuple(slice(1) for _ in range(4 - given_.ndim))]
+        assert torch.equal(mask.to_dense(9, 14), every)
+        assert torch.equal((mask & masks.causal()).to_dense(9, 14), every & masks.causal().to_dense(9, 14))
+        assert torch.equal(mask.with_query_offset(5).to_dense(9, 14), every)
+        assert torch.equal(stof.plan(mask, 9, 14, batch=batch, heads=heads).to_dense().expand_as(every), every)
+    q, k, v = (torch.randn(batch, heads, length, 16) for length in (9, 14, 14))
+    found, lse = stof.attention(q, k, v, row, return_lse=True)
+    wanted, lse_wanted = stof.attention(q, k, v, expected.contiguous(), return_lse=True)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(lse, lse_wanted)
+
+
+def test_padding_of_two_dimensions_is_refused() -> None:
+    q = torch.randn(3, 2, 9, 16)
+    with pytest.raises(ShapeError, match=r"\[3, 9\], the call has q_len 9.*mask\[:, None, None, :\], or masks.padding"):
+        stof.attention(q, q, q, torch.ones(3, 9, dtype=torch.bool))
+    with pytest.raises(ShapeError, match=r"\[3, 1, 1, 8\], the call has q_len 9 and kv_len 9$"):
+        stof.attention(q, q, q, torch.ones(3, 1, 1, 8, dtype=torch.bool))
+
+
 def test_dense_of_any_strides() -> None:
     keep = torch.rand(2, 3, 9, 14) < 0.5
     views = {

@@ -146,7 +146,7 @@ class _Grid:
     def of_dense(self, mask: DenseMask) -> tuple[Tensor, Tensor, Tensor]:
         """The same from a dense tensor, which is read tile by tile."""
         block_m, block_n = self.config.block_m, self.config.block_n
-        keep = mask.keep.view((1,) * (4 - mask.keep.ndim) + tuple(mask.keep.shape)).to(self.device)
+        keep = mask.for_rows(self.q_len).to(self.device)
         keep = keep[self.b if mask.batch > 1 else 0, self.h if mask.heads > 1 else 0]
         missing = (self.rows * block_m - self.q_len, self.columns * block_n - self.kv_len)
         if any(missing):

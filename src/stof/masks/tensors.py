@@ -107,7 +107,7 @@ def from_function(fn: MaskFunction) -> Mask:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseMask(Mask):
-    """A bool tensor `[Sq, Skv]` up to `[B|1, H|1, Sq, Skv]`; the very object is kept, its identity is its value."""
+    """A bool tensor `[Sq|1, Skv]` up to `[B|1, H|1, Sq|1, Skv]`; the very object is kept, its identity is its value."""
 
     keep: Tensor
 
@@ -124,10 +124,19 @@ class DenseMask(Mask):
         return None if self.keep.is_inference() else (self.keep._version,)
 
     def check(self, q_len: int, kv_len: int) -> None:
-        if (q_len, kv_len) != tuple(self.keep.shape[-2:]):
+        rows, columns = self.keep.shape[-2:]
+        if rows not in (1, q_len) or columns != kv_len:
+            hint = ""
+            if self.keep.ndim == 2 and columns == kv_len:
+                hint = "; padding that is [B, Skv] becomes mask[:, None, None, :], or masks.padding(lengths)"
             raise ShapeError(
-                f"the dense mask is {list(self.keep.shape)}, the call has q_len {q_len} and kv_len {kv_len}"
+                f"the dense mask is {list(self.keep.shape)}, the call has q_len {q_len} and kv_len {kv_len}{hint}"
             )
+
+    def for_rows(self, q_len: int) -> Tensor:
+        """Bool `[B|1, H|1, q_len, Skv]`, a view; a tensor with one row says the same for all of them."""
+        keep = self.keep.view((1,) * (4 - self.keep.ndim) + tuple(self.keep.shape))
+        return keep.expand(-1, -1, q_len, -1) if keep.shape[2] == 1 else keep
 
     def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
         """By comparing the tensors, which ends at the first difference on a CPU."""
@@ -146,15 +155,16 @@ class DenseMask(Mask):
         zero = torch.zeros_like(index.b)[:1]
         b = index.b if self.batch > 1 else zero
         h = index.h if self.heads > 1 else zero.view(1, 1, 1, 1)
-        return keep[b, h, index.q, index.kv]
+        return keep[b, h, index.q if keep.shape[2] > 1 else torch.zeros_like(index.q), index.kv]
 
     def __repr__(self) -> str:
         return f"from_dense(<bool {list(self.keep.shape)} #{identity(self.keep)}>)"
 
 
 def from_dense(keep: Tensor) -> Mask:
-    """A mask from a bool tensor `[Sq, Skv]`, `[H, Sq, Skv]` or `[B|1, H|1, Sq, Skv]`; true = seen.
+    """A mask from a bool tensor `[Sq|1, Skv]`, `[H, Sq|1, Skv]` or `[B|1, H|1, Sq|1, Skv]`; true = seen.
 
+    One row stands for all: padding as `[B, 1, 1, Skv]`, say, which `padding(lengths)` plans for faster.
     The tensor is held, not copied. Two masks are equal when they hold the same, unchanged tensor.
 
     Raises:

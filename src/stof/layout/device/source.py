@@ -175,11 +175,9 @@ def source_of(
         if programs is None:
             return None
         return Source(None, PROGRAM, programs, (0, 0, 0, 0), 1, len(entries))
-    keep = mask.keep
+    keep = mask.for_rows(q_len)
     if keep.device != device:
         return None
-    if keep.ndim < 4:
-        keep = keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
     strides = keep.stride()
     if max(map(abs, strides)) >= 2**31:
         return None
