@@ -156,6 +156,36 @@ def test_enable_reaches_copied_configurations() -> None:
         hf.enable(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_disable_gives_back_what_each_part_had(before: str) -> None:
+    model = models.t5()
+    for part in (model, model.encoder, model.decoder):
+        part.set_attn_implementation(before)
+    model.encoder.set_attn_implementation("eager")
+    inputs = models.batch()
+    inputs["decoder_input_ids"] = inputs["input_ids"]
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    kinds = [part.config._attn_implementation for part in (model, model.encoder, model.decoder)]
+    assert kinds == [before, "eager", before]
+    for _ in range(2):
+        hf.enable(hf.enable(model))
+        assert hf.disable(model) is model
+        assert [part.config._attn_implementation for part in (model, model.encoder, model.decoder)] == kinds
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, expected)
+    model(**inputs).logits.sum().backward()
+
+
+def test_disable_where_stof_was_from_the_start() -> None:
+    from transformers import AutoModel
+
+    model = AutoModel.from_config(models.bert().config, attn_implementation="stof")
+    assert hf.disable(model).config._attn_implementation == "sdpa"
+    assert hf.disable(model).config._attn_implementation == "sdpa"
+    assert isinstance(hf.disable(nn.Linear(2, 2)), nn.Linear)
+
+
 def test_from_config() -> None:
     from transformers import AutoModel
 

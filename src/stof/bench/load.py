@@ -115,7 +115,7 @@ def _need_transformers() -> None:
     try:
         import transformers  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError('models of Hugging Face need transformers: pip install "stof[hf]"') from error
+        raise MissingDependencyError("models of Hugging Face need transformers: pip install transformers") from error
 
 
 def _pretrained(folder: Path, batch: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:

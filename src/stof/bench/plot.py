@@ -21,7 +21,7 @@ def draw_speedups(cells: list[Cell], path: Path, title: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError('drawing a picture needs matplotlib: pip install "stof[bench]"') from error
+        raise MissingDependencyError("drawing a picture needs matplotlib: pip install matplotlib") from error
     groups = [(s, [cell for cell in cells if cell.kind == s.kind and cell.speedup]) for s in summaries(cells)]
     if not groups:
         raise ArgumentError("nothing to draw: no cell has both a time of stof and one of a peer")

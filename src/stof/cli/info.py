@@ -50,15 +50,15 @@ def collect() -> dict[str, Any]:
         "cuda": _cuda(bool(gpus)),
         "gpus": gpus,
         "implementations": _implementations(_devices(bool(gpus))),
-        "extras": {name: _extra(name, packages) for name, packages in EXTRAS.items()},
+        "extras": {name: _extra(packages) for name, packages in EXTRAS.items()},
     }
 
 
-def _extra(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
+def _extra(packages: tuple[str, ...]) -> dict[str, Any]:
     from stof.tuning.machine import package_version
 
     missing = [package for package in packages if package_version(package) is None]
-    return {"present": not missing, "missing": missing, "install": f'pip install "stof[{name}]"'}
+    return {"present": not missing, "missing": missing, "install": f"pip install {' '.join(missing or packages)}"}
 
 
 def _cpu() -> dict[str, Any]:

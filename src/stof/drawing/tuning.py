@@ -128,7 +128,7 @@ def draw_tuning(path: Path, title: str, reports: Sequence[FusionReport]) -> None
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError('drawing a chart needs matplotlib: pip install "stof[bench]"') from error
+        raise MissingDependencyError("drawing a chart needs matplotlib: pip install matplotlib") from error
     rows = _rows(reports)
     if not rows:
         raise ArgumentError("nothing to draw: no segment has a time with a template and one without")

@@ -28,7 +28,7 @@ try:
 except ImportError as error:
     raise MissingDependencyError(
         'attn_implementation="stof" needs transformers with AttentionInterface and AttentionMaskInterface; '
-        'install it with pip install "stof[hf]"'
+        "install it with pip install --upgrade transformers"
     ) from error
 
 from stof.integrations.forwards import hands_mask_on
@@ -40,6 +40,7 @@ __all__ = [
     "PackedBatch",
     "Sparsified",
     "attention_forward",
+    "disable",
     "enable",
     "make_mask",
     "pack",
@@ -75,9 +76,31 @@ def enable(model: nn.Module) -> nn.Module:
             "this takes a PreTrainedModel whose attention layers use ALL_ATTENTION_FUNCTIONS",
             {},
         )
-    for part in parts:
+    for part, implementation in zip(parts, before, strict=True):
+        if implementation != NAME:
+            part._stof_before = implementation
         if not hasattr(part, "_stof_in_order") and hands_mask_on(type(part)):
             part._stof_in_order = part.register_forward_pre_hook(_in_order, with_kwargs=True)
+    return model
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Give each part of a model the attention it had before `enable`, or PyTorch's where it was loaded with stof's.
+
+    To train it, say. `model.set_attn_implementation` would leave parts that hold a copy of the configuration with stof.
+
+    Returns:
+        the model.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    before = [part.config._attn_implementation for part in parts]
+    # A part passes its own on to those within it, so these come after it.
+    for part, implementation in zip(parts, before, strict=True):
+        if implementation == NAME:
+            own = "sdpa" if getattr(part, "_supports_sdpa", False) else "eager"
+            part.set_attn_implementation(getattr(part, "_stof_before", own))
+        elif part.config._attn_implementation != implementation:
+            part.set_attn_implementation(implementation)
     return model
 
 

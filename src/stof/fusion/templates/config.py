@@ -292,7 +292,7 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
 def _unfit_for_tilelang(shape: GemmShape) -> list[str]:
     found = []
     if not tilelang_installed():
-        found.append("TileLang is not installed (pip install 'stof[tilelang]')")
+        found.append("TileLang is not installed (pip install tilelang)")
     if shape.template != "linear" or shape.transposed or not shape.aligned:
         found.append("TileLang computes plain products of rows and weights aligned to 16 bytes")
     return found

@@ -1,4 +1,4 @@
-"""`stof::linear` in TileLang, for the search to choose where it is faster; needs the extra `stof[tilelang]`.
+"""`stof::linear` in TileLang, for the search to choose where it is faster; needs the extra `tilelang`.
 
 TileLang is imported when a kernel is first wanted. It compiles with CUDA's compiler, and keeps what it compiled in a
 cache of its own.
