@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import pickle
 import threading
+import unittest.mock
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import stof
 from stof import masks
-from stof.attention import masked_attention_op
+from stof.attention import NUMBERED, masked_attention_op
 from stof.errors import DtypeError, MaskError, UnsupportedError
 from stof.layout import LayoutConfig
+from stof.masks.base import numbered_mask
 from stof.ops import attention_op
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs, spread
@@ -190,6 +194,84 @@ def test_compiled_code_survives_equal_masks_that_come_and_go() -> None:
     gc.collect()
     stof.plan_cache.clear()
     torch.testing.assert_close(compiled(*inputs), expected)
+
+
+VARYING: dict[str, Callable[[int], Any]] = {
+    "padding": lambda n: masks.padding([64 - n, 30]),
+    "causal and padding": lambda n: masks.causal() & ~masks.padding([n + 1, 30]),
+    "documents": lambda n: masks.documents(cu_seqlens=[0, 10 + n, 64]),
+    "prefix": lambda n: masks.prefix_lm([n + 1, 3]),
+    "offset": lambda n: masks.sliding_window(9).with_query_offset(n + 1),
+    "tensor": lambda n: masks.from_dense(torch.arange(64 * 64).view(64, 64) % (n + 2) == 0),
+    "function": lambda n: masks.from_function(lambda b, h, q, kv: q >= kv - n),
+    "plan": lambda n: stof.plan(masks.padding([64 - n, 30]), 64, batch=2),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor", "stof"])
+@pytest.mark.parametrize("kind", VARYING)
+def test_compiled_code_takes_masks_that_vary(kind: str, backend: str) -> None:
+    """Without being compiled for each: after eight, Dynamo would give up."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(lambda x, mask: stof.attention(x, x, x, mask) * 2, backend=counter, fullgraph=True)
+    x = torch.randn(2, 2, 64, 16)
+    # Most come and go; the first comes back.
+    given = [VARYING[kind](n) for n in range(2)]
+    with torch.no_grad():
+        for n in (*range(12), 0, 1):
+            mask = given[n] if n < len(given) else VARYING[kind](n)
+            torch.testing.assert_close(compiled(x, mask), stof.attention(x, x, x, mask) * 2)
+    assert counter.frame_count == 2
+
+
+def test_exported_programs_keep_their_masks() -> None:
+    """By their text: numbers mean nothing to another process, or once the mask is gone."""
+    x = torch.randn(2, 2, 64, 16)
+
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = masks.causal() & masks.padding([50, 64])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return stof.attention(x, x, x, self.mask)
+
+    expected = stof.attention(x, x, x, Masked().mask)
+    for strict in (False, True):
+        module = Masked()
+        with torch.no_grad():
+            exported = torch.export.export(module, (x,), strict=strict)
+        del module
+        stof.plan_cache.clear()
+        gc.collect()
+        torch.testing.assert_close(exported.module()(x), expected)
+
+
+def test_numbers_are_those_of_values() -> None:
+    """Of living masks that vary: no two of different values share one, even if their hashes do."""
+    first, same = masks.padding([3, 4]), masks.padding([3, 4])
+    assert first.number == same.number != 0
+    assert masks.padding([4, 3]).number != first.number
+    assert (masks.causal() | masks.sliding_window(3)).number == 0
+    number = first.number
+    del first
+    gc.collect()
+    assert numbered_mask(number) == same
+    assert pickle.loads(pickle.dumps(same)).number == number
+    digest = hashlib.sha1(b"")
+    with unittest.mock.patch("stof.masks.base.hashlib.blake2b", return_value=digest):
+        clashing = [masks.padding([n, 1]) for n in range(3, 6)]
+    assert len({mask.number for mask in clashing}) == 3
+    assert [numbered_mask(mask.number) for mask in clashing] == clashing
+
+
+def test_operator_called_with_the_number_of_a_dead_mask() -> None:
+    number = masks.padding([7, 7]).number
+    gc.collect()
+    stof.plan_cache.clear()
+    with pytest.raises(MaskError, match=f"number {number} no longer exists"):
+        masked_attention_op(*make_inputs().qkv, NUMBERED, None, None, 1.0, 0.0, "", number=number)
 
 
 def test_operator_called_with_the_key_of_a_dead_mask() -> None:

@@ -175,9 +175,9 @@ def test_a_plan_that_was_called_is_pickled_and_copied() -> None:
     expected = stof.attention(q, k, v, plan)
     for other in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         assert torch.equal(stof.attention(q, k, v, other), expected)
-        assert other.handle != plan.handle
-        assert Plan.by_handle(other.handle) is other
-    assert Plan.by_handle(plan.handle) is plan
+        assert other.number != plan.number
+        assert Plan.by_number(other.number) is other
+    assert Plan.by_number(plan.number) is plan
 
 
 @pytest.mark.parametrize(

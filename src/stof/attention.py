@@ -16,6 +16,7 @@ from stof.kernels.triton.work import BoundCall
 from stof.lasting import lasting
 from stof.layout import LayoutConfig
 from stof.masks import Mask
+from stof.masks.base import numbered_mask
 from stof.masks.parse import mask_by_key
 from stof.masks.tensors import as_mask
 from stof.ops import attention_op, empty_results, forward_only, is_plain, refuse_derivatives, scales_of
@@ -174,13 +175,18 @@ def attention(
     sinks = check_sinks(sinks, q)
     if torch.compiler.is_compiling():
         # Planning and choosing are no graph code: the operator finds the plan, or the mask to plan for, by its key,
-        # which the compiler guards on.
+        # which the compiler guards on, or by a number, which is an input of the graph once it has changed.
         if isinstance(mask_or_plan, Plan):
             check_plan(mask_or_plan, q, k)
-            key = mask_or_plan.handle
+            key, number = PLAN, mask_or_plan.number
         else:
-            key = as_mask(mask_or_plan).key
-        out, lse = masked_attention_op(q, k, v, key, bias, sinks, factor, cap, implementation or "", *own)
+            mask = as_mask(mask_or_plan)
+            if mask.number == 0 or torch.compiler.is_exporting():
+                key, number = mask.key, 0  # what is exported outlives the mask
+            else:
+                key, number = NUMBERED, mask.number
+        tensors = own or (None, None, None)
+        out, lse = masked_attention_op(q, k, v, key, bias, sinks, factor, cap, implementation or "", *tensors, number)
     else:
         plan = _planned(mask_or_plan, q, k)
         out, lse = _run(q, k, v, plan, bias, sinks, factor, cap, implementation, given)
@@ -261,6 +267,10 @@ def _reshaped(
     return bound(q, k, v, check_bias(bias, q, k.shape[2]), check_sinks(sinks, q), *scales)
 
 
+# What compiled code says in the place of a mask's key where a number tells which mask or plan. Neither is a key.
+PLAN, NUMBERED = "<plan>", "<mask>"
+
+
 @torch.library.custom_op("stof::masked_attention", mutates_args=())
 def masked_attention_op(
     q: Tensor,
@@ -275,12 +285,16 @@ def masked_attention_op(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    number: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`stof::attention` for compiled code: `mask` is the key of a mask, or the handle of a plan.
+    """`stof::attention` for compiled code: `mask` is the key of a mask, or says what the number is of.
 
     The plan is looked up (or built once) when the operator runs; `implementation` is "" for the default.
     """
-    ready = Plan.by_handle(mask) if mask.startswith("plan ") else _planned(mask_by_key(mask), q, k)
+    if mask == PLAN:
+        ready = Plan.by_number(number)
+    else:
+        ready = _planned(numbered_mask(number) if mask == NUMBERED else mask_by_key(mask), q, k)
     given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales_of(q_scale, k_scale, v_scale))
     return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation, given)
 
@@ -299,7 +313,9 @@ def _masked_attention_fake(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    number: int = 0,
 ) -> tuple[Tensor, Tensor]:
+    del number
     return empty_results(q, v)
 
 

@@ -70,9 +70,9 @@ def _likeness(
     return (*key, *extra)
 
 
-# Plans by handle, for compiled code: a graph can hold a number, not a plan.
-_BY_HANDLE: WeakValueDictionary[str, Plan] = WeakValueDictionary()
-_HANDLES = itertools.count(1)
+# Plans by number, for compiled code: a graph can hold a number, not a plan.
+_BY_NUMBER: WeakValueDictionary[int, Plan] = WeakValueDictionary()
+_NUMBERS = itertools.count(1)
 # Calls of cached plans that are part of CUDA graphs. Replays read their memory, and nothing tells when a graph has
 # gone; the cache drops plans, and a plan calls of other shapes.
 _IN_GRAPHS: set[BoundCall] = set()
@@ -86,7 +86,7 @@ class Plan:
 
     Attributes:
         mask_text: repr of the mask it was made from.
-        handle: text that finds this plan while it lives.
+        number: finds this plan while it lives.
     """
 
     def __init__(
@@ -122,15 +122,15 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickles and copies: without what calls have kept, and without the name that compiled code knows it by."""
-        return self.__dict__ | {"handle": "", "_bound": {}, "_in_graphs": set()}
+        return self.__dict__ | {"number": 0, "_bound": {}, "_in_graphs": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._name()
 
     def _name(self) -> None:
-        self.handle = f"plan {next(_HANDLES)}"
-        _BY_HANDLE[self.handle] = self
+        self.number = next(_NUMBERS)
+        _BY_NUMBER[self.number] = self
 
     @staticmethod
     def of_layout(layout: Layout, mask_text: str, origin: MaskGeometry | None = None) -> Plan:
@@ -141,15 +141,15 @@ class Plan:
         return plan
 
     @staticmethod
-    def by_handle(handle: str) -> Plan:
-        """The living plan with this handle.
+    def by_number(number: int) -> Plan:
+        """The living plan with this number.
 
         Raises:
             ArgumentError: it is gone; a compiled graph outlived its plan.
         """
-        found = _BY_HANDLE.get(handle)
+        found = _BY_NUMBER.get(number)
         if found is None:
-            raise ArgumentError(f"{handle!r} is gone; keep the plan alive as long as code compiled with it runs")
+            raise ArgumentError(f"plan {number} is gone; keep the plan alive as long as code compiled with it runs")
         return found
 
     @property

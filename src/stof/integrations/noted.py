@@ -164,13 +164,13 @@ def _not_portable(gm: fx.GraphModule) -> str:
             return "its graph holds values"
         if "triton_kernel_wrapper" in str(node.target):
             return "its graph holds a Triton kernel, whose source was not traced"
-        if any("<" in text or text.startswith("plan ") for text in _masks_of(node)):
-            return "its attention has a plan, or a mask made from a function or a tensor"
+        if any("<" in text for text in _masks_of(node)):
+            return "its attention has a plan, or a mask that changes or is made from a function or a tensor"
     return ""
 
 
 def _masks_of(node: fx.Node) -> list[str]:
-    """The key of an attention operator's mask, or the handle of its plan, among other text."""
+    """The key of an attention operator's mask, or what stands in its place, among other text."""
     if not str(node.target).startswith("stof.masked_attention"):
         return []
     return [argument for argument in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(argument, str)]

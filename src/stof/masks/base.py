@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from stof.masks.index import Index
 
 # Masks holding functions or tensors that are alive in this process, so that a compiled graph can name one by key.
 _ALIVE: WeakValueDictionary[str, Mask] = WeakValueDictionary()
+# Masks that vary from call to call and are alive, so that a compiled graph can be told one by number.
+_NUMBERED: WeakValueDictionary[int, Mask] = WeakValueDictionary()
 
 
 # Key ranges `[start, stop)`; None for anywhere.
@@ -33,9 +36,12 @@ class Mask(ABC):
 
     Attributes:
         key: the repr, which identifies the value: it is what equality and hashing use.
+        number: of masks that `varies` tells of, the same for equal living ones, else 0. Compiled code is told masks by
+            it: Dynamo makes a number that changes an input of its graph, but compiles anew for every text.
     """
 
     key: str
+    number: int
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", repr(self))  # the dataclasses are frozen
@@ -44,6 +50,20 @@ class Mask(ABC):
             if first is not self:
                 # Equal masks keep the first of them alive, so that its key is found while any of them lives.
                 object.__setattr__(self, "_first", first)
+        object.__setattr__(self, "number", self._numbered() if self.varies else 0)
+
+    def _numbered(self) -> int:
+        number = int.from_bytes(hashlib.blake2b(self.key.encode(), digest_size=7).digest()) or 1
+        while (first := _NUMBERED.setdefault(number, self)) is not self and first.key != self.key:
+            number += 1
+        if first is not self:
+            object.__setattr__(self, "_first", first)
+        return number
+
+    @property
+    def varies(self) -> bool:
+        """Whether masks like this change from call to call: they hold a tensor, or lengths of a batch's sequences."""
+        return "<" in self.key
 
     def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -263,6 +283,20 @@ def identity(value: object) -> int:
             f"{type(value).__name__} objects cannot be told apart over time (no weak references); wrap it in a function"
         ) from None
     return int(number)
+
+
+def numbered_mask(number: int) -> Mask:
+    """The living mask with this number.
+
+    Raises:
+        MaskError: it is gone; a compiled graph outlived its mask.
+    """
+    found = _NUMBERED.get(number)
+    if found is None:
+        raise MaskError(
+            f"the mask number {number} no longer exists; keep masks for as long as code compiled with them runs"
+        )
+    return found
 
 
 def find_mask(key: str) -> Mask | None:

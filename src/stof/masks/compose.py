@@ -46,6 +46,10 @@ class Composite(Mask):
     _heads: int = field(init=False, compare=False, default=1)
     _binds_late: bool = field(init=False, compare=False, default=False)
 
+    @property
+    def varies(self) -> bool:
+        return any(mask.varies for mask in self.masks)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "_batch", _agreed([mask.batch for mask in self.masks], "batch sizes"))
         object.__setattr__(self, "_heads", _agreed([mask.heads for mask in self.masks], "numbers of heads"))
@@ -180,6 +184,10 @@ class Wrapped(Mask):
         return self.mask.binds_late
 
     @property
+    def varies(self) -> bool:
+        return self.mask.varies
+
+    @property
     def grows(self) -> bool:
         return self.mask.grows
 
@@ -221,6 +229,10 @@ class QueryOffset(Wrapped):
     """The inner mask with query positions moved by `offset` (tokens already in the KV cache)."""
 
     offset: int
+
+    @property
+    def varies(self) -> bool:
+        return True  # in each step of decoding
 
     def with_query_offset(self, offset: int) -> Mask:
         checked = super().with_query_offset(offset)

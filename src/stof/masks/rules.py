@@ -226,6 +226,7 @@ class RandomBlocks(Rule):
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(Rule):
     name = "prefix_lm"
+    varies = True
     prefix: tuple[int, ...]
 
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
@@ -247,6 +248,7 @@ class PrefixLM(Rule):
 @dataclass(frozen=True, eq=False, repr=False)
 class Padding(Rule):
     name = "padding"
+    varies = True
     lengths: tuple[int, ...]
 
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
@@ -276,6 +278,7 @@ class Padding(Rule):
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(Rule):
     name = "documents"
+    varies = True
     # One run-length list per sequence: ((id, length), ...); an id below 0 is padding and sees nothing.
     runs: tuple[tuple[tuple[int, int], ...], ...]
 
