@@ -39,7 +39,7 @@ def test_a_second_process_starts_warm(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(StofError, match="no model 'nothing'"):
+    with pytest.raises(StofError, match="start failed:\nno model 'nothing'"):  # and no traceback
         run_starts(Ask("nothing", 1, 1, "full", "float32", {}), tmp_path, 0)
 
 

@@ -38,7 +38,10 @@ def read_results(path: Path) -> Results:
         rows = [Row(**row) for row in data["rows"]]
         return Results(data["meta"], rows, [NotRun(**entry) for entry in data.get("not_run", [])])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"{path} is no result of `stof bench`: {type(error).__name__}: {error}") from None
+        raise ArgumentError(
+            f"{path} is no result of `stof bench attention`, the only ones there are reports of: "
+            f"{type(error).__name__}: {error}"
+        ) from None
 
 
 def write_results(path: Path, rows: Iterable[Row], device: torch.device, not_run: Iterable[NotRun] = ()) -> None:

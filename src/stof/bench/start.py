@@ -151,7 +151,10 @@ def _count_compilations(compiled: list[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    print(json.dumps(asdict(start_here(json.loads(arguments[0])))))
+    try:
+        print(json.dumps(asdict(start_here(json.loads(arguments[0])))))
+    except StofError as error:  # whoever asked is told why, not where
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
