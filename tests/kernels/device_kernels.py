@@ -28,7 +28,7 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}
     for block_m, width, paired in ((64, 64, False), (64, 64, True), (128, 128, False)):
         yield fill.fill_tiles, [*[ints] * 6, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
-        yield fill.refresh_jobs, [*[ints] * 4, i, i, 8 if paired else 1, 128], {}
+        yield fill.refresh_jobs, [*[ints] * 3, i, 8 if paired else 1, 128], {}
     yield hopper_slash.slash_columns, [*[ints] * 5, i, 64, 1024], {"num_warps": 8}
     yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}
     yield hopper_slash.slash_fill, [*[ints] * 10, *[i] * 8, 64, 64], {"num_warps": 1}
