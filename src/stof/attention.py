@@ -181,8 +181,10 @@ def attention(
             key, number = PLAN, mask_or_plan.number
         else:
             mask = as_mask(mask_or_plan)
-            if mask.number == 0 or torch.compiler.is_exporting():
-                key, number = mask.key, 0  # what is exported outlives the mask
+            # What is exported outlives the mask. (`torch.compiler.is_exporting`, which gives this flag, is always true
+            # where Dynamo of PyTorch 2.11 traces.)
+            if mask.number == 0 or getattr(torch.compiler, "_is_exporting_flag", False):
+                key, number = mask.key, 0
             else:
                 key, number = NUMBERED, mask.number
         tensors = own or (None, None, None)
