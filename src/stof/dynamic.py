@@ -347,7 +347,7 @@ def _tensors(mask: Mask) -> tuple[Tensor, ...]:
     if isinstance(core, VerticalSlash) or (isinstance(core, BlockTopK | BitMask) and not offset):
         return core.tensors()
     if isinstance(core, DenseMask) and not offset:
-        return (core.keep.view((1,) * (4 - core.keep.ndim) + tuple(core.keep.shape)),)
+        return (core.for_rows(core.keep.shape[-2]),)
     raise MaskError(
         "a dynamic plan takes vertical_slash (also with a query offset), block_topk, from_bits or a dense bool tensor, "
         f"got {mask!r}; masks that stay the same go to stof.plan"

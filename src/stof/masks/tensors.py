@@ -151,7 +151,7 @@ class DenseMask(Mask):
         return out
 
     def evaluate(self, index: Index) -> Tensor:
-        keep = self.keep.view((1,) * (4 - self.keep.ndim) + tuple(self.keep.shape)).to(index.device)
+        keep = self.for_rows(self.keep.shape[-2]).to(index.device)
         zero = torch.zeros_like(index.b)[:1]
         b = index.b if self.batch > 1 else zero
         h = index.h if self.heads > 1 else zero.view(1, 1, 1, 1)
@@ -164,7 +164,7 @@ class DenseMask(Mask):
 def from_dense(keep: Tensor) -> Mask:
     """A mask from a bool tensor `[Sq|1, Skv]`, `[H, Sq|1, Skv]` or `[B|1, H|1, Sq|1, Skv]`; true = seen.
 
-    One row stands for all: padding as `[B, 1, 1, Skv]`, say, which `padding(lengths)` plans for faster.
+    One row stands for all: padding as `[B, 1, 1, Skv]`, say, which `padding(lengths)` says without a tensor to read.
     The tensor is held, not copied. Two masks are equal when they hold the same, unchanged tensor.
 
     Raises:
