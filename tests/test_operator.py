@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stof
 from stof import masks
@@ -22,7 +23,6 @@ from stof.attention import NUMBERED, masked_attention_op
 from stof.errors import DtypeError, MaskError, UnsupportedError
 from stof.layout import LayoutConfig
 from stof.masks.base import numbered_mask
-from stof.ops import attention_op
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs, spread
 
@@ -56,9 +56,8 @@ def test_opcheck(name: str, implementation: str) -> None:
     """Schema, fake tensors (strides too), autograd registration and AOT dispatch agree with what runs."""
     sizes, options = samples()[name]
     q, k, v = make_inputs(**{"q_len": 20, **sizes}).qkv
-    ready = stof.plan(MASK, q.shape[2], k.shape[2]).prepared(implementation)
     rest = (options.get("bias"), options.get("sinks"), 0.25, options.get("softcap", 0.0))
-    torch.library.opcheck(attention_op, (q, k, v, ready.tensors, ready.sizes, *rest, implementation))
+
     torch.library.opcheck(masked_attention_op, (q, k, v, MASK.key, *rest, implementation))
 
 
@@ -246,6 +245,22 @@ def test_exported_programs_keep_their_masks() -> None:
         stof.plan_cache.clear()
         gc.collect()
         torch.testing.assert_close(exported.module()(x), expected)
+
+
+@pytest.mark.parametrize("kind", ["mask", "plan", "tensor", "function"])
+def test_fake_and_meta_tensors(kind: str) -> None:
+    """Shapes, dtypes and strides without data, as for PyTorch's operators."""
+    given: Any = {"mask": MASK, "plan": stof.plan(MASK, 64), "tensor": KEEP, "function": FUNCTION}[kind]
+    q, k, v = make_inputs(dtype=torch.float16, memory="bshd").qkv
+    expected = stof.attention(q, k, v, given)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v)]
+        out = stof.attention(*fakes, given)
+    assert (out.shape, out.dtype, out.stride()) == (expected.shape, expected.dtype, expected.stride())
+    if kind != "plan":
+        out = stof.attention(*(x.to("meta") for x in (q, k, v)), given)
+        assert out.is_meta
+        assert (out.shape, out.stride()) == (expected.shape, expected.stride())
 
 
 def test_numbers_are_those_of_values() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from stof.errors import ArgumentError, KernelError
+from stof.errors import ArgumentError, KernelError, UnsupportedError
 from stof.kernels.fp8 import Scales, wide_dtype, widened
 from stof.kernels.hopper.jobs import has_tiles, may_have_tiles, narrow
 from stof.kernels.triton.work import BoundCall
@@ -18,14 +18,13 @@ from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.base import numbered_mask
 from stof.masks.parse import mask_by_key
-from stof.masks.tensors import as_mask
-from stof.ops import attention_op, empty_results, forward_only, is_plain, refuse_derivatives, scales_of
-from stof.plans import Plan, make_plan
+from stof.masks.tensors import DenseMask, as_mask
+from stof.ops import empty_results, forward_only, is_plain, refuse_derivatives, scales_of
+from stof.plans import Plan, make_plan, unsized_plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, refusals
 from stof.selection.implementations import Options
 from stof.validation import (
     check_bias,
-    check_plan,
     check_scale,
     check_scales,
     check_sinks,
@@ -39,8 +38,8 @@ def plan(
     q_len: int,
     kv_len: int | None = None,
     *,
-    batch: int = 1,
-    heads: int = 1,
+    batch: int | None = None,
+    heads: int | None = None,
     device: torch.device | str | None = None,
     config: LayoutConfig | None = None,
     row_order: Tensor | None = None,
@@ -52,7 +51,9 @@ def plan(
     Args:
         mask: a mask from `stof.masks`, a bool tensor, a FlexAttention `BlockMask`, a function or text.
         q_len, kv_len: lengths in tokens; `kv_len` defaults to `q_len`.
-        batch, heads: sizes of the calls to come; needed only by masks that depend on them.
+        batch, heads: sizes of the calls to come, checked against the mask. Default: what the mask says (the sequences
+            of `padding`, the heads of `per_head`). A plan of a mask function that looks at the batch entry or the head
+            takes calls of any sizes, and builds a layout at the first call of each.
         device: where the calls will run; default torch's default device.
         config: block sizes and gathering; default by device.
         row_order: int64 `[q_len]`, see `stof.layout.orders`.
@@ -64,7 +65,7 @@ def plan(
     where = torch.device(device) if device is not None else torch.get_default_device()
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    return make_plan(
+    return unsized_plan(
         as_mask(mask),
         q_len,
         q_len if kv_len is None else kv_len,
@@ -153,6 +154,8 @@ def attention(
     Raises:
         ShapeError, HeadCountError, DtypeError, DeviceError: tensors that disagree.
         PlanMismatchError: a plan made for other lengths, batch or heads.
+        UnsupportedError: under `torch.export`, a mask function, or a plan or mask that holds a function or tensor: an
+            exported program outlives them. It takes masks made of named patterns, and bool tensors.
         ArgumentError: a scale, softcap, scales or implementation outside what is accepted.
         UnsupportedError: no implementation can run the call; lists every reason.
     """
@@ -173,26 +176,56 @@ def attention(
     given = (q, k, v, bias, sinks, scale, softcap, implementation, *own)
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
-    if torch.compiler.is_compiling():
-        # Planning and choosing are no graph code: the operator finds the plan, or the mask to plan for, by its key,
-        # which the compiler guards on, or by a number, which is an input of the graph once it has changed.
-        if isinstance(mask_or_plan, Plan):
-            check_plan(mask_or_plan, q, k)
-            key, number = PLAN, mask_or_plan.number
-        else:
-            mask = as_mask(mask_or_plan)
-            # What is exported outlives the mask. (`torch.compiler.is_exporting`, which gives this flag, is always true
-            # where Dynamo of PyTorch 2.11 traces.)
-            if mask.number == 0 or getattr(torch.compiler, "_is_exporting_flag", False):
-                key, number = mask.key, 0
-            else:
-                key, number = NUMBERED, mask.number
+    if torch.compiler.is_compiling() or not is_plain(q, k, v, bias, sinks, *own) or q.is_meta:
+        if not torch.compiler.is_compiling():
+            refuse_derivatives()
+        # Planning and choosing are no graph code: the operator does both when it runs.
+        handle = _handle(mask_or_plan, q, k)
         tensors = own or (None, None, None)
-        out, lse = masked_attention_op(q, k, v, key, bias, sinks, factor, cap, implementation or "", *tensors, number)
+        out, lse = masked_attention_op(
+            q, k, v, handle.key, bias, sinks, factor, cap, implementation or "", *tensors, handle.number, handle.keep
+        )
     else:
         plan = _planned(mask_or_plan, q, k)
         out, lse = _run(q, k, v, plan, bias, sinks, factor, cap, implementation, given)
     return (out, lse) if return_lse else out
+
+
+class _Handle(NamedTuple):
+    """How an operator is told its mask or plan: a compiler guards on the key, and takes the others as inputs.
+
+    Attributes:
+        key: the key of a mask that text alone rebuilds, else `PLAN`, `NUMBERED` or `TENSOR`.
+        number: of the living plan or mask, else 0.
+        keep: bool tensor, the mask itself.
+    """
+
+    key: str
+    number: int = 0
+    keep: Tensor | None = None
+
+
+def _handle(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
+    if isinstance(mask_or_plan, str):
+        return _Handle(mask_or_plan)  # the operator parses it: compilers cannot trace the parser
+    # `torch.compiler.is_exporting`, which gives this flag, is always true where Dynamo of PyTorch 2.11 traces.
+    exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+    if isinstance(mask_or_plan, Plan):
+        mask_or_plan.check_call(q, k)
+        if not exporting:
+            return _Handle(PLAN, mask_or_plan.number)
+    if not exporting:
+        mask = as_mask(mask_or_plan)
+        return _Handle(NUMBERED, mask.number) if mask.number else _Handle(mask.key)
+    # A number means nothing to the process that loads the program, which takes named patterns and tensors.
+    if isinstance(mask_or_plan, Tensor):
+        return _Handle(TENSOR, 0, mask_or_plan)
+    if callable(mask_or_plan):
+        return _Handle("<a function>")
+    found = mask_or_plan.mask if isinstance(mask_or_plan, Plan) else as_mask(mask_or_plan)
+    if isinstance(found, DenseMask):
+        return _Handle(TENSOR, 0, found.keep)
+    return _Handle("<a plan that was read from a file or moved>" if found is None else found.key)
 
 
 def _run(
@@ -229,11 +262,6 @@ def _run(
         try:
             prepared = ready.prepared(choice)
             operands, own = ((q, k, v), scales) if not choice.widened else (_widened(q, k, v, scales), ())
-            if not is_plain(*operands, bias, sinks, *own):
-                refuse_derivatives()
-                settings = (bias, sinks, scale, softcap, choice.implementation)
-                out, lse = attention_op(*operands, prepared.tensors, prepared.sizes, *settings, *own)
-                return (out.bfloat16() if choice.widened else out), lse
             options = Options(scale, softcap, bias, sinks, own)
             implemented = IMPLEMENTATIONS[choice.implementation]
             bound = lasting(q.device, partial(implemented.bound, *operands, prepared.tensors, prepared.sizes, options))
@@ -269,8 +297,9 @@ def _reshaped(
     return bound(q, k, v, check_bias(bias, q, k.shape[2]), check_sinks(sinks, q), *scales)
 
 
-# What compiled code says in the place of a mask's key where a number tells which mask or plan. Neither is a key.
-PLAN, NUMBERED = "<plan>", "<mask>"
+# What stands in the place of a mask's key where a number tells which mask or plan, or a tensor is the mask. None is a
+# key.
+PLAN, NUMBERED, TENSOR = "<plan>", "<mask>", "<tensor>"
 
 
 @torch.library.custom_op("stof::masked_attention", mutates_args=())
@@ -288,13 +317,40 @@ def masked_attention_op(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     number: int = 0,
+    keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`stof::attention` for compiled code: `mask` is the key of a mask, or says what the number is of.
+    """`stof.attention` as compilers, exporters and autograd see it; its arguments were checked by `attention`.
 
-    The plan is looked up (or built once) when the operator runs; `implementation` is "" for the default.
+    The plan is looked up (or built once) when the operator runs.
+
+    Args:
+        q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, Dv]`.
+        mask: the key of a mask; or `PLAN`, `NUMBERED` or `TENSOR`.
+        bias: None, or 4-D and broadcastable to `[B, H, Sq, Skv]`.
+        sinks: None or `[H]`.
+        scale, softcap: floats, softcap 0 for none.
+        implementation: a name of `stof.selection.IMPLEMENTATIONS`, "" for the default.
+        q_scale, k_scale, v_scale: float32 `[B or 1, H]` and `[B or 1, Hkv]` of 8-bit tensors, else None.
+        number: of a plan or a mask that is alive.
+        keep: bool `[Sq, Skv]` up to `[B, H, Sq, Skv]`, the mask.
+
+    Returns:
+        `(out [B, H, Sq, Dv], lse [B, H, Sq])`; lse is float64 for float64 inputs, else float32.
+
+    Raises:
+        ArgumentError, MaskError: the number or key is of a plan or mask that is gone, or of another process.
+        UnsupportedError: a tensor is the mask, and a CUDA graph is captured, whose replays would keep its values.
     """
     if mask == PLAN:
-        ready = Plan.by_number(number)
+        ready = Plan.by_number(number).for_call(q, k)
+    elif mask == TENSOR:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a mask that is a tensor cannot be captured in a CUDA graph: replays would compute under the values it "
+                "has now. Make a stof.dynamic_plan, or a plan before the capture",
+                {},
+            )
+        ready = _planned(keep, q, k)
     else:
         ready = _planned(numbered_mask(number) if mask == NUMBERED else mask_by_key(mask), q, k)
     given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales_of(q_scale, k_scale, v_scale))
@@ -316,8 +372,17 @@ def _masked_attention_fake(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     number: int = 0,
+    keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    del number
+    del number, keep
+    # Raised here and not where the key is chosen: Dynamo, which traces that, would lose the message.
+    if "<" in mask and mask not in (PLAN, NUMBERED, TENSOR):
+        raise UnsupportedError(
+            f"torch.export cannot keep the mask {mask}: it exists in this process alone. Give stof.attention a mask "
+            "made of named patterns, or a bool tensor (an input or a buffer of the module), e.g. "
+            "mask.to_dense(q_len, kv_len) or plan.to_dense()",
+            {},
+        )
     return empty_results(q, v)
 
 
@@ -373,8 +438,7 @@ def _planned(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
             config=None,
             row_order=None,
         )
-    check_plan(mask_or_plan, q, k)
-    return mask_or_plan
+    return mask_or_plan.for_call(q, k)
 
 
 def _call_spec(

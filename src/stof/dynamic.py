@@ -22,7 +22,7 @@ from stof.masks.base import check_lengths, check_sizes
 from stof.masks.compose import QueryOffset
 from stof.masks.runtime import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMask, BlockTopK, VerticalSlash, described
 from stof.masks.tensors import DenseMask, as_mask
-from stof.plans import Plan
+from stof.plans import Plan, call_sizes_of
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, Choice, PreparedLayout, weighed
 from stof.selection.geometry import MaskGeometry
 from stof.selection.gpu import runtime_choice, runtime_hopper_choices, shared_memory_limit
@@ -54,9 +54,9 @@ class DynamicPlan(Plan):
         self._update = _Update()
         self._replayed = False
         self._captured = False
-        super().__init__(
-            repr(mask), lengths, mask.dims(*sizes), device, geometry=self._geometry_of(mask, lengths, device)
-        )
+        dims = mask.dims(*sizes)
+        geometry = self._geometry_of(mask, lengths, device)
+        super().__init__(repr(mask), lengths, dims, device, call_sizes=call_sizes_of(mask, dims), geometry=geometry)
         if device.type == "cuda":
             with tensors_on_host():
                 self._room = make_room(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
@@ -262,6 +262,9 @@ class DynamicPlan(Plan):
         """Not for plans of fixed sizes."""
         del rows, mask
         raise ArgumentError("a dynamic plan has fixed lengths; make another with stof.dynamic_plan")
+
+    def _check_unchanged(self) -> None:
+        """The mask's tensors are meant to change."""
 
     def bytes(self) -> int:
         """Memory of the fixed lists."""

@@ -1,8 +1,4 @@
-"""`torch.library` operators: schemas, fakes, and the jump to an implementation.
-
-`stof::attention` takes whatever tensors the chosen implementation prepared from the layout, so every kernel, present
-and future, shares this one schema. Compilers see an opaque, functional operator.
-"""
+"""What the operator of `stof.attention` has in common for autograd, vmap and fake tensors."""
 
 from __future__ import annotations
 
@@ -13,60 +9,7 @@ from torch import Tensor
 
 from stof.errors import UnsupportedError
 from stof.kernels.cpu.attention import empty_output
-from stof.selection.implementations import IMPLEMENTATIONS, Options
-
-
-@torch.library.custom_op("stof::attention", mutates_args=())
-def attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: list[Tensor],
-    sizes: list[int],
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    implementation: str,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Masked attention on a prepared layout; arguments are checked by `stof.attention`, not here.
-
-    Args:
-        q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, Dv]`.
-        layout, sizes: what `implementation` prepared from the layout (`PreparedLayout`).
-        bias: None, or 4-D and broadcastable to `[B, H, Sq, Skv]`.
-        sinks: None or `[H]`.
-        scale, softcap: floats, softcap 0 for none.
-        implementation: a name of `stof.selection.IMPLEMENTATIONS`.
-        q_scale, k_scale, v_scale: float32 `[B or 1, H]` and `[B or 1, Hkv]` of 8-bit tensors, else None.
-
-    Returns:
-        `(out [B, H, Sq, Dv], lse [B, H, Sq])`; lse is float64 for float64 inputs, else float32.
-    """
-    impl = IMPLEMENTATIONS[implementation]
-    return impl.run(q, k, v, layout, sizes, Options(scale, softcap, bias, sinks, scales_of(q_scale, k_scale, v_scale)))
-
-
-@attention_op.register_fake
-def _attention_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: list[Tensor],
-    sizes: list[int],
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    implementation: str,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return empty_results(q, v)
+from stof.selection.implementations import IMPLEMENTATIONS
 
 
 def scales_of(*scales: Tensor | None) -> tuple[Tensor, ...]:
@@ -101,9 +44,6 @@ def forward_only(operator: Any) -> None:
     """Have an operator say what it is not for, wherever PyTorch's transforms ask it."""
     operator.register_autograd(no_backward)
     operator.register_vmap(no_vmap)
-
-
-forward_only(attention_op)
 
 
 def refuse_derivatives() -> None:

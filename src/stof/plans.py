@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import hashlib
 import os
-from collections.abc import Collection, Hashable, Mapping
+import secrets
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +16,15 @@ import torch
 from torch import Tensor
 
 from stof.caching import PlanCache
-from stof.errors import ArgumentError, DeviceError, KernelError, UnfitLayoutError
+from stof.errors import (
+    ArgumentError,
+    DeviceError,
+    KernelError,
+    MaskError,
+    PlanFileError,
+    PlanMismatchError,
+    UnfitLayoutError,
+)
 from stof.host import tensors_on_host
 from stof.kernels.triton.work import BoundCall
 from stof.lasting import lasting
@@ -44,6 +53,8 @@ from stof.selection import (
 
 # How calls run: for each, and for an implementation that was named, what was chosen.
 Decisions = dict[tuple[CallSpec, str | None], Choice]
+# Batch and heads that a call must have, None for any.
+CallSizes = tuple[int | None, int | None]
 # Kept calls of one plan: shapes and strides rarely vary under one pair of lengths.
 _MOST_BOUND = 64
 
@@ -72,7 +83,6 @@ def _likeness(
 
 # Plans by number, for compiled code: a graph can hold a number, not a plan.
 _BY_NUMBER: WeakValueDictionary[int, Plan] = WeakValueDictionary()
-_NUMBERS = itertools.count(1)
 # Calls of cached plans that are part of CUDA graphs. Replays read their memory, and nothing tells when a graph has
 # gone; the cache drops plans, and a plan calls of other shapes.
 _IN_GRAPHS: set[BoundCall] = set()
@@ -84,9 +94,13 @@ class Plan:
     On a GPU, layouts are built when a call first needs them, in the block sizes that suit the call. A plan made with
     a `config` or a `row_order`, or read from a file, keeps to that one layout.
 
+    Two plans are equal when they keep the same scores by the same tiles on the same device.
+
     Attributes:
         mask_text: repr of the mask it was made from.
-        number: finds this plan while it lives.
+        mask_batch, mask_heads: sizes of the mask it holds, each 1 where one mask serves all.
+        batch, heads: sizes that a call must have; None where the mask serves any.
+        number: finds this plan while it lives; random, so that it means nothing to another process.
     """
 
     def __init__(
@@ -96,17 +110,20 @@ class Plan:
         mask_sizes: tuple[int, int],
         device: torch.device,
         *,
+        call_sizes: CallSizes,
         layout: Layout | None = None,
         geometry: MaskGeometry | None = None,
     ) -> None:
         self.mask_text = mask_text
         self.q_len, self.kv_len = lengths
         self.mask_batch, self.mask_heads = mask_sizes
+        self.batch, self.heads = call_sizes
         self.device = device
         self.permuted_rows = layout is not None and layout.row_order is not None
         self.fixed = layout.config if layout is not None and device.type == "cuda" else None
         self._geometry = geometry
         self._origin = geometry
+        self._versions = None if geometry is None else geometry.mask.versions
         self._layout = layout
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
         self._survey: Survey | None = None
@@ -115,30 +132,103 @@ class Plan:
         self._bound: dict[Hashable, BoundCall] = {}
         self._in_graphs: set[BoundCall] = set()
         self._unfit: dict[tuple[object, ...], str] = {}
+        self._content: str | None = None
+        self._first: Plan | None = None
         self._name()
-        if device.type != "cuda":
+        if device.type != "cuda" and layout is not None:
             # Prepared now, not at the first call, which may be timed or compiled.
             self.prepared(default_implementation(device))
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickles and copies: without what calls have kept, and without the name that compiled code knows it by."""
-        return self.__dict__ | {"number": 0, "_bound": {}, "_in_graphs": set()}
+        return self.__dict__ | {"number": 0, "_content": None, "_first": None, "_bound": {}, "_in_graphs": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._name()
 
     def _name(self) -> None:
-        self.number = next(_NUMBERS)
+        self.number = secrets.randbits(62)
         _BY_NUMBER[self.number] = self
 
+    def name_after(self, content: str) -> None:
+        """Take a number that plans of the same content have in every process.
+
+        Graphs with a constant number are then found in the compilers' own caches.
+        """
+        self._content = content
+        number = int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest())
+        while (first := _BY_NUMBER.setdefault(number, self)) is not self and first._content != content:
+            number += 1
+        del _BY_NUMBER[self.number]
+        self.number = number
+        self._first = None if first is self else first  # found by this number for as long as either lives
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or type(self) is not Plan or type(other) is not Plan:
+            return self is other
+        sizes = [(p.q_len, p.kv_len, p.batch, p.heads, p.device) for p in (self, other)]
+        return sizes[0] == sizes[1] and self.layout.equals(other.layout)
+
+    def __hash__(self) -> int:
+        return hash((self.q_len, self.kv_len, self.batch, self.heads))
+
     @staticmethod
-    def of_layout(layout: Layout, mask_text: str, origin: MaskGeometry | None = None) -> Plan:
-        """A plan that keeps to one layout; `origin` is what that was built from."""
+    def of_layout(
+        layout: Layout, mask_text: str, origin: MaskGeometry | None = None, call_sizes: CallSizes | None = None
+    ) -> Plan:
+        """A plan that keeps to one layout.
+
+        Args:
+            layout: of the mask.
+            mask_text: the mask's repr.
+            origin: what the layout was built from, where that is known.
+            call_sizes: `batch` and `heads` of the plan; default those of `origin`'s mask, else of the layout.
+        """
         sizes = (layout.mask_batch, layout.mask_heads)
-        plan = Plan(mask_text, (layout.q_len, layout.kv_len), sizes, layout.device, layout=layout)
+        if call_sizes is None:
+            call_sizes = call_sizes_of(None if origin is None else origin.mask, sizes)
+        lengths = (layout.q_len, layout.kv_len)
+        plan = Plan(mask_text, lengths, sizes, layout.device, call_sizes=call_sizes, layout=layout)
         plan._origin = origin
+        plan._versions = None if origin is None else origin.mask.versions
         return plan
+
+    def check_call(self, q: Tensor, k: Tensor) -> None:
+        """Raise unless the plan was made for a call like this.
+
+        Raises:
+            PlanMismatchError: the call has other lengths, batch or heads than the plan was made for.
+            DeviceError: the call is on another device.
+        """
+        lengths, lengths_given = (self.q_len, self.kv_len), (q.shape[2], k.shape[2])
+        if lengths != lengths_given:
+            raise PlanMismatchError(
+                f"the plan was made for q_len {lengths[0]} and kv_len {lengths[1]}, the inputs have "
+                f"{lengths_given[0]} and {lengths_given[1]}; make one with "
+                f"stof.plan(mask, {lengths_given[0]}, {lengths_given[1]}), or pass the mask itself"
+            )
+        if self.device != q.device:
+            raise DeviceError(
+                f"the plan is on {self.device}, the inputs on {q.device}; move it once with plan.to({str(q.device)!r})"
+            )
+        for name, own, given in (("batch", self.batch, q.shape[0]), ("heads", self.heads, q.shape[1])):
+            if own is not None and own != given:
+                raise PlanMismatchError(
+                    f"the plan's mask depends on the {'head' if name == 'heads' else 'batch entry'}, and the plan was "
+                    f"made for {name}={own}; the inputs have {given}. Make a plan with {name}={given}, or leave "
+                    f"`{name}` out of stof.plan"
+                )
+
+    def for_call(self, q: Tensor, k: Tensor) -> Plan:
+        """The plan that computes a call; errors as of `check_call`."""
+        self.check_call(q, k)
+        return self
+
+    @property
+    def mask(self) -> Mask | None:
+        """The mask it was made from; None of a plan read from a file, or moved to another device."""
+        return None if self._origin is None else self._origin.mask
 
     @staticmethod
     def by_number(number: int) -> Plan:
@@ -261,13 +351,23 @@ class Plan:
 
     def _build(self, config: LayoutConfig, row_order: str | None) -> Layout:
         assert self._geometry is not None
+        self._check_unchanged()
         return self._geometry.build(config, row_order)
 
-    def extended(self, rows: int, mask: Mask | None = None) -> Plan:
-        """A plan for `rows` more queries and as many more keys, from the tiles there are (a growing KV cache).
+    def _check_unchanged(self) -> None:
+        """Raise if the mask's tensors were written to since: layouts built before and after would disagree."""
+        if self._origin is not None and self._origin.mask.versions != self._versions:
+            raise MaskError(
+                "the tensors of this plan's mask were changed in place after the plan was made; make another plan, or "
+                "use stof.dynamic_plan for masks that change"
+            )
 
-        Only new rows are evaluated, where old ones do not see new keys (see `stof.layout.grow`); it equals a new plan.
-        Choices that calls have made carry over. For a chunk alone, plan the mask `.with_query_offset(cached)`.
+    def extended(self, rows: int, mask: Mask | None = None) -> Plan:
+        """A plan for `rows` more queries and as many more keys (a growing KV cache); it equals a new plan.
+
+        Under the plan's own mask, only new rows are evaluated where old ones do not see new keys (see
+        `stof.layout.grow`), and choices that calls have made carry over. Another mask is planned anew: nothing tells
+        whether it keeps the same scores of old rows. For a chunk alone, plan the mask `.with_query_offset(cached)`.
 
         Args:
             rows: tokens to add, 0 or more.
@@ -275,14 +375,15 @@ class Plan:
 
         Raises:
             ArgumentError: fewer than 0 rows, or a plan read from a file without a mask given.
+            MaskError: the tensors of the plan's own mask were changed since.
             ShapeError: the mask does not fit the new lengths.
         """
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
-            raise ArgumentError(f"rows is an int of 0 or more, got {rows!r}")
+        _check_rows(rows)
         origin = self._origin
         if mask is None:
             if origin is None:
                 raise ArgumentError("this plan was made of a layout alone; give its mask to extended()")
+            self._check_unchanged()
             mask = origin.mask
         sizes = (self.mask_batch, self.mask_heads) if origin is None else (origin.batch, origin.heads)
         lengths = (self.q_len + rows, self.kv_len + rows)
@@ -291,14 +392,17 @@ class Plan:
         def grown(layout: Layout) -> Layout:
             return extend_layout(layout, mask, *lengths, batch=sizes[0], heads=sizes[1])
 
+        own = self.mask_text if origin is None and "<" not in self.mask_text else origin and origin.mask.key
+        if mask.key != own or self.permuted_rows:  # another number of rows wants another order
+            return make_plan(
+                mask, *lengths, batch=sizes[0], heads=sizes[1], device=self.device, config=self.fixed, row_order=None
+            )
         if self.device.type != "cuda" or self.fixed is not None:
-            if self.permuted_rows:  # another number of rows wants another order
-                return make_plan(
-                    mask, *lengths, batch=sizes[0], heads=sizes[1], device=self.device, config=None, row_order=None
-                )
             return Plan.of_layout(grown(self.layout), repr(mask), geometry)
         mask.check(*lengths)
-        plan = Plan(repr(mask), lengths, mask.dims(*sizes, self.device), self.device, geometry=geometry)
+        dims = mask.dims(*sizes, self.device)
+        call_sizes = call_sizes_of(mask, dims)
+        plan = Plan(repr(mask), lengths, dims, self.device, call_sizes=call_sizes, geometry=geometry)
         plan._layouts = {key: grown(layout) for key, layout in self._layouts.items() if key[1] is None}
         for (call, name), choice in self._choices.items():
             if choice.row_order is None and not call.bias_to_copy:  # that of another length may be read as it lies
@@ -324,22 +428,98 @@ class Plan:
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan on another device, with the same layout."""
-        return Plan.of_layout(self.layout.to(device), self.mask_text)
+        return Plan.of_layout(self.layout.to(device), self.mask_text, call_sizes=(self.batch, self.heads))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to one safetensors file, atomically."""
-        save_layout(self.layout, path, {"mask": self.mask_text})
+        sizes = {"batch": str(self.batch), "heads": str(self.heads)}
+        save_layout(self.layout, path, {"mask": self.mask_text} | sizes)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Plan:
         """Read a saved plan; a file that does not validate raises `PlanFileError`."""
         layout, extra = load_layout(path, device)
-        return Plan.of_layout(layout, extra.get("mask", ""))
+        expected = {"batch": layout.mask_batch, "heads": layout.mask_heads}
+        for name, size in expected.items():
+            if extra.get(name) not in (("None", str(size)) if size == 1 else (str(size),)):
+                raise PlanFileError(
+                    f"{os.fspath(path)} does not say for which {name} its mask serves (it has {extra.get(name)!r}); "
+                    "it was written by an earlier version: make it again with plan.save(path)"
+                )
+        batch, heads = (None if extra[name] == "None" else int(extra[name]) for name in expected)
+        return Plan.of_layout(layout, extra.get("mask", ""), call_sizes=(batch, heads))
 
     def __repr__(self) -> str:
         text = self.mask_text if len(self.mask_text) <= 80 else self.mask_text[:77] + "..."
         tiles = "not built" if self._layout is None else str(self._layout.tiles)
         return f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={tiles}, device={str(self.device)!r})"
+
+
+class UnsizedPlan(Plan):
+    """A plan whose mask depends on the batch entry or the head, and which was given no sizes: calls tell them.
+
+    Each pair of sizes has a plan of its own, built at the first call that has them.
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        lengths: tuple[int, int],
+        device: torch.device,
+        call_sizes: CallSizes,
+        make: Callable[..., Plan],
+    ) -> None:
+        self._mask, self._make = mask, make
+        self._plans: dict[tuple[int, int], Plan] = {}
+        super().__init__(repr(mask), lengths, (0, 0), device, call_sizes=call_sizes)
+
+    @property
+    def mask(self) -> Mask:
+        return self._mask
+
+    @property
+    def layout(self) -> Layout:
+        raise ArgumentError(
+            "the mask depends on the batch entry or the head, and this plan was not told how many there are, so it has "
+            "no layout of its own to show, save, move or compare; give batch= and heads= to stof.plan"
+        )
+
+    def for_call(self, q: Tensor, k: Tensor) -> Plan:
+        self.check_call(q, k)
+        sizes = (q.shape[0], q.shape[1])
+        found = self._plans.get(sizes)
+        if found is None:
+            found = self._plans[sizes] = self._make(self._mask, self.q_len, self.kv_len, batch=sizes[0], heads=sizes[1])
+        return found
+
+    def kept(self, *given: Any) -> BoundCall | None:
+        shape = getattr(given[0], "shape", ())
+        found = self._plans.get(tuple(shape[:2]))
+        return None if found is None else found.kept(*given)
+
+    def extended(self, rows: int, mask: Mask | None = None) -> Plan:
+        _check_rows(rows)
+        mask = self._mask if mask is None else mask
+        lengths = (self.q_len + rows, self.kv_len + rows)
+        return UnsizedPlan(mask, lengths, self.device, (self.batch, self.heads), self._make)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def _check_rows(rows: int) -> None:
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+        raise ArgumentError(f"rows is an int of 0 or more, got {rows!r}")
+
+
+def call_sizes_of(mask: Mask | None, mask_sizes: tuple[int, int]) -> CallSizes:
+    """The batch and heads that calls must have under a mask of these sizes, None for any."""
+    batch, heads = mask_sizes
+    by_batch = batch != 1 or (mask is not None and mask.depends_on_batch)
+    by_heads = heads != 1 or (mask is not None and mask.depends_on_heads)
+    return batch if by_batch else None, heads if by_heads else None
 
 
 def _fitting(choice: Choice) -> tuple[object, ...]:
@@ -357,6 +537,33 @@ def _capturing(device: torch.device) -> bool:
 _DECIDED: dict[Hashable, Decisions] = {}
 _MOST_DECIDED = 256
 plan_cache: PlanCache[Plan] = PlanCache(max_entries=128, max_bytes=2**28)
+
+
+def unsized_plan(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    *,
+    batch: int | None,
+    heads: int | None,
+    device: torch.device,
+    config: LayoutConfig | None,
+    row_order: Tensor | None,
+) -> Plan:
+    """`make_plan`, where sizes may be left to the mask, and, where it does not tell them either, to the calls."""
+    check_lengths(q_len, kv_len)
+    check_sizes(1 if batch is None else batch, 1 if heads is None else heads)
+    if batch is None and (mask.batch != 1 or not mask.depends_on_batch):
+        batch = mask.batch
+    if heads is None and (mask.heads != 1 or not mask.depends_on_heads):
+        heads = mask.heads
+    make = functools.partial(make_plan, device=device, config=config, row_order=row_order)
+    if batch is not None and heads is not None:
+        return make(mask, q_len, kv_len, batch=batch, heads=heads)
+    mask.check(q_len, kv_len)
+    mask.dims(batch or 1, heads or 1)
+    needed = (batch if mask.depends_on_batch else None, heads if mask.depends_on_heads else None)
+    return UnsizedPlan(mask, (q_len, kv_len), device, needed, make)
 
 
 def make_plan(
@@ -388,12 +595,15 @@ def make_plan(
     geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
     if device.type == "cuda" and config is None and row_order is None:
         sizes = mask.dims(batch, heads, device)
-        plan = Plan(repr(mask), (q_len, kv_len), sizes, device, geometry=geometry)
+        call_sizes = call_sizes_of(mask, sizes)
+        plan = Plan(repr(mask), (q_len, kv_len), sizes, device, call_sizes=call_sizes, geometry=geometry)
     else:
         choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
         layout = choose_layout(mask, q_len, kv_len, batch=batch, heads=heads, device=device, row_order=row_order)
         plan = Plan.of_layout(layout, repr(mask), geometry)
     if key is not None:
+        if "<" not in mask.key:
+            plan.name_after(repr(key))
         plan._in_graphs = _IN_GRAPHS
         _take(plan, _DECIDED.get(key, {}))
         plan_cache.put(key, plan)

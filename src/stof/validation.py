@@ -7,9 +7,8 @@ import sys
 import torch
 from torch import Tensor
 
-from stof.errors import ArgumentError, DeviceError, DtypeError, HeadCountError, PlanMismatchError, ShapeError
+from stof.errors import ArgumentError, DeviceError, DtypeError, HeadCountError, ShapeError
 from stof.kernels.fp8 import FP8
-from stof.plans import Plan
 
 _LARGEST = sys.float_info.max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -69,25 +68,6 @@ def check_scales(scales: object, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         if scale.device != q.device:
             raise DeviceError(f"the scale of {name} is on {scale.device}, the inputs on {q.device}")
     return tuple(scales)
-
-
-def check_plan(plan: Plan, q: Tensor, k: Tensor) -> None:
-    """The plan was made for these lengths, batch, heads and device."""
-    lengths, given = (plan.q_len, plan.kv_len), (q.shape[2], k.shape[2])
-    if lengths != given:
-        raise PlanMismatchError(
-            f"the plan was made for q_len {lengths[0]} and kv_len {lengths[1]}, the inputs have {given[0]} and "
-            f"{given[1]}; make one with stof.plan(mask, {given[0]}, {given[1]}), or pass the mask itself"
-        )
-    if plan.mask_batch not in (1, q.shape[0]) or plan.mask_heads not in (1, q.shape[1]):
-        raise PlanMismatchError(
-            f"the plan's mask has batch {plan.mask_batch} and {plan.mask_heads} heads, the inputs have "
-            f"{q.shape[0]} and {q.shape[1]}; each must be 1 or equal"
-        )
-    if plan.device != q.device:
-        raise DeviceError(
-            f"the plan is on {plan.device}, the inputs on {q.device}; move it once with plan.to({str(q.device)!r})"
-        )
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

@@ -138,9 +138,5 @@ def test_permuted_rows(name: str) -> None:
 def test_the_recorded_operator(name: str) -> None:
     """What compilers see: same result through `torch.library`, and fakes of the right shapes."""
     q, k, v = inputs_of(value_dim=24)
-    plan = stof.plan(masks.causal(), 5, 20, device=DEVICE)
-    prepared = plan.prepared(name)
-    out, lse = torch.ops.stof.attention(
-        q, k, v, prepared.tensors, prepared.sizes, None, None, 0.25, 0.0, prepared.implementation
-    )
-    assert_attention(out, lse, q, k, v, plan.to_dense(), scale=0.25)
+    out, lse = torch.ops.stof.masked_attention(q, k, v, "causal()", None, None, 0.25, 0.0, name)
+    assert_attention(out, lse, q, k, v, masks.causal().to_dense(5, 20), scale=0.25)

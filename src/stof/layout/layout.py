@@ -89,6 +89,16 @@ class Layout:
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)
 
+    def equals(self, other: Layout) -> bool:
+        """Whether both keep the same scores by the same tiles."""
+        own, theirs = self.tensors(), other.tensors()
+        sizes = [(x.q_len, x.kv_len, x.config) for x in (self, other)]
+        return (
+            sizes[0] == sizes[1]
+            and own.keys() == theirs.keys()
+            and all(torch.equal(tensor, theirs[name]) for name, tensor in own.items())
+        )
+
     def tile_row_block(self) -> Tensor:
         """int64 `[T]`: the row block (pattern included) each tile belongs to."""
         counts = self.row_block_ptr.diff()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
@@ -120,6 +120,16 @@ class Mask(ABC):
     def heads(self) -> int:
         """Number of query heads this mask is bound to, 1 when it is the same for every head."""
         return 1
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether sequences of a batch may have different masks; True where that cannot be told."""
+        return self.batch != 1 or self.binds_late
+
+    @property
+    def depends_on_heads(self) -> bool:
+        """Whether heads may have different masks; True where that cannot be told."""
+        return self.heads != 1 or self.binds_late
 
     @property
     def versions(self) -> tuple[int, ...] | None:
@@ -269,15 +279,17 @@ def numbered(values: Sequence[object]) -> Tensor:
 
 
 _NUMBERS = WeakIdKeyDictionary()
-_COUNTER = itertools.count(1)
 
 
 def identity(value: object) -> int:
-    """A number for an object that has no value of its own (a tensor, a function), the same while it lives."""
+    """A random number for an object that has no value of its own (a tensor, a function), the same while it lives.
+
+    Random, not counted: a key or a handle that another process saved must not name an object of this one.
+    """
     try:
         number = _NUMBERS.get(value)
         if number is None:
-            number = _NUMBERS.setdefault(value, next(_COUNTER))
+            number = _NUMBERS.setdefault(value, secrets.randbits(60))
     except TypeError:
         raise MaskError(
             f"{type(value).__name__} objects cannot be told apart over time (no weak references); wrap it in a function"

@@ -78,6 +78,14 @@ class Composite(Mask):
         return self._binds_late
 
     @property
+    def depends_on_batch(self) -> bool:
+        return any(mask.depends_on_batch for mask in self.masks)
+
+    @property
+    def depends_on_heads(self) -> bool:
+        return any(mask.depends_on_heads for mask in self.masks)
+
+    @property
     def grows(self) -> bool:
         return all(mask.grows for mask in self.masks)
 
@@ -184,6 +192,14 @@ class Wrapped(Mask):
         return self.mask.binds_late
 
     @property
+    def depends_on_batch(self) -> bool:
+        return self.mask.depends_on_batch
+
+    @property
+    def depends_on_heads(self) -> bool:
+        return self.mask.depends_on_heads
+
+    @property
     def varies(self) -> bool:
         return self.mask.varies
 
@@ -272,6 +288,10 @@ class PerHead(Composite):
     @property
     def heads(self) -> int:
         return len(self.masks)
+
+    @property
+    def depends_on_heads(self) -> bool:
+        return True
 
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
         return joined_spans([mask.spans(first, last, kv_len) for mask in dict.fromkeys(self.masks)])
