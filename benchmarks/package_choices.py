@@ -7,31 +7,23 @@ place of older ones for the same shapes; later files go before earlier ones. One
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from stof.errors import ArgumentError
-from stof.fusion.choices import PACKAGED, VERSION, Choices, choices_path, choices_to_json, parse_choices, read_choices
-from stof.tuning.files import replace_whole
+from stof.files import read_checked
+from stof.fusion.choices import PACKAGED, VERSION, Choices, choices_of, choices_path, read_choices, write_choices
 
 
 def measured(path: Path) -> tuple[str, Choices]:
     """The device, and what was measured on it.
 
     Raises:
-        ArgumentError: the file is no file of choices, is of another version, or has entries that make no sense.
+        ArgumentError: the file is no file of choices, is of another version, or was changed.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        device, version, entries = str(data["device"]), data["version"], dict(data["choices"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"{path} holds no choices: {error!r}") from None
-    choices, broken = parse_choices(entries)
-    if version != VERSION or broken:
-        raise ArgumentError(
-            f"{path} is of version {version} with {broken} broken entries; version {VERSION} is packaged"
-        )
-    return device, choices
+        return read_checked(path, "version", VERSION, lambda data: (str(data["device"]), choices_of(data)))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path} holds no choices: {error}") from None
 
 
 def package(paths: list[Path], only: str = "", folder: Path = PACKAGED) -> list[str]:
@@ -50,8 +42,7 @@ def package(paths: list[Path], only: str = "", folder: Path = PACKAGED) -> list[
     target = choices_path(folder, device)
     before = read_choices(target)
     new = {key: one for _, choices in held for key, one in choices.items() if only in key}
-    content = {"version": VERSION, "device": device, "choices": choices_to_json(before | new)}
-    replace_whole(target, json.dumps(content, indent=1) + "\n")
+    write_choices(target, device, before | new)
     lines = []
     for key, one in sorted(new.items()):
         old = before.get(key)

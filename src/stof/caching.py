@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+from stof.locks import ForkSafeLock
 
 
 class Held(Protocol):
@@ -35,7 +36,7 @@ class PlanCache(Generic[P]):
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._plans: OrderedDict[Hashable, P] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._hits = self._misses = 0
 
     def get(self, key: Hashable) -> P | None:
@@ -56,12 +57,15 @@ class PlanCache(Generic[P]):
             if key in self._plans:
                 return
             self._plans[key] = plan
-            # Measured anew: plans grow when another implementation prepares them.
-            sizes = {key: held.bytes() for key, held in self._plans.items()}
-            total = sum(sizes.values())
-            while len(self._plans) > self._max_entries or total > self._max_bytes:
-                dropped, _ = self._plans.popitem(last=False)
-                total -= sizes[dropped]
+            while len(self._plans) > self._max_entries:
+                self._plans.popitem(last=False)
+        # Plans grow when another implementation prepares them, so all are measured again, but not under the lock.
+        total = 0
+        for held_key, held in reversed(self.items()):
+            total += held.bytes()
+            if total > self._max_bytes:
+                with self._lock:
+                    self._plans.pop(held_key, None)
 
     def items(self) -> list[tuple[Hashable, P]]:
         """All plans with their keys, at this moment."""
@@ -75,5 +79,5 @@ class PlanCache(Generic[P]):
 
     def info(self) -> CacheInfo:
         with self._lock:
-            size = sum(plan.bytes() for plan in self._plans.values())
-            return CacheInfo(len(self._plans), size, self._hits, self._misses)
+            plans, hits, misses = list(self._plans.values()), self._hits, self._misses
+        return CacheInfo(len(plans), sum(plan.bytes() for plan in plans), hits, misses)

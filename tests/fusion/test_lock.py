@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stof.errors import ArgumentError, LockFileError
+from stof.files import write_checked
 from stof.fusion import choices as choice_files
 from stof.fusion.choices import Tuned, choices_path, known_choices, read_choices, update_choices
 from stof.fusion.claims import Claim
@@ -206,23 +207,17 @@ def test_a_lock_folds_where_it_was_made_so(tmp_path: Path) -> None:
         gm = normed()
         fuse(gm, twins=True, replay=Replay(lock, "there", lambda claim, config: ""))
         assert "rms_linear" not in calls(gm)
-    # Locks from before it was noted do not fold.
-    data = json.loads((tmp_path / "model.lock").read_text(encoding="utf-8"))
-    for one in data["graphs"].values():
-        del one["fold"]
-    (tmp_path / "model.lock").write_text(json.dumps(data), encoding="utf-8")
-    assert read_lock(tmp_path / "model.lock") == lock
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "is no lock file"),
-        ("", "is no lock file"),
-        ("[]", "is no lock file"),
-        ('{"device": "a"}', "is no lock file"),
-        ('{"stof_lock": 99}', "a lock of version 99, this stof reads version 1"),
-        ('{"stof_lock": 1, "device": "a"}', "is a broken lock file"),
+        (None, "No such file"),
+        ("", "JSONDecodeError"),
+        ("[]", "not a JSON object with an entry 'stof_lock'"),
+        ('{"device": "a"}', "not a JSON object with an entry 'stof_lock'"),
+        ('{"stof_lock": 99}', "of version 99, this stof reads version 2"),
+        ('{"stof_lock": 2, "device": "a"}', "does not match its checksum"),
     ],
 )
 def test_locks_that_cannot_be_read(tmp_path: Path, text: str | None, message: str) -> None:
@@ -248,7 +243,11 @@ def test_locks_whose_parts_do_not_fit_are_broken(tmp_path: Path, change: str) ->
     else:
         data["choices"]["broken"] = {"config": "", "template_us": -1, "inductor_us": 2}
     path.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(LockFileError, match="broken lock file"):
+    with pytest.raises(LockFileError, match="does not match its checksum"):
+        read_lock(path)
+    del data["checksum"]
+    write_checked(path, json.dumps(data))
+    with pytest.raises(LockFileError, match="not a usable lock file"):
         read_lock(path)
 
 
@@ -261,7 +260,7 @@ def test_a_lock_and_a_search_contradict(tmp_path: Path) -> None:
 def test_choices_go_before_rules_and_lead_searches(tmp_path: Path) -> None:
     store = Store(tmp_path, {"device": "My GPU 3"})
     _, report, expected = tuned(NORMS, store)
-    assert choices_path(tmp_path, "My GPU 3").name == "choices-my-gpu-3.json"
+    assert choices_path(tmp_path, "My GPU 3").name == "choices-my-gpu-3-v2.json"
     known = known_choices("My GPU 3", tmp_path)
     gm = graph()
     found = fuse(gm, twins=True, known=known)
@@ -284,19 +283,14 @@ def test_packaged_choices_come_after_the_users(tmp_path: Path) -> None:
     assert known_choices("x", None, tmp_path / "packaged")("two") == ours
 
 
-def test_broken_choices_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "value", [{}, 3, {"config": "", "template_us": -1.0, "inductor_us": 1.0}, {"config": "", "template_us": 10**400}]
+)
+def test_choices_of_wrong_values_are_ignored_with_a_warning(tmp_path: Path, value: Any) -> None:
     path = choices_path(tmp_path, "x")
-    update_choices(path, "x", {"good": Tuned("a", 1.0, 2.0)})
-    data = json.loads(path.read_text(encoding="utf-8"))
-    data["choices"] |= {"none": {}, "negative": {"config": "", "template_us": -1.0, "inductor_us": 1.0}}
-    path.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.warns(UserWarning, match="2 broken entries"):
-        assert read_choices(path) == {"good": Tuned("a", 1.0, 2.0)}
-    path.write_text("{", encoding="utf-8")
+    write_checked(path, json.dumps({"version": 2, "device": "x", "choices": {"one": value}}))
     with pytest.warns(UserWarning, match="is ignored"):
         assert read_choices(path) == {}
-    path.write_text(json.dumps({"version": 0, "choices": {}}), encoding="utf-8")
-    assert read_choices(path) == {}
 
 
 def test_packaged_files_are_whole() -> None:

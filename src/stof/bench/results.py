@@ -15,6 +15,7 @@ import torch
 import stof
 from stof.bench.attention import NotRun, Row, key
 from stof.errors import ArgumentError
+from stof.files import read_json, write_atomically
 from stof.tuning.machine import device_name, package_version
 
 
@@ -34,7 +35,7 @@ def read_results(path: Path) -> Results:
         ArgumentError: there is no such file, or it is not one of this benchmark.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         rows = [Row(**row) for row in data["rows"]]
         return Results(data["meta"], rows, [NotRun(**entry) for entry in data.get("not_run", [])])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -51,19 +52,12 @@ def write_results(path: Path, rows: Iterable[Row], device: torch.device, not_run
     missing = list(not_run)
     if missing:
         parts.append(f'"not_run": {_lines(missing)}')
-    _write_whole(path, "{" + ",\n ".join(parts) + "}\n")
+    write_atomically(path, "{" + ",\n ".join(parts) + "}\n")
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write an object; readers never see half a file."""
-    _write_whole(path, json.dumps(data, indent=1) + "\n")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(path.name + ".part")
-    half.write_text(text, encoding="utf-8")
-    half.replace(path)
+    write_atomically(path, json.dumps(data, indent=1) + "\n")
 
 
 def _lines(entries: Iterable[Any]) -> str:
@@ -153,7 +147,7 @@ def read_rows(path: Path, row: Callable[..., _R]) -> tuple[dict[str, Any], list[
         ArgumentError: there is no such file, or it holds other rows.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         return dict(data["meta"]), [row(**one) for one in data["rows"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentError(f"{path} is no result of this benchmark: {type(error).__name__}: {error}") from None
@@ -161,7 +155,7 @@ def read_rows(path: Path, row: Callable[..., _R]) -> tuple[dict[str, Any], list[
 
 def write_rows(path: Path, meta: dict[str, Any], rows: Iterable[Any]) -> None:
     """Write provenance and rows, one a line; readers never see half a file."""
-    _write_whole(path, f'{{"meta": {json.dumps(meta, indent=1)},\n "rows": {_lines(rows)}}}\n')
+    write_atomically(path, f'{{"meta": {json.dumps(meta, indent=1)},\n "rows": {_lines(rows)}}}\n')
 
 
 def state(value: Any) -> Any:

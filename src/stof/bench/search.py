@@ -7,7 +7,6 @@ searches again, without a GPU.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from torch import fx
 
 from stof.bench.layer import LayerShape, plain_layer, weights_of
 from stof.errors import ArgumentError
+from stof.files import read_json
 from stof.fusion.baselines import exhaustive, random_search
 from stof.fusion.lower import GraphOrder
 from stof.fusion.normalise import normalise
@@ -241,7 +241,7 @@ def read_table(path: Path) -> tuple[dict[str, Any], Table]:
         ArgumentError: there is no such file, or it is not one of `stof bench search`.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         return {"case": str(data["case"]), **data}, Table.from_json(data["table"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentError(f"{path} is no result of `stof bench search`: {type(error).__name__}: {error}") from None

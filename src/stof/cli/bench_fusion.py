@@ -123,7 +123,6 @@ def layer(
     output: _Output = None,
 ) -> None:
     """Time one layer fused by hand with the templates against torch.compile, both under CUDA graphs."""
-    import json
     from dataclasses import asdict
 
     from rich.console import Console
@@ -131,7 +130,7 @@ def layer(
 
     from stof.bench.gemm import Row
     from stof.bench.layer import FUSED, PEERS, configs_from, layer_shape, run_layer
-    from stof.bench.results import provenance, read_rows
+    from stof.bench.results import provenance, read_rows, write_json
     from stof.errors import ArgumentError
     from stof.tuning.machine import device_name
 
@@ -143,9 +142,8 @@ def layer(
     peers = list(PEERS)[: 2 if autotuned else 1]
     rows = run_layer(shape, configs, device, precision, rounds, peers)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
         content = {"meta": provenance(device), "configs": configs, "rows": [asdict(row) for row in rows]}
-        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(output, content)
     console = Console(width=120)
     for name, text in configs.items():
         console.print(f"{name}: {'left to Inductor' if text is None else text or 'default'}")

@@ -32,8 +32,8 @@ def tune_device(
     from stof.bench import fit, selector
     from stof.bench.polish import polish
     from stof.errors import ArgumentError
+    from stof.files import write_atomically
     from stof.selection.model import load_model, model_to_dict
-    from stof.tuning.files import replace_whole
 
     console = Console(stderr=True)
     if device:
@@ -51,7 +51,7 @@ def tune_device(
 
         def keep(new: Sequence[Measured]) -> None:
             if file is not None:
-                replace_whole(file, json.dumps(selector.to_json(selector.replaced(old, new))))
+                write_atomically(file, json.dumps(selector.to_json(selector.replaced(old, new))))
 
         new = selector.measure(
             cells, workers, budget, lambda line: console.print(line, style="dim", markup=False), only, keep
@@ -79,7 +79,7 @@ def tune_device(
             console.print(f"{kind}: {line}")
         if output is not None:
             content = json.dumps({**model_to_dict(fitted), "quality": quality}, indent=1)
-            output.write_text(content + "\n", encoding="utf-8")
+            write_atomically(output, content + "\n")
             console.print(f"wrote {output}")
 
 
@@ -90,12 +90,12 @@ def _read(file: Path) -> list[Measured]:
         ArgumentError: it holds something else.
         OSError: it cannot be read.
     """
-    import json
-
     from stof.bench.selector import from_json
     from stof.errors import ArgumentError
+    from stof.files import read_json
 
     try:
-        return from_json(json.loads(file.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        data = read_json(file)
+    except ValueError as error:
         raise ArgumentError(f"{file} holds no measurements of stof tune --device: {error}") from None
+    return from_json(data)

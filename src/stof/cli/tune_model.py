@@ -147,8 +147,8 @@ def _search(wanted: Wanted, loaded: Any, device: Any) -> list[FusionReport]:
 
 def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], console: Any) -> None:
     from stof.drawing.tuning import draw_tuning, is_drawable, tuning_html
+    from stof.files import write_atomically
     from stof.fusion.lock import Lock, current_versions, read_lock
-    from stof.tuning.files import replace_whole
     from stof.tuning.machine import device_name
 
     device_text = device_name(device)
@@ -164,7 +164,7 @@ def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], 
         console.print(f"wrote {wanted.lock}: {len(lock.graphs)} graphs", markup=False)
     facts = {"on": device_text, **current_versions(), "dtype": wanted.dtype, "mask": wanted.mask}
     if wanted.html is not None:
-        replace_whole(wanted.html, tuning_html(f"stof tune {name}", facts, reports))
+        write_atomically(wanted.html, tuning_html(f"stof tune {name}", facts, reports))
         console.print(f"wrote {wanted.html}", markup=False)
     if wanted.png is not None:
         if is_drawable(reports):

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stof.tuning.files import remembering, replace_whole, slug, sole_writer
+from stof.files import read_or_ignore, remembering, slug, sole_writer, write_checked
 
-VERSION = 1
+VERSION = 2
 PACKAGED = Path(__file__).parent / "data"
 
 
@@ -45,38 +44,21 @@ Known = Callable[[str], Tuned | None]
 
 
 def choices_path(folder: Path, device: str) -> Path:
-    """The file for a device, by its name."""
-    return folder / f"choices-{slug(device)}.json"
+    """The file for a device, by its name. Other versions of the format have files of their own."""
+    return folder / f"choices-{slug(device)}-v{VERSION}.json"
 
 
 def read_choices(path: Path) -> Choices:
-    """What a file holds; broken entries, and a broken file, are left out with a warning, other versions without."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["version"] != VERSION:
-            return {}
-        entries = dict(data["choices"])
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        warnings.warn(f"{path} is not readable and is ignored: {error!r}", stacklevel=2)
-        return {}
-    choices, broken = parse_choices(entries)
-    if broken:
-        warnings.warn(f"{path}: {broken} broken entries are ignored", stacklevel=2)
-    return choices
+    """What a file holds; a file that was damaged is ignored with a warning."""
+    return read_or_ignore(path, "version", VERSION, choices_of, {})
 
 
-def parse_choices(entries: Mapping[str, Any]) -> tuple[Choices, int]:
-    """The choices in JSON's objects, and how many make no sense."""
-    choices: Choices = {}
-    broken = 0
-    for key, value in entries.items():
-        try:
-            choices[key] = Tuned(str(value["config"]), float(value["template_us"]), float(value["inductor_us"]))
-        except (ValueError, TypeError, KeyError):
-            broken += 1
-    return choices, broken
+def choices_of(content: Mapping[str, Any]) -> Choices:
+    """The choices in the content of a file."""
+    return {
+        str(key): Tuned(str(one["config"]), float(one["template_us"]), float(one["inductor_us"]))
+        for key, one in content["choices"].items()
+    }
 
 
 def choices_to_json(choices: Choices) -> dict[str, Any]:
@@ -93,8 +75,13 @@ def update_choices(path: Path, device: str, new: Choices, without: Set[str] = fr
         return
     with remembering(path), sole_writer(path):
         merged = {key: one for key, one in read_choices(path).items() if key not in without} | new
-        content = {"version": VERSION, "device": device, "choices": choices_to_json(merged)}
-        replace_whole(path, json.dumps(content, indent=1) + "\n")
+        write_choices(path, device, merged)
+
+
+def write_choices(path: Path, device: str, choices: Choices) -> None:
+    """Write a file of choices."""
+    content = {"version": VERSION, "device": device, "choices": choices_to_json(choices)}
+    write_checked(path, json.dumps(content, indent=1))
 
 
 def known_choices(device: str, folder: Path | None, packaged: Path = PACKAGED) -> Known:

@@ -1,10 +1,11 @@
 """Lock files: the schemes and configurations of a model as a small text to commit, which reproduces them elsewhere.
 
-    {"stof_lock": 1, "device": "NVIDIA H200", "versions": {"stof": ..., "torch": ..., "triton": ...},
+    {"stof_lock": 2, "device": "NVIDIA H200", "versions": {"stof": ..., "torch": ..., "triton": ...},
      "graphs": {KEY: {"scheme": "0110...", "fold": false, "segments": [
                 {"segment": "linear 768>3072 + gelu", "template": "linear", "config": "128x128x64,5s,pingpong",
                  "at": [6, 15, ...]}]}},
-     "choices": {"linear 4096x3072x768 activation=gelu bias float16": {"config": ..., "template_us": ..., ...}}}
+     "choices": {"linear 4096x3072x768 activation=gelu bias float16": {"config": ..., "template_us": ..., ...}},
+     "checksum": ...}
 
 A graph's key is a hash of its operators, their shapes and dtypes, equal in every process and on every machine. `fold`
 is the option of that name, `at` are the first operators of the segments. Choices serve graphs that are not in the lock,
@@ -23,13 +24,13 @@ import torch
 
 from stof import __version__
 from stof.errors import LockFileError
-from stof.fusion.choices import Choices, choices_to_json, parse_choices
+from stof.files import read_checked, write_checked
+from stof.fusion.choices import Choices, choices_of, choices_to_json
 from stof.fusion.report import FusionReport
 from stof.fusion.scheme import Scheme
-from stof.tuning.files import replace_whole
 from stof.tuning.machine import package_version
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -93,39 +94,28 @@ class Lock:
         head = {"stof_lock": VERSION, "device": self.device, "versions": self.versions}
         lines = [f'"{name}": {json.dumps(value)}' for name, value in head.items()]
         lines += [f'"graphs": {_graph_lines(graphs)}', f'"choices": {_lines(choices_to_json(self.choices))}']
-        replace_whole(path, "{" + ",\n ".join(lines) + "}\n")
+        write_checked(path, "{" + ",\n ".join(lines) + "}")
 
 
 def read_lock(path: Path) -> Lock:
     """Read a lock file.
 
     Raises:
-        LockFileError: there is none, it is no lock, or its version is another one.
+        LockFileError: there is none, it is no lock, its version is another one, or it has changed since it was written.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        version = data["stof_lock"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return read_checked(path, "stof_lock", VERSION, _lock)
+    except (OSError, ValueError) as error:
         raise LockFileError(
-            f"{path} is no lock file ({type(error).__name__}: {error}); `stof tune MODEL --lock FILE` writes one"
+            f"{path} is not a usable lock file: {error}. Restore it from version control, or delete it and write it "
+            "anew with `stof tune MODEL --lock FILE`; it cannot be edited by hand"
         ) from None
-    if version != VERSION:
-        raise LockFileError(
-            f"{path} is a lock of version {version!r}, this stof reads version {VERSION}; make it anew with "
-            "`stof tune MODEL --lock FILE`"
-        )
-    try:
-        choices, broken = parse_choices(data["choices"])
-        if broken:
-            raise ValueError(f"{broken} choices make no sense")
-        graphs = {str(key): _graph(value) for key, value in data["graphs"].items()}
-        versions = {str(name): str(value) for name, value in data["versions"].items()}
-        return Lock(str(data["device"]), versions, graphs, choices)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise LockFileError(
-            f"{path} is a broken lock file ({type(error).__name__}: {error}); take it from version control again, or "
-            "make it anew with `stof tune MODEL --lock FILE`"
-        ) from None
+
+
+def _lock(data: dict[str, Any]) -> Lock:
+    graphs = {str(key): _graph(value) for key, value in data["graphs"].items()}
+    versions = {str(name): str(value) for name, value in data["versions"].items()}
+    return Lock(str(data["device"]), versions, graphs, choices_of(data))
 
 
 def _graph(value: Any) -> LockedGraph:
@@ -138,7 +128,7 @@ def _graph(value: Any) -> LockedGraph:
     places = [at for segment in segments for at in segment.at]
     if len(set(places)) < len(places) or not first.issuperset(places):
         raise ValueError("segments do not fit their scheme")
-    return LockedGraph(scheme, segments, bool(value.get("fold", False)))  # not in locks from before it was noted
+    return LockedGraph(scheme, segments, bool(value["fold"]))
 
 
 def _lines(entries: dict[str, Any]) -> str:

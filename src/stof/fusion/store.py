@@ -10,19 +10,18 @@ import functools
 import hashlib
 import json
 import math
-import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stof.files import cache_folder, read_or_ignore, remembering, sole_writer, write_checked
 from stof.fusion.space import Candidate
-from stof.tuning.files import cache_folder, remembering, replace_whole, sole_writer
 from stof.tuning.machine import device_name, package_version
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass
@@ -71,31 +70,12 @@ class Store:
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self.folder, self.environment = folder, dict(environment)
-        text = json.dumps(self.environment, sort_keys=True)
+        text = json.dumps({"version": VERSION, **self.environment}, sort_keys=True)
         self.path = folder / f"fusion-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
     def load(self) -> Contents:
-        """What the file holds; entries that make no sense are left out with a warning, as is a broken file."""
-        try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            if data["version"] != VERSION:
-                return Contents()
-            parts = {name: dict(data[name]) for name in _PARSERS}
-        except FileNotFoundError:
-            return Contents()
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            warnings.warn(f"{self.path} is not readable and is ignored: {error!r}", stacklevel=2)
-            return Contents()
-        contents, broken = Contents(), 0
-        for name, parse in _PARSERS.items():
-            for key, value in parts[name].items():
-                try:
-                    getattr(contents, name)[key] = parse(value)
-                except (ValueError, TypeError, KeyError, IndexError):
-                    broken += 1
-        if broken:
-            warnings.warn(f"{self.path}: {broken} broken entries are ignored", stacklevel=2)
-        return contents
+        """What the file holds; a file that was damaged is ignored with a warning."""
+        return read_or_ignore(self.path, "version", VERSION, _contents, Contents())
 
     def update(self, new: Contents) -> None:
         """Add to the file; newer times take the place of older ones."""
@@ -107,7 +87,7 @@ class Store:
             merged.races |= new.races
             merged.checks |= new.checks
             merged.results |= new.results
-            replace_whole(self.path, json.dumps(self._data(merged), indent=1))
+            write_checked(self.path, json.dumps(self._data(merged), indent=1))
 
     def _data(self, contents: Contents) -> dict[str, Any]:
         return {
@@ -158,12 +138,13 @@ def _result(value: Any) -> Result:
     return Result(int(value["per_segment"]), tuple(segments))
 
 
-_PARSERS: dict[str, Callable[[Any], Any]] = {
-    "segments": _entry,
-    "races": _race,
-    "checks": _check,
-    "results": _result,
-}
+def _contents(data: Mapping[str, Any]) -> Contents:
+    return Contents(
+        {key: _entry(value) for key, value in data["segments"].items()},
+        {key: _race(value) for key, value in data["races"].items()},
+        {key: _check(value) for key, value in data["checks"].items()},
+        {key: _result(value) for key, value in data["results"].items()},
+    )
 
 
 def segment_key(key: Hashable) -> str:
@@ -171,10 +152,13 @@ def segment_key(key: Hashable) -> str:
     return hashlib.sha256(repr(key).encode()).hexdigest()[:32]
 
 
-def default_store(device: torch.device, folder: Path | None = None) -> Store:
-    """The store for a device and the installed versions, in the user's cache folder or another one."""
+def default_store(device: torch.device, folder: Path | None = None) -> Store | None:
+    """The store for a device and the installed versions, in a folder or the user's cache; None where there is none."""
+    folder = folder or cache_folder()
+    if folder is None:
+        return None
     return Store(
-        folder or cache_folder(),
+        folder,
         {
             "device": device_name(device),
             "torch": torch.__version__,

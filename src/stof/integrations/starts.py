@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from stof.files import remembering, write_atomically
 from stof.fusion.ahead import hash_triton, settle_caches
 from stof.fusion.store import source_digest
 from stof.integrations.code_text import IndescribableError
@@ -40,7 +41,6 @@ from stof.integrations.guards import Guard, check_whole, guards_of, scope_of
 from stof.integrations.noted import Noted, load_graph
 from stof.integrations.traced import Looks, Name, file_digest, files_of, name_text, names_of
 from stof.plans import Decisions, decide_ahead, decisions_of
-from stof.tuning.files import remembering, replace_whole_bytes
 from stof.tuning.machine import device_name, package_version
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Starts:
             _log.info("not kept for later processes", exc_info=True)
             return
         with remembering(path):
-            replace_whole_bytes(path, hashlib.sha256(content).digest() + content)
+            write_atomically(path, hashlib.sha256(content).digest() + content)
             _prune(self._folder)
 
     def describe(self) -> Description | None:

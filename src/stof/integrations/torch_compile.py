@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
+from stof.files import cache_folder
 from stof.fusion.ahead import CompileAhead, hash_triton, settle_caches
 from stof.fusion.choices import PACKAGED, Known, choices_path, known_choices, update_choices
 from stof.fusion.lock import read_lock
@@ -37,7 +38,6 @@ from stof.integrations.starts import Starts
 from stof.integrations.traced import content_digest
 from stof.integrations.whole_calls import WholeCalls
 from stof.masks import Mask
-from stof.tuning.files import cache_folder
 from stof.tuning.machine import device_name
 from stof.tuning.timing import replayed_us, wall_us
 

@@ -9,7 +9,6 @@ where the weights lie.
 from __future__ import annotations
 
 import operator
-import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -25,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from stof.integrations.noted import noting
 from stof.integrations.starts import Resumed, Starts
+from stof.locks import ForkSafeLock
 from stof.tuning.capture import captured
 
 # Combinations of shapes that are kept; each holds its inputs and results, and all share the memory in between.
@@ -77,7 +77,7 @@ class WholeCalls:
         self._started: dict[Hashable, Resumed | None] = {}
         self._failed: set[Hashable] = set()
         self._recorded: OrderedDict[Hashable, Replay] = OrderedDict()
-        self._lock = threading.RLock()
+        self._lock = ForkSafeLock(reentrant=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import PlanFileError, StofError
+from stof.files import write_atomically
 from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
 
@@ -21,8 +22,7 @@ VERSION = 1
 
 def save_layout(layout: Layout, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:
     """Write `layout` to `path` atomically; `extra` strings travel in the header."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     config = layout.config
     header: dict[str, object] = {
@@ -36,17 +36,9 @@ def save_layout(layout: Layout, path: str | os.PathLike[str], extra: Mapping[str
         "aside": config.aside,
         "extra": dict(extra or {}),
     }
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in layout.tensors().items()}
     header["digest"] = _digest(header, tensors)
-    try:
-        save_file(tensors, partial, metadata={FORMAT: json.dumps(header)})
-        partial.replace(target)
-    except SafetensorError as error:  # its own kind, also for folders that are not there
-        raise OSError(f"cannot write {target}: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(Path(path), save(tensors, metadata={FORMAT: json.dumps(header)}))
 
 
 def _digest(header: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
@@ -63,18 +55,22 @@ def load_layout(path: str | os.PathLike[str], device: torch.device | str = "cpu"
 
     Raises:
         FileNotFoundError: no such file.
+        OSError: the file cannot be read, for example for lack of permission.
         PlanFileError: not a layout file, another version, truncated, or inconsistent in any way.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load
 
     source = Path(path)
     if not source.is_file():
         raise FileNotFoundError(f"no plan file at {source}")
+    raw = source.read_bytes()  # once: another process may replace the file meanwhile
     advice = "make it again with plan.save(path)"
     try:
-        with safe_open(source, framework="pt") as file:
-            header = json.loads((file.metadata() or {})[FORMAT])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        tensors = load(raw)
+        # The format begins with the length of its JSON header. `load` has checked both and leaves out the metadata.
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(json.loads(raw[8 : 8 + length])["__metadata__"][FORMAT])
         if header["version"] != VERSION:
             raise PlanFileError(f"{source} has format version {header['version']}, this is version {VERSION}; {advice}")
         if header.pop("digest") != _digest(header, tensors):
@@ -94,8 +90,7 @@ def load_layout(path: str | os.PathLike[str], device: torch.device | str = "cpu"
         ValueError,
         AttributeError,
         OverflowError,
-        RecursionError,
-        OSError,
+        RuntimeError,  # JSON nested too deeply, or dtypes that do not fit their shapes
     ) as error:
         raise PlanFileError(f"{source} is not a plan file ({type(error).__name__}: {error}); {advice}") from error
     return layout.to(device), extra

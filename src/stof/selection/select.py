@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ import torch
 from stof.errors import UnsupportedError
 from stof.layout.search import GOOD_ENOUGH, WORTH
 from stof.layout.survey import Survey
+from stof.locks import ForkSafeLock
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
 from stof.selection.gpu import Geometry, fits, geometries, gpu_choices, shared_memory_limit, starves, worthwhile
@@ -50,7 +50,7 @@ class Failures:
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[object, ...], str] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def add(self, choice: Choice, call: CallSpec, device: torch.device, reason: str) -> None:
         """Remember a failure, and warn of it the first time."""

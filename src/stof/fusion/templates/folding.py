@@ -8,7 +8,6 @@ as the weight.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stof.lasting import lasting
+from stof.locks import ForkSafeLock
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Entry:
 
 
 _entries: dict[Hashable, _Entry] = {}
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 def folded(weight: Tensor, norm_weight: Tensor) -> Tensor | None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
 
 from stof.lasting import lasting
+from stof.locks import ForkSafeLock
 
 # 4 MB of counters per device for captured graphs, enough for thousands of captured calls.
 _ARENA = 2**20
 # Kernels are compiled for pointers to multiples of 16 bytes, and two kernels' counters are not to share a line.
 _LINE = 32
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _by_stream: dict[tuple[int, int], Tensor] = {}
 _arena: dict[int, tuple[Tensor, int]] = {}
 # Kernels may still count in those that larger ones replaced; all of them together are smaller than what replaced them.
