@@ -211,7 +211,7 @@ def test_a_broken_lock_is_not_written_over(own_module: str, tmp_path: Path) -> N
     (tmp_path / "a.lock").write_text("{", encoding="utf-8")
     done = run(f"{own_module}:small", "--dtype", "float32", "--lock", "a.lock", "--store", "store")
     assert done.exit_code == 2
-    assert "is no lock file" in " ".join(done.output.split())
+    assert "is not a usable lock file" in " ".join(done.output.split())
     assert (tmp_path / "a.lock").read_text(encoding="utf-8") == "{"
 
 
