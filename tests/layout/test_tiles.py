@@ -54,18 +54,20 @@ def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
 
 
 LIMITS = torch.tensor([3, 50])
+TABLE = torch.arange(220).view(2, 110) // 30
 FUNCTIONS = {
     "window and sinks": lambda b, h, q, k: (q >= k) & ((q - k < 20) | (k < 3)),
     "by head and batch": lambda b, h, q, k: (q - k < LIMITS[h]) & (k < LIMITS[b]),
     "table": lambda b, h, q, k: (torch.arange(110) // 30)[q] == (torch.arange(110) // 30)[k],
     "without the leading dimensions": lambda b, h, q, k: q.flatten()[:, None] >= k.flatten(),
-    "of the first rectangle": lambda b, h, q, k: q[0, 0] >= k[0, 0],
+    "of rows of a table": lambda b, h, q, k: TABLE[b][q] == TABLE[b][k],
+    "of many parts": lambda b, h, q, k: (q >= k) & ((q >= LIMITS[h]) & (k < LIMITS)).any(),
 }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str) -> None:
-    """Also those that would be wrong if several rectangles were given at once."""
+    """Also those that are evaluated score by score."""
     mask = masks.from_function(FUNCTIONS[name])
     assert_same(mask, 110, 110, LayoutConfig(16, 32), batch=2, heads=2)
     assert_same(mask & masks.sliding_window(30), 110, 110, LayoutConfig(16, 32), batch=2, heads=2)

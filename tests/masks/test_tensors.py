@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 
 import stof
 from stof import masks
-from stof.errors import DtypeError, MaskError, MaskFunctionError, ShapeError
+from stof.errors import DeviceError, DtypeError, MaskError, MaskFunctionError, ShapeError
 from tests.strategies import dense_masks
 
 
@@ -88,7 +88,7 @@ def branching(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
-        (raising, "raising raised KeyError: 'missing'.*elementwise"),
+        (raising, "raising raised KeyError: 'missing'.*single scores"),
         (branching, "branching raised RuntimeError.*not and / or / if"),
         (lambda b, h, i, j: LENGTHS[b + 2] > j, "raised IndexError"),
         (lambda i, j: i >= j, "raised TypeError"),
@@ -96,8 +96,7 @@ def branching(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         (lambda b, h, i, j: (i >= j).float(), "returned a torch.float32 tensor"),
         (lambda b, h, i, j: True, "returned bool"),
         (lambda b, h, i, j: None, "returned NoneType"),
-        (lambda b, h, i, j: torch.ones(2, 3, dtype=torch.bool), "does not broadcast"),
-        (lambda b, h, i, j: (i >= j)[None], "does not broadcast"),
+        (lambda b, h, i, j: torch.ones(2, 3, dtype=torch.bool), r"returned shape \[2, 3\] for one score"),
         (masks.causal, "causal raised TypeError"),
     ],
 )
@@ -184,7 +183,7 @@ def test_dense_of_any_strides() -> None:
     assert torch.equal(masks.from_dense(expanded).to_dense(9, 14), expanded)
 
 
-ONES = torch.ones(64, dtype=torch.bool)
+ONES = torch.rand(64, generator=torch.Generator().manual_seed(0)) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -192,19 +191,23 @@ ONES = torch.ones(64, dtype=torch.bool)
     [
         ONES[:8].expand(8, 8),
         ONES[:8, None].expand(8, 8),
+        ONES[3].expand(8, 8),
         ONES.as_strided((8, 8), (1, 1)),
         ONES.as_strided((8, 8), (4, 1)),
         ONES.as_strided((8, 8), (1, 4)),
-        ONES.as_strided((8, 8), (0, 0)),
         ONES.as_strided((2, 8, 8), (1, 2, 1)),
     ],
     ids=lambda keep: str(keep.stride()),
 )
-def test_dense_stride_tricks(keep: torch.Tensor) -> None:
-    with pytest.raises(MaskError, match=r"share memory.*strides.*contiguous\(\)"):
-        masks.from_dense(keep)
-    with pytest.raises(MaskError, match="share memory"):
-        stof.attention(*(torch.randn(1, 1, 8, 4) for _ in range(3)), keep)
+def test_dense_views_that_share_memory(keep: torch.Tensor) -> None:
+    """Expanded or overlapping, as `scaled_dot_product_attention` takes them."""
+    mask, heads = masks.from_dense(keep), keep.shape[0] if keep.ndim > 2 else 1
+    assert torch.equal(mask.to_dense(8), keep.reshape(1, heads, 8, 8))
+    for config in (None, stof.LayoutConfig(16, 16)):
+        assert torch.equal(stof.plan(keep, 8, heads=heads, config=config).to_dense(), keep.reshape(1, heads, 8, 8))
+    q, k, v = (torch.randn(1, heads, 8, 4) for _ in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, keep.contiguous())
+    torch.testing.assert_close(stof.attention(q, k, v, keep), expected.nan_to_num(0.0))
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (1, 1, 1, 4, 4), (0, 4), (2, 0, 4, 4)])
@@ -214,11 +217,39 @@ def test_dense_shapes(shape: tuple[int, ...]) -> None:
 
 
 def test_dense_dtypes() -> None:
-    for dtype in (torch.float32, torch.uint8, torch.int64):
-        with pytest.raises(DtypeError, match=r"torch.bool"):
+    for dtype in (torch.uint8, torch.int64, torch.int32):
+        with pytest.raises(DtypeError, match=r"torch.bool.*integer mask of 1 \(seen\) and 0.*`mask.bool\(\)`"):
+            masks.from_dense(torch.zeros(4, 4, dtype=dtype))
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(DtypeError, match=r"torch.bool.*additive float mask.*`bias=`.*`mask.bool\(\)`"):
             masks.from_dense(torch.zeros(4, 4, dtype=dtype))
     with pytest.raises(MaskError, match=r"takes a torch.Tensor"):
         masks.from_dense([[True]])  # type: ignore[arg-type]
+
+
+def test_what_the_hint_for_integers_says_is_right() -> None:
+    """`mask.bool()` sees what an integer mask of 1 and 0 sees."""
+    layout = torch.ones(6, 6, dtype=torch.int64).tril()
+    assert torch.equal(masks.from_dense(layout.bool()).to_dense(6), masks.causal().to_dense(6))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda keep: torch.nested.nested_tensor([keep, keep[:2]], layout=torch.jagged), MaskError, "nested"),
+        (lambda keep: torch.nested.nested_tensor([keep, keep[:2]]), MaskError, "nested"),
+        (lambda keep: keep.to_sparse(), MaskError, "torch.sparse_coo"),
+        (lambda keep: keep.float().to_mkldnn(), MaskError, "torch._mkldnn"),
+        (lambda keep: keep.to("meta"), DeviceError, "meta tensor"),
+    ],
+    ids=["jagged", "nested", "sparse", "mkldnn", "meta"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_dense_of_other_kinds(make: Any, error: type[Exception], message: str) -> None:
+    given_ = make(torch.ones(4, 4, dtype=torch.bool))
+    for call in (masks.from_dense, masks.as_mask, lambda keep: stof.plan(keep, 4)):
+        with pytest.raises(error, match=message):
+            call(given_)
 
 
 def test_dense_of_other_lengths() -> None:

@@ -1,108 +1,21 @@
-"""Masks made from a user's function, a dense tensor, or a FlexAttention `BlockMask`."""
+"""Masks made from a dense tensor or a FlexAttention `BlockMask`, and from anything that describes one."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stof.errors import DtypeError, MaskError, MaskFunctionError, ShapeError
+from stof.errors import DeviceError, DtypeError, MaskError, ShapeError
 from stof.masks.base import Mask, identity
 from stof.masks.bounds import Kept
+from stof.masks.functions import FunctionMask, from_function
 from stof.masks.index import Index
 from stof.masks.parse import PATTERNS, parse
 from stof.masks.patterns import full
-
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class FunctionMask(Mask):
-    """A user's `(b, h, q_idx, kv_idx) -> bool` function, called on broadcastable index tensors."""
-
-    fn: MaskFunction
-    q_len: int | None = None
-    kv_len: int | None = None
-
-    def check(self, q_len: int, kv_len: int) -> None:
-        for name, own, given in (("q_len", self.q_len, q_len), ("kv_len", self.kv_len, kv_len)):
-            if own is not None and own != given:
-                raise ShapeError(f"the mask was made for {name} {own}, the call has {given}")
-
-    @property
-    def binds_late(self) -> bool:
-        return True
-
-    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
-        """Found by asking the function for one score of every batch entry and head."""
-        origin = torch.zeros(1, dtype=torch.int64, device=device)
-        index = Index.make(
-            origin,
-            origin,
-            q_len=1,
-            kv_len=1,
-            b=torch.arange(batch, device=device),
-            h=torch.arange(heads, device=device),
-        )
-        shape = self.evaluate(index).shape
-        return int(shape[0]), int(shape[1])
-
-    def over(self, index: Index) -> Kept:
-        try:
-            return Kept.of(self.fn(index.b, index.h, index.q, index.kv))
-        except Exception:  # the function takes tensors only; as a tensor it may be right
-            return Kept.unknown(index.device)
-
-    def evaluate(self, index: Index) -> Tensor:
-        name = getattr(self.fn, "__name__", repr(self.fn))
-        try:
-            keep = self.fn(index.b, index.h, index.q, index.kv)
-        except Exception as error:
-            raise MaskFunctionError(
-                f"the mask function {name} raised {type(error).__name__}: {error}. It is called with "
-                "int64 index tensors b [B,1,1,1], h [1,H,1,1], q_idx [1,1,Q,1], kv_idx [1,1,1,K] and combines "
-                "them elementwise (use & | ~ and torch.where, not and / or / if)"
-            ) from error
-        if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-            got = f"a {keep.dtype} tensor" if isinstance(keep, Tensor) else f"{type(keep).__name__}"
-            raise MaskFunctionError(
-                f"the mask function {name} returned {got}; return a torch.bool tensor, true where the key is seen"
-            )
-        sizes = torch.broadcast_shapes(index.b.shape, index.h.shape, index.q.shape, index.kv.shape)
-        if keep.ndim > 4 or any(
-            own not in (1, size) for own, size in zip(reversed(keep.shape), reversed(sizes), strict=False)
-        ):
-            raise MaskFunctionError(
-                f"the mask function {name} returned shape {list(keep.shape)}, which does not broadcast to {list(sizes)}"
-            )
-        rectangles = max(index.q.shape[0], index.kv.shape[0])
-        if rectangles > 1 and keep.numel() > 1 and (keep.ndim < 4 or keep.shape[0] != rectangles):
-            raise MaskFunctionError(f"the mask function {name} does not take several rectangles at once")
-        return keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
-
-    def __repr__(self) -> str:
-        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
-        return f"from_function(<{name} #{identity(self.fn)}>)"
-
-
-def from_function(fn: MaskFunction) -> Mask:
-    """A mask from a function `(b, h, q_idx, kv_idx) -> bool tensor`, e.g. FlexAttention's `mask_mod`.
-
-    The function gets broadcastable int64 tensors and combines them elementwise; tensors it indexes must be on
-    the device the plan is built on. Whether it depends on `b` or `h` is found by calling it. Two masks are
-    equal when they hold the same function object, so where what it reads changes, pass a new function (define it
-    again, or a `lambda` around it) or call `stof.plan_cache.clear()`.
-
-    Raises:
-        MaskFunctionError: when evaluated, if the function raises or returns something other than a bool tensor.
-    """
-    if not callable(fn):
-        raise MaskError(f"from_function() takes a function (b, h, q_idx, kv_idx), got {type(fn).__name__}")
-    return FunctionMask(fn)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -169,37 +82,29 @@ def from_dense(keep: Tensor) -> Mask:
 
     Raises:
         DtypeError: not a bool tensor (additive float masks belong in `bias`).
-        MaskError: fewer than 2 or more than 4 dimensions, an empty dimension, or rows/columns expanded with
-            stride 0 or overlapping memory.
+        MaskError: fewer than 2 or more than 4 dimensions, an empty dimension, or not a strided tensor.
+        DeviceError: a meta tensor, which holds no values.
     """
     if not isinstance(keep, Tensor):
         raise MaskError(f"from_dense() takes a torch.Tensor, got {type(keep).__name__}")
+    if keep.is_nested or keep.layout != torch.strided:
+        kind = "nested" if keep.is_nested else str(keep.layout)
+        raise MaskError(
+            f"a dense mask is a strided tensor, got a {kind} one; pass a padded or dense bool tensor, or a named mask "
+            "such as documents(cu_seqlens=...) or padding(lengths)"
+        )
+    if keep.device.type == "meta":
+        raise DeviceError("a dense mask holds values, got a meta tensor; make it on the device of the calls")
     if keep.dtype != torch.bool:
+        if keep.is_floating_point() or keep.is_complex():
+            hint = "an additive float mask (0 where seen, -inf elsewhere) goes into `bias=`; one of 1 and 0"
+        else:
+            hint = "an integer mask of 1 (seen) and 0"
         raise DtypeError(
-            f"a dense mask is torch.bool (true = seen), got {keep.dtype}; "
-            "an additive float mask goes into `bias=`, or becomes boolean with `mask == 0`"
+            f"a dense mask is torch.bool (true = seen), got {keep.dtype}; {hint} becomes boolean with `mask.bool()`"
         )
     if not 2 <= keep.ndim <= 4 or 0 in keep.shape:
         raise MaskError(f"a dense mask is [Sq, Skv] up to [B, H, Sq, Skv], none of them 0; got {list(keep.shape)}")
-    rows, columns = keep.shape[-2:]
-    row_stride, column_stride = keep.stride()[-2:]
-    overlaps = (
-        (columns > 1 and column_stride == 0)
-        or (rows > 1 and row_stride == 0)
-        or (
-            rows > 1
-            and columns > 1
-            and min(row_stride * rows, column_stride * columns) > 0
-            and abs(row_stride) < abs(column_stride) * columns
-            and abs(column_stride) < abs(row_stride) * rows
-        )
-    )
-    if overlaps:
-        raise MaskError(
-            f"the dense mask's rows or columns share memory (strides {list(keep.stride())}, shape "
-            f"{list(keep.shape)}): an expanded or as_strided view changes in unexpected places when written. "
-            "Pass mask.contiguous(), or a named mask such as padding(lengths)"
-        )
     return DenseMask(keep)
 
 
@@ -242,9 +147,18 @@ class BlockMaskMask(FunctionMask):
         own = [x for x in lists if x is not None]
         return None if any(x.is_inference() for x in own) else tuple(x._version for x in own)
 
+    @property
+    def depends_on_batch(self) -> bool:
+        return self.batch != 1 or super().depends_on_batch
+
+    @property
+    def depends_on_heads(self) -> bool:
+        return self.heads != 1 or super().depends_on_heads
+
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
-        Mask.dims(self, batch, heads, device)
-        return super().dims(batch, heads, device)
+        mask_batch, mask_heads = Mask.dims(self, batch, heads, device)
+        own_batch, own_heads = super().dims(batch, heads, device)
+        return max(mask_batch, own_batch), max(mask_heads, own_heads)
 
     def over(self, index: Index) -> Kept:
         return Kept.unknown(index.device)  # the block lists may say otherwise than the function

@@ -1,0 +1,315 @@
+"""How a mask function may be called: on broadcast index tensors, or once for each score under `torch.vmap`.
+
+FlexAttention defines a `mask_mod` by single calls: `b`, `h`, `q_idx` and `kv_idx` are tensors without dimensions, and
+the result is one bool. Calling the function once on index tensors that broadcast against each other is much faster, and
+gives the same result if every operator works element by element. `traits_of` traces the function to find out, and
+`under_vmap` evaluates any function as it is defined.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stof.errors import MaskFunctionError
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Indices = tuple[Tensor, Tensor, Tensor, Tensor]
+
+# Elements of the largest tensor of one call under vmap: bounds its memory to some 100 MB.
+_AT_ONCE = 2**23
+
+_aten = torch.ops.aten
+# Elementwise operators of one tensor, or without PyTorch's `pointwise` tag.
+_UNTAGGED = {
+    _aten._to_copy, _aten.alias, _aten.clone, _aten.detach, _aten.floor_divide, _aten.rsub,
+    _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like,
+}  # fmt: skip
+# Operators that take from a tensor only its dtype and device.
+_NEW = {_aten.new_empty, _aten.new_empty_strided, _aten.new_full, _aten.new_ones, _aten.new_zeros}
+# Operators that look each element up in a table of one dimension: positions of the elements and of the table.
+_LOOKUPS = {_aten.isin.Tensor_Tensor: (0, 1), _aten.bucketize.Tensor: (0, 1), _aten.searchsorted.Tensor: (1, 0)}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What tracing a mask function tells.
+
+    Attributes:
+        obstacle: why the function may not be called on broadcast tensors; None if it may.
+        used: which of the four indices reach the result, by their positions; may name too many, never too few.
+        elements: most elements of a tensor in a single call, by the indices that the tensor depends on.
+    """
+
+    obstacle: str | None
+    used: frozenset[int]
+    elements: dict[frozenset[int], int]
+
+
+def traits_of(fn: MaskFunction, at: Sequence[Tensor]) -> Traits:
+    """Trace a mask function in a single call, then in a call on broadcast tensors.
+
+    Args:
+        fn: the function; whatever it raises in the single call is raised.
+        at: four int64 tensors without dimensions, the score to trace at.
+
+    Raises:
+        MaskFunctionError: the function returns anything but one bool in a tensor.
+    """
+    single = tuple(index.clone() for index in at)
+    trace = _Trace(single, broadcast=False)
+    with torch.no_grad(), trace, _Indexing():
+        keep = fn(*single)
+    _check_result(fn, keep)
+    obstacle: str | None
+    wide = tuple(index.expand([2 if n == d else 1 for d in range(4)]).clone() for n, index in enumerate(at))
+    wide_trace = _Trace(wide, broadcast=True)
+    try:
+        with torch.no_grad(), wide_trace:
+            result = fn(*wide)
+    except Exception as error:  # single calls are valid, so this only says that broadcast ones are not
+        obstacle = wide_trace.obstacle or f"{type(error).__name__} on broadcast indices"
+    else:
+        obstacle = wide_trace.obstacle
+        if obstacle is None and not wide_trace.is_element(result):
+            obstacle = f"a result of shape {list(result.shape)} that does not come from the indices"
+    return Traits(obstacle, trace.used_by(keep), trace.elements)
+
+
+def function_name(fn: MaskFunction) -> str:
+    return str(getattr(fn, "__name__", None) or repr(fn))
+
+
+def _check_result(fn: MaskFunction, keep: object) -> None:
+    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
+        got = f"a {keep.dtype} tensor" if isinstance(keep, Tensor) else type(keep).__name__
+        raise MaskFunctionError(
+            f"the mask function {function_name(fn)} returned {got}; "
+            "return a torch.bool tensor, true where the key is seen"
+        )
+    if keep.numel() != 1:
+        raise MaskFunctionError(
+            f"the mask function {function_name(fn)} returned shape {list(keep.shape)} for one score; return one bool: "
+            "it is called with b, h, q_idx and kv_idx of a single score, as FlexAttention's mask_mod"
+        )
+
+
+class _ObstacleError(Exception):
+    """An operator that is not elementwise: tracing ends."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor's values come from: some of the indices, and whether it has no dimensions in single calls."""
+
+    used: frozenset[int]
+    scalar: bool
+
+
+class _Trace(TorchDispatchMode):
+    """Follows tensors that depend on the indices through all operators.
+
+    Args:
+        indices: the four index tensors.
+        broadcast: whether they are broadcast: then stop at the first operator that is not elementwise.
+    """
+
+    def __init__(self, indices: Sequence[Tensor], broadcast: bool) -> None:
+        super().__init__()
+        self.obstacle: str | None = None
+        self.elements: dict[frozenset[int], int] = {}
+        self._broadcast = broadcast
+        self._sources: dict[int, _Source] = {}  # by storage, which views and tensors written in place share
+        self._held: list[Tensor] = []  # keeps storages, and so their addresses, in use
+        for n, index in enumerate(indices):
+            self._note(index, _Source(frozenset([n]), True))
+        self._indices = set(self._sources)
+
+    def used_by(self, result: Tensor) -> frozenset[int]:
+        source = self._sources.get(_storage(result))
+        return frozenset() if source is None else source.used
+
+    def is_element(self, result: Tensor) -> bool:
+        """Whether a tensor of the broadcast call has one value for each score."""
+        return result.ndim <= 4 and (_storage(result) in self._sources or result.numel() == 1)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        sources = [source for x in tensors if (source := self._sources.get(_storage(x))) is not None]
+        if not sources or getattr(func, "overloadpacket", None) in _NEW:
+            return func(*args, **kwargs)
+        if self._broadcast and not self._elementwise(func, args, kwargs, tensors):
+            self.obstacle = str(func)
+            raise _ObstacleError
+        out = func(*args, **kwargs)
+        results = tree_leaves(out)
+        if not all(isinstance(x, Tensor) for x in results):
+            raise RuntimeError("the value of an index decides in Python (if, and, or, not, int(), .item())")
+        untracked = (x for x in tensors if _storage(x) not in self._sources)
+        scalar = all(source.scalar for source in sources) and all(x.ndim == 0 for x in untracked)
+        of_values = getattr(func, "overloadpacket", None) not in (_aten.zeros_like, _aten.ones_like)
+        used = frozenset[int]().union(*(source.used for source in sources)) if of_values else frozenset[int]()
+        written = tensors if func._schema.is_mutable else []
+        for x in (*results, *written):
+            self._note(x, _Source(used | self.used_by(x), scalar))
+        return out
+
+    def _note(self, x: Tensor, source: _Source) -> None:
+        self._held.append(x)
+        self._sources[_storage(x)] = source
+        self.elements[source.used] = max(self.elements.get(source.used, 1), x.numel())
+
+    def _elementwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
+        """Whether each element of the result is what a single call computes."""
+        if func is _aten.index.Tensor:
+            return self._table(*args)
+        if func in _LOOKUPS:
+            values, table = (args[n] for n in _LOOKUPS[func])
+            return self._tracked(values) and not self._tracked(table) and table.ndim == 1 and self._promote(tensors)
+        tags = getattr(func, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags or not (
+            torch.Tag.pointwise in tags or getattr(func, "overloadpacket", None) in _UNTAGGED
+        ):
+            return False
+        if func._schema.is_mutable and (
+            "out" in kwargs or not self._tracked(args[0]) or _storage(args[0]) in self._indices
+        ):
+            return False
+        return all(self._tracked(x) or _single(x) for x in tensors) and self._promote(tensors)
+
+    def _tracked(self, x: Tensor) -> bool:
+        return _storage(x) in self._sources
+
+    def _table(self, table: Tensor, picks: Sequence[Tensor | None]) -> bool:
+        """Whether indexing takes single entries out of a table that does not depend on the indices."""
+        return (
+            not self._tracked(table)
+            and len(picks) == table.ndim
+            and all(x is not None and x.dtype in (torch.int64, torch.int32) for x in picks)
+            and all(self._tracked(x) or _single(x) for x in picks if x is not None)
+        )
+
+    def _promote(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether operands promote to the dtype that they promote to in a single call.
+
+        A tensor without dimensions does not widen one with dimensions, and the indices have none in single calls.
+        """
+        sources = [(x, self._sources.get(_storage(x))) for x in tensors]
+        single = [(x.dtype, x.ndim > 0 if source is None else not source.scalar) for x, source in sources]
+        broadcast = [(x.dtype, x.ndim > 0) for x, _ in sources]
+        return _promoted(single) == _promoted(broadcast)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+
+
+def _single(x: Tensor) -> bool:
+    return x.numel() == 1 and x.ndim <= 4
+
+
+def _promoted(operands: list[tuple[torch.dtype, bool]]) -> torch.dtype | None:
+    """The dtype that tensors promote to, given whether each has dimensions."""
+    with_dims, without = (
+        functools.reduce(torch.promote_types, found) if found else None
+        for found in ([dtype for dtype, own in operands if own is wanted] for wanted in (True, False))
+    )
+    if with_dims is None or without is None:
+        return with_dims or without
+    return torch.promote_types(with_dims, without) if _category(without) > _category(with_dims) else with_dims
+
+
+def _category(dtype: torch.dtype) -> int:
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype != torch.bool)
+
+
+class _Indexing(TorchFunctionMode):
+    """Lets tensors without dimensions index others under `torch.vmap`, as FlexAttention does.
+
+    PyTorch reads such an index as a Python int, which has no meaning under vmap. `isin`, which vmap has no rule for, is
+    written with operators that it has rules for.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.__getitem__:
+            items = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(item, Tensor) for item in items):
+                return _indexed(args[0], items)
+        elif func is torch.isin:
+            return _isin(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _indexed(table: Tensor, items: tuple[Any, ...]) -> Tensor:
+    """`table[items]`, with the tensors among the items kept as tensors."""
+    table = table[tuple(slice(None) if isinstance(item, Tensor) else item for item in items)]
+    picks: list[Tensor | None] = []
+    named = sum(item is not Ellipsis and not isinstance(item, int) for item in items)
+    for item in items:
+        if item is Ellipsis:
+            picks += [None] * (table.ndim - named)
+        elif not isinstance(item, int):
+            picks.append(item if isinstance(item, Tensor) else None)
+    return _aten.index.Tensor(table, picks)
+
+
+def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+    del assume_unique  # a promise that this does not need
+    own = elements.unsqueeze(-1) if isinstance(elements, Tensor) else elements
+    others = test_elements.reshape(-1) if isinstance(test_elements, Tensor) else torch.tensor([test_elements])
+    found = (own == others.to(own.device)).any(-1) if isinstance(own, Tensor) else (own == others).any(-1)
+    return ~found if invert else found
+
+
+def under_vmap(fn: MaskFunction, indices: Indices, elements: dict[frozenset[int], int]) -> Tensor:
+    """Evaluate a mask function score by score: bool, of the shape that the indices broadcast to.
+
+    Args:
+        fn: the function.
+        indices: int64 tensors of four dimensions each, which broadcast to the scores.
+        elements: of `Traits`; large results are computed in parts.
+    """
+    shape = torch.broadcast_shapes(*(index.shape for index in indices))
+    parts = _parts(indices, shape, elements)
+
+    def one(*at: Tensor) -> Tensor:
+        keep = fn(*at)
+        _check_result(fn, keep)
+        return keep.reshape(())
+
+    call: Callable[..., Tensor] = one
+    # Outer levels come first, so the dimension of each level is the first one left of a tensor that has it.
+    for dim in reversed(range(4)):
+        if shape[dim] > 1:
+            in_dims = tuple(0 if index.shape[dim] > 1 else None for index in indices)
+            call = torch.vmap(call, in_dims=in_dims, chunk_size=parts[dim])
+    with torch.no_grad(), _Indexing():
+        # Copies, because a function may write to its arguments.
+        return call(*(index.squeeze().clone() for index in indices)).reshape(shape)
+
+
+def _parts(indices: Indices, shape: Sequence[int], elements: dict[frozenset[int], int]) -> list[int]:
+    """How much of each dimension to compute at once."""
+    dims = [{d for d in range(4) if index.shape[d] > 1} for index in indices]
+    wanted = [(count, set[int]().union(*(dims[n] for n in used))) for used, count in elements.items()]
+    wanted.append((1, {0, 1, 2, 3}))  # the result
+    parts = list(shape)
+    for dim in range(4):
+        while parts[dim] > 1 and max(n * math.prod(parts[d] for d in own) for n, own in wanted) > _AT_ONCE:
+            parts[dim] = -(-parts[dim] // 2)
+    return parts

@@ -1,0 +1,235 @@
+"""Masks made from a user's function `(b, h, q_idx, kv_idx) -> bool`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stof.errors import MaskError, MaskFunctionError, ShapeError
+from stof.masks.base import Mask, identity
+from stof.masks.bounds import Kept, Range
+from stof.masks.elementwise import Indices, MaskFunction, Traits, function_name, traits_of, under_vmap
+from stof.masks.index import Index
+
+_log = logging.getLogger(__name__)
+
+# Rectangles of scores, and their queries and keys, that are compared with single calls: 480 scores.
+_RECTANGLES, _QUERIES, _KEYS = 16, 5, 6
+
+
+@dataclass
+class _Known:
+    """What is known of a mask function.
+
+    Attributes:
+        traits: found by tracing it.
+        elementwise: whether to call it on broadcast tensors; else under vmap.
+        closed_form: whether to run it on ranges.
+        compared: which of its evaluations were compared with single calls: on ranges or tensors, and the logarithms of
+            the lengths.
+    """
+
+    traits: Traits
+    elementwise: bool
+    closed_form: bool
+    compared: set[tuple[bool, int, int]] = field(default_factory=set)
+
+
+# By function.
+_KNOWN = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FunctionMask(Mask):
+    """A user's `(b, h, q_idx, kv_idx) -> bool` function.
+
+    It means what it returns for single scores. It is called on broadcast index tensors where that is the same, else
+    under `torch.vmap`.
+    """
+
+    fn: MaskFunction
+    q_len: int | None = None
+    kv_len: int | None = None
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        for name, own, given in (("q_len", self.q_len, q_len), ("kv_len", self.kv_len, kv_len)):
+            if own is not None and own != given:
+                raise ShapeError(f"the mask was made for {name} {own}, the call has {given}")
+
+    @property
+    def binds_late(self) -> bool:
+        return True
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether the result may depend on the batch entry; True when that cannot be told."""
+        return self._uses(0)
+
+    @property
+    def depends_on_heads(self) -> bool:
+        """Whether the result may depend on the query head; True when that cannot be told."""
+        return self._uses(1)
+
+    def _uses(self, index: int, device: torch.device | str = "cpu") -> bool:
+        known = _KNOWN.get(self.fn)
+        if known is None:
+            # The tensors that the function reads may be on another device.
+            places = [torch.device(device), torch.device("cpu"), torch.accelerator.current_accelerator(True)]
+            for place in dict.fromkeys(places):
+                if place is not None:
+                    try:
+                        known = self._traced([torch.zeros((), dtype=torch.int64, device=place)] * 4)
+                        break
+                    except MaskFunctionError:  # evaluating it will say so again
+                        continue
+        return known is None or index in known.traits.used
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        return batch if self._uses(0, device) else 1, heads if self._uses(1, device) else 1
+
+    def over(self, index: Index) -> Kept:
+        try:
+            if self._compared(index).closed_form:
+                return Kept.of(self.fn(index.b, index.h, index.q, index.kv))
+        except Exception:  # the function takes tensors only; as a tensor it may be right
+            return Kept.unknown(index.device)
+        return Kept.unknown(index.device)
+
+    def evaluate(self, index: Index) -> Tensor:
+        known = self._compared(index)
+        at = (index.b, index.h, index.q, index.kv)
+        with _errors_of(self.fn):
+            keep = self.fn(*at) if known.elementwise else under_vmap(self.fn, at, known.traits.elements)
+        sizes = torch.broadcast_shapes(*(x.shape for x in at))
+        fits = keep.ndim <= 4 and all(
+            own in (1, size) for own, size in zip(reversed(keep.shape), reversed(sizes), strict=False)
+        )
+        if not fits or keep.dtype != torch.bool:
+            raise MaskFunctionError(
+                f"the mask function {function_name(self.fn)} returned {keep.dtype} {list(keep.shape)} for "
+                f"{list(sizes)} scores, and a bool before; where what it reads changes, pass a new function"
+            )
+        return keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
+
+    def _traced(self, at: list[Tensor]) -> _Known:
+        """What is known of the function, found in two calls at one score if nothing is."""
+        known: _Known | None = _KNOWN.get(self.fn)
+        if known is None:
+            with _errors_of(self.fn):
+                traits = traits_of(self.fn, at)
+            made = _Known(traits, elementwise=traits.obstacle is None, closed_form=traits.obstacle is None)
+            known = _KNOWN.setdefault(self.fn, made)
+            if made is known and not made.elementwise:
+                self._warn_slow(made.traits.obstacle)
+        return known
+
+    def _compared(self, index: Index) -> _Known:
+        """What is known of the function, after comparing some random scores with single calls.
+
+        `index` holds tensors or ranges of queries and keys. Scores are compared at first, and again for lengths of
+        another power of two.
+        """
+        known: _Known | None = _KNOWN.get(self.fn)
+        ranges = isinstance(index.q, Range)
+        key = (ranges, index.q_len.bit_length(), index.kv_len.bit_length())
+        if known is not None and (key in known.compared or not known.elementwise):
+            return known
+        at = _samples(index)
+        known = self._traced([x.flatten()[0] for x in at])
+        if not known.elementwise:
+            return known
+        with _errors_of(self.fn):
+            expected = under_vmap(self.fn, at, known.traits.elements)
+            if not torch.equal(self.fn(*at).expand_as(expected), expected):
+                known.elementwise = known.closed_form = False
+                self._warn_slow("another result on broadcast indices")
+        if ranges and known.closed_form:
+            known.closed_form = self._ranges_agree(at, expected)
+        known.compared.add(key)
+        return known
+
+    def _ranges_agree(self, at: Indices, expected: Tensor) -> bool:
+        """Whether what the function says of rectangles, if anything, is true of the scores in them."""
+        rows, columns = (Range(x.amin((2, 3), True), x.amax((2, 3), True)) for x in at[2:])
+        try:
+            kept = Kept.of(self.fn(at[0], at[1], rows, columns))  # type: ignore[arg-type]
+        except Exception:  # no closed form
+            return False
+        return not bool(((kept.nothing & expected) | (kept.everything & ~expected)).any())
+
+    def _warn_slow(self, reason: str | None) -> None:
+        _log.warning(
+            "the mask function %s is evaluated score by score under torch.vmap, which is slower (%s); write it with "
+            "elementwise operators, and index tables in all their dimensions at once, as in table[b, q_idx]",
+            function_name(self.fn),
+            reason,
+        )
+
+    def __repr__(self) -> str:
+        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
+        return f"from_function(<{name} #{identity(self.fn)}>)"
+
+
+@contextmanager
+def _errors_of(fn: MaskFunction) -> Iterator[None]:
+    """Turn what a mask function raises into a `MaskFunctionError`."""
+    try:
+        yield
+    except MaskFunctionError:
+        raise
+    except Exception as error:
+        raise MaskFunctionError(
+            f"the mask function {function_name(fn)} raised {type(error).__name__}: {error}. It is called for single "
+            "scores: b, h, q_idx and kv_idx are int64 tensors without dimensions, also under torch.vmap. Combine them "
+            "with operators of tensors (& | ~ and torch.where, not and / or / if / int())"
+        ) from error
+
+
+def _samples(index: Index) -> Indices:
+    """Indices of some scores, drawn from those of `index`: several rectangles of queries and keys."""
+    generator = torch.Generator("cpu").manual_seed(0x570F)
+
+    def chosen(values: Tensor, *shape: int) -> Tensor:
+        flat = values.flatten()
+        return flat[torch.randint(len(flat), shape, generator=generator, device="cpu").to(flat.device)]
+
+    def positions(values: Tensor | Range, count: int) -> Tensor:
+        if isinstance(values, Tensor):
+            return chosen(values, _RECTANGLES, count)
+        # Both ends of some ranges, and positions in between.
+        which = chosen(torch.arange(values.low.numel(), device=values.device), _RECTANGLES, 1)
+        low, high = values.low.flatten()[which], values.high.flatten()[which]
+        part = torch.rand(_RECTANGLES, count, generator=generator, dtype=torch.float64, device="cpu")
+        part[:, 0], part[:, 1] = 0, 1
+        return low + ((high - low) * part.to(low.device)).round().long()
+
+    return (
+        chosen(index.b, _RECTANGLES, 1, 1, 1),
+        chosen(index.h, 1, 2 if index.h.numel() > 1 else 1, 1, 1),
+        positions(index.q, _QUERIES).view(_RECTANGLES, 1, _QUERIES, 1),
+        positions(index.kv, _KEYS).view(_RECTANGLES, 1, 1, _KEYS),
+    )
+
+
+def from_function(fn: MaskFunction) -> Mask:
+    """A mask from a function `(b, h, q_idx, kv_idx) -> bool tensor`, e.g. FlexAttention's `mask_mod`.
+
+    The function says of one score whether it is kept, given four int64 tensors without dimensions. Functions of
+    elementwise operators and of tables indexed in all their dimensions are evaluated fast, on many scores at once; all
+    others under `torch.vmap`, which a log message says. Tensors that the function reads must be on the device the plan
+    is built on. Two masks are equal when they hold the same function object, so where what it reads changes, pass a new
+    function (define it again, or a `lambda` around it) or call `stof.plan_cache.clear()`.
+
+    Raises:
+        MaskFunctionError: when evaluated, if the function raises, decides in Python (`if`, `and`, `int()`) on an index,
+            or returns something other than one bool in a tensor.
+    """
+    if not callable(fn):
+        raise MaskError(f"from_function() takes a function (b, h, q_idx, kv_idx), got {type(fn).__name__}")
+    return FunctionMask(fn)
