@@ -59,7 +59,7 @@ def traits_of(fn: MaskFunction, at: Sequence[Tensor]) -> Traits:
     """Trace a mask function in a single call, then in a call on broadcast tensors.
 
     Args:
-        fn: the function; whatever it raises in the single call is raised.
+        fn: the function; what it raises in the single call is raised.
         at: four int64 tensors without dimensions, the score to trace at.
 
     Raises:
@@ -107,14 +107,6 @@ class _ObstacleError(Exception):
     """An operator that is not elementwise: tracing ends."""
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where a tensor's values come from: some of the indices, and whether it has no dimensions in single calls."""
-
-    used: frozenset[int]
-    scalar: bool
-
-
 class _Trace(TorchDispatchMode):
     """Follows tensors that depend on the indices through all operators.
 
@@ -128,48 +120,51 @@ class _Trace(TorchDispatchMode):
         self.obstacle: str | None = None
         self.elements: dict[frozenset[int], int] = {}
         self._broadcast = broadcast
-        self._sources: dict[int, _Source] = {}  # by storage, which views and tensors written in place share
+        # Indices that tensors depend on, by storage, which views and tensors written in place share.
+        self._used: dict[int, frozenset[int]] = {}
         self._held: list[Tensor] = []  # keeps storages, and so their addresses, in use
         for n, index in enumerate(indices):
-            self._note(index, _Source(frozenset([n]), True))
-        self._indices = set(self._sources)
+            self._note(index, frozenset([n]))
+        self._indices = set(self._used)
 
     def used_by(self, result: Tensor) -> frozenset[int]:
-        source = self._sources.get(_storage(result))
-        return frozenset() if source is None else source.used
+        return self._used.get(_storage(result), frozenset())
 
     def is_element(self, result: Tensor) -> bool:
         """Whether a tensor of the broadcast call has one value for each score."""
-        return result.ndim <= 4 and (_storage(result) in self._sources or result.numel() == 1)
+        return result.ndim <= 4 and (self._tracked(result) or result.numel() == 1)
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        packet = getattr(func, "overloadpacket", None)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        sources = [source for x in tensors if (source := self._sources.get(_storage(x))) is not None]
-        if not sources or getattr(func, "overloadpacket", None) in _NEW:
+        tracked = [x for x in tensors if self._tracked(x)]
+        if not tracked or packet in _NEW:
             return func(*args, **kwargs)
-        if self._broadcast and not self._elementwise(func, args, kwargs, tensors):
+        if not self._broadcast:
+            self._check_promotion(func, tensors)
+        elif not self._elementwise(func, args, kwargs, tensors):
             self.obstacle = str(func)
             raise _ObstacleError
         out = func(*args, **kwargs)
         results = tree_leaves(out)
         if not all(isinstance(x, Tensor) for x in results):
             raise RuntimeError("the value of an index decides in Python (if, and, or, not, int(), .item())")
-        untracked = (x for x in tensors if _storage(x) not in self._sources)
-        scalar = all(source.scalar for source in sources) and all(x.ndim == 0 for x in untracked)
-        of_values = getattr(func, "overloadpacket", None) not in (_aten.zeros_like, _aten.ones_like)
-        used = frozenset[int]().union(*(source.used for source in sources)) if of_values else frozenset[int]()
-        written = tensors if func._schema.is_mutable else []
-        for x in (*results, *written):
-            self._note(x, _Source(used | self.used_by(x), scalar))
+        of_values = packet not in (_aten.zeros_like, _aten.ones_like)
+        used = frozenset[int]().union(*(self.used_by(x) for x in tracked)) if of_values else frozenset[int]()
+        for x in (*results, *(tensors if func._schema.is_mutable else ())):
+            self._note(x, used | self.used_by(x))
         return out
 
-    def _note(self, x: Tensor, source: _Source) -> None:
+    def _note(self, x: Tensor, used: frozenset[int]) -> None:
         self._held.append(x)
-        self._sources[_storage(x)] = source
-        self.elements[source.used] = max(self.elements.get(source.used, 1), x.numel())
+        self._used[_storage(x)] = used
+        self.elements[used] = max(self.elements.get(used, 1), x.numel())
+
+    def _tracked(self, x: Tensor) -> bool:
+        return _storage(x) in self._used
 
     def _elementwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
         """Whether each element of the result is what a single call computes."""
@@ -177,20 +172,14 @@ class _Trace(TorchDispatchMode):
             return self._table(*args)
         if func in _LOOKUPS:
             values, table = (args[n] for n in _LOOKUPS[func])
-            return self._tracked(values) and not self._tracked(table) and table.ndim == 1 and self._promote(tensors)
-        tags = getattr(func, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags or not (
-            torch.Tag.pointwise in tags or getattr(func, "overloadpacket", None) in _UNTAGGED
-        ):
+            return self._tracked(values) and not self._tracked(table) and table.ndim == 1
+        if not _pointwise(func):
             return False
         if func._schema.is_mutable and (
             "out" in kwargs or not self._tracked(args[0]) or _storage(args[0]) in self._indices
         ):
             return False
-        return all(self._tracked(x) or _single(x) for x in tensors) and self._promote(tensors)
-
-    def _tracked(self, x: Tensor) -> bool:
-        return _storage(x) in self._sources
+        return all(self._tracked(x) or _single(x) for x in tensors)
 
     def _table(self, table: Tensor, picks: Sequence[Tensor | None]) -> bool:
         """Whether indexing takes single entries out of a table that does not depend on the indices."""
@@ -201,15 +190,28 @@ class _Trace(TorchDispatchMode):
             and all(self._tracked(x) or _single(x) for x in picks if x is not None)
         )
 
-    def _promote(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether operands promote to the dtype that they promote to in a single call.
+    def _check_promotion(self, func: Any, tensors: Iterable[Tensor]) -> None:
+        """Raise where operands promote to other dtypes when computed for many scores at once, also by `torch.vmap`.
 
-        A tensor without dimensions does not widen one with dimensions, and the indices have none in single calls.
+        A tensor without dimensions does not widen one with dimensions of the same category.
         """
-        sources = [(x, self._sources.get(_storage(x))) for x in tensors]
-        single = [(x.dtype, x.ndim > 0 if source is None else not source.scalar) for x, source in sources]
-        broadcast = [(x.dtype, x.ndim > 0) for x, _ in sources]
-        return _promoted(single) == _promoted(broadcast)
+        if not _pointwise(func) and func not in _LOOKUPS:
+            return
+        single = _promoted([(x.dtype, x.ndim > 0) for x in tensors])
+        many = _promoted([(x.dtype, x.ndim > 0 or self._tracked(x)) for x in tensors])
+        # Positions fit into 32 bits.
+        if single != many and (single, many) != (torch.int32, torch.int64):
+            dtypes = " and ".join(dict.fromkeys(str(x.dtype) for x in tensors))
+            raise RuntimeError(
+                f"{func} of {dtypes} computes in {single} for one score, in {many} for many; use one dtype"
+            )
+
+
+def _pointwise(func: Any) -> bool:
+    tags = getattr(func, "tags", ())
+    return torch.Tag.nondeterministic_seeded not in tags and (
+        torch.Tag.pointwise in tags or getattr(func, "overloadpacket", None) in _UNTAGGED
+    )
 
 
 def _storage(x: Tensor) -> int:
@@ -276,6 +278,11 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
     return ~found if invert else found
 
 
+def shape_of(indices: Indices) -> tuple[int, ...]:
+    """The shape that indices broadcast to."""
+    return tuple(map(max, *(index.shape for index in indices)))
+
+
 def under_vmap(fn: MaskFunction, indices: Indices, elements: dict[frozenset[int], int]) -> Tensor:
     """Evaluate a mask function score by score: bool, of the shape that the indices broadcast to.
 
@@ -284,7 +291,7 @@ def under_vmap(fn: MaskFunction, indices: Indices, elements: dict[frozenset[int]
         indices: int64 tensors of four dimensions each, which broadcast to the scores.
         elements: of `Traits`; large results are computed in parts.
     """
-    shape = torch.broadcast_shapes(*(index.shape for index in indices))
+    shape = shape_of(indices)
     parts = _parts(indices, shape, elements)
 
     def one(*at: Tensor) -> Tensor:
@@ -297,7 +304,7 @@ def under_vmap(fn: MaskFunction, indices: Indices, elements: dict[frozenset[int]
     for dim in reversed(range(4)):
         if shape[dim] > 1:
             in_dims = tuple(0 if index.shape[dim] > 1 else None for index in indices)
-            call = torch.vmap(call, in_dims=in_dims, chunk_size=parts[dim])
+            call = torch.vmap(call, in_dims=in_dims, chunk_size=parts[dim] if parts[dim] < shape[dim] else None)
     with torch.no_grad(), _Indexing():
         # Copies, because a function may write to its arguments.
         return call(*(index.squeeze().clone() for index in indices)).reshape(shape)

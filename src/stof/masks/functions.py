@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stof.errors import MaskError, MaskFunctionError, ShapeError
 from stof.masks.base import Mask, identity
 from stof.masks.bounds import Kept, Range
-from stof.masks.elementwise import Indices, MaskFunction, Traits, function_name, traits_of, under_vmap
+from stof.masks.elementwise import Indices, MaskFunction, Traits, function_name, shape_of, traits_of, under_vmap
 from stof.masks.index import Index
 
 _log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class FunctionMask(Mask):
         at = (index.b, index.h, index.q, index.kv)
         with _errors_of(self.fn):
             keep = self.fn(*at) if known.elementwise else under_vmap(self.fn, at, known.traits.elements)
-        sizes = torch.broadcast_shapes(*(x.shape for x in at))
+        sizes = shape_of(at)
         fits = keep.ndim <= 4 and all(
             own in (1, size) for own, size in zip(reversed(keep.shape), reversed(sizes), strict=False)
         )
@@ -138,21 +138,26 @@ class FunctionMask(Mask):
         known: _Known | None = _KNOWN.get(self.fn)
         ranges = isinstance(index.q, Range)
         key = (ranges, index.q_len.bit_length(), index.kv_len.bit_length())
-        if known is not None and (key in known.compared or not known.elementwise):
+        # Scores compared in ranges will do for tensors too.
+        if known is not None and (key in known.compared or (True, *key[1:]) in known.compared):
             return known
         at = _samples(index)
         known = self._traced([x.flatten()[0] for x in at])
-        if not known.elementwise:
-            return known
         with _errors_of(self.fn):
             expected = under_vmap(self.fn, at, known.traits.elements)
-            if not torch.equal(self.fn(*at).expand_as(expected), expected):
-                known.elementwise = known.closed_form = False
-                self._warn_slow("another result on broadcast indices")
+        if known.elementwise and not self._broadcast_agrees(at, expected):
+            known.elementwise = known.closed_form = False
+            self._warn_slow("another result on broadcast indices")
         if ranges and known.closed_form:
             known.closed_form = self._ranges_agree(at, expected)
         known.compared.add(key)
         return known
+
+    def _broadcast_agrees(self, at: Indices, expected: Tensor) -> bool:
+        try:
+            return torch.equal(self.fn(*at).expand_as(expected), expected)
+        except Exception:  # single calls are valid, so this only says that broadcast ones are not
+            return False
 
     def _ranges_agree(self, at: Indices, expected: Tensor) -> bool:
         """Whether what the function says of rectangles, if anything, is true of the scores in them."""
@@ -167,7 +172,7 @@ class FunctionMask(Mask):
         _log.warning(
             "the mask function %s is evaluated score by score under torch.vmap, which is slower (%s); write it with "
             "elementwise operators, and index tables in all their dimensions at once, as in table[b, q_idx]",
-            function_name(self.fn),
+            getattr(self.fn, "__qualname__", function_name(self.fn)),
             reason,
         )
 
