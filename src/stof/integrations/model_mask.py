@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -9,10 +10,45 @@ from torch import Tensor
 
 from stof.attention import plan
 from stof.errors import UnsupportedError
-from stof.masks import Index, Mask, from_function, full
+from stof.masks import Index, Mask, full
+from stof.masks.base import Spans
+from stof.masks.bounds import Kept
+from stof.masks.compose import Wrapped
 from stof.plans import Plan
 
 FULL = full()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Later(Wrapped):
+    """The inner mask, of whole sequences, for queries and keys that begin at these positions."""
+
+    q_offset: int
+    kv_offset: int
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        return ()  # those of the inner mask are for its own rows
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        self.mask.check(q_len + self.q_offset, kv_len + self.kv_offset)
+
+    def spans(self, first: int, last: int, kv_len: int) -> Spans:
+        found = self.mask.spans(first + self.q_offset, last + self.q_offset, kv_len + self.kv_offset)
+        return None if found is None else [(start - self.kv_offset, stop - self.kv_offset) for start, stop in found]
+
+    def _moved(self, index: Index) -> Index:
+        q_len, kv_len = index.q_len + self.q_offset, index.kv_len + self.kv_offset
+        return Index(index.b, index.h, index.q + self.q_offset, index.kv + self.kv_offset, q_len, kv_len)
+
+    def over(self, index: Index) -> Kept:
+        return self.mask.over(self._moved(index))
+
+    def evaluate(self, index: Index) -> Tensor:
+        return self.mask.evaluate(self._moved(index))
+
+    def __repr__(self) -> str:
+        return f"<{self.mask!r} from query {self.q_offset} and key {self.kv_offset}>"
 
 
 class ModelMask:
@@ -67,10 +103,7 @@ class ModelMask:
         q_len, kv_len = self.shape[2] + q_offset, self.shape[3] + kv_offset
         sparse.check(q_len, kv_len)
 
-        def moved(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return sparse.evaluate(Index(b, h, q + q_offset, kv + kv_offset, q_len, kv_len))
-
-        return from_function(moved)
+        return _Later(sparse, q_offset, kv_offset)
 
     def plan(self, sparse: Mask | None, q: Tensor, k: Tensor) -> Plan:
         """The plan for these queries and keys; the same object for every layer with the same `sparse`."""
