@@ -105,9 +105,9 @@ def test_functions_that_misbehave(fn: Any, message: str) -> None:
     with pytest.raises(MaskFunctionError, match=message):
         mask.to_dense(8)
     with pytest.raises(MaskFunctionError, match=message):
-        stof.plan(mask, 8)
+        stof.plan(mask, 8, batch=1, heads=1)
     with pytest.raises(MaskFunctionError, match=message):
-        stof.plan(mask & masks.causal(), 8)
+        stof.plan(mask & masks.causal(), 8, batch=1, heads=1)
 
 
 @pytest.mark.parametrize("value", [5, None, "causal", torch.ones(2, 2, dtype=torch.bool)])

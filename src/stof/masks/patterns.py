@@ -6,9 +6,10 @@ Every function returns a `Mask` value; see `docs/masks.md` for pictures and reci
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
+import torch
 from torch import Tensor
 
 from stof.errors import MaskError
@@ -19,25 +20,53 @@ from stof.masks.compose import PerHead
 Ints = Sequence[int] | Tensor
 
 
+def _shown(value: object) -> str:
+    """A value for a message: Python does not print ints of thousands of digits."""
+    try:
+        text = repr(value)
+    except (ValueError, RuntimeError):  # tensors without values cannot be printed either
+        return "an int too long to print" if isinstance(value, int) else "values that cannot be printed"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def _integer(what: str, value: object, low: int, high: int = 2**31 - 1) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise MaskError(f"{what} is an int, got {type(value).__name__} {value!r}")
+        raise MaskError(f"{what} is an int, got {type(value).__name__} {_shown(value)}")
+    if isinstance(value, Tensor):
+        value = _listed(what, value, 0)
     try:
         number = operator.index(value)
     except TypeError:
-        raise MaskError(f"{what} is an int, got {value!r}") from None
+        raise MaskError(f"{what} is an int, got {type(value).__name__} {_shown(value)}") from None
     if not low <= number <= high:
-        raise MaskError(f"{what} is between {low} and {high}, got {number}")
+        raise MaskError(f"{what} is between {low} and {high}, got {_shown(number)}")
     return number
+
+
+def _listed(what: str, values: Tensor, *ndim: int) -> object:
+    """The numbers of an integer tensor of one of these numbers of dimensions."""
+    kind = "nested" if values.is_nested else values.layout if values.layout != torch.strided else values.device.type
+    if kind in ("nested", "meta") or values.layout != torch.strided:
+        raise MaskError(
+            f"{what} is read on the host, got a {kind} tensor; give a list, or a strided tensor with values"
+        )
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool or values.ndim not in ndim:
+        shape = " or ".join(f"{n}-D" for n in ndim)
+        raise MaskError(f"{what} is a {shape} integer tensor, got {values.dtype} of shape {list(values.shape)}")
+    return values.tolist()
+
+
+def _is_list(values: object) -> bool:
+    """Whether this is a sequence of values; text and bytes are not."""
+    return isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray | memoryview)
 
 
 def _integers(what: str, values: object, low: int) -> tuple[int, ...]:
     if isinstance(values, Tensor):
-        if values.is_floating_point() or values.is_complex() or values.ndim > 1:
-            raise MaskError(f"{what} is a 1-D integer tensor, got {values.dtype} of shape {list(values.shape)}")
-        values = values.reshape(-1).tolist()
-    if not isinstance(values, Sequence) or isinstance(values, str):
+        values = _listed(what, values, 0, 1)
+    if not _is_list(values):
         values = (values,)
+    assert isinstance(values, Sequence)
     if not values:
         raise MaskError(f"{what} is empty; give one value per sequence")
     return tuple(_integer(what, value, low) for value in values)
@@ -77,15 +106,15 @@ def strided(local: int, stride: int, width: int = 1, *, causal: bool = True) -> 
     Causal: `j <= i and (i - j < local or j % stride >= stride - width)`; otherwise `|i - j| < local` or a
     summary key. Source: Sparse Transformers (arXiv 1904.10509), section 4.3, "fixed" attention.
     """
+    if not isinstance(causal, bool):
+        raise MaskError(f"causal is True or False, got {type(causal).__name__} {_shown(causal)}")
     stride = _integer("stride", stride, 1)
-    return rules.Strided(_integer("local", local, 0), stride, _integer("width", width, 0, stride), bool(causal))
+    return rules.Strided(_integer("local", local, 0), stride, _integer("width", width, 0, stride), causal)
 
 
 def global_tokens(tokens: int | Ints) -> Mask:
     """Global tokens see everything and are seen by everyone: the first `tokens`, or the positions listed."""
-    if isinstance(tokens, Tensor) and tokens.ndim == 0:
-        tokens = tokens.item()  # type: ignore[assignment]
-    if hasattr(tokens, "__index__") and not isinstance(tokens, Tensor):
+    if hasattr(tokens, "__index__") and (not isinstance(tokens, Tensor) or tokens.ndim == 0):
         return rules.GlobalTokens(_integer("tokens", tokens, 0))
     return rules.GlobalTokens(tuple(sorted(set(_integers("tokens", tokens, 0)))))
 
@@ -164,14 +193,10 @@ def documents(
 
 def _rows(what: str, values: object) -> list[object]:
     if isinstance(values, Tensor):
-        if values.is_floating_point() or values.is_complex() or values.ndim not in (1, 2):
-            raise MaskError(
-                f"{what} is an integer tensor [S] or [B, S], got {values.dtype} of shape {list(values.shape)}"
-            )
-        values = values.tolist()
-    if not isinstance(values, Sequence) or not values:
-        raise MaskError(f"{what} is a non-empty list or integer tensor, got {values!r}")
-    nested = [isinstance(row, Sequence | Tensor) for row in values]
+        values = _listed(what, values, 1, 2)
+    if not isinstance(values, Sequence) or not _is_list(values) or not values:
+        raise MaskError(f"{what} is a non-empty list or integer tensor, got {type(values).__name__} {_shown(values)}")
+    nested = [_is_list(row) or (isinstance(row, Tensor) and row.ndim > 0) for row in values]
     if any(nested) and not all(nested):
         raise MaskError(f"{what} is one list, or a list of lists; got a mixture")
     return list(values) if nested[0] else [values]
@@ -194,18 +219,18 @@ def neighborhood_2d(height: int, width: int, kernel: int | tuple[int, int]) -> M
     `kernel` is odd, or an odd pair (rows, columns); the neighbourhood is cut at the borders.
     Source: Neighborhood Attention (arXiv 2204.07143), without its shift at the borders.
     """
-    pair = tuple(kernel) if isinstance(kernel, Sequence) else (kernel, kernel)
+    pair = tuple(kernel) if isinstance(kernel, Sequence) and _is_list(kernel) else (kernel, kernel)
     if len(pair) != 2:
-        raise MaskError(f"kernel is an odd int or a pair of odd ints, got {kernel!r}")
+        raise MaskError(f"kernel is an odd int or a pair of odd ints, got {_shown(kernel)}")
     rows, columns = (_integer("kernel", size, 1) for size in pair)
     if rows % 2 == 0 or columns % 2 == 0:
-        raise MaskError(f"kernel sizes are odd (they have a centre), got {kernel!r}")
+        raise MaskError(f"kernel sizes are odd (they have a centre), got {_shown(kernel)}")
     return rules.Neighborhood2D(_integer("height", height, 1), _integer("width", width, 1), (rows, columns))
 
 
 def per_head(masks: Sequence[Mask]) -> Mask:
     """One mask per query head, in head order; equal masks share one layout."""
-    masks = tuple(masks)
-    if not masks or not all(isinstance(mask, Mask) for mask in masks):
-        raise MaskError("per_head() takes a non-empty list of masks, one per query head")
-    return masks[0] if len(masks) == 1 else PerHead(masks)
+    given = tuple(masks) if isinstance(masks, Iterable) else ()
+    if not given or not all(isinstance(mask, Mask) for mask in given):
+        raise MaskError(f"per_head() takes a non-empty list of masks, one per query head, got {_shown(masks)}")
+    return given[0] if len(given) == 1 else PerHead(given)
