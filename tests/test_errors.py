@@ -96,11 +96,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[StofError], str]] = {
     ),
     "dense mask batch": (lambda: attend(mask=torch.ones(3, 1, 8, 8).bool()), ShapeError, "of 3, the inputs have 2"),
     "dense mask heads": (lambda: attend(mask=torch.ones(3, 8, 8).bool()), ShapeError, "heads of 3, the inputs have 4"),
-    "additive mask": (lambda: attend(mask=torch.zeros(8, 8)), DtypeError, "additive float mask goes into `bias="),
-    "stride trick": (
-        lambda: attend(mask=torch.ones(8, dtype=torch.bool).expand(8, 8)),
+    "additive mask": (lambda: attend(mask=torch.zeros(8, 8)), DtypeError, "additive float mask .* goes into `bias="),
+    "integer mask": (lambda: attend(mask=torch.zeros(8, 8).long()), DtypeError, "becomes boolean with `mask.bool"),
+    "meta mask": (lambda: attend(mask=torch.ones(8, 8, device="meta").bool()), DeviceError, "holds values"),
+    "sparse mask": (
+        lambda: attend(mask=torch.ones(8, 8).bool().to_sparse()),
         MaskError,
-        "share memory.*contiguous",
+        "strided tensor, got a torch.sparse_coo",
     ),
     "mask of a number": (lambda: attend(mask=4), MaskError, "a mask is a stof mask, .* got int"),
     "mask function raises": (lambda: attend(mask=raising), MaskFunctionError, "raising raised RuntimeError: boom"),

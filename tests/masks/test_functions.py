@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -71,6 +72,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], bool, str]] = {
     "a tensor without dimensions": (lambda b, h, q, kv: q - kv < torch.tensor(7), True, ""),
     "a parameter": (lambda b, h, q, kv: WEIGHT[q] > WEIGHT[kv].detach(), True, ""),
     "isin": (lambda b, h, q, kv: torch.isin(kv, FEW) | torch.isin(q, FEW, invert=True), True, ""),
+    "isin of a number": (lambda b, h, q, kv: torch.isin(q, 3) | torch.isin(3, kv), False, ""),
     "bucketize": (lambda b, h, q, kv: torch.bucketize(q, FEW) == torch.bucketize(kv, FEW, right=True), True, ""),
     "searchsorted": (lambda b, h, q, kv: torch.searchsorted(FEW, q) == torch.searchsorted(FEW, kv), True, ""),
     "in place": (combined_in_place, True, ""),
@@ -104,6 +106,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], bool, str]] = {
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    functions._warn_once.cache_clear()
     caplog.set_level(logging.CRITICAL, logger="stof")
 
 
@@ -172,6 +175,20 @@ def test_block_masks_and_combinations(name: str) -> None:
     torch.testing.assert_close(found.double(), wanted.nan_to_num(0.0), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["causal", "some intervals", "row of a table"])
+def test_functions_of_compiled_code(name: str, backend: str) -> None:
+    """The first call of compiled code evaluates them inside an operator, under a dispatch mode of PyTorch's."""
+    fn = functools.partial(FUNCTIONS[name][0])  # nothing is known of it yet
+    mask = masks.from_function(fn)
+    q, k, v = (torch.randn(B, H, n, 8, generator=GENERATOR) for n in (Q, K, K))
+    compiled = torch.compile(lambda q, k, v: stof.attention(q, k, v, mask), backend=backend, fullgraph=True)
+    found = compiled(q, k, v)
+    wanted = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), one_at_a_time(fn))
+    torch.testing.assert_close(found.double(), wanted.nan_to_num(0.0), atol=1e-5, rtol=1e-5)
+    assert functions._KNOWN[fn].elementwise == FUNCTIONS[name][1]
+
+
 def test_block_masks_depend_on_what_their_lists_have() -> None:
     def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q >= kv
@@ -204,6 +221,7 @@ def test_block_masks_depend_on_what_their_lists_have() -> None:
         (lambda b, h, q, kv: q.int() * torch.tensor(100000) >= kv, "int64 for one score, in torch.int32 for many"),
         (lambda b, h, q, kv: q / 3 <= torch.tensor(1 / 3).double(), "float64 for one score, in torch.float32 for many"),
         (lambda b, h, q, kv: q >= torch.tensor([9], dtype=torch.int8), "int8 for one score, in torch.int64 for many"),
+        (lambda b, h, q, kv: torch.isin(q, torch.tensor([9]).byte()), "uint8 for one score, in torch.int64 for many"),
         (lambda b, h, q, kv: True, "returned bool"),
     ],
 )
@@ -239,6 +257,35 @@ def test_large_results_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) ->
                 found = mask.to_dense(Q, K, batch=B, heads=H)
             assert torch.equal(found, expected)
             assert largest <= max(expected.numel(), limit)
+
+
+CUBE = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
+ROWS = torch.tensor([2, 0])
+INDEXED: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda i, j: CUBE[i],
+    lambda i, j: CUBE[i, j],
+    lambda i, j: CUBE[i, :, j],
+    lambda i, j: CUBE[..., i, j],
+    lambda i, j: CUBE[i, ..., j],
+    lambda i, j: CUBE[:, i, ..., 2],
+    lambda i, j: CUBE[1, i, 1:3, j],
+    lambda i, j: CUBE[None, i, None, ..., -1],
+    lambda i, j: CUBE[i, ROWS, :, j],
+    lambda i, j: CUBE[i, :, ROWS],
+    lambda i, j: CUBE[i, [0, 2], j],
+    lambda i, j: CUBE[i, CUBE[0, :, :, 0] > 9, j],
+    lambda i, j: CUBE[CUBE[:, :, 0, 0] > 9, ..., i],
+    lambda i, j: CUBE[-i - 1, 0, -1, j.int()],
+]
+
+
+@pytest.mark.parametrize("n", range(len(INDEXED)))
+def test_tensors_without_dimensions_as_indices(n: int) -> None:
+    """Under vmap as in single calls."""
+    i, j = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1])
+    expected = torch.stack([INDEXED[n](a, b) for a, b in zip(i, j, strict=True)])
+    with elementwise._Indexing():
+        assert torch.equal(torch.vmap(INDEXED[n])(i, j), expected)
 
 
 def test_slow_functions_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +145,8 @@ class _Trace(TorchDispatchMode):
         if not tracked or packet in _NEW:
             return func(*args, **kwargs)
         if not self._broadcast:
-            self._check_promotion(func, tensors)
+            if _pointwise(func) or func in _LOOKUPS:
+                _check_promotion(str(func), tensors, tracked)
         elif not self._elementwise(func, args, kwargs, tensors):
             self.obstacle = str(func)
             raise _ObstacleError
@@ -190,21 +192,24 @@ class _Trace(TorchDispatchMode):
             and all(self._tracked(x) or _single(x) for x in picks if x is not None)
         )
 
-    def _check_promotion(self, func: Any, tensors: Iterable[Tensor]) -> None:
-        """Raise where operands promote to other dtypes when computed for many scores at once, also by `torch.vmap`.
 
-        A tensor without dimensions does not widen one with dimensions of the same category.
-        """
-        if not _pointwise(func) and func not in _LOOKUPS:
-            return
-        single = _promoted([(x.dtype, x.ndim > 0) for x in tensors])
-        many = _promoted([(x.dtype, x.ndim > 0 or self._tracked(x)) for x in tensors])
-        # Positions fit into 32 bits.
-        if single != many and (single, many) != (torch.int32, torch.int64):
-            dtypes = " and ".join(dict.fromkeys(str(x.dtype) for x in tensors))
-            raise RuntimeError(
-                f"{func} of {dtypes} computes in {single} for one score, in {many} for many; use one dtype"
-            )
+def _check_promotion(name: str, operands: list[Tensor], tracked: list[Tensor]) -> None:
+    """Raise where operands promote to other dtypes when computed for many scores at once, also by `torch.vmap`.
+
+    A tensor without dimensions does not widen one with dimensions of the same category.
+
+    Args:
+        name: of the operator.
+        operands: as in a call for one score.
+        tracked: those that have more dimensions in a call for many scores.
+    """
+    widened = {id(x) for x in tracked}
+    single = _promoted([(x.dtype, x.ndim > 0) for x in operands])
+    many = _promoted([(x.dtype, x.ndim > 0 or id(x) in widened) for x in operands])
+    # Positions fit into 32 bits.
+    if single != many and (single, many) != (torch.int32, torch.int64):
+        dtypes = " and ".join(dict.fromkeys(str(x.dtype) for x in operands))
+        raise RuntimeError(f"{name} of {dtypes} computes in {single} for one score, in {many} for many; use one dtype")
 
 
 def _pointwise(func: Any) -> bool:
@@ -250,31 +255,46 @@ class _Indexing(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.__getitem__:
             items = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(item, Tensor) for item in items):
+            if any(map(_is_position, items)):
                 return _indexed(args[0], items)
         elif func is torch.isin:
             return _isin(*args, **kwargs)
         return func(*args, **kwargs)
 
 
+def _is_position(item: object) -> bool:
+    """Whether an index is a tensor that stands for one position."""
+    return isinstance(item, Tensor) and item.ndim == 0 and item.dtype in (torch.int64, torch.int32)
+
+
 def _indexed(table: Tensor, items: tuple[Any, ...]) -> Tensor:
-    """`table[items]`, with the tensors among the items kept as tensors."""
-    table = table[tuple(slice(None) if isinstance(item, Tensor) else item for item in items)]
+    """`table[items]`, where positions in tensors stay tensors."""
+    # Dimensions that each item stands for; an ellipsis stands for those left.
+    widths = [item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items]
+    widths = [0 if item is None or item is Ellipsis else width for item, width in zip(items, widths, strict=True)]
     picks: list[Tensor | None] = []
-    named = sum(item is not Ellipsis and not isinstance(item, int) for item in items)
-    for item in items:
-        if item is Ellipsis:
-            picks += [None] * (table.ndim - named)
-        elif not isinstance(item, int):
-            picks.append(item if isinstance(item, Tensor) else None)
-    return _aten.index.Tensor(table, picks)
+    rest = []
+    for item, width in zip(items, widths, strict=True):
+        if _is_position(item):
+            picks.append(item)
+        else:
+            picks += [None] * (table.ndim - sum(widths) if item is Ellipsis else width)
+            rest.append(item)
+    found = _aten.index.Tensor(table, picks)
+    return found[tuple(rest)] if rest else found
 
 
 def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
     del assume_unique  # a promise that this does not need
-    own = elements.unsqueeze(-1) if isinstance(elements, Tensor) else elements
-    others = test_elements.reshape(-1) if isinstance(test_elements, Tensor) else torch.tensor([test_elements])
-    found = (own == others.to(own.device)).any(-1) if isinstance(own, Tensor) else (own == others).any(-1)
+    both = [x for x in (elements, test_elements) if isinstance(x, Tensor)]
+    _check_promotion("isin", both, both)
+    own, others = elements, test_elements
+    if isinstance(others, Tensor):
+        others = others.reshape(-1)
+        own = own.unsqueeze(-1) if isinstance(own, Tensor) else own
+        found = (own == others).any(-1)
+    else:
+        found = own == others
     return ~found if invert else found
 
 
@@ -305,9 +325,23 @@ def under_vmap(fn: MaskFunction, indices: Indices, elements: dict[frozenset[int]
         if shape[dim] > 1:
             in_dims = tuple(0 if index.shape[dim] > 1 else None for index in indices)
             call = torch.vmap(call, in_dims=in_dims, chunk_size=parts[dim] if parts[dim] < shape[dim] else None)
-    with torch.no_grad(), _Indexing():
+    with torch.no_grad(), _Indexing(), _vmap_enabled():
         # Copies, because a function may write to its arguments.
         return call(*(index.squeeze().clone() for index in indices)).reshape(shape)
+
+
+@contextmanager
+def _vmap_enabled() -> Iterator[None]:
+    """Let `torch.vmap` work where it is off: inside an operator that runs under a `TorchDispatchMode`.
+
+    The first call of code that AOTAutograd compiled runs custom operators so.
+    """
+    key = torch._C.DispatchKey
+    keys = (key.FuncTorchDynamicLayerFrontMode, key.FuncTorchDynamicLayerBackMode, key.FuncTorchBatched)
+    with ExitStack() as stack:
+        for one in keys:
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(one, False))
+        yield
 
 
 def _parts(indices: Indices, shape: Sequence[int], elements: dict[frozenset[int], int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,7 +127,7 @@ class FunctionMask(Mask):
             made = _Known(traits, elementwise=traits.obstacle is None, closed_form=traits.obstacle is None)
             known = _KNOWN.setdefault(self.fn, made)
             if made is known and not made.elementwise:
-                self._warn_slow(made.traits.obstacle)
+                _warn_slow(self.fn, made.traits.obstacle or "")
         return known
 
     def _compared(self, index: Index) -> _Known:
@@ -147,7 +148,7 @@ class FunctionMask(Mask):
             expected = under_vmap(self.fn, at, known.traits.elements)
         if known.elementwise and not self._broadcast_agrees(at, expected):
             known.elementwise = known.closed_form = False
-            self._warn_slow("another result on broadcast indices")
+            _warn_slow(self.fn, "another result on broadcast indices")
         if ranges and known.closed_form:
             known.closed_form = self._ranges_agree(at, expected)
         known.compared.add(key)
@@ -168,17 +169,23 @@ class FunctionMask(Mask):
             return False
         return not bool(((kept.nothing & expected) | (kept.everything & ~expected)).any())
 
-    def _warn_slow(self, reason: str | None) -> None:
-        _log.warning(
-            "the mask function %s is evaluated score by score under torch.vmap, which is slower (%s); write it with "
-            "elementwise operators, and index tables in all their dimensions at once, as in table[b, q_idx]",
-            getattr(self.fn, "__qualname__", function_name(self.fn)),
-            reason,
-        )
-
     def __repr__(self) -> str:
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
         return f"from_function(<{name} #{identity(self.fn)}>)"
+
+
+def _warn_slow(fn: MaskFunction, reason: str) -> None:
+    _warn_once(getattr(fn, "__qualname__", function_name(fn)), reason)
+
+
+@functools.lru_cache(maxsize=256)  # functions are often made anew for each call
+def _warn_once(name: str, reason: str) -> None:
+    _log.warning(
+        "the mask function %s is evaluated score by score under torch.vmap, which is slower (%s); write it with "
+        "elementwise operators, and index tables in all their dimensions at once, as in table[b, q_idx]",
+        name,
+        reason,
+    )
 
 
 @contextmanager
