@@ -356,8 +356,8 @@ DRAWN = torch.rand(1100, 1100, generator=torch.Generator().manual_seed(0)) < 0.1
         masks.dilated_window(50, dilation=4),
         masks.neighborhood_2d(44, 25, 5),
         masks.documents(cu_seqlens=[0, 100, 1100]),
-        masks.from_dense(DRAWN),
-        masks.from_function(lambda b, h, q, kv: (q - kv).abs() < 20),
+        pytest.param(masks.from_dense(DRAWN), id="dense"),
+        pytest.param(masks.from_function(lambda b, h, q, kv: (q - kv).abs() < 20), id="function"),
     ],
     ids=str,
 )

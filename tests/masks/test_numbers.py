@@ -36,7 +36,9 @@ def numbers(mask: Mask, batch: int = 1, heads: int = 1) -> list[list[int]]:
         (~masks.per_head([masks.padding([3, 9]), WINDOW | masks.padding([3, 9]), masks.padding([3, 9])]),
          [[0, 1, 0], [2, 3, 2]]),
         (masks.padding([3, 9, 3]).with_query_offset(2), [[0], [1], [0]]),
-        (masks.per_head([CAUSAL, masks.from_function(lambda b, h, q, k: q >= h)]), [[0, 1]]),
+        pytest.param(
+            masks.per_head([CAUSAL, masks.from_function(lambda b, h, q, k: q >= h)]), [[0, 1]], id="per_head function"
+        ),
     ],
     ids=str,
 )  # fmt: skip

@@ -66,7 +66,8 @@ class OnCpu:
         self.monkeypatch.setattr(select, "estimate", estimate)
 
     def plan(self, mask: Mask, length: int) -> Plan:
-        return Plan(repr(mask), (length, length), (1, 1), GPU, geometry=MaskGeometry(mask, length, length))
+        geometry = MaskGeometry(mask, length, length)
+        return Plan(repr(mask), (length, length), (1, 1), GPU, call_sizes=(None, None), geometry=geometry)
 
     def run(self, plan: Plan, implementation: str | None, head_dim: int = 64) -> None:
         """`stof.attention` past the checks that tensors and plan are on one device."""
