@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,6 @@ from stof.lasting import lasting
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.grow import extend_layout
 from stof.layout.io import load_layout, save_layout
-from stof.layout.search import CLUSTERED
 from stof.layout.survey import Survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
@@ -533,9 +532,6 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
 
 
-# By the keys of plans in the cache: how calls run, as another process decided; the latest come last.
-_DECIDED: dict[Hashable, Decisions] = {}
-_MOST_DECIDED = 256
 plan_cache: PlanCache[Plan] = PlanCache(max_entries=128, max_bytes=2**28)
 
 
@@ -605,42 +601,5 @@ def make_plan(
         if "<" not in mask.key:
             plan.name_after(repr(key))
         plan._in_graphs = _IN_GRAPHS
-        _take(plan, _DECIDED.get(key, {}))
         plan_cache.put(key, plan)
     return plan
-
-
-def decisions_of(masks: Collection[str]) -> dict[Hashable, Decisions]:
-    """How calls run of the plans of some masks, given by their keys, as far as it was decided; for later processes.
-
-    Nothing where something failed on this device, which may not fail again. Left out are choices of rows in an order
-    that was found by looking at the mask: whoever has only its name cannot tell the order.
-    """
-    if failures:
-        return {}
-    found: dict[Hashable, Decisions] = {}
-    for key, plan in plan_cache.items():
-        if isinstance(key, tuple) and key[0] in masks:
-            named = {call: choice for call, choice in plan._choices.items() if choice.row_order != CLUSTERED}
-            found |= {key: named} if named else {}
-    return found
-
-
-def decide_ahead(decisions: Mapping[Hashable, Decisions]) -> None:
-    """Let calls run as those did that `decisions_of` was asked for, without weighing it anew.
-
-    Of plans made from now on, and of those in the cache where nothing was decided yet.
-    """
-    for key, choices in decisions.items():
-        _DECIDED[key] = _DECIDED.pop(key, {}) | choices
-    while len(_DECIDED) > _MOST_DECIDED:
-        del _DECIDED[next(iter(_DECIDED))]
-    for key, plan in plan_cache.items():
-        _take(plan, decisions.get(key, {}))
-
-
-def _take(plan: Plan, decisions: Decisions) -> None:
-    """Decide calls of a plan where nothing was, but for choices that are known to fail."""
-    for (call, name), choice in decisions.items():
-        if failures.reason(choice, call, plan.device) is None:
-            plan._choices.setdefault((call, name), choice)

@@ -325,16 +325,10 @@ def test_unclaimed_graphs_go_to_inductor() -> None:
     assert report.fused == 0
 
 
-def test_a_model_with_starts_is_what_others_are(tmp_path: Path) -> None:
-    """Compiled only when a call needs it, it is copied, written and asked like a compiled model."""
+def test_a_model_whose_whole_calls_are_recorded_is_copied_and_written() -> None:
     model = nn.Linear(8, 8).eval()
-    plain, later = (
-        stof.optimize(model, cuda_graphs="whole", store=str(tmp_path), starts=starts) for starts in (False, True)
-    )
-    assert type(later) is type(plain)
-    assert later.get_compiler_config() == plain.get_compiler_config()  # type: ignore[operator]
-    assert later.state_dict().keys() == plain.state_dict().keys()
+    fast = stof.optimize(model, cuda_graphs="whole", store=False)
     x = torch.randn(2, 8)
     with torch.inference_mode():
-        for same in (later, copy.deepcopy(later), pickle.loads(pickle.dumps(later))):
+        for same in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
             torch.testing.assert_close(same(x), model(x))

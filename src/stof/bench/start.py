@@ -100,7 +100,7 @@ def start_here(asked: Mapping[str, Any]) -> Start:
     reports: list[FusionReport] = []
     options = {"report": reports.append, **asked["options"]}
     if device.type != "cuda":
-        options |= {"cuda_graphs": False, "starts": False}
+        options |= {"cuda_graphs": False}
     fast: Any = stof.optimize(loaded.model, mask=loaded.mask, dynamic=False, **options)
     wait()
     optimized = time.perf_counter()

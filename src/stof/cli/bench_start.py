@@ -45,7 +45,6 @@ def start(
     if cuda_graphs not in graphs:
         raise ArgumentError(f"cuda_graphs is {', '.join(graphs)}, got {cuda_graphs!r}")
     options = {"effort": effort, "budget_s": budget, "fold": fold, "twins": twins, "cuda_graphs": graphs[cuda_graphs]}
-    options["starts"] = cuda_graphs == "whole"
     options["lock"] = str(lock.resolve()) if lock else None
     ask = Ask(model, batch, length, mask, dtype, {name: value for name, value in options.items() if value is not None})
     with TemporaryDirectory() as folder:

@@ -6,7 +6,6 @@ takes their specialisations down and stops it before it compiles or launches any
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -169,24 +168,6 @@ def settle_caches() -> None:
     settle_assembler()
     with suppress(ImportError):  # without Triton there are no kernels to keep
         cache_folder()
-
-
-@functools.cache
-def hash_triton() -> threading.Thread | None:
-    """Have Triton hash itself, beside whatever comes next; it does so before it looks anything up, for 0.4 s and more.
-
-    Returns:
-        the thread, the same in every call; None without Triton. It mostly reads and hashes its library, which other
-        threads need not wait for.
-    """
-    try:
-        from triton.compiler import compiler  # noqa: F401, or two threads would import it
-        from triton.runtime.cache import triton_key
-    except ImportError:
-        return None
-    thread = threading.Thread(target=triton_key, name="stof", daemon=True)
-    thread.start()
-    return thread
 
 
 def settle_assembler() -> None:

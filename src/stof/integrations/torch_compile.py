@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +18,8 @@ from torch import Tensor, fx, nn
 import stof
 from stof.errors import ArgumentError, UnsupportedError
 from stof.files import cache_folder
-from stof.fusion.ahead import CompileAhead, hash_triton, settle_caches
-from stof.fusion.choices import PACKAGED, Known, choices_path, known_choices, update_choices
+from stof.fusion.ahead import CompileAhead, settle_caches
+from stof.fusion.choices import Known, choices_path, known_choices, update_choices
 from stof.fusion.lock import read_lock
 from stof.fusion.lower import copy_module
 from stof.fusion.measure import SegmentTimer, check
@@ -33,9 +31,6 @@ from stof.fusion.replay import Replay
 from stof.fusion.report import FusionReport
 from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
 from stof.fusion.weights import pack_weights, unpack_weights
-from stof.integrations.noted import note, reported
-from stof.integrations.starts import Starts
-from stof.integrations.traced import content_digest
 from stof.integrations.whole_calls import WholeCalls
 from stof.masks import Mask
 from stof.tuning.machine import device_name
@@ -74,8 +69,6 @@ class CompileOptions:
         store: where measurements are kept for later processes: True for the user's cache folder, a path for another
             folder, False for nowhere. Without measuring, what it knows of a shape goes before the rules; what comes
             with the package does in any case.
-        starts: with `cuda_graphs="whole"`, keep compiled calls in `store`, and go on with those that other processes
-            kept, without tracing the model: see `stof.integrations.starts` for what is compared, and what is not.
         lock: a lock file (`stof tune MODEL --lock FILE`), whose choices are reproduced with nothing measured; what does
             not fit is reported, and left to the rules.
 
@@ -94,7 +87,6 @@ class CompileOptions:
     report: bool | Callable[[FusionReport], object] = False
     progress: bool | Callable[[Progress], object] = False
     store: bool | str | Path = True
-    starts: bool = False
     lock: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -106,16 +98,11 @@ class CompileOptions:
             raise ArgumentError("budget_s limits measuring, and effort 'none' measures nothing; use 'quick' or 'full'")
         if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != WHOLE:
             raise ArgumentError(f'cuda_graphs is True, False or "whole", got {self.cuda_graphs!r}')
-        for name in ("deterministic", "fold", "experimental", "twins", "starts"):
+        for name in ("deterministic", "fold", "experimental", "twins"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.deterministic and self.effort != "none":
             raise ArgumentError(f"deterministic=True measures nothing; effort {self.effort!r} does")
-
-        if self.starts and (self.cuda_graphs != WHOLE or self.store is False):
-            raise ArgumentError(
-                'starts are kept of whole calls, in a store; use cuda_graphs="whole", and no store=False'
-            )
         if self.lock is not None:
             read_lock(Path(self.lock))
         if self.lock is not None and self.effort != "none":
@@ -162,20 +149,6 @@ class CompileOptions:
             return None
         return Replay(read_lock(Path(self.lock)), device_name(device), check, self._store(device))
 
-    def starts_of(self, model: nn.Module) -> Starts | None:
-        """Where whole calls of a model are kept for later processes; None where that was not asked for."""
-        folder = self._folder() if self.starts else None
-        return None if folder is None else Starts(folder / "starts", model, self._decides, self.tell)
-
-    def _decides(self, device: torch.device) -> str:
-        """What compiled graphs depend on of these options, and of what is known of a device."""
-        names = {one.name for one in fields(self)} - {"report", "progress", "store", "lock"}
-        values = {name: getattr(self, name) for name in sorted(names)}
-        folders = [PACKAGED] if self.deterministic else [PACKAGED, self._folder() or PACKAGED]
-        files = [choices_path(folder, device_name(device)) for folder in folders]
-        files += [] if self.lock is None else [Path(self.lock)]
-        return repr((values, [content_digest(file) for file in files]))
-
     def _folder(self) -> Path | None:
         if isinstance(self.store, bool):
             return cache_folder() if self.store else None
@@ -192,7 +165,6 @@ class CompileOptions:
 
     def tell(self, report: FusionReport) -> None:
         """Hand a report to whoever asked for it."""
-        reported(report)
         if callable(self.report):
             self.report(report)
         elif self.report:
@@ -247,7 +219,7 @@ def stof_backend(
                 "not compared as a whole: the graph may change what it is given, so it cannot run twice"
             )
         parsed.tell(report)
-        return note(gm, lambda: _inductor(gm, example_inputs, parsed, report.digest))
+        return _inductor(gm, example_inputs, parsed, report.digest)
 
     # No templates: what they are compared with has these rewrites too.
     rewrite_patches(copies[PLAIN], FusionReport())
@@ -259,7 +231,7 @@ def stof_backend(
     def version(name: str, digest: str) -> Callable[..., Any]:
         return _inductor(copies.get(name, gm), example_inputs, parsed, digest)
 
-    return note(gm, lambda: _fastest(report, by_rule, version, parsed, search.store, known))
+    return _fastest(report, by_rule, version, parsed, search.store, known)
 
 
 def _fastest(
@@ -319,7 +291,6 @@ def _fastest(
 def _inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, digest: str
 ) -> Callable[..., Any]:
-    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -328,10 +299,7 @@ def _inductor(
         patches["triton.cudagraphs"] = True
     if options.deterministic and hasattr(config, "deterministic"):
         patches["deterministic"] = True
-    # So that the graph can be written for later processes.
-    bundled = options.starts and hasattr(functorch_config, "bundled_autograd_cache")
-    with functorch_config.patch(bundled_autograd_cache=True) if bundled else nullcontext():
-        compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
+    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled
 
 
@@ -370,8 +338,6 @@ def optimize(
         raise UnsupportedError("stof.optimize compiles inference only; call model.eval() first", {})
     if mask is not None and not attention:
         raise ArgumentError("a mask needs stof's attention; leave attention=True")
-    if parsed.starts and torch.cuda.is_available():
-        hash_triton()  # a start that was kept will ask for it
     if attention and (mask is not None or _is_transformers(model)):
         from stof.integrations import transformers as hf
 
@@ -380,39 +346,10 @@ def optimize(
             hf.sparsify(model, mask)
     if pack:
         pack_weights(model)
-    compiling = partial(torch.compile, backend=stof_backend, dynamic=dynamic, options=options)
-    compiled: Any = _later(model, compiling) if parsed.starts else compiling(model)
+    compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
     if parsed.cuda_graphs == WHOLE:
-        compiled.forward = WholeCalls(compiled.forward, model, frozen=parsed.fold, starts=parsed.starts_of(model))
+        compiled.forward = WholeCalls(compiled.forward, model, frozen=parsed.fold)
     return cast(nn.Module, compiled)
-
-
-class _Later:
-    """What `torch.compile` makes of a function, made when it is first called.
-
-    Making it imports PyTorch's debugging tools and what they need, which a start that was kept can do without.
-    """
-
-    def __init__(self, compiling: Callable[..., Any], function: Callable[..., Any]) -> None:
-        self.made = cache(partial(compiling, function))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.made()(*args, **kwargs)
-
-
-def _later(model: nn.Module, compiling: Callable[..., Any]) -> nn.Module:
-    """What `compiling(model)` gives, but that the model's call is compiled by a `_Later`."""
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    compiled: Any = OptimizedModule(model, cast(Any, partial(_Later, compiling)))
-    compiled._torchdynamo_orig_callable, compiled._torchdynamo_wrapper_id = model.forward, id(compiled)
-    compiled.get_compiler_config = partial(_config, compiling)
-    return cast(nn.Module, compiled)
-
-
-def _config(compiling: Callable[..., Any]) -> Any:
-    """The backend's configuration, as compiled modules tell it."""
-    return compiling(nn.Identity()).get_compiler_config()
 
 
 def _is_transformers(model: nn.Module) -> bool:

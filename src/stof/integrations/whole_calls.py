@@ -22,8 +22,6 @@ from torch.autograd import forward_ad
 from torch.utils import _device
 from torch.utils import _pytree as pytree
 
-from stof.integrations.noted import noting
-from stof.integrations.starts import Resumed, Starts
 from stof.locks import ForkSafeLock
 from stof.tuning.capture import captured
 
@@ -56,7 +54,6 @@ class WholeCalls:
         frozen: whether something computed from weights is kept, so that new values need a new recording.
         recorder: makes a recording; on a GPU `CudaRecorder`.
         device_type: of the tensors whose calls are recorded.
-        starts: where first calls of a kind are kept for later processes, and found.
     """
 
     def __init__(
@@ -67,14 +64,11 @@ class WholeCalls:
         frozen: bool = False,
         recorder: Recorder | None = None,
         device_type: str = "cuda",
-        starts: Starts | None = None,
     ) -> None:
-        self._call, self._module, self._starts = call, module, starts
+        self._call, self._module = call, module
         self._weights = _Weights(module, frozen)
         self._recorder, self._device_type = recorder or CudaRecorder(), device_type
         self._met: set[Hashable] = set()
-        # Calls that an earlier process compiled; None where there are none.
-        self._started: dict[Hashable, Resumed | None] = {}
         self._failed: set[Hashable] = set()
         self._recorded: OrderedDict[Hashable, Replay] = OrderedDict()
         self._lock = ForkSafeLock(reentrant=True)
@@ -96,37 +90,12 @@ class WholeCalls:
             elif key in self._met and (replay := self._second(key, args, kwargs)) is not None:
                 return replay(tensors)
         versions = self._weights.versions()
-        out = self._first(key, tensors[0].device, args, kwargs)
+        out = self._call(*args, **kwargs)
         if key not in self._failed and versions == self._weights.versions() and not _records_gradients(out):
             if len(self._met) >= 8 * MOST_RECORDED:  # an argument that is different in every call
                 self._met.clear()
-                self._started.clear()
             self._met.add(key)
         return out
-
-    def _first(self, key: Hashable, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that is not recorded: as an earlier process compiled it, else kept for later ones if it can be."""
-        if self._starts is None or key in self._started:
-            return (self._started.get(key) or self._call)(*args, **kwargs)
-        before = self._starts.describe()
-        with self._lock:
-            found = self._starts.find(before, key, device, args, kwargs) if before is not None else None
-            self._started[key] = found
-        if found is not None or before is None:
-            return (found or self._call)(*args, **kwargs)
-        with noting() as noted:
-            versions = self._weights.versions()
-            out = self._call(*args, **kwargs)
-            if versions == self._weights.versions() and not _records_gradients(out):
-                self._starts.keep(noted, key, device, args, kwargs, out, before)
-        return out
-
-    def _unrecorded(self, key: Hashable) -> Callable[..., Any]:
-        """What is recorded: an earlier process's call if the model is what it was when that was found."""
-        found = self._started.get(key)
-        if found is not None and self._starts is not None and not self._starts.still(found):
-            found = self._started[key] = None
-        return found or self._call
 
     def _second(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replay | None:
         """A new recording; None, for good, if there cannot be one."""
@@ -135,10 +104,9 @@ class WholeCalls:
             self._recorded.popitem(last=False)
         try:
             with _no_autocast_cache():
-                self._recorded[key] = self._recorder(self._unrecorded(key), args, kwargs)
+                self._recorded[key] = self._recorder(self._call, args, kwargs)
         except Exception as error:  # whatever a model does that cannot be captured: it synchronises, copies, ...
             self._failed.add(key)
-            self._started[key] = None  # it would run on without anybody looking at the model
             reason = f"a call cannot be recorded as a CUDA graph and runs unrecorded: {error}"
             warnings.warn(reason, RuntimeWarning, stacklevel=4)
             return None
@@ -149,7 +117,6 @@ class WholeCalls:
             torch.cuda.synchronize()  # one of them may be running
         self._recorded.clear()
         self._met.clear()
-        self._started.clear()
         self._failed.clear()
 
 

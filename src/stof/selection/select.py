@@ -64,9 +64,6 @@ class Failures:
     def reason(self, choice: Choice, call: CallSpec, device: torch.device) -> str | None:
         return self._reasons.get(self._key(choice, call, device))
 
-    def __len__(self) -> int:
-        return len(self._reasons)
-
     def clear(self) -> None:
         with self._lock:
             self._reasons.clear()
