@@ -37,6 +37,7 @@ from stof.masks.runtime import OUT_OF_RANGE, BlockTopK, VerticalSlash
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
 from tests.kernels.test_work import DEVICE, counted
+from tests.selection.fakes import one_stream
 from tests.strategies import dense_masks
 
 pytestmark = [
@@ -332,6 +333,7 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stof.dynamic.shared_memory_limit", lambda device: 2**20)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    one_stream(monkeypatch)
     plan = stof.dynamic_plan(example(kind), 90, heads=2)
     plan._room = room_of(example(kind), 90, 90)
     q, k, v = make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv
@@ -393,6 +395,7 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr("stof.dynamic._stream_id", lambda: current[-1].cuda_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(f"held for {stream.name}"))
     monkeypatch.setattr("stof.dynamic.fill_room", lambda room, mask: log.append(f"built on {current[-1].name}"))
@@ -408,20 +411,40 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
     plan.update(mask)
     plan.bound(*call)
-    assert logged() == ["built on main"]
+    assert logged() == ["built on main", "main is recorded"]
+    # A call on a stream that nobody ordered waits for the update, the next update for that call.
+    with on(third):
+        plan.bound(*call)
+        plan.bound(*call)
+    assert logged() == ["third waits for what main did"]
+    plan.update(mask)
+    assert logged() == ["main waits for third", "built on main", "main is recorded"]
+    with on(third):
+        plan.update(mask)
+    assert logged() == ["third waits for what main did", "third waits for main", "built on third", "third is recorded"]
+    plan.update(mask)
+    assert logged() == ["main waits for what third did", "main waits for third", "built on main", "main is recorded"]
     plan.update(mask, stream=side)
-    assert logged() == ["side waits for main", "built on side", "held for side", "side is recorded"]
+    assert logged() == [
+        "side waits for main", "side waits for what main did", "built on side", "side is recorded", "held for side"
+    ]  # fmt: skip
     for stream in (main, main, third):
         with on(stream):
             plan.bound(*call)
     assert logged() == ["main waits for what side did", "third waits for what side did"]
+    plan.update(mask, stream=side)
+    assert logged() == [
+        "side waits for main", "side waits for third", "built on side", "side is recorded", "held for side"
+    ]  # fmt: skip
     # Two updates with no call between them write the same lists.
     plan.update(mask, stream=side)
     logged()
     plan.update(mask, stream=third)
-    assert logged()[:3] == ["main waits for what side did", "third waits for main", "built on third"]
+    assert logged()[:4] == [
+        "third waits for main", "third waits for what side did", "third waits for side", "built on third"
+    ]  # fmt: skip
     plan.update(mask)
-    assert logged() == ["main waits for what third did", "built on main"]
+    assert logged() == ["main waits for what third did", "main waits for third", "built on main", "main is recorded"]
     plan.update(mask, stream=side)
     logged()
     capturing[0] = True
@@ -431,12 +454,15 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     logged()
     plan.check()
     assert logged() == ["main waits for what side did"]
+    plan.update(mask)
+    plan.bound(*call)
+    assert logged() == ["built on main"], "one stream orders a graph, in which nothing is recorded"
     capturing[0] = False
     plan.bound(*call)
-    assert logged() == []
+    assert logged() == ["main waits for what side did"], "the last update that is not part of a graph"
     # Replays of attention will not ask whether an update has ended.
     plan.update(mask, stream=side)
-    assert logged()[-2:] == ["side is recorded", "main waits for what side did"]
+    assert logged()[-3:] == ["side is recorded", "held for side", "main waits for what side did"]
 
 
 def test_messages_of_masks() -> None:

@@ -20,7 +20,7 @@ from stof.masks.runtime import BlockTopK
 from stof.selection import IMPLEMENTATIONS, failures
 from stof.testing import assert_attention, make_inputs
 from tests.kernels.test_hopper_launch import Twin, twin, unaligned
-from tests.selection.fakes import H200_SHARED, call_of, fake_gpu
+from tests.selection.fakes import H200_SHARED, call_of, fake_gpu, one_stream
 
 __all__ = ["twin"]
 
@@ -52,6 +52,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[0])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    one_stream(monkeypatch)
     return state
 
 

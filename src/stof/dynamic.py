@@ -42,6 +42,9 @@ class DynamicPlan(Plan):
     kernel reads are made by the first call it runs; make that one before a capture, within which the Triton kernel
     would serve instead. Elsewhere `update` builds anew.
 
+    Calls and updates may be on any streams: each waits for what it depends on. The caller orders replays of graphs that
+    hold some of them, and calls and updates by several threads.
+
     What cannot be computed (indices that mean nothing, more tiles than there is room for) gives NaN in the rows
     concerned, and `check` raises.
     """
@@ -51,7 +54,8 @@ class DynamicPlan(Plan):
     ) -> None:
         self._mask, self._sizes, self._density = mask, sizes, density
         self._room: WorkRoom | None = None
-        self._update = _Update()
+        # The last one, and the last one that is part of a CUDA graph: that runs in replays alone.
+        self._updates = {False: _Update(), True: _Update()}
         self._replayed = False
         self._captured = False
         dims = mask.dims(*sizes)
@@ -95,20 +99,29 @@ class DynamicPlan(Plan):
             with torch.cuda.device(self.device):
                 capturing = torch.cuda.is_current_stream_capturing()
                 self._captured = self._captured or capturing
-                self._update.join()  # or two would write the same lists
-                self._update = _Update()
+                current = _stream_id()
                 if stream is None:
-                    fill_room(self._room, mask)
+                    self._fill(self._room, capturing, current)
+                    self._updates[capturing] = _Update() if capturing else _Update.here()
                 else:
                     stream.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(stream):
-                        fill_room(self._room, mask)
+                        self._fill(self._room, capturing, current)
+                        self._updates[capturing] = _Update.here()
                     for tensor in _tensors(mask):
                         # Their memory may be given to others when the current stream has passed this point.
                         tensor.record_stream(stream)
-                    self._update = _Update(stream.record_event(), capturing)
                     if self._replayed and not capturing:
-                        self._update.join()  # replays of attention ask nobody
+                        self._updates[capturing].join()  # replays of attention ask nobody
+
+    def _fill(self, room: WorkRoom, capturing: bool, ordered: int) -> None:
+        """Launch what writes the lists, behind what writes and reads them; see `_Update.wait_for_calls`."""
+        last = self._updates[capturing]
+        last.join()
+        if not capturing:
+            # A kernel that reads a range's begin under one mask and its end under another may hang.
+            last.wait_for_calls(ordered)
+        fill_room(room, self._mask)
 
     def check(self) -> None:
         """Raise if anything could not be computed since the last check; waits for the device.
@@ -187,8 +200,10 @@ class DynamicPlan(Plan):
         """Let the plan's device's current stream wait for the last update."""
         if self._room is not None and torch.cuda.is_initialized():
             with torch.cuda.device(self.device):
-                self._replayed = self._replayed or torch.cuda.is_current_stream_capturing()
-                self._update.join()
+                capturing = torch.cuda.is_current_stream_capturing()
+                self._replayed = self._replayed or capturing
+                # An eager update has ended before a capture begins.
+                self._updates[capturing].join()
                 self._room.catch_up()
 
     def candidates(self, call: CallSpec) -> list[Candidate]:
@@ -276,21 +291,43 @@ class DynamicPlan(Plan):
 
 @dataclass(frozen=True, eq=False)
 class _Update:
-    """The last update, when it runs on another stream than attention: what to wait for."""
+    """An update: what calls on other streams wait for, and which streams have calls that the next update waits for.
+
+    Attributes:
+        done: recorded behind it; None where its stream alone orders it.
+        streams: that it ran on, or that wait for it, by their ids.
+    """
 
     done: torch.cuda.Event | None = None
-    captured: bool = False
-    joined: set[int] = field(default_factory=set)
+    streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)
+
+    @staticmethod
+    def here() -> _Update:
+        """An update that was launched on the current stream just now."""
+        stream = torch.cuda.current_stream()
+        return _Update(stream.record_event(), {stream.cuda_stream: stream})
 
     def join(self) -> None:
         """Let the current stream wait, once."""
-        if self.done is None:
+        number = _stream_id()
+        if number in self.streams:
             return
         stream = torch.cuda.current_stream()
-        # An eager update has ended before a capture begins, and one that was captured runs in replays alone.
-        if self.captured == torch.cuda.is_current_stream_capturing() and stream.cuda_stream not in self.joined:
+        if self.done is not None:
             stream.wait_event(self.done)
-            self.joined.add(stream.cuda_stream)
+        self.streams[number] = stream
+
+    def wait_for_calls(self, ordered: int) -> None:
+        """Let the current stream wait for the others that joined, but for one (its id) that it waits for already."""
+        number = _stream_id()
+        for other, stream in self.streams.items():
+            if other not in (number, ordered):
+                torch.cuda.current_stream().wait_stream(stream)
+
+
+def _stream_id() -> int:
+    """Of the current stream; less host time than making a `torch.cuda.Stream`, and every call asks."""
+    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
 
 
 def dynamic_plan(

@@ -103,6 +103,32 @@ def test_bad_numbers_are_nan_and_reported_under_a_graph() -> None:
 
 
 @pytest.mark.parametrize("kind", ["vertical_slash", "block_topk", "dense"])
+def test_updates_and_calls_on_streams_that_nobody_orders(kind: str) -> None:
+    """Either may be late: a call waits for the update before it, an update for the calls before it."""
+    q, k, v = random_inputs(torch.float16, kv_heads=2, head_dim=128)
+    given = [mask_of(kind, numbers(kind, seed)) for seed in range(6)]
+    expected = [mask.to_dense(LENGTH, device="cuda") for mask in given]
+    plan = stof.dynamic_plan(given[0], LENGTH, batch=2, heads=HEADS)
+    stof.attention(q, k, v, plan)  # compiled and loaded
+    updates, *calls = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found = []
+    for number, mask in enumerate(given):
+        late = updates if number % 2 else calls[number // 2 % 2]
+        with torch.cuda.stream(late):
+            torch.cuda._sleep(20_000_000)
+        with torch.cuda.stream(updates):
+            plan.update(mask)
+        for stream in calls:
+            with torch.cuda.stream(stream):
+                found.append(stof.attention(q, k, v, plan, return_lse=True))
+    torch.cuda.synchronize()
+    for number, (out, lse) in enumerate(found):
+        assert_attention(out, lse, q, k, v, expected[number // 2])
+    plan.check()
+
+
+@pytest.mark.parametrize("kind", ["vertical_slash", "block_topk", "dense"])
 def test_update_on_another_stream(kind: str) -> None:
     """Attention waits for it, and it waits for the attention before it; eagerly and as a fork in a graph."""
     q, k, v = random_inputs(torch.float16, kv_heads=2, head_dim=128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,3 +58,10 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, shared: int = H200_SHARED) -> None
     """An H200, or a GPU with less shared memory."""
     monkeypatch.setattr(select, "device_model", lambda device: load_model("NVIDIA H200"))
     monkeypatch.setattr(select, "shared_memory_limit", lambda device: shared)
+
+
+def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream on which dynamic plans find themselves where there is no GPU; whatever it is asked for is nothing."""
+    stream = SimpleNamespace(cuda_stream=0, record_event=lambda: None, wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr("stof.dynamic._stream_id", lambda: 0)
