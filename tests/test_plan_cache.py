@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
 import stof
 from stof import masks, plans
+from stof.errors import UnsupportedError
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig, build_layout
 from stof.plans import Plan, PlanCache
@@ -30,7 +32,7 @@ def cache_of(entries: int, size: int, monkeypatch: pytest.MonkeyPatch) -> PlanCa
 def test_graphs_keep_what_they_read(monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
     """Calls that were captured live on when the cache drops their plan, or the plan drops them: replays use them."""
     capturing = False
-    monkeypatch.setattr(plans, "_capturing", lambda device: capturing)
+    monkeypatch.setattr(plans, "capturing", lambda device: capturing)
     monkeypatch.setattr(plans, "_IN_GRAPHS", set())
     cache_of(8, 2**20, monkeypatch)
     q, k, v = make_inputs(q_len=40, kv_len=40, head_dim=16).qkv
@@ -52,6 +54,39 @@ def test_graphs_keep_what_they_read(monkeypatch: pytest.MonkeyPatch, cached: boo
     plans.plan_cache.clear()
     del plan
     assert [call() is not None for call in calls] == [cached, cached, False]
+
+
+def test_first_calls_in_a_capture_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is chosen or built: lists are made on the host. Calls that were made before run."""
+    cache_of(8, 2**20, monkeypatch)
+    state = [True]
+    monkeypatch.setattr("stof.lasting.capturing", lambda device: state[0])
+    chosen: list[Any] = []
+    own = Plan.choice
+
+    def choice(*args: Any) -> Choice:
+        chosen.append(args)
+        return own(*args)
+
+    monkeypatch.setattr(Plan, "choice", choice)
+    q, k, v = make_inputs(q_len=40, kv_len=40, head_dim=16).qkv
+    mask = masks.causal()
+    for given in (mask, "causal"):
+        with pytest.raises(UnsupportedError, match="once before the capture"):
+            stof.attention(q, k, v, given)
+    state[0] = False
+    plan = stof.plan(mask, 40)
+    state[0] = True
+    with pytest.raises(UnsupportedError, match="cannot be captured"):
+        stof.attention(q, k, v, plan)
+    assert chosen == []
+    state[0] = False
+    expected = stof.attention(q, k, v, plan)
+    state[0] = True
+    for given in (mask, plan):
+        assert torch.equal(stof.attention(q, k, v, given), expected)
+    with pytest.raises(UnsupportedError, match="cannot be captured"):
+        stof.attention(q[:, :1], k[:, :1], v[:, :1], plan)
 
 
 def test_cache_hits(monkeypatch: pytest.MonkeyPatch) -> None:

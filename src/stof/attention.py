@@ -156,6 +156,7 @@ def attention(
         PlanMismatchError: a plan made for other lengths, batch or heads.
         UnsupportedError: under `torch.export`, a mask function, or a plan or mask that holds a function or tensor: an
             exported program outlives them. It takes masks made of named patterns, and bool tensors.
+        UnsupportedError: a first call under a mask or plan, or with such tensors, while a CUDA graph is captured.
         ArgumentError: a scale, softcap, scales or implementation outside what is accepted.
         UnsupportedError: no implementation can run the call; lists every reason.
     """
@@ -254,6 +255,7 @@ def _run(
     if ready_call is not None:
         with contextlib.suppress(KernelError):  # as in `attention`
             return ready_call(*given[:5], *scales)
+    ready.refuse_first_call()
     call = _call_spec(ready, q, k, v, bias, softcap, sinks)
     if implementation:
         _check_forced(implementation, call)

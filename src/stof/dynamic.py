@@ -206,6 +206,9 @@ class DynamicPlan(Plan):
                 self._updates[capturing].join()
                 self._room.catch_up()
 
+    def refuse_first_call(self) -> None:
+        """Nothing: see `choice` for what runs within a capture."""
+
     def candidates(self, call: CallSpec) -> list[Candidate]:
         """The ways to run a call on a GPU: by the block-wise Triton kernel, and by the Hopper kernel where it can.
 

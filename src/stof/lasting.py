@@ -1,4 +1,4 @@
-"""Memory that outlives the call that first needs it."""
+"""Memory that outlives the call that first needs it, and what cannot be made within a capture."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from stof.errors import UnsupportedError
 
 T = TypeVar("T")
 
@@ -44,6 +46,27 @@ def lasting(device: torch.device, make: Callable[[], T]) -> T:
     if failed:
         raise failed[0]
     return made[0]
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on this kind of device."""
+    # Where PyTorch knows no GPU, asking about its streams is an error.
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise within a capture: what a first call makes is computed on the host, which no CUDA graph can hold.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured.
+    """
+    if capturing(device):
+        raise UnsupportedError(
+            "the first call under a mask or plan with tensors of these shapes, strides and dtypes cannot be captured "
+            "in a CUDA graph: lists are made and kernels compiled then, on the host. Make this call of stof.attention "
+            "once before the capture",
+            {},
+        )
 
 
 def record(tensors: Iterable[Tensor], device: torch.device) -> None:

@@ -27,7 +27,7 @@ from stof.errors import (
 )
 from stof.host import tensors_on_host
 from stof.kernels.triton.work import BoundCall
-from stof.lasting import lasting
+from stof.lasting import capturing, lasting, refuse_capture
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.grow import extend_layout
 from stof.layout.io import load_layout, save_layout
@@ -219,6 +219,14 @@ class Plan:
                     f"`{name}` out of stof.plan"
                 )
 
+    def refuse_first_call(self) -> None:
+        """Raise if a call for which none is kept cannot run now.
+
+        Raises:
+            UnsupportedError: a CUDA graph is being captured.
+        """
+        refuse_capture(self.device)
+
     def for_call(self, q: Tensor, k: Tensor) -> Plan:
         """The plan that computes a call; errors as of `check_call`."""
         self.check_call(q, k)
@@ -313,7 +321,7 @@ class Plan:
             found = self._bound.get(_likeness(q, k, v, bias, sinks, scale, softcap, implementation, *scales))
         except (AttributeError, TypeError):  # no tensor, or a scale that is no number: the checks have the message
             return None
-        if found is not None and _capturing(self.device):
+        if found is not None and capturing(self.device):
             self._in_graphs.add(found)
         return found
 
@@ -322,7 +330,7 @@ class Plan:
         if len(self._bound) >= _MOST_BOUND:
             self._bound.clear()
         self._bound[_likeness(*given)] = call
-        if _capturing(self.device):
+        if capturing(self.device):
             self._in_graphs.add(call)
 
     def prepared(self, choice: Choice | str) -> PreparedLayout:
@@ -483,6 +491,14 @@ class UnsizedPlan(Plan):
             "no layout of its own to show, save, move or compare; give batch= and heads= to stof.plan"
         )
 
+    def refuse_first_call(self) -> None:
+        """Raise if a call for which none is kept cannot run now.
+
+        Raises:
+            UnsupportedError: a CUDA graph is being captured.
+        """
+        refuse_capture(self.device)
+
     def for_call(self, q: Tensor, k: Tensor) -> Plan:
         self.check_call(q, k)
         sizes = (q.shape[0], q.shape[1])
@@ -525,11 +541,6 @@ def _fitting(choice: Choice) -> tuple[object, ...]:
     """What decides whether a layout fits a choice."""
     paired = choice.kernel is not None and choice.kernel.paired
     return choice.implementation, choice.layout, choice.row_order, paired
-
-
-def _capturing(device: torch.device) -> bool:
-    # Where PyTorch knows no GPU, asking about its streams is an error.
-    return device.type == "cuda" and torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
 
 
 plan_cache: PlanCache[Plan] = PlanCache(max_entries=128, max_bytes=2**28)
@@ -586,6 +597,7 @@ def make_plan(
         found = plan_cache.get(key)
         if found is not None:
             return found
+    refuse_capture(device)
     check_lengths(q_len, kv_len)
     mask.check(q_len, kv_len)
     geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)

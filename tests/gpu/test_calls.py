@@ -15,6 +15,7 @@ from torch import Tensor
 
 import stof
 from stof import LayoutConfig, masks
+from stof.errors import UnsupportedError
 from stof.layout import build_layout
 from stof.masks import Mask
 from stof.testing import assert_attention
@@ -23,9 +24,8 @@ from tests.gpu.test_triton import HEAVY, NAMES, random_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-ON_HOPPER = pytest.param(
-    "hopper", marks=pytest.mark.skipif(not test_hopper.HOPPER, reason="needs a GPU of compute capability 9.0")
-)
+NEEDS_HOPPER = pytest.mark.skipif(not test_hopper.HOPPER, reason="needs a GPU of compute capability 9.0")
+ON_HOPPER = pytest.param("hopper", marks=NEEDS_HOPPER)
 EVERY = (None, *NAMES, ON_HOPPER)
 
 
@@ -78,6 +78,55 @@ def test_graphs_replay_with_new_inputs(implementation: str | None, memory: str) 
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, stof.attention(*fresh, plan, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_first_calls_in_a_capture_are_refused(implementation: str | None) -> None:
+    """With nothing launched: the capture goes on, and the call can be made after it."""
+    q_len = 4 if implementation == "decode" else 1003
+    q, k, v = random_inputs(q_len=q_len, kv_len=3000)
+    mask = HEAVY & masks.sliding_window(2000)  # a mask that no other test has met
+    plan = stof.plan(mask, q_len, 3000, device="cuda")
+    stof.plan_cache.clear()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for given in (mask, plan):
+            with pytest.raises(UnsupportedError, match="once before the capture"):
+                stof.attention(q, k, v, given, implementation=implementation)
+        ones = torch.ones(8, device="cuda")
+    ones.zero_()
+    graph.replay()
+    assert bool(ones.all())
+    expected, lse = stof.attention(q, k, v, plan, implementation=implementation, return_lse=True)
+    assert_attention(expected, lse, q, k, v, mask.to_dense(q_len, 3000, device="cuda"))
+    second = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(second):
+        out = stof.attention(q, k, v, plan, implementation=implementation)
+    out.fill_(torch.nan)
+    second.replay()
+    assert torch.equal(out, expected)
+
+
+@NEEDS_HOPPER
+def test_a_first_call_of_unaligned_tensors_in_a_capture_is_refused() -> None:
+    """TMA reads no such addresses: the Hopper kernel copies them, and lists jobs anew for the copies."""
+    q, k, v = random_inputs(torch.float16, q_len=1003, kv_len=3000)
+    shifted = [torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x) for x in (q, k, v)]
+    plan = stof.plan(HEAVY, 1003, 3000, device="cuda")
+    stof.attention(*(x.contiguous() for x in (q, k, v)), plan, implementation="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ones(8, device="cuda")  # PyTorch warns of a graph that is empty
+        with pytest.raises(UnsupportedError, match="once before the capture"):
+            stof.attention(*shifted, plan, implementation="hopper")
+    expected = stof.attention(*shifted, plan, implementation="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = stof.attention(*shifted, plan, implementation="hopper")
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("implementation", ["block_wise", ON_HOPPER])

@@ -31,7 +31,7 @@ from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.turns import takes_turns
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
-from stof.lasting import lasting
+from stof.lasting import lasting, refuse_capture
 
 # 128-byte swizzle, as TMA writes and wgmma reads, of elements of so many bytes.
 _SWIZZLED = {n: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * n, rank=4) for n in (1, 2)}
@@ -191,9 +191,10 @@ def bind_warp_specialized(
             if bias.data_ptr() % 16:
                 bias = _moved(bias)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
-            q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             if not aligned:
-                # Listing jobs takes long, and within a capture it fails.
+                refuse_capture(device)
+            q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+            if not aligned:  # listing jobs takes long
                 settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "bias": bias, "sinks": sinks}
                 aligned.append(lasting(device, partial(bind_warp_specialized, q, k, v, lists, config, **settings)))
             out, lse = aligned[0](q, k, v, bias, sinks)

@@ -19,7 +19,7 @@ from stof.kernels.hopper.queue import chunk_slots, job_list
 from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.turns import takes_turns
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
-from stof.lasting import lasting
+from stof.lasting import lasting, refuse_capture
 
 # Rows of Q for one warpgroup, and elements of a head.
 _ROWS, _WIDTH = 64, 128
@@ -112,9 +112,10 @@ def bind_fp8(
             out = torch.empty_like(result, memory_format=torch.contiguous_format)
         q, k, v = (_tight(x) if copy else x for x, copy in zip((q, k, v), copied, strict=True))
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
-            q, k, v = _tight(q), _tight(k), _tight(v)
             if not aligned:
-                # Listing jobs takes long, and within a capture it fails.
+                refuse_capture(device)
+            q, k, v = _tight(q), _tight(k), _tight(v)
+            if not aligned:  # listing jobs takes long
                 aligned.append(lasting(device, partial(own, q, k, v, scales, sinks=sinks)))
             found, lse = aligned[0](q, k, v, bias, sinks, *scales)
             return result.copy_(found), lse
