@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stof
 from stof import masks
-from stof.attention import NUMBERED, masked_attention_op
+from stof.attention import NUMBERED, masked_attention_op, varying_attention_op
 from stof.errors import DtypeError, MaskError, UnsupportedError
 from stof.layout import LayoutConfig
 from stof.masks.base import numbered_mask
@@ -279,6 +279,32 @@ def test_numbers_are_those_of_values() -> None:
         clashing = [masks.padding([n, 1]) for n in range(3, 6)]
     assert len({mask.number for mask in clashing}) == 3
     assert [numbered_mask(mask.number) for mask in clashing] == clashing
+
+
+def test_masks_that_change_are_left_out_of_inductors_graphs() -> None:
+    """It would record one for each. A mask or plan that stays the same is no reason, however it is told."""
+    q, k, v = make_inputs(q_len=20, kv_len=20).qkv
+    called: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        called.extend(node.target for node in graph.graph.nodes if "stof" in str(node.target))
+        return graph.forward
+
+    given: list[Any] = [masks.padding([n]) for n in (20, 13, 7)]
+    stays, varies = torch.ops.stof.masked_attention.default, torch.ops.stof.varying_attention.default
+    for args in (given, [stof.plan(mask, 20) for mask in given]):
+        torch._dynamo.reset()
+        called.clear()
+        compiled = torch.compile(lambda q, k, v, m: stof.attention(q, k, v, m), backend=backend, fullgraph=True)
+        for mask in (args[0], *args):
+            torch.testing.assert_close(compiled(q, k, v, mask), stof.attention(q, k, v, mask))
+        assert called == [stays, varies]
+    assert torch.Tag.cudagraph_unsafe in varies.tags
+    assert torch.Tag.cudagraph_unsafe not in stays.tags
+    number = given[0].number
+    torch.library.opcheck(
+        varying_attention_op, (q, k, v, NUMBERED, None, None, 0.25, 0.0, "", None, None, None, number)
+    )
 
 
 def test_operator_called_with_the_number_of_a_dead_mask() -> None:

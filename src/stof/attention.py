@@ -19,7 +19,7 @@ from stof.masks import Mask
 from stof.masks.base import numbered_mask
 from stof.masks.parse import mask_by_key
 from stof.masks.tensors import DenseMask, as_mask
-from stof.ops import empty_results, forward_only, is_plain, refuse_derivatives, scales_of
+from stof.ops import MASKED, VARYING, empty_results, forward_only, is_plain, refuse_derivatives, scales_of
 from stof.plans import Plan, make_plan, unsized_plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, refusals
 from stof.selection.implementations import Options
@@ -183,7 +183,8 @@ def attention(
         # Planning and choosing are no graph code: the operator does both when it runs.
         handle = _handle(mask_or_plan, q, k)
         tensors = own or (None, None, None)
-        out, lse = masked_attention_op(
+        operator = masked_attention_op if _is_constant(handle.number) else varying_attention_op
+        out, lse = operator(
             q, k, v, handle.key, bias, sinks, factor, cap, implementation or "", *tensors, handle.number, handle.keep
         )
     else:
@@ -227,6 +228,15 @@ def _handle(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
     if isinstance(found, DenseMask):
         return _Handle(TENSOR, 0, found.keep)
     return _Handle("<a plan that was read from a file or moved>" if found is None else found.key)
+
+
+def _is_constant(number: int) -> bool:
+    """Whether compiled code has this number as a constant; one that changed before is an input of its graph."""
+    if not torch.compiler.is_compiling():
+        return True
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(number)
 
 
 def _run(
@@ -304,8 +314,7 @@ def _reshaped(
 PLAN, NUMBERED, TENSOR = "<plan>", "<mask>", "<tensor>"
 
 
-@torch.library.custom_op("stof::masked_attention", mutates_args=())
-def masked_attention_op(
+def _masked_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -359,7 +368,6 @@ def masked_attention_op(
     return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation, given)
 
 
-@masked_attention_op.register_fake
 def _masked_attention_fake(
     q: Tensor,
     k: Tensor,
@@ -388,7 +396,15 @@ def _masked_attention_fake(
     return empty_results(q, v)
 
 
-forward_only(masked_attention_op)
+masked_attention_op = torch.library.custom_op(MASKED, _masked_attention, mutates_args=())
+# The same for a mask or plan that changes from call to call. Inductor leaves this one out of its CUDA graphs, of which
+# it would record one for each number, and keep them all.
+varying_attention_op = torch.library.custom_op(
+    VARYING, _masked_attention, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+for _operator in (masked_attention_op, varying_attention_op):
+    _operator.register_fake(_masked_attention_fake)
+    forward_only(_operator)
 
 
 def explain(

@@ -11,6 +11,9 @@ from stof.errors import UnsupportedError
 from stof.kernels.cpu.attention import empty_output
 from stof.selection.implementations import IMPLEMENTATIONS
 
+# Names of the two operators; see `stof.attention`.
+MASKED, VARYING = "stof::masked_attention", "stof::varying_attention"
+
 
 def scales_of(*scales: Tensor | None) -> tuple[Tensor, ...]:
     """The scales of a call that an operator was given one by one: three, or none."""

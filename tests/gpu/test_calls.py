@@ -129,6 +129,42 @@ def test_a_first_call_of_unaligned_tensors_in_a_capture_is_refused() -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_reduce_overhead_may_leave_attention_out_of_its_graphs(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that change are no input of a graph, or each would have one recorded and kept."""
+    q, k, v = random_inputs(batch=1, q_len=512)
+    recorded = 0
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal recorded
+        recorded += 1
+        return begin(*args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", counted)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v, m: torch.tanh(stof.attention(torch.sin(q), k, v, m)) * 2, mode="reduce-overhead", fullgraph=True
+    )
+
+    def run(length: int) -> None:
+        mask: Any = masks.padding([length])
+        kept = mask.to_dense(512, device="cuda")
+        out = compiled(q, k, v, stof.plan(mask, 512, device="cuda") if planned else mask).clone()
+        want = torch.tanh(stof.attention(torch.sin(q), k, v, masks.from_dense(kept), implementation="reference")) * 2
+        assert_close = torch.testing.assert_close
+        assert_close(out, want, atol=4e-3, rtol=4e-3)
+
+    with torch.inference_mode():
+        for length in (512, 500, 490, 480, 470):
+            run(length)
+        before = recorded
+        assert before > 0, "what is around attention is recorded"
+        for length in range(300, 400, 10):
+            run(length)
+    assert recorded == before
+
+
 @pytest.mark.parametrize("implementation", ["block_wise", ON_HOPPER])
 def test_graphs_on_two_streams_at_once(implementation: str) -> None:
     """Each graph counts finished chunks in memory of its own; so does eager work on a third stream."""

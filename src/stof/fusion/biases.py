@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from stof.fusion.lower import GraphOrder
 from stof.fusion.nodes import argument, name_of, value_of
+from stof.fusion.operators import ATTENTION_OPERATORS
 from stof.fusion.sizes import is_symbolic
 from stof.kernels.hopper.jobs import BIAS_STEP, in_rows, may_have_tiles
 from stof.selection import IMPLEMENTATIONS, CallSpec
@@ -30,7 +31,7 @@ def scattered_biases(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Biases that no kernel reads row by row as they lie, and the attention that reads each."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if name_of(node) == "stof.masked_attention" and _scattered(node):
+        if name_of(node) in ATTENTION_OPERATORS and _scattered(node):
             found.setdefault(argument(node, 4, "bias"), []).append(node)
     return {bias: nodes for bias, nodes in found.items() if not _written(graph, bias, nodes)}
 

@@ -26,10 +26,10 @@ from stof.fusion.nodes import (
     source_of,
     value_of,
 )
-from stof.fusion.operators import Kind, Operator
+from stof.fusion.operators import ATTENTION_OPERATORS, Kind, Operator
 from stof.fusion.quantised import quantised_weight, scaled_product
 
-_ATTENTION = {"scaled_dot_product_attention", "stof.attention", "stof.masked_attention", "flex_attention"}
+_ATTENTION = {"scaled_dot_product_attention", "stof.attention", *ATTENTION_OPERATORS, "flex_attention"}
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "mm", "addmm"}
 _SPLITS = {"chunk", "split", "unbind"}
 

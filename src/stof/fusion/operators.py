@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from stof.fusion.nodes import name_of, value_of
 from stof.fusion.quantised import Quantised
 from stof.fusion.sizes import Values, size_hint
+from stof.ops import MASKED, VARYING
 
 
 class Kind(StrEnum):
@@ -35,6 +36,8 @@ class Kind(StrEnum):
         return self in (Kind.LINEAR, Kind.ATTENTION, Kind.MATMUL)
 
 
+# As `name_of` tells them.
+ATTENTION_OPERATORS = tuple(name.replace("::", ".") for name in (MASKED, VARYING))
 # Operators of a segment that are told one by one.
 _FEW = 4
 NORMS = {Kind.RMS_NORM: "rms", Kind.LAYER_NORM: "layer"}
