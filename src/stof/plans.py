@@ -6,7 +6,9 @@ import functools
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -543,6 +545,21 @@ def _fitting(choice: Choice) -> tuple[object, ...]:
     return choice.implementation, choice.layout, choice.row_order, paired
 
 
+# A mask, and the versions of its tensors.
+UsedMask = tuple[Mask, tuple[int, ...]]
+_USED = threading.local()
+
+
+@contextmanager
+def noting_masks() -> Iterator[list[UsedMask]]:
+    """Note the masks with tensors in them under which this thread calls attention."""
+    before, _USED.masks = getattr(_USED, "masks", None), []
+    try:
+        yield _USED.masks
+    finally:
+        _USED.masks = before
+
+
 plan_cache: PlanCache[Plan] = PlanCache(max_entries=128, max_bytes=2**28)
 
 
@@ -590,6 +607,8 @@ def make_plan(
     check_sizes(batch, heads)
     key: Hashable = None
     versions = mask.versions
+    if versions and (used := getattr(_USED, "masks", None)) is not None:
+        used.append((mask, versions))
     if versions is not None and row_order is None:
         # The sizes matter only to masks that must be asked whether they depend on them.
         sizes = (batch, heads) if mask.binds_late else mask.dims(batch, heads)

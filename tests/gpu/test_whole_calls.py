@@ -200,3 +200,36 @@ def test_attention_under_a_mask() -> None:
             out = fast(input_ids=ids).last_hidden_state
             assert torch.nn.functional.cosine_similarity(out.float().flatten(), expected.flatten(), 0) > 0.9999
     assert recorded(fast) == 1
+
+
+def test_replays_know_the_masks_and_attributes_they_were_made_under() -> None:
+    t = pytest.importorskip("transformers")
+    from stof.integrations import transformers as hf
+
+    config = t.BertConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256)
+    model = t.BertModel(config, add_pooling_layer=False).cuda().half().eval()
+    ids = torch.randint(1, 30000, (2, 512), device="cuda")
+    keep = stof.masks.sliding_window(200).to_dense(512, device="cuda")[0, 0]
+    written = stof.masks.from_dense(keep)
+    with torch.no_grad():
+        fast = stof.optimize(model, cuda_graphs="whole")
+
+        def agrees() -> None:
+            expected = model(ids).last_hidden_state.float().flatten()
+            for _ in range(3):
+                out = fast(input_ids=ids).last_hidden_state.float().flatten()
+                assert torch.nn.functional.cosine_similarity(out, expected, 0) > 0.9999
+
+        agrees()
+        with hf.sparsify(model, stof.masks.sliding_window(8)):
+            agrees()
+        agrees()
+        with hf.sparsify(model, written):
+            agrees()
+            keep[:, :300] = False
+            agrees()
+        hook = model.embeddings.register_forward_hook(lambda module, args, out: out * 0.1)
+        agrees()
+        hook.remove()
+        agrees()
+    assert recorded(fast) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import stof
+from stof import masks
 from stof.integrations.whole_calls import (
     MOST_RECORDED,
     CudaRecorder,
@@ -158,6 +160,116 @@ def test_modules_that_are_others_need_a_new_recording() -> None:
             for _ in range(3):
                 torch.testing.assert_close(calls(x), module(x), rtol=0, atol=0)
             assert recorder.made == before + 1
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.factor, self.signs, self.inner = 1.0, [1, -1], types.SimpleNamespace(shift=0.5)
+
+
+class Set(nn.Module):
+    """A module whose code reads attributes; some are written in every call, with the value they have."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.settings, self.table, self.mask, self.scale = settings, {"by": 2.0}, masks.causal(), 0.5
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = float(str(self.scale))
+        y = self.linear(x) * self.settings.factor * self.settings.signs[0] * self.table["by"] + self.scale
+        return stof.attention(y, y, y, self.mask) + self.settings.inner.shift
+
+
+def test_replays_know_the_masks_and_attributes_they_were_made_under() -> None:
+    """A changed one leads to a new recording: a replay would go on with what it was."""
+    settings = Settings()
+    module = nn.Sequential(Set(settings), Set(settings)).eval()
+    first = module[0]
+    calls, recorder = whole(module)
+    x = torch.randn(1, 1, 6, 4)
+    hooks: list[Any] = []
+    with torch.no_grad():
+        for change in (
+            lambda: None,
+            lambda: setattr(first, "mask", masks.sliding_window(1)),
+            lambda: setattr(first, "scale", 0.25),
+            lambda: setattr(first, "new", 1),
+            lambda: delattr(first, "new"),
+            lambda: first.table.update(by=3.0),
+            lambda: settings.signs.__setitem__(0, -1),
+            lambda: setattr(settings, "factor", 2.0),
+            lambda: setattr(settings.inner, "shift", 0.0),
+            lambda: setattr(module[1], "settings", Settings()),
+            lambda: hooks.append(first.register_forward_hook(lambda module, args, out: out + 1)),
+            lambda: hooks.append(first.linear.register_forward_pre_hook(lambda module, args: (args[0] + 1,))),
+            lambda: hooks.pop().remove(),
+            lambda: setattr(first, "forward", lambda x: x + 7),
+        ):
+            change()
+            before = recorder.made
+            for _ in range(4):
+                torch.testing.assert_close(calls(x), module(x), rtol=0, atol=0)
+            assert recorder.made == before + 1
+
+
+def test_replays_know_the_values_of_masks_that_are_tensors() -> None:
+    """In attributes and elsewhere: written in place, they are other masks."""
+    keep = torch.ones(6, 6, dtype=torch.bool)
+    inside, outside = masks.from_dense(keep), masks.from_dense(keep.clone())
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.masks = (inside,)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return stof.attention(x, x, x, self.masks[0]) + stof.attention(x, x, x, outside)
+
+    class Called(Recorder):
+        """Runs what it records, as a GPU's does."""
+
+        def __call__(self, call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            call(*args, **kwargs)
+            return super().__call__(call, args, kwargs)
+
+    module, recorder = Masked().eval(), Called()
+    calls = WholeCalls(module, module, recorder=recorder, device_type="cpu")
+    x = torch.randn(1, 1, 6, 4)
+    with torch.no_grad():
+        for number, mask in enumerate((None, inside, outside)):
+            if mask is not None:
+                mask.keep[:, :3] = False
+            for _ in range(4):
+                torch.testing.assert_close(calls(x), module(x), rtol=0, atol=0)
+            assert recorder.made == number + 1
+
+
+def test_sparsified_models_are_recorded_again() -> None:
+    pytest.importorskip("transformers")
+    from stof.integrations import transformers as hf
+    from tests.integrations import models
+
+    model = models.bert()
+    hf.enable(model)
+    calls, recorder = whole(model)
+    ids = torch.arange(40).view(2, 20) % models.VOCABULARY
+
+    def made() -> int:
+        before = recorder.made
+        for _ in range(4):
+            torch.testing.assert_close(calls(input_ids=ids)[0], model(input_ids=ids)[0], rtol=0, atol=0)
+        return recorder.made - before
+
+    with torch.no_grad():
+        assert made() == 1
+        with hf.sparsify(model, "sliding_window(2)"):
+            assert made() == 1
+            assert made() == 0
+        assert made() == 1
+        model.set_attn_implementation("sdpa")
+        assert made() == 1
+        assert made() == 0
 
 
 def test_buffers_of_other_layouts_are_looked_at() -> None:

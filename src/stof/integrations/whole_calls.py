@@ -2,8 +2,8 @@
 
 A compiled model spends time on the host in every call, most of it on Dynamo's guards and the wrappers around its
 graph, before anything is launched. With few tokens the GPU computes for about as long. Here the call is recorded from
-outside all of that. What guards would have noticed is looked at directly, as far as it is quick: arguments, modes, and
-where the weights lie.
+outside all of that. What guards would have noticed is looked at directly, as far as it is quick: arguments, modes,
+attributes of modules, masks, and where the weights lie.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torch.autograd import forward_ad
 from torch.utils import _device
 from torch.utils import _pytree as pytree
 
+from stof.integrations.attributes import Attributes
 from stof.locks import ForkSafeLock
+from stof.plans import UsedMask, noting_masks
 from stof.tuning.capture import captured
 
 # Combinations of shapes that are kept; each holds its inputs and results, and all share the memory in between.
@@ -45,8 +47,10 @@ class WholeCalls:
 
     Noticed between calls: other shapes, strides, dtypes and values of arguments; grad, inference and autocast mode,
     default dtype, deterministic algorithms; training mode of the model and its modules; modules, parameters and buffers
-    that were replaced, added, taken out or moved, with `frozen` also new values of them, but not through `.data`. Not
-    noticed is what else changes the model's Python code: hooks, attributes, configurations.
+    that were replaced, added, taken out or moved, with `frozen` also new values of them, but not through `.data`; other
+    attributes of modules, sparse masks among them, their configurations and forward hooks (`Attributes`); values that
+    were written to a tensor that is a mask. Not noticed are global names and closures that the model's Python code reads,
+    and what lies deeper in attributes.
 
     Args:
         call: the compiled model's call.
@@ -66,11 +70,12 @@ class WholeCalls:
         device_type: str = "cuda",
     ) -> None:
         self._call, self._module = call, module
-        self._weights = _Weights(module, frozen)
+        self._weights, self._attributes = _Weights(module, frozen), Attributes(module)
         self._recorder, self._device_type = recorder or CudaRecorder(), device_type
         self._met: set[Hashable] = set()
         self._failed: set[Hashable] = set()
         self._recorded: OrderedDict[Hashable, Replay] = OrderedDict()
+        self._masks: dict[Hashable, list[UsedMask]] = {}
         self._lock = ForkSafeLock(reentrant=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +87,7 @@ class WholeCalls:
             replay = self._recorded.get(key)
             # Begun before it is known to be right: the host looks at the weights while the GPU computes.
             out = replay(tensors) if replay is not None else None
-            if self._weights.changed():
+            if self._changed(key):
                 self._forget()
             elif replay is not None:
                 self._recorded.move_to_end(key)
@@ -97,14 +102,20 @@ class WholeCalls:
             self._met.add(key)
         return out
 
+    def _changed(self, key: Hashable) -> bool:
+        """Whether the model is another than in the call before, or a mask than when it was recorded."""
+        weights, attributes = self._weights.changed(), self._attributes.changed()
+        return weights or attributes or any(mask.versions != then for mask, then in self._masks.get(key, ()))
+
     def _second(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replay | None:
         """A new recording; None, for good, if there cannot be one."""
         self._met.discard(key)
         if len(self._recorded) >= MOST_RECORDED:
-            self._recorded.popitem(last=False)
+            self._masks.pop(self._recorded.popitem(last=False)[0], None)
         try:
-            with _no_autocast_cache():
+            with _no_autocast_cache(), noting_masks() as masks:
                 self._recorded[key] = self._recorder(self._call, args, kwargs)
+            self._masks[key] = masks
         except Exception as error:  # whatever a model does that cannot be captured: it synchronises, copies, ...
             self._failed.add(key)
             reason = f"a call cannot be recorded as a CUDA graph and runs unrecorded: {error}"
@@ -116,6 +127,7 @@ class WholeCalls:
         if self._recorded and self._device_type == "cuda":
             torch.cuda.synchronize()  # one of them may be running
         self._recorded.clear()
+        self._masks.clear()
         self._met.clear()
         self._failed.clear()
 
