@@ -26,8 +26,8 @@ _DEPTH = 2
 class Attributes:
     """What the modules of a model hold besides tensors and modules: a comparison with what they held before.
 
-    Looked into are dictionaries, lists and objects in attributes, such as a model's configuration, and those in them, no
-    deeper. Functions, classes, masks and plans are compared as they are.
+    Looked into are dictionaries, lists and objects in attributes, such as a model's configuration, and those in them,
+    no deeper. Functions, classes, masks and plans are compared as they are.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -49,8 +49,8 @@ class WholeCalls:
     default dtype, deterministic algorithms; training mode of the model and its modules; modules, parameters and buffers
     that were replaced, added, taken out or moved, with `frozen` also new values of them, but not through `.data`; other
     attributes of modules, sparse masks among them, their configurations and forward hooks (`Attributes`); values that
-    were written to a tensor that is a mask. Not noticed are global names and closures that the model's Python code reads,
-    and what lies deeper in attributes.
+    were written to a tensor that is a mask. Not noticed are global names and closures that the model's Python code
+    reads, and what lies deeper in attributes.
 
     Args:
         call: the compiled model's call.
