@@ -66,8 +66,17 @@ class DynamicPlan(Plan):
                 self._room = make_room(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
         self.update(mask)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies have memory of their own, filled from the present mask."""
+        return DynamicPlan, (self._mask, (self.q_len, self.kv_len), self._sizes, self.device, self._density)
+
     def _geometry_of(self, mask: Mask, lengths: tuple[int, int], device: torch.device) -> MaskGeometry:
         return MaskGeometry(mask, *lengths, batch=self._sizes[0], heads=self._sizes[1], device=device)
+
+    @property
+    def mask(self) -> Mask:
+        """The present one."""
+        return self._mask
 
     def update(self, mask: Mask | Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
         """Take another mask of the same kind and shapes, or the same one after its tensors changed.

@@ -58,6 +58,8 @@ Decisions = dict[tuple[CallSpec, str | None], Choice]
 CallSizes = tuple[int | None, int | None]
 # Kept calls of one plan: shapes and strides rarely vary under one pair of lengths.
 _MOST_BOUND = 64
+# Versions of a mask that was written to before its plan was copied; no tensor has them.
+_CHANGED = (-1,)
 
 
 def _likeness(
@@ -124,7 +126,7 @@ class Plan:
         self.fixed = layout.config if layout is not None and device.type == "cuda" else None
         self._geometry = geometry
         self._origin = geometry
-        self._versions = None if geometry is None else geometry.mask.versions
+        self._versions: tuple[int, ...] | None = None if geometry is None else geometry.mask.versions
         self._layout = layout
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
         self._survey: Survey | None = None
@@ -142,10 +144,15 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickles and copies: without what calls have kept, and without the name that compiled code knows it by."""
-        return self.__dict__ | {"number": 0, "_content": None, "_first": None, "_bound": {}, "_in_graphs": set()}
+        # A copy's tensors count their versions anew.
+        versions = self._versions if self.mask is None or self._changed() else "unchanged"
+        state = self.__dict__ | {"number": 0, "_content": None, "_first": None, "_versions": versions}
+        return state | {"_bound": {}, "_in_graphs": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        if self.mask is not None:
+            self._versions = self.mask.versions if state["_versions"] == "unchanged" else _CHANGED
         self._name()
 
     def _name(self) -> None:
@@ -363,9 +370,12 @@ class Plan:
         self._check_unchanged()
         return self._geometry.build(config, row_order)
 
+    def _changed(self) -> bool:
+        return self.mask is not None and self.mask.versions != self._versions
+
     def _check_unchanged(self) -> None:
         """Raise if the mask's tensors were written to since: layouts built before and after would disagree."""
-        if self._origin is not None and self._origin.mask.versions != self._versions:
+        if self._changed():
             raise MaskError(
                 "the tensors of this plan's mask were changed in place after the plan was made; make another plan, or "
                 "use stof.dynamic_plan for masks that change"
@@ -481,6 +491,7 @@ class UnsizedPlan(Plan):
         self._mask, self._make = mask, make
         self._plans: dict[tuple[int, int], Plan] = {}
         super().__init__(repr(mask), lengths, (0, 0), device, call_sizes=call_sizes)
+        self._versions = mask.versions
 
     @property
     def mask(self) -> Mask:
@@ -493,19 +504,12 @@ class UnsizedPlan(Plan):
             "no layout of its own to show, save, move or compare; give batch= and heads= to stof.plan"
         )
 
-    def refuse_first_call(self) -> None:
-        """Raise if a call for which none is kept cannot run now.
-
-        Raises:
-            UnsupportedError: a CUDA graph is being captured.
-        """
-        refuse_capture(self.device)
-
     def for_call(self, q: Tensor, k: Tensor) -> Plan:
         self.check_call(q, k)
         sizes = (q.shape[0], q.shape[1])
         found = self._plans.get(sizes)
         if found is None:
+            self._check_unchanged()
             found = self._plans[sizes] = self._make(self._mask, self.q_len, self.kv_len, batch=sizes[0], heads=sizes[1])
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -182,3 +184,17 @@ def test_a_chunk_of_prefill() -> None:
     out, lse = stof.attention(q, k, v, plan, return_lse=True)
     assert_attention(out, lse, q, k, v, mask.to_dense(200, LENGTH, device="cuda"))
     plan.check()
+
+
+@pytest.mark.parametrize("kind", ["vertical_slash", "block_topk", "dense", "bits"])
+def test_copies_have_lists_of_their_own(kind: str) -> None:
+    q, k, v = random_inputs(torch.float16, kv_heads=2, head_dim=128)
+    first, second = (mask_of(kind, numbers(kind, seed)) for seed in range(2))
+    plan = stof.dynamic_plan(first, LENGTH, batch=2, heads=HEADS)
+    stof.attention(q, k, v, plan)
+    others = [copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))]
+    plan.update(second)
+    check(*stof.attention(q, k, v, plan, return_lse=True), q, k, v, second)
+    del plan
+    for other in others:
+        check(*stof.attention(q, k, v, other, return_lse=True), q, k, v, first)

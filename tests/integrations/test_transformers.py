@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 import stof
 from stof import masks
-from stof.errors import MissingDependencyError, ShapeError, UnsupportedError
+from stof.errors import ArgumentError, MissingDependencyError, ShapeError, UnsupportedError
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -451,3 +453,26 @@ def test_models_that_compute_with_their_mask_are_given_none() -> None:
         close(model(ids)[0], expected)
         torch._dynamo.reset()
         close(torch.compile(model, backend="eager")(ids)[0], expected)
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["deep", "pickled"])
+def test_copies_of_sparsified_models(written: bool) -> None:
+    """They carry their masks and the hooks that guard them; neither model's are the other's."""
+    model = hf.enable(models.bert())
+    ids = torch.randint(1, 30, (2, 24))
+    keep = torch.rand(24, 24) < 0.5
+    with torch.no_grad():
+        plain = model(ids)[0]
+        sparse = hf.sparsify(model, masks.from_dense(keep) | masks.sliding_window(1))
+        expected = model(ids)[0]
+        other = pickle.loads(pickle.dumps(model)) if written else copy.deepcopy(model)
+        keep.fill_(True)
+        close(other(ids)[0], expected)
+        sparse.remove()
+        close(model(ids)[0], plain)
+        close(other(ids)[0], expected)
+        other.set_attn_implementation("sdpa")
+        with pytest.raises(ArgumentError, match="has a stof mask"):
+            other(ids)
+        hf.sparsify(other, None)
+        close(other(ids)[0], plain)

@@ -1,0 +1,164 @@
+"""Copies and pickles of what names a mask by its number, key or address: they carry the mask."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stof
+from stof import masks
+from stof.errors import MaskError
+from stof.masks import Mask
+from stof.testing import assert_attention
+
+LENGTH = 40
+
+
+def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """A mask function that pickles find by its name."""
+    return (q - kv).abs() <= 3 * (h + 1)
+
+
+def random_keep(seed: int) -> Tensor:
+    return torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(seed)) < 0.4
+
+
+MASKS: dict[str, Callable[[], Mask]] = {
+    "named": lambda: masks.causal() & masks.sliding_window(5),
+    "numbered": lambda: masks.padding([30, 17]),
+    "function": lambda: masks.from_function(near),
+    "tensor": lambda: masks.from_dense(random_keep(0)),
+    "both": lambda: masks.from_function(near) | masks.from_dense(random_keep(1)),
+    "scores": lambda: masks.block_topk(torch.arange(9.0).view(1, 3, 3), 2, block_size=16),
+}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "shallow": copy.copy, "deep": copy.deepcopy, "pickled": lambda value: pickle.loads(pickle.dumps(value)),
+}  # fmt: skip
+
+
+class Attending(nn.Module):
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def forward(self, x: Tensor) -> Tensor:
+        return stof.attention(x, x, x, self.given)
+
+
+@functools.cache
+def inputs() -> Tensor:
+    return torch.randn(2, 2, LENGTH, 8, generator=torch.Generator().manual_seed(3))
+
+
+def check(call: Callable[[Tensor], Tensor], keep: Tensor) -> None:
+    x = inputs()
+    with torch.inference_mode():
+        assert_attention(call(x), None, x, x, x, keep)
+
+
+def dense(mask: Mask) -> Tensor:
+    return mask.to_dense(LENGTH, batch=2, heads=2).clone()
+
+
+@pytest.mark.parametrize("made", COPIES)
+@pytest.mark.parametrize("kind", ["mask", "plan", "sized plan"])
+@pytest.mark.parametrize("name", MASKS)
+def test_copies_outlive_what_they_were_made_from(name: str, kind: str, made: str) -> None:
+    mask = MASKS[name]()
+    keep = dense(mask)
+    sizes = {"batch": 2, "heads": 2} if kind == "sized plan" else {}
+    module = Attending(mask if kind == "mask" else stof.plan(mask, LENGTH, **sizes))
+    check(module, keep)
+    other = COPIES[made](module)
+    if made == "shallow":
+        other.given = copy.copy(module.given)
+    del module, mask
+    stof.plan_cache.clear()
+    gc.collect()
+    check(other, keep)
+
+
+@pytest.mark.parametrize("name", ["function", "tensor", "both"])
+def test_copies_of_compiled_modules(name: str) -> None:
+    torch._dynamo.reset()
+    for kind in ("mask", "plan"):
+        mask = MASKS[name]()
+        keep = dense(mask)
+        module = torch.compile(Attending(mask if kind == "mask" else stof.plan(mask, LENGTH)), backend="eager")
+        check(module, keep)
+        others = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+        del module, mask
+        stof.plan_cache.clear()
+        gc.collect()
+        for other in others:
+            check(other, keep)
+
+
+@pytest.mark.parametrize("made", ["deep", "pickled"])
+def test_copies_have_tensors_of_their_own(made: str) -> None:
+    """Writing to one is seen by neither mask nor plan of the other, nor is a plan found under the other's key."""
+    mask = masks.from_dense(random_keep(0))
+    mask.keep.logical_not_()  # so that its version is not that of a new tensor
+    old = dense(mask)
+    module = Attending(mask)
+    check(module, old)
+    other = COPIES[made](module)
+    assert other.given.key != mask.key
+    mask.keep.logical_not_()
+    check(other, old)
+    check(module, ~old)
+    other.given.keep.fill_(True)
+    check(other, torch.ones_like(old))
+    check(module, ~old)
+
+
+@pytest.mark.parametrize("made", ["deep", "pickled"])
+def test_copied_plans_know_whether_their_mask_changed(made: str) -> None:
+    """Versions of tensors begin anew in a copy; that the mask was written to before does not."""
+    mask = masks.from_dense(random_keep(0))
+    mask.keep.logical_not_()
+    plan = stof.plan(mask, LENGTH)
+    COPIES[made](plan)._check_unchanged()
+    mask.keep.logical_not_()
+    for changed in (plan, COPIES[made](plan), COPIES[made](COPIES[made](plan))):
+        with pytest.raises(MaskError, match="changed in place"):
+            changed._check_unchanged()
+
+
+@pytest.mark.parametrize("made", ["same", *COPIES])
+def test_plans_that_get_their_sizes_from_calls_refuse_masks_that_changed(made: str) -> None:
+    keep = random_keep(0)
+    mask = masks.from_function(near) & masks.from_dense(keep)
+    plan = stof.plan(mask, LENGTH)
+    check(Attending(plan), dense(mask))
+    keep.logical_not_()
+    given = plan if made == "same" else COPIES[made](plan)
+    x = inputs()[:1]
+    with pytest.raises(MaskError, match="changed in place"):
+        stof.attention(x, x, x, given)
+
+
+@pytest.mark.parametrize("made", COPIES)
+def test_copies_of_dynamic_plans(made: str) -> None:
+    """Each has the mask of the time it was copied, and takes updates of its own."""
+    first, second = random_keep(0), random_keep(1)
+    plan = stof.dynamic_plan(first.clone(), LENGTH, batch=2, heads=2)
+    check(Attending(plan), first[None, None])
+    other = COPIES[made](plan)
+    assert other.number != plan.number
+    plan.update(second.clone())
+    assert torch.equal(plan.to_dense()[0, 0], second)
+    assert torch.equal(plan.mask.to_dense(LENGTH)[0, 0], second)
+    check(Attending(other), first[None, None])
+    check(Attending(plan), second[None, None])
+    del plan
+    other.update(second.clone())
+    check(Attending(other), second[None, None])
