@@ -395,7 +395,7 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
-    monkeypatch.setattr("stof.dynamic._stream_id", lambda: current[-1].cuda_stream)
+    monkeypatch.setattr("stof.streams.stream_id", lambda: current[-1].cuda_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(f"held for {stream.name}"))
     monkeypatch.setattr("stof.dynamic.fill_room", lambda room, mask: log.append(f"built on {current[-1].name}"))

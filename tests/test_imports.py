@@ -18,7 +18,7 @@ SOURCE = Path(stof.__file__).parent
 
 # Lowest first; units of one line may import each other. Those of the first import nothing.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "host", "lasting", "cache_keys", "files", "locks"),
+    ("errors", "host", "lasting", "cache_keys", "files", "locks", "streams"),
     ("masks",),
     ("layout",),
     ("kernels",),

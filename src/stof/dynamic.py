@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stof import streams
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
 from stof.host import tensors_on_host
 from stof.kernels.triton.runtime import OVERFLOW, DenseRoom, Problem, WorkRoom, dense_room, fill_dense
@@ -27,6 +28,7 @@ from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, Choice, Prepare
 from stof.selection.geometry import MaskGeometry
 from stof.selection.gpu import runtime_choice, runtime_hopper_choices, shared_memory_limit
 from stof.selection.implementations import prepared_tiles, prepared_work
+from stof.streams import Update
 
 # The tile that leaves room for two programs or more on a multiprocessor at every head_dim (docs/performance.md).
 _BLOCK = 64
@@ -55,7 +57,7 @@ class DynamicPlan(Plan):
         self._mask, self._sizes, self._density = mask, sizes, density
         self._room: WorkRoom | None = None
         # The last one, and the last one that is part of a CUDA graph: that runs in replays alone.
-        self._updates = {False: _Update(), True: _Update()}
+        self._updates = {False: Update(), True: Update()}
         self._replayed = False
         self._captured = False
         dims = mask.dims(*sizes)
@@ -108,15 +110,15 @@ class DynamicPlan(Plan):
             with torch.cuda.device(self.device):
                 capturing = torch.cuda.is_current_stream_capturing()
                 self._captured = self._captured or capturing
-                current = _stream_id()
+                current = streams.stream_id()
                 if stream is None:
                     self._fill(self._room, capturing, current)
-                    self._updates[capturing] = _Update() if capturing else _Update.here()
+                    self._updates[capturing] = Update() if capturing else Update.here()
                 else:
                     stream.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(stream):
                         self._fill(self._room, capturing, current)
-                        self._updates[capturing] = _Update.here()
+                        self._updates[capturing] = Update.here()
                     for tensor in _tensors(mask):
                         # Their memory may be given to others when the current stream has passed this point.
                         tensor.record_stream(stream)
@@ -124,7 +126,7 @@ class DynamicPlan(Plan):
                         self._updates[capturing].join()  # replays of attention ask nobody
 
     def _fill(self, room: WorkRoom, capturing: bool, ordered: int) -> None:
-        """Launch what writes the lists, behind what writes and reads them; see `_Update.wait_for_calls`."""
+        """Launch what writes the lists, behind what writes and reads them; see `Update.wait_for_calls`."""
         last = self._updates[capturing]
         last.join()
         if not capturing:
@@ -299,47 +301,6 @@ class DynamicPlan(Plan):
 
     def __repr__(self) -> str:
         return f"DynamicPlan({self._mask!r}, q_len={self.q_len}, kv_len={self.kv_len}, device={str(self.device)!r})"
-
-
-@dataclass(frozen=True, eq=False)
-class _Update:
-    """An update: what calls on other streams wait for, and which streams have calls that the next update waits for.
-
-    Attributes:
-        done: recorded behind it; None where its stream alone orders it.
-        streams: that it ran on, or that wait for it, by their ids.
-    """
-
-    done: torch.cuda.Event | None = None
-    streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)
-
-    @staticmethod
-    def here() -> _Update:
-        """An update that was launched on the current stream just now."""
-        stream = torch.cuda.current_stream()
-        return _Update(stream.record_event(), {stream.cuda_stream: stream})
-
-    def join(self) -> None:
-        """Let the current stream wait, once."""
-        number = _stream_id()
-        if number in self.streams:
-            return
-        stream = torch.cuda.current_stream()
-        if self.done is not None:
-            stream.wait_event(self.done)
-        self.streams[number] = stream
-
-    def wait_for_calls(self, ordered: int) -> None:
-        """Let the current stream wait for the others that joined, but for one (its id) that it waits for already."""
-        number = _stream_id()
-        for other, stream in self.streams.items():
-            if other not in (number, ordered):
-                torch.cuda.current_stream().wait_stream(stream)
-
-
-def _stream_id() -> int:
-    """Of the current stream; less host time than making a `torch.cuda.Stream`, and every call asks."""
-    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
 
 
 def dynamic_plan(

@@ -64,4 +64,4 @@ def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream on which dynamic plans find themselves where there is no GPU; whatever it is asked for is nothing."""
     stream = SimpleNamespace(cuda_stream=0, record_event=lambda: None, wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr("stof.dynamic._stream_id", lambda: 0)
+    monkeypatch.setattr("stof.streams.stream_id", lambda: 0)

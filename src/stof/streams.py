@@ -1,0 +1,48 @@
+"""The order of updates and calls of a dynamic plan, which may be on any CUDA streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """An update: what calls on other streams wait for, and which streams have calls that the next update waits for.
+
+    Attributes:
+        done: recorded behind it; None where its stream alone orders it.
+        streams: that it ran on, or that wait for it, by their ids.
+    """
+
+    done: torch.cuda.Event | None = None
+    streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)
+
+    @staticmethod
+    def here() -> Update:
+        """An update that was launched on the current stream just now."""
+        stream = torch.cuda.current_stream()
+        return Update(stream.record_event(), {stream.cuda_stream: stream})
+
+    def join(self) -> None:
+        """Let the current stream wait, once."""
+        number = stream_id()
+        if number in self.streams:
+            return
+        stream = torch.cuda.current_stream()
+        if self.done is not None:
+            stream.wait_event(self.done)
+        self.streams[number] = stream
+
+    def wait_for_calls(self, ordered: int) -> None:
+        """Let the current stream wait for the others that joined, but for one (its id) that it waits for already."""
+        number = stream_id()
+        for other, stream in self.streams.items():
+            if other not in (number, ordered):
+                torch.cuda.current_stream().wait_stream(stream)
+
+
+def stream_id() -> int:
+    """Of the current stream; less host time than making a `torch.cuda.Stream`, and every call asks."""
+    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
