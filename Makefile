@@ -18,10 +18,14 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
+# Tested with the oldest and the newest supported transformers (constraints.txt, tests/integrations/transformers-5.23.txt).
+HF_TESTS := $(addprefix tests/integrations/test_,transformers.py unusual_models.py packing.py model_mask.py)
+
 # One thread per worker: the workers already fill the cores. Whoever is done takes tests from the others: a few take
 # minutes.
-unit: $(VENV)/.dev $(VENV)/.triton-3.6
+unit: $(VENV)/.dev $(VENV)/.triton-3.6 $(VENV)/.transformers-5.23
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/transformers-5.23 $(BIN)/python -m pytest -n auto --dist worksteal $(HF_TESTS)
 
 # The figures of the README's table on this machine's CPU (about 4 minutes).
 bench: $(VENV)/.dev
@@ -51,4 +55,10 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.triton-3.6: $(VENV)/.made tests/kernels/triton-3.6.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	  --target $(VENV)/triton-3.6 --requirement tests/kernels/triton-3.6.txt
+	touch $@
+
+# The newest supported transformers, laid over the one in $(VENV).
+$(VENV)/.transformers-5.23: $(VENV)/.made tests/integrations/transformers-5.23.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	  --target $(VENV)/transformers-5.23 --requirement tests/integrations/transformers-5.23.txt
 	touch $@

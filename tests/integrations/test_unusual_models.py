@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
+from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
 import transformers  # noqa: E402
+from transformers import masking_utils  # noqa: E402
 
 
 @pytest.mark.parametrize("how", ["assistant", "lookup"])
@@ -68,3 +73,50 @@ def test_what_is_no_module_and_no_mask_of_a_layer() -> None:
     )
     with pytest.raises(ArgumentError, match="from_function"):
         hf.sparsify(hf.enable(model), lambda b, h, q, kv: q >= kv)
+
+
+PACKED = {
+    "two sequences": [*range(10), *range(14)],
+    "one not from 0": [*range(5, 12), *range(17)],
+    "many": [*range(3), *range(1), *range(9), *range(11)],
+    "going back": [*range(10, 17), *range(2, 8), *range(11)],
+}
+
+
+@pytest.mark.parametrize("build", [models.llama, models.mistral])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_positions_are_documents(name: str, build: Callable[[], Any]) -> None:
+    """Whichever names the version of transformers gives its functions; never a mask of every score."""
+    ids = torch.randint(3, 60, (2, 24))
+    call = {"position_ids": torch.tensor(PACKED[name]).expand(2, -1), "use_cache": False}
+    model = build()
+    with torch.no_grad():
+        expected = model(ids, **call).logits
+        made: list[hf.ModelMask] = []
+        hf.enable(model)
+        hooks = [
+            part.register_forward_pre_hook(
+                lambda _, args, kwargs: made.append(kwargs["attention_mask"]), with_kwargs=True
+            )
+            for part in model.modules()
+            if hasattr(part, "is_causal")
+        ]
+        torch.testing.assert_close(model(ids, **call).logits, expected, atol=3e-5, rtol=1e-5)
+    assert len(layers) == len(made) == 2
+    assert "documents" in repr(made[0].mask)
+    assert "from_dense" not in repr(made[0].mask)
+
+
+@pytest.mark.skipif(not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="transformers >= 5.23")
+@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1, 5, 0, 1], [0, 1, 2, 3, 2, 1, 0, 1]], ids=["skips", "falls"])
+@pytest.mark.parametrize("window", [None, 2])
+def test_positions_that_do_not_count_tokens_are_evaluated(positions: list[int], window: int | None) -> None:
+    """What distances in positions mean then differs from what distances in tokens do."""
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2]])
+    inner = masking_utils.sliding_window_overlay(window) if window else masking_utils.causal_mask_function
+    function = masking_utils.packed_sequence_compatibility_function(inner, torch.tensor([positions]), ids)
+    arguments = {"batch_size": 1, "q_length": 8, "kv_length": 8, "mask_function": function}
+    expected = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    got = hf.make_mask(**arguments).mask
+    assert "from_dense" in repr(got)
+    assert torch.equal(got.to_dense(8, 8), expected)

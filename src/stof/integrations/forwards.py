@@ -28,7 +28,8 @@ def hands_mask_on(model: type) -> bool:
     others = {node.id for node in names if node.id.startswith("create_") and not _makes_masks(node.id)}
     if others - {"create_bidirectional_mask"}:  # that one is for the encoder's
         return False
-    reads = [node for node in names if node.id == _NAME]
+    copies = _other_names(tree)
+    reads = [node for node in names if node.id == _NAME or node.id in copies]
     allowed = _handed_on(tree)
     return any(_makes_masks(node.id) for node in names) and all(
         isinstance(node.ctx, ast.Store) or node in allowed for node in reads
@@ -38,6 +39,17 @@ def hands_mask_on(model: type) -> bool:
 def _makes_masks(function: str) -> bool:
     # Mistral's name for either of two. That of chunks (Llama 4) counts each sequence's padding: it needs a tensor.
     return function in ("create_causal_mask", "create_sliding_window_causal_mask", "mask_function")
+
+
+def _other_names(tree: ast.AST) -> set[str]:
+    """Names the mask itself is given by a plain assignment, under which it may be computed with (OPT)."""
+    return {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == _NAME
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
 
 
 def _called(call: ast.Call) -> str:

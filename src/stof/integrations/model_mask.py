@@ -139,6 +139,10 @@ class ModelMask:
             complete=self.complete,
         )
 
+    def contiguous(self) -> ModelMask:
+        """Itself; transformers >= 5.23 asks for it when it generates with a static cache."""
+        return self
+
     def __repr__(self) -> str:
         extra = "" if self.keep is None else f", keep={list(self.keep.shape)}"
         return f"ModelMask({self.mask!r}, shape={self.shape}{extra})"

@@ -51,8 +51,12 @@ def _named(fn: Callable[..., Any], whole: int | None) -> Mask | None:
     code = getattr(fn, "__code__", None)
     if code not in _TRUSTED:
         return None
-    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in fn.__closure__ or ()), strict=True))
-    return _READERS[code](held, whole)
+    return _READERS[code](_held(fn), whole)
+
+
+def _held(fn: Callable[..., Any]) -> dict[str, Any]:
+    """What a closure holds."""
+    return dict(zip(fn.__code__.co_freevars, (cell.cell_contents for cell in fn.__closure__ or ()), strict=True))
 
 
 def _read_window(held: dict[str, Any], whole: int | None) -> Mask | None:
@@ -72,8 +76,32 @@ def _read_packed(held: dict[str, Any], whole: int | None) -> Mask | None:
     return documents(ids) if bool((ids >= 0).all()) else None
 
 
+def _read_remapped(held: dict[str, Any], whole: int | None, sequences: Tensor | None = None) -> Mask | None:
+    """A mask function of positions, as one of indices; right within the `sequences` given, else in whole rows."""
+    positions: Tensor = held["position_ids"]
+    if whole is None or positions.shape[-1] != whole:
+        return None
+    steps = positions.diff(dim=-1) == 1
+    if sequences is not None:
+        new = sequences.diff(dim=-1)
+        steps = (new > 0) | (steps & (new == 0))
+    mask = _named(held["mask_function"], whole)
+    by_distance = mask in (causal(), full()) or isinstance(mask, type(sliding_window(1)))
+    return mask if by_distance and bool(steps.all()) else None
+
+
 def _read_and(held: dict[str, Any], whole: int | None) -> Mask | None:
-    parts = [_named(fn, whole) for fn in held["mask_functions"]]
+    functions = held["mask_functions"]
+    codes = [getattr(fn, "__code__", None) for fn in functions]
+    sequences = next(
+        (_held(fn)["packed_sequence_mask"] for fn, code in zip(functions, codes, strict=True) if code is _PACKED), None
+    )
+    parts = [
+        _read_remapped(_held(fn), whole, sequences)
+        if code in _TRUSTED and _READERS[code] is _read_remapped
+        else _named(fn, whole)
+        for fn, code in zip(functions, codes, strict=True)
+    ]
     out: Mask | None = full()
     for part in parts:
         if part is None or out is None:
@@ -101,6 +129,8 @@ def _read_or(held: dict[str, Any], whole: int | None) -> Mask | None:
 
 _PACKED_PROBE = torch.arange(_PROBE, device="cpu").div(5, rounding_mode="floor")[None]
 
+_PACKED = hf.packed_sequence_mask_function(_PACKED_PROBE).__code__
+
 # What each closure of transformers must mean for its reader to be used, with two sizes each.
 _EXAMPLES: tuple[tuple[Callable[..., Any], Callable[..., Mask | None]], ...] = tuple(
     (fn, reader)
@@ -113,6 +143,11 @@ _EXAMPLES: tuple[tuple[Callable[..., Any], Callable[..., Mask | None]], ...] = t
         (hf.or_masks(hf.causal_mask_function, hf.bidirectional_mask_function), _read_or),
     )
 )
+if hasattr(hf, "remap_positions_for_packed_sequence"):  # transformers >= 5.23 lets packed positions begin anew
+    _EXAMPLES += tuple(
+        (hf.remap_positions_for_packed_sequence(hf.causal_mask_function, ids), _read_remapped)
+        for ids in (torch.arange(first, first + _PROBE, device="cpu")[None] for first in (0, 3))
+    )
 _READERS: dict[CodeType, Callable[..., Mask | None]] = {fn.__code__: reader for fn, reader in _EXAMPLES}
 _TRUSTED: set[CodeType] = set(_READERS)
 
