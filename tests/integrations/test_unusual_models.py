@@ -94,13 +94,9 @@ def test_packed_positions_are_documents(name: str, build: Callable[[], Any]) -> 
         expected = model(ids, **call).logits
         made: list[hf.ModelMask] = []
         hf.enable(model)
-        hooks = [
-            part.register_forward_pre_hook(
-                lambda _, args, kwargs: made.append(kwargs["attention_mask"]), with_kwargs=True
-            )
-            for part in model.modules()
-            if hasattr(part, "is_causal")
-        ]
+        layers = [part for part in model.modules() if hasattr(part, "is_causal")]
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda _, args, kw: made.append(kw["attention_mask"]), with_kwargs=True)
         torch.testing.assert_close(model(ids, **call).logits, expected, atol=3e-5, rtol=1e-5)
     assert len(layers) == len(made) == 2
     assert "documents" in repr(made[0].mask)
