@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from stof.errors import ArgumentError, MaskError
+from stof.integrations.served import calls_interface
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 
@@ -132,11 +133,7 @@ def _self_attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _attends(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
-    return (
-        "Attention" in type(module).__name__
-        and hasattr(config, "_attn_implementation")
-        and hasattr(module, "is_causal")
-    )
+    return hasattr(config, "_attn_implementation") and hasattr(module, "is_causal") and calls_interface(type(module))
 
 
 def _crosses(name: str, module: nn.Module) -> bool:

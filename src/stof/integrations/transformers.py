@@ -33,6 +33,7 @@ except ImportError as error:
 
 from stof.integrations.forwards import hands_mask_on
 from stof.integrations.recognise import recognise, recognise_plain
+from stof.integrations.served import calls_interface, check_served, check_when_loaded, not_served, refuse_unread
 from stof.integrations.sparsify import NAME, Sparsified, sparse_mask_of, sparsify
 
 __all__ = [
@@ -59,8 +60,11 @@ def enable(model: nn.Module) -> nn.Module:
         the model.
 
     Raises:
-        UnsupportedError: a part of the model does not support setting its attention implementation; all are as before.
+        UnsupportedError: a part of the model has attention code of its own; all are as before.
     """
+    check_served(model)
+    if not any(map(calls_interface, {type(module) for module in model.modules()})):
+        raise UnsupportedError(not_served(type(model).__name__), {})
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [part.config._attn_implementation for part in parts]
     for part in parts:
@@ -71,11 +75,7 @@ def enable(model: nn.Module) -> nn.Module:
             if part.config._attn_implementation != implementation:
                 part.set_attn_implementation(implementation)
         names = ", ".join(left) or type(model).__name__
-        raise UnsupportedError(
-            f"{names} does not run its attention through transformers' attention interface, so stof cannot serve it; "
-            "this takes a PreTrainedModel whose attention layers use ALL_ATTENTION_FUNCTIONS",
-            {},
-        )
+        raise UnsupportedError(not_served(names), {})
     for part, implementation in zip(parts, before, strict=True):
         if implementation != NAME:
             part._stof_before = implementation
@@ -135,6 +135,7 @@ def register() -> None:
         )
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
+    check_when_loaded(NAME)
 
 
 def make_mask(
@@ -278,10 +279,12 @@ def attention_forward(
         `(out [B, Sq, H, D], None)`.
 
     Raises:
-        UnsupportedError: attention dropout, or attention weights are asked for.
+        UnsupportedError: attention dropout, attention weights, or something else is asked for that stof does not read:
+            a layer's own choice of keys, sequence boundaries (`cu_seq_lens_*`), a paged cache.
         ShapeError: a mask tensor that is not 4-D, or a mask made for other lengths.
     """
     _refuse_what_no_kernel_returns(dropout, kwargs.get("output_attentions"))
+    refuse_unread(module, kwargs)
     sparse = sparse_mask_of(module)
     mask = _as_model_mask(module, query, key, attention_mask, is_causal)
     if sparse is not None:

@@ -1,0 +1,134 @@
+"""Models and calls of transformers that stof cannot serve: refused by what their layers do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stof import masks
+from stof.errors import StofError, UnsupportedError
+from tests.integrations import models
+
+hf = pytest.importorskip("stof.integrations.transformers")
+import transformers  # noqa: E402
+
+from stof.integrations.served import calls_interface  # noqa: E402
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+_SEQ2SEQ = {
+    "vocab_size": 61, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+}  # fmt: skip
+OWN: dict[str, Callable[[], Any]] = {
+    "BigBird": lambda: transformers.BigBirdConfig(**SIZES, block_size=4, num_random_blocks=1),
+    "BigBirdPegasusEncoder": lambda: transformers.BigBirdPegasusConfig(**_SEQ2SEQ, block_size=4),
+    "DebertaV2": lambda: transformers.DebertaV2Config(**SIZES),
+    "Longformer": lambda: transformers.LongformerConfig(**SIZES, attention_window=4),
+    "MPNet": lambda: transformers.MPNetConfig(**SIZES),
+    "Bloom": lambda: transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_models_with_attention_code_of_their_own(name: str) -> None:
+    """Also an encoder whose decoder could be served."""
+    with pytest.raises(UnsupportedError, match=rf"(?s){name}.*attn_implementation=None.*Attention"):
+        transformers.AutoModel.from_config(OWN[name](), attn_implementation="stof")
+    model = transformers.AutoModel.from_config(OWN[name]()).eval()
+    before = [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
+    for refused in (hf.enable, lambda m: m.set_attn_implementation("stof")):
+        with pytest.raises(UnsupportedError, match=name):
+            refused(model)
+    assert [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")] == before
+    with pytest.raises(StofError):
+        hf.sparsify(model, masks.sliding_window(3))
+    if hasattr(model, "decoder"):
+        hf.enable(model.decoder)
+
+
+def test_from_pretrained_and_reloaded_models(tmp_path: Any) -> None:
+    transformers.AutoModel.from_config(OWN["DebertaV2"]()).save_pretrained(tmp_path / "refused")
+    with pytest.raises(UnsupportedError, match="DebertaV2"):
+        transformers.AutoModel.from_pretrained(tmp_path / "refused", attn_implementation="stof")
+    models.bert().save_pretrained(tmp_path / "served")
+    served = transformers.AutoModel.from_pretrained(tmp_path / "served", attn_implementation="stof")
+    assert served.config._attn_implementation == "stof"
+
+
+def test_models_without_attention() -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1}
+    with pytest.raises(UnsupportedError, match="FNetModel"):
+        hf.enable(transformers.FNetModel(transformers.FNetConfig(**sizes, intermediate_size=48)))
+
+
+def test_a_class_is_told_by_its_methods_and_those_it_inherits() -> None:
+    layer = transformers.models.bert.modeling_bert.BertSelfAttention
+    assert calls_interface(layer)
+    assert calls_interface(type("Attention", (layer,), {"forward": lambda self, x: x}))
+    assert not calls_interface(transformers.models.bert.modeling_bert.BertModel)
+    assert not calls_interface(nn.MultiheadAttention)
+
+
+def test_a_choice_of_keys_by_the_layer_is_not_left_out() -> None:
+    """MiniMax-M3's sparse layers; its dense ones hand None."""
+    config = transformers.MiniMaxM3VLTextConfig
+    small: dict[str, Any] = {
+        "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "max_position_embeddings": 64, "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4,
+        "index_topk_blocks": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    ids = torch.randint(3, 60, (1, 24))
+    for kinds in (["full_attention", "full_attention"], ["full_attention", "minimax_m3_sparse"]):
+        torch.manual_seed(0)
+        model = transformers.MiniMaxM3VLTextModel(config(**small, layer_types=kinds)).eval()
+        with torch.no_grad():
+            expected = model(ids).last_hidden_state
+            hf.enable(model)
+            if "minimax_m3_sparse" in kinds:
+                with pytest.raises(UnsupportedError, match="block_indices"):
+                    model(ids)
+            else:
+                torch.testing.assert_close(model(ids).last_hidden_state, expected, atol=1e-4, rtol=1e-4)
+
+
+class _Choosy(transformers.models.llama.modeling_llama.LlamaAttention):
+    """A layer that hands on something nobody has heard of."""
+
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        states = self.q_proj(hidden_states).unflatten(-1, (4, -1)).transpose(1, 2)
+        out = function(self, states, states, states, None, scaling=1.0, best_keys=self.best)[0]
+        return self.o_proj(out.flatten(2)), None
+
+
+def test_unknown_arguments_of_layers() -> None:
+    model = models.llama().model
+    layer = _Choosy(model.config, 0)
+    layer.best = None
+    model.layers[0].self_attn = layer
+    hf.enable(model)
+    model(torch.ones(1, 5, dtype=torch.long))
+    layer.best = torch.ones(2)
+    with pytest.raises(UnsupportedError, match="_Choosy hands best_keys"):
+        model(torch.ones(1, 5, dtype=torch.long))
+
+
+def test_boundaries_of_flash_attention_are_refused() -> None:
+    """They keep sequences apart that nothing else may tell apart."""
+    model = hf.enable(models.llama())
+    ids, bounds = torch.randint(3, 60, (1, 12)), torch.tensor([0, 5, 12], dtype=torch.int32)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        with pytest.raises(UnsupportedError, match=rf"{name}.*position_ids"):
+            model(ids, **{name: bounds})
+    with pytest.raises(UnsupportedError, match="continuous batching"):
+        model.model.layers[0].self_attn(
+            torch.zeros(1, 4, 32), (torch.ones(1, 4, 8), torch.zeros(1, 4, 8)), None, cache=object()
+        )
