@@ -19,7 +19,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 # Tested with the oldest and the newest supported transformers (constraints.txt, tests/integrations/transformers-5.23.txt).
-HF_TESTS := $(addprefix tests/integrations/test_,transformers.py unusual_models.py refused_models.py packing.py model_mask.py)
+HF_TESTS := $(addprefix tests/integrations/test_,transformers.py unusual_models.py refused_models.py given_masks.py packing.py model_mask.py)
 
 # One thread per worker: the workers already fill the cores. Whoever is done takes tests from the others: a few take
 # minutes.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import stof
 from stof.errors import MissingDependencyError, ShapeError, UnsupportedError
+from stof.integrations.given_masks import check_padding, check_scores
 from stof.integrations.model_mask import FULL, ModelMask
 from stof.integrations.packing import PackedBatch, pack
 from stof.masks import Mask, causal, from_dense, from_function, padding
@@ -157,20 +158,25 @@ def make_mask(
 
     Args:
         attention_mask: bool `[B, tokens seen]` padding, or a `ModelMask` (a packed batch) to intersect with.
+
+    Raises:
+        ShapeError: an `attention_mask` of another shape.
     """
     del kwargs
     if isinstance(attention_mask, ModelMask) and attention_mask.complete:
         return attention_mask  # prepared ahead of the forward pass, by generate()
-    given, pads = (None, attention_mask) if not isinstance(attention_mask, ModelMask) else (attention_mask, None)
     compiling = torch.compiler.is_compiling()
+    if not compiling:  # both may be tensors: assisted generation takes tokens back
+        q_offset, kv_offset = int(q_offset), int(kv_offset)
+    check_padding(attention_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function)
+    given, pads = (None, attention_mask) if not isinstance(attention_mask, ModelMask) else (attention_mask, None)
     own: Mask | None
     if compiling:
         # Closures and offsets are symbols here; only plain masks of whole sequences can be told.
         start = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
         own = recognise_plain(mask_function) if start else None
     else:
-        # Both may be tensors: assisted generation takes tokens back.
-        q_offset, kv_offset = int(q_offset), int(kv_offset)
+        assert isinstance(q_offset, int)
         own = recognise(mask_function, q_length, kv_length, q_offset, kv_offset)
     keep: Tensor | None = None
     if own is None:
@@ -351,26 +357,23 @@ def _as_model_mask(
         if not torch.compiler.is_compiling() and given.shape[2:] != shape[2:]:
             raise ShapeError(
                 f"the mask was made for {given.shape[2]} queries and {given.shape[3]} keys, the layer has {q_len} and "
-                f"{shape[3]}; a packed batch runs once, without earlier tokens in a cache"
+                f"{shape[3]}; an attention_mask has one value per token attended to, and a packed batch runs once, "
+                "without earlier tokens in a cache"
             )
         return given  # made for the model's `is_causal`, so that argument says nothing new
     if isinstance(given, Tensor):
+        check_scores(given, batch, query.shape[1], q_len, key.shape[2])
         return _from_tensor(given, shape)
     causal_module = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return ModelMask(causal() if causal_module and q_len > 1 else FULL, shape)
 
 
 def _from_tensor(given: Tensor, shape: tuple[int, int, int, int]) -> ModelMask:
-    if given.ndim != 4:
-        raise ShapeError(
-            f"an attention mask tensor of a layer is [B, heads or 1, Sq, Skv], got {list(given.shape)}; "
-            "2-D padding masks are for the model, not its layers"
-        )
     if given.dtype != torch.bool:
         return ModelMask(FULL, shape)  # additive: it becomes the bias
     if torch.compiler.is_compiling():
         return ModelMask(FULL, shape, keep=given)
-    keep = given[..., : shape[3]].expand(-1, -1, shape[2], shape[3])
+    keep = given.expand(-1, -1, shape[2], shape[3])
     # A tensor used as it is keeps its identity, by which layers share its plan.
     return ModelMask(
         from_dense(given if keep.shape == given.shape and given.is_contiguous() else keep.contiguous()), shape

@@ -1,0 +1,62 @@
+"""Shapes of the attention masks a caller gives a model of transformers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import masking_utils
+
+from stof.errors import ShapeError
+from stof.integrations.model_mask import ModelMask
+
+
+def check_padding(
+    given: Tensor | ModelMask | None,
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: object,
+) -> None:
+    """Refuse a mask of a model's call that has not one value per sequence and token seen.
+
+    Static caches hold more keys than tokens; the mask may be as long as either.
+
+    Raises:
+        ShapeError: another number of dimensions, another batch size or another length.
+    """
+    if given is None:
+        return
+    if isinstance(given, Tensor) and given.ndim != 2:
+        raise ShapeError(
+            f"attention_mask is [B, tokens], or [B, heads or 1, Sq, Skv] for every score, got {list(given.shape)}; "
+            "give a 3-D mask a dimension of heads with mask[:, None]"
+        )
+    if given.shape[0] != batch:
+        raise ShapeError(
+            f"attention_mask has {given.shape[0]} sequences and the inputs have {batch}; give one row each"
+        )
+    if isinstance(given, ModelMask) or isinstance(q_offset, Tensor):
+        return  # masks check their own lengths; compiled code does not know the tokens seen
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return  # perhaps over another sequence: layers compare the mask with their keys
+    length, seen = given.shape[1], q_offset + q_length
+    if not seen <= length <= max(seen, kv_offset + kv_length):
+        raise ShapeError(
+            f"attention_mask has {length} tokens and attention sees {seen}, those in the cache included; "
+            "give one value per token"
+        )
+
+
+def check_scores(given: Tensor, batch: int, heads: int, q_length: int, kv_length: int) -> None:
+    """Refuse a mask tensor of a layer that is not `[B | 1, H | 1, Sq | 1, Skv | 1]`.
+
+    Raises:
+        ShapeError: naming the shape that is accepted.
+    """
+    sizes = (batch, heads, q_length, kv_length)
+    if given.ndim != 4 or any(got != 1 and got != want for got, want in zip(given.shape, sizes, strict=True)):
+        raise ShapeError(
+            f"an attention mask tensor of a layer is [B, heads or 1, Sq, Skv], here {list(sizes)} with 1 for what is "
+            f"shared, got {list(given.shape)}; 2-D padding masks are for the model, not its layers"
+        )
