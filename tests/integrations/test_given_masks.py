@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stof.errors import ShapeError
+from stof.errors import ShapeError, UnsupportedError
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -68,3 +68,12 @@ def test_packed_rows_are_those_of_the_call() -> None:
     inputs["input_ids"] = inputs["input_ids"].expand(3, -1)
     with pytest.raises(ShapeError, match="1 sequences and the inputs have 3"):
         hf.enable(models.bert())(**inputs)
+
+
+def test_windows_without_a_mask() -> None:
+    layer = hf.enable(models.mistral()).model.layers[0].self_attn
+    states, positions = torch.randn(1, 9, 32), (torch.ones(1, 9, 8), torch.zeros(1, 9, 8))
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="sliding window of 6 for 9 keys"):
+        layer(states, positions, None)
+    with torch.no_grad():
+        layer(states[:, :6], (positions[0][:, :6], positions[1][:, :6]), None)

@@ -110,12 +110,12 @@ def test_cached_steps_give_the_logits_of_the_whole_sequence() -> None:
     close(torch.cat(parts, 1)[valid], whole[valid])
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@DENSE_TWINS
 def test_static_cache(name: str) -> None:
     inputs = models.batch("left")
     options = {"max_new_tokens": 10, "do_sample": False, "disable_compile": True}
     got, want = both(
-        DECODERS[name][0](), "sdpa", lambda m: m.generate(**inputs, cache_implementation="static", **options)
+        DECODERS[name][0](), DECODERS[name][1], lambda m: m.generate(**inputs, cache_implementation="static", **options)
     )
     assert torch.equal(got, want)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import masking_utils
 
-from stof.errors import ShapeError
+from stof.errors import ShapeError, UnsupportedError
 from stof.integrations.model_mask import ModelMask
 
 
@@ -59,4 +59,19 @@ def check_scores(given: Tensor, batch: int, heads: int, q_length: int, kv_length
         raise ShapeError(
             f"an attention mask tensor of a layer is [B, heads or 1, Sq, Skv], here {list(sizes)} with 1 for what is "
             f"shared, got {list(given.shape)}; 2-D padding masks are for the model, not its layers"
+        )
+
+
+def check_window(window: object, kv_length: int) -> None:
+    """Refuse a window that a layer without a mask asks for: masks say windows here.
+
+    Raises:
+        UnsupportedError: the window would leave keys out.
+    """
+    if isinstance(window, int) and 0 < window < kv_length:
+        raise UnsupportedError(
+            f"the layer has a sliding window of {window} for {kv_length} keys and was given no mask that says so; "
+            "give the layer the mask that stof.integrations.transformers.make_mask makes, or call "
+            'model.set_attn_implementation("eager")',
+            {},
         )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import stof
 from stof.errors import MissingDependencyError, ShapeError, UnsupportedError
-from stof.integrations.given_masks import check_padding, check_scores
+from stof.integrations.given_masks import check_padding, check_scores, check_window
 from stof.integrations.model_mask import FULL, ModelMask
 from stof.integrations.packing import PackedBatch, pack
 from stof.masks import Mask, causal, from_dense, from_function, padding
@@ -291,6 +291,8 @@ def attention_forward(
     """
     _refuse_what_no_kernel_returns(dropout, kwargs.get("output_attentions"))
     refuse_unread(module, kwargs)
+    if attention_mask is None:
+        check_window(kwargs.get("sliding_window"), key.shape[2])
     sparse = sparse_mask_of(module)
     mask = _as_model_mask(module, query, key, attention_mask, is_causal)
     if sparse is not None:
