@@ -202,6 +202,22 @@ def test_the_catalogue(name: str) -> None:
     assert kind is StofError or issubclass(kind, builtin)
 
 
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (HeadCountError, ShapeError),
+        (PlanMismatchError, ShapeError),
+        (MaskFunctionError, MaskError),
+        (errors.MaskSyntaxError, MaskError),
+        (UnknownMaskError, errors.MaskSyntaxError),
+        (errors.UnfitLayoutError, errors.KernelError),
+    ],
+)
+def test_errors_of_a_kind(kind: type[StofError], base: type[StofError]) -> None:
+    """Who catches the general one catches the special one."""
+    assert issubclass(kind, base)
+
+
 def test_nothing_runs_before_the_checks() -> None:
     """A wrong argument is found before a mask is planned."""
     stof.plan_cache.clear()

@@ -41,13 +41,11 @@ def test_columns_a_row_block_does_not_need_are_not_read(implementation: str, poi
             assert torch.equal(out[:, :, ~needs], clean[:, :, ~needs])
 
 
-@pytest.mark.parametrize("implementation", ["row_block", "batched"])
+@pytest.mark.parametrize("implementation", IMPLS)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("used", [190, 200, 207])
 def test_columns_no_row_keeps_are_never_read(implementation: str, config: LayoutConfig | None, used: int) -> None:
     """The unused tail of a KV cache may hold anything, and so may keys in the midst that nobody sees."""
-    if implementation not in IMPLS:
-        pytest.skip(f"no implementation {implementation}")
     q, k, v = make_inputs(q_len=256).qkv
     hole = masks.from_function(lambda b, h, i, j: (j < 70) | (j >= 75))
     mask = masks.sliding_window(20, 20) & masks.padding(used) & hole
@@ -56,6 +54,20 @@ def test_columns_no_row_keeps_are_never_read(implementation: str, config: Layout
     for poisoned in (slice(used, None), slice(70, 75)):
         k[:, :, poisoned], v[:, :, poisoned] = torch.nan, torch.nan
     assert torch.equal(stof.attention(q, k, v, plan, implementation=implementation), clean)
+
+
+@pytest.mark.parametrize("implementation", IMPLS)
+def test_keys_of_heads_that_see_less(implementation: str) -> None:
+    """What one head or sequence does not see may be NaN there, though others see the key; groups share their keys."""
+    q, k, v = make_inputs(batch=2, heads=4, kv_heads=2, q_len=40).qkv
+    windows = [masks.sliding_window(3), masks.sliding_window(5), masks.full(), masks.causal()]
+    hole = masks.from_function(lambda b, h, i, j: (h >= 2) | (j < 10) | (j >= 14))
+    mask = masks.per_head(windows) & masks.padding([33, 40]) & hole
+    wanted = stof.attention(q, k, v, mask, implementation="row_block")
+    for tensor in (k, v):
+        tensor[0, :, 33:], tensor[:, 0, 10:14] = torch.nan, torch.nan
+    out = stof.attention(q, k, v, mask, implementation=implementation)
+    torch.testing.assert_close(out, wanted)
 
 
 @pytest.mark.parametrize("implementation", IMPLS)

@@ -38,7 +38,8 @@ def reference_attention(
 
     Returns:
         `(out, lse)`: `[B, H, Sq, Dv]` in q's dtype, and the log-sum-exp over the kept keys (sinks not
-        counted) `[B, H, Sq]` in the compute dtype. A row that keeps nothing gives 0 and -inf.
+        counted) `[B, H, Sq]` in the compute dtype. A row that keeps nothing gives 0 and -inf. Keys and values that
+        no query of a head may see are never part of the result, NaN among them.
     """
     dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     batch, heads, q_len, _ = q.shape
@@ -52,6 +53,7 @@ def reference_attention(
         scores = scores + bias.to(dtype)
     if keep is not None:
         scores = scores.masked_fill(~keep, -torch.inf)
+        v = _seen_values(v, keep, heads)
     weights, lse = softmax_and_lse(scores)
     grouped_weights = weights.reshape(batch, kv_heads, heads // kv_heads, q_len, k.shape[2])
     out = grouped_weights @ v.to(dtype).unsqueeze(2)
@@ -61,3 +63,11 @@ def reference_attention(
         share = torch.sigmoid(lse - sinks.to(dtype).view(1, heads, 1)).masked_fill(lse == -torch.inf, 0.0)
         out = out * share[..., None]
     return out.to(q.dtype), lse
+
+
+def _seen_values(v: Tensor, keep: Tensor, heads: int) -> Tensor:
+    """`v` with zeros where no query sees a key: a weight of 0 times NaN is NaN."""
+    seen = keep[(None,) * (4 - keep.ndim)].any(2)  # [B|1, H|1, Skv]
+    if seen.shape[1] == heads:
+        seen = seen.unflatten(1, (v.shape[1], -1)).any(2)
+    return v.masked_fill(~seen[..., None], 0.0)
