@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test lint types unit fuzz bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/stof demo
@@ -26,6 +26,12 @@ HF_TESTS := $(addprefix tests/integrations/test_,transformers.py unusual_models.
 unit: $(VENV)/.dev $(VENV)/.triton-3.6 $(VENV)/.transformers-5.23
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/transformers-5.23 $(BIN)/python -m pytest -n auto --dist worksteal $(HF_TESTS)
+
+# Random calls against float64: make fuzz N=10000 SEED=1 FUZZ="--device cuda" (or --interpret, for Triton's kernels).
+N ?= 2000
+SEED ?= 0
+fuzz: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N) --seed $(SEED) $(FUZZ)
 
 # The figures of the README's table on this machine's CPU (about 4 minutes).
 bench: $(VENV)/.dev

@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 from hypothesis import HealthCheck, settings
 
 import stof
+from tests.interpreter import hasty_interpreter
 
 _COMMON = {
     "deadline": None,  # the first example of a test pays for planning and lazy imports
@@ -32,42 +33,10 @@ settings.load_profile(os.environ.get("STOF_HYPOTHESIS_PROFILE", "ci" if os.envir
 
 @pytest.fixture(autouse=True, scope="session")
 def _hasty_interpreter() -> Iterator[None]:
-    """Triton's interpreter without what it does again and again, a third of its time.
-
-    It looks dtypes up in a table made anew each time, and with every call of a device function goes through all of
-    `triton.language` once more to replace its operations, though the kernel that runs has them replaced.
-    """
     if "TRITON_INTERPRET" not in os.environ or importlib.util.find_spec("triton") is None:
         yield
         return
-    from triton.runtime import interpreter
-
-    plain, plain_dtype = interpreter._patch_lang, interpreter._get_np_dtype
-    languages = (interpreter.tl, interpreter.tl.core)
-    replaced: set[int] = set()
-    dtypes: dict[str, Any] = {}
-
-    def patch_lang(fn: Any) -> Any:
-        modules = {id(value) for value in fn.__globals__.values() if any(value is one for one in languages)}
-        if modules and modules <= replaced:
-            return interpreter._LangPatchScope()
-        outermost = not replaced
-        scope = plain(fn)
-        replaced.update(modules)
-        if outermost:
-            restore = scope.restore
-            scope.restore = lambda: (replaced.clear(), restore())
-        return scope
-
-    def numpy_dtype(dtype: Any) -> Any:
-        scalar = dtype.scalar
-        if scalar.name not in dtypes:
-            dtypes[scalar.name] = plain_dtype(scalar)
-        return dtypes[scalar.name]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", patch_lang)
-        patch.setattr(interpreter, "_get_np_dtype", numpy_dtype)
+    with hasty_interpreter():
         yield
 
 

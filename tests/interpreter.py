@@ -1,0 +1,80 @@
+"""Triton's interpreter made quicker, and right where kernels of ours would look wrong in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+
+@contextmanager
+def hasty_interpreter() -> Iterator[None]:
+    """Triton's interpreter without what it does again and again, a third of its time.
+
+    It looks dtypes up in a table made anew each time, and with every call of a device function goes through all of
+    `triton.language` once more to replace its operations, though the kernel that runs has them replaced.
+    """
+    from triton.runtime import interpreter
+
+    plain, plain_dtype = interpreter._patch_lang, interpreter._get_np_dtype
+    languages = (interpreter.tl, interpreter.tl.core)
+    replaced: set[int] = set()
+    dtypes: dict[str, Any] = {}
+
+    def patch_lang(fn: Any) -> Any:
+        modules = {id(value) for value in fn.__globals__.values() if any(value is one for one in languages)}
+        if modules and modules <= replaced:
+            return interpreter._LangPatchScope()
+        outermost = not replaced
+        scope = plain(fn)
+        replaced.update(modules)
+        if outermost:
+            restore = scope.restore
+            scope.restore = lambda: (replaced.clear(), restore())
+        return scope
+
+    def numpy_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        if scalar.name not in dtypes:
+            dtypes[scalar.name] = plain_dtype(scalar)
+        return dtypes[scalar.name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_lang)
+        patch.setattr(interpreter, "_get_np_dtype", numpy_dtype)
+        yield
+
+
+@contextmanager
+def bfloat16_as_on_a_gpu() -> Iterator[None]:
+    """Products and roundings of bfloat16 as a GPU does them.
+
+    The interpreters of Triton 3.6 and 3.7 hold bfloat16 as 16-bit integers: `tl.dot` multiplies those integers, and
+    conversion from float32 cuts bits off instead of rounding to the nearest.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    plain_dot, plain_convert = builder.create_dot, interpreter._convert_float
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        return plain_dot(self, *(_widened(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), d, *rest)
+
+    def _widened(x: Any) -> Any:
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source == tl.float32 and target == tl.bfloat16:
+            rounded = torch.from_numpy(np.array(data, dtype=np.float32)).bfloat16()
+            return rounded.view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
+        return plain_convert(data, source, target, rounding)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "create_dot", dot)
+        patch.setattr(interpreter, "_convert_float", convert)
+        yield
