@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -33,10 +35,19 @@ from stof.selection import IMPLEMENTATIONS, CallSpec, candidates, choose
 Q, K, V = (torch.zeros(2, 4, 8, 16) for _ in range(3))
 KG, VG = K[:, :2], V[:, :2]
 META = Q.to("meta")
+USED_PLAN = stof.plan(masks.causal(), 8)
+stof.attention(Q, K, V, USED_PLAN)
 
 
 def attend(q: Any = Q, k: Any = K, v: Any = V, mask: Any = None, **options: Any) -> Any:
     return stof.attention(q, k, v, mask, **options)
+
+
+def nested(layout: torch.layout) -> Any:
+    rows = [torch.zeros(n, 4, 16) for n in (3, 8)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "prototype"
+        return torch.nested.nested_tensor(rows, layout=layout).transpose(1, 2)
 
 
 def raising(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -49,7 +60,27 @@ CASES: dict[str, tuple[Callable[[], Any], type[StofError], str]] = {
     "v is no tensor": (lambda: attend(v=None), DtypeError, "v is a torch.Tensor, got NoneType"),
     "3-D q": (lambda: attend(q=Q[0]), ShapeError, r"q is \[batch, heads, length, head_dim\].*got \[4, 8, 16\]"),
     "0-D k": (lambda: attend(k=torch.tensor(1.0)), ShapeError, r"k is .*got \[\]"),
-    "no keys": (lambda: attend(k=K[:, :, :0], v=V[:, :, :0]), ShapeError, r"no size 0, got \[2, 4, 0, 16\]"),
+    "no head_dim": (lambda: attend(q=Q[..., :0], k=K[..., :0]), ShapeError, r"head_dim above 0, got \[2, 4, 8, 0\]"),
+    "no value head_dim": (lambda: attend(v=V[..., :0]), ShapeError, r"v is .* head_dim above 0, got \[2, 4, 8, 0\]"),
+    "no sequence": (lambda: attend(q=Q[:0]), ShapeError, r"q and k share batch and head_dim, got q \[0, 4, 8, 16\]"),
+    "no key heads": (lambda: attend(k=K[:, :0], v=V[:, :0]), HeadCountError, "got 4 and 0"),
+    "no keys, but values": (lambda: attend(k=K[:, :, :0]), ShapeError, r"\[2, 4, 0\] and \[2, 4, 8\]"),
+    "sparse q": (lambda: attend(q=Q.to_sparse()), DtypeError, "q is a strided tensor, got layout torch.sparse_coo"),
+    "MKL-DNN k": (lambda: attend(k=K.to_mkldnn()), DtypeError, "k is a strided tensor, got layout torch._mkldnn"),
+    "sparse bias": (lambda: attend(bias=torch.ones(8, 8).to_sparse()), DtypeError, "bias is a strided tensor"),
+    "sparse bias, plan": (
+        lambda: attend(mask=USED_PLAN, bias=torch.ones(8, 8).to_sparse()),
+        DtypeError,
+        "bias is a strided tensor",
+    ),
+    "sparse sinks": (lambda: attend(sinks=torch.ones(4).to_sparse()), DtypeError, "sinks is a strided tensor"),
+    "nested q": (lambda: attend(q=nested(torch.strided)), ShapeError, "got a nested tensor; pad it and give"),
+    "jagged k": (lambda: attend(k=nested(torch.jagged)), ShapeError, "k is one tensor .* got a nested tensor"),
+    "nested q, plan": (
+        lambda: attend(q=nested(torch.strided), mask=USED_PLAN),
+        ShapeError,
+        "got a nested tensor; pad it and give",
+    ),
     "integer q": (lambda: attend(q=Q.long()), DtypeError, "float64 or float8_e4m3fn, got torch.int64"),
     "complex k": (lambda: attend(k=K.cfloat()), DtypeError, "got torch.complex64"),
     "float8 v": (lambda: attend(v=V.to(torch.float8_e4m3fn)), DtypeError, "share one dtype, got .*float8_e4m3fn"),
@@ -65,6 +96,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[StofError], str]] = {
     # scalars
     "NaN scale": (lambda: attend(scale=math.nan), ArgumentError, "scale is a finite float or None.*got nan"),
     "infinite scale": (lambda: attend(scale=math.inf), ArgumentError, "got inf"),
+    "infinite scale of numpy": (lambda: attend(scale=numpy.float32("inf")), ArgumentError, "finite float.*got .*inf"),
+    "NaN softcap of numpy": (lambda: attend(softcap=numpy.float32("nan")), ArgumentError, "finite float.*got .*nan"),
     "huge scale": (lambda: attend(scale=10**400), ArgumentError, "scale is a finite float"),
     "scale of text": (lambda: attend(scale="1"), ArgumentError, "got '1'"),
     "tensor scale": (lambda: attend(scale=torch.tensor(1.0)), ArgumentError, "got tensor"),
@@ -78,6 +111,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[StofError], str]] = {
     "bias shape": (lambda: attend(bias=torch.zeros(8, 7)), ShapeError, r"= \[2, 4, 8, 8\], got \[8, 7\]"),
     "bias rank": (lambda: attend(bias=torch.zeros(1, 2, 4, 8, 8)), ShapeError, "bias broadcasts to"),
     "empty bias": (lambda: attend(bias=torch.zeros(0, 8)), ShapeError, r"got \[0, 8\]"),
+    "bias of keys that are not": (
+        lambda: attend(k=K[:, :, :0], v=V[:, :, :0], bias=torch.zeros(8, 8)),
+        ShapeError,
+        r"= \[2, 4, 8, 0\], got \[8, 8\]",
+    ),
     "bool bias": (lambda: attend(bias=torch.ones(8, 8).bool()), DtypeError, "a boolean mask is the mask argument"),
     "integer bias": (lambda: attend(bias=torch.ones(8, 8).int()), DtypeError, "got torch.int32"),
     "bias of text": (lambda: attend(bias="alibi"), DtypeError, "bias is a torch.Tensor or None, got str"),
@@ -93,6 +131,28 @@ CASES: dict[str, tuple[Callable[[], Any], type[StofError], str]] = {
         ShapeError,
         r"dense mask is \[8, 9\], the call has q_len 8 and kv_len 8",
     ),
+    "empty dense mask": (lambda: attend(mask=torch.ones(0, 8).bool()), ShapeError, r"dense mask is \[0, 8\]"),
+    "dense mask of no sequence": (
+        lambda: attend(mask=torch.ones(0, 1, 8, 8).bool()),
+        ShapeError,
+        "of 0, the inputs have 2",
+    ),
+    "mask of an empty call": (
+        lambda: attend(q=Q[:, :, :0], mask=torch.ones(8, 8).bool()),
+        ShapeError,
+        "q_len 0 and kv_len 8",
+    ),
+    "padding of an empty call": (
+        lambda: attend(q=Q[:0], k=K[:0], v=V[:0], mask=masks.padding([1, 2])),
+        ShapeError,
+        "of 2, the inputs have 0",
+    ),
+    "plan of an empty call": (
+        lambda: attend(q=Q[:, :, :0], mask=USED_PLAN),
+        PlanMismatchError,
+        "for q_len 8 and kv_len 8, the inputs have 0 and 8",
+    ),
+    "integer mask of an empty call": (lambda: attend(q=Q[:, :, :0], mask=torch.ones(0, 8)), DtypeError, "`bias=`"),
     "dense mask batch": (lambda: attend(mask=torch.ones(3, 1, 8, 8).bool()), ShapeError, "of 3, the inputs have 2"),
     "dense mask heads": (lambda: attend(mask=torch.ones(3, 8, 8).bool()), ShapeError, "heads of 3, the inputs have 4"),
     "additive mask": (lambda: attend(mask=torch.zeros(8, 8)), DtypeError, "additive float mask .* goes into `bias="),
@@ -145,8 +205,27 @@ CASES: dict[str, tuple[Callable[[], Any], type[StofError], str]] = {
     "plan without length": (lambda: stof.plan(masks.causal(), 0), ShapeError, "q_len is between 1 and .* got 0"),
     "plan of negative length": (lambda: stof.plan(masks.causal(), 4, -4), ShapeError, "kv_len is between 1.* got -4"),
     "plan of half a length": (lambda: stof.plan(masks.causal(), 4.5), ShapeError, "q_len is an int, got float 4.5"),
-    "plan of no sequence": (lambda: stof.plan(masks.causal(), 4, batch=0), ShapeError, "batch is an int >= 1, got 0"),
-    "plan of no head": (lambda: stof.plan(masks.causal(), 4, heads=-2), ShapeError, "heads is an int >= 1, got -2"),
+    "plan of no sequence": (
+        lambda: stof.plan(masks.causal(), 4, batch=0),
+        ShapeError,
+        "batch is an int .* got 0",
+    ),
+    "plan of no head": (
+        lambda: stof.plan(masks.causal(), 4, heads=-2),
+        ShapeError,
+        "heads is an int .* got -2",
+    ),
+    "config of another type": (
+        lambda: stof.plan(masks.causal(), 4, config="x"),  # type: ignore[arg-type]
+        ArgumentError,
+        "config is a stof.LayoutConfig or None, got 'x'",
+    ),
+    "plan on no device": (lambda: stof.plan(masks.causal(), 4, device="foo"), DeviceError, "'foo' is no device"),
+    "plan on a device that is not there": (
+        lambda: stof.plan(masks.causal(), 4).to("cuda:99"),
+        DeviceError,
+        "'cuda:99' is none of them",
+    ),
     "plan of a batch-bound mask": (
         lambda: stof.plan(masks.padding([1, 2]), 8, batch=3),
         ShapeError,
@@ -159,6 +238,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[StofError], str]] = {
         lambda: attend(implementation="fast"),
         ArgumentError,
         "unknown implementation 'fast'; there are row_block",
+    ),
+    "unknown implementation of an empty call": (
+        lambda: attend(q=Q[:, :, :0], implementation="fast"),
+        ArgumentError,
+        "unknown implementation 'fast'",
     ),
     "no implementation": (
         lambda: choose(CallSpec("cpu", torch.int8, 1, 1, 1, 1)),

@@ -69,7 +69,7 @@ def test_heads_of_next_to_nothing() -> None:
     assert bool((values.float() * scale).abs().max() <= 2.0**-10)
 
 
-@pytest.mark.parametrize("x", [torch.zeros(3, 4), torch.zeros(1, 0, 2, 3)])
+@pytest.mark.parametrize("x", [torch.zeros(3, 4), torch.zeros(1, 2, 3, 0)])
 def test_only_heads_are_quantised(x: Tensor) -> None:
     with pytest.raises(ShapeError, match="batch, heads, length, head_dim"):
         stof.quantise_heads(x)
@@ -282,3 +282,14 @@ def test_a_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "stof.kernels.hopper.fp8_attention", None)
     with pytest.raises(KernelError, match="no Gluon"):
         implemented.bound(*given, *implemented.prepare(layout, None), Options(0.1, 0.0, None, None, scales))
+
+
+def test_values_that_are_not_finite_stay_alone() -> None:
+    x = make_inputs(heads=2, q_len=30).q
+    x[0, 1, 3, 2], x[0, 1, 7, 0] = torch.nan, torch.inf
+    values, scale = stof.quantise_heads(x)
+    finite = x.isfinite()
+    expected, expected_scale = stof.quantise_heads(x.where(finite, torch.zeros_like(x)))
+    assert torch.equal(scale, expected_scale)
+    assert bool(values.float()[~finite].isnan().all())
+    assert torch.equal(values.float()[finite], expected.float()[finite])

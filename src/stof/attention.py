@@ -19,7 +19,16 @@ from stof.masks import Mask
 from stof.masks.base import numbered_mask
 from stof.masks.parse import mask_by_key
 from stof.masks.tensors import DenseMask, as_mask
-from stof.ops import MASKED, VARYING, empty_results, forward_only, is_plain, refuse_derivatives, scales_of
+from stof.ops import (
+    MASKED,
+    VARYING,
+    empty_results,
+    forward_only,
+    is_plain,
+    refuse_derivatives,
+    results_of_nothing,
+    scales_of,
+)
 from stof.plans import Plan, make_plan, unsized_plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, refusals
 from stof.selection.implementations import Options
@@ -30,6 +39,7 @@ from stof.validation import (
     check_sinks,
     check_softcap,
     check_tensors,
+    usable_device,
 )
 
 
@@ -62,7 +72,7 @@ def plan(
         ShapeError: the mask does not fit the lengths, batch or heads.
         MaskFunctionError: the mask function raised or returned a non-bool.
     """
-    where = torch.device(device) if device is not None else torch.get_default_device()
+    where = usable_device(device) if device is not None else torch.get_default_device()
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     return unsized_plan(
@@ -149,7 +159,8 @@ def attention(
 
     Returns:
         `out [B, H, Sq, Dv]` in q's dtype (bfloat16 for 8-bit inputs), or `(out, lse)` with lse `[B, H, Sq]` in float32
-        (float64 for float64 inputs). Rows that keep no key give 0 and -inf, never NaN.
+        (float64 for float64 inputs). Rows that keep no key give 0 and -inf, never NaN, as do all rows where `Skv` is
+        0; where `B`, `H` or `Sq` is 0, the result is empty.
 
     Raises:
         ShapeError, HeadCountError, DtypeError, DeviceError: tensors that disagree.
@@ -183,10 +194,12 @@ def attention(
         # Planning and choosing are no graph code: the operator does both when it runs.
         handle = _handle(mask_or_plan, q, k)
         tensors = own or (None, None, None)
-        operator = masked_attention_op if _is_constant(handle.number) else varying_attention_op
+        operator = masked_attention_op if _is_constant(handle) else varying_attention_op
         out, lse = operator(
             q, k, v, handle.key, bias, sinks, factor, cap, implementation or "", *tensors, handle.number, handle.keep
         )
+    elif _is_empty(q, k):
+        out, lse = _run_empty(q, k, v, mask_or_plan, implementation)
     else:
         plan = _planned(mask_or_plan, q, k)
         out, lse = _run(q, k, v, plan, bias, sinks, factor, cap, implementation, given)
@@ -216,27 +229,29 @@ def _handle(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
         mask_or_plan.check_call(q, k)
         if not exporting:
             return _Handle(PLAN, mask_or_plan.number)
+    traced = exporting or torch.compiler.is_compiling()
+    if traced and isinstance(mask_or_plan, Tensor):
+        return _Handle(TENSOR, 0, mask_or_plan)  # a mask made of it here would not outlive the trace
+    if traced and (callable(mask_or_plan) or hasattr(mask_or_plan, "mask_mod")):
+        # Nor would one made of a function, which may close over tensors of the trace: the operator refuses it.
+        return _Handle("<a function>")
     if not exporting:
         mask = as_mask(mask_or_plan)
         return _Handle(NUMBERED, mask.number) if mask.number else _Handle(mask.key)
     # A number means nothing to the process that loads the program, which takes named patterns and tensors.
-    if isinstance(mask_or_plan, Tensor):
-        return _Handle(TENSOR, 0, mask_or_plan)
-    if callable(mask_or_plan):
-        return _Handle("<a function>")
     found = mask_or_plan.mask if isinstance(mask_or_plan, Plan) else as_mask(mask_or_plan)
     if isinstance(found, DenseMask):
         return _Handle(TENSOR, 0, found.keep)
     return _Handle("<a plan that was read from a file or moved>" if found is None else found.key)
 
 
-def _is_constant(number: int) -> bool:
-    """Whether compiled code has this number as a constant; one that changed before is an input of its graph."""
-    if not torch.compiler.is_compiling():
+def _is_constant(handle: _Handle) -> bool:
+    """Whether compiled code has this mask as a constant; one that changed before is an input of its graph."""
+    if not torch.compiler.is_compiling() or getattr(torch.compiler, "_is_exporting_flag", False):
         return True
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    return has_static_value(number)
+    return handle.keep is None and has_static_value(handle.number)
 
 
 def _run(
@@ -286,6 +301,24 @@ def _run(
         except KernelError as error:
             # The next best candidate serves, down to plain PyTorch, which compiles nothing.
             ready.reject(choice, (call.widened() if choice.widened else None) or call, error)
+
+
+def _is_empty(q: Tensor, k: Tensor) -> bool:
+    """Whether there is no query, or no key to see: nothing to plan, and nothing to compute."""
+    return 0 in q.shape or 0 in k.shape
+
+
+def _run_empty(q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, implementation: str | None) -> tuple[Tensor, Tensor]:
+    """`_run` for an empty call, whose mask or plan must fit all the same."""
+    _check_name(implementation)
+    if isinstance(mask_or_plan, Plan):
+        mask_or_plan.check_call(q, k)
+    else:
+        mask = as_mask(mask_or_plan)
+        mask.check(q.shape[2], k.shape[2])
+        if not mask.binds_late:
+            mask.dims(q.shape[0], q.shape[1])
+    return results_of_nothing(q, v)
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -352,8 +385,9 @@ def _masked_attention(
         ArgumentError, MaskError: the number or key is of a plan or mask that is gone, or of another process.
         UnsupportedError: a tensor is the mask, and a CUDA graph is captured, whose replays would keep its values.
     """
+    found: Any
     if mask == PLAN:
-        ready = Plan.by_number(number).for_call(q, k)
+        found = Plan.by_number(number)
     elif mask == TENSOR:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -361,9 +395,12 @@ def _masked_attention(
                 "has now. Make a stof.dynamic_plan, or a plan before the capture",
                 {},
             )
-        ready = _planned(keep, q, k)
+        found = keep
     else:
-        ready = _planned(numbered_mask(number) if mask == NUMBERED else mask_by_key(mask), q, k)
+        found = numbered_mask(number) if mask == NUMBERED else mask_by_key(mask)
+    if _is_empty(q, k):
+        return _run_empty(q, k, v, found, implementation)
+    ready = _planned(found, q, k)
     given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales_of(q_scale, k_scale, v_scale))
     return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation, given)
 
@@ -388,7 +425,8 @@ def _masked_attention_fake(
     # Raised here and not where the key is chosen: Dynamo, which traces that, would lose the message.
     if "<" in mask and mask not in (PLAN, NUMBERED, TENSOR):
         raise UnsupportedError(
-            f"torch.export cannot keep the mask {mask}: it exists in this process alone. Give stof.attention a mask "
+            f"torch.export cannot keep the mask {mask}: it exists in this process alone; for torch.compile, make masks "
+            "of functions outside of compiled code, as by masks.from_function(f). Give stof.attention a mask "
             "made of named patterns, or a bool tensor (an input or a buffer of the module), e.g. "
             "mask.to_dense(q_len, kv_len) or plan.to_dense()",
             {},
@@ -487,9 +525,13 @@ def _call_spec(
     )
 
 
+def _check_name(implementation: str | None) -> None:
+    if implementation and implementation not in IMPLEMENTATIONS:
+        raise ArgumentError(f"unknown implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}")
+
+
 def _check_forced(name: str, call: CallSpec) -> None:
-    if name not in IMPLEMENTATIONS:
-        raise ArgumentError(f"unknown implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
+    _check_name(name)
     reasons = refusals(name, call)
     if reasons:
         raise ArgumentError(f"implementation {name!r} cannot run this call: {'; '.join(reasons)}")

@@ -29,6 +29,7 @@ from stof.selection.geometry import MaskGeometry
 from stof.selection.gpu import runtime_choice, runtime_hopper_choices, shared_memory_limit
 from stof.selection.implementations import prepared_tiles, prepared_work
 from stof.streams import Update
+from stof.validation import usable_device
 
 # The tile that leaves room for two programs or more on a multiprocessor at every head_dim (docs/performance.md).
 _BLOCK = 64
@@ -337,7 +338,7 @@ def dynamic_plan(
     if density is not None and not 0 < density <= 1:
         raise ArgumentError(f"density is above 0 and at most 1, or None for room for any mask, got {density!r}")
     own = _tensors(mask)[0].device
-    where = own if device is None else torch.device(device)
+    where = own if device is None else usable_device(device)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     if where != own:

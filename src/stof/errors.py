@@ -10,6 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
+def shown(value: object) -> str:
+    """A value for a message: Python does not print ints of thousands of digits."""
+    try:
+        text = repr(value)
+    except (ValueError, RuntimeError):  # tensors without values cannot be printed either
+        return "an int too long to print" if isinstance(value, int) else "values that cannot be printed"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 class StofError(Exception):
     """Base of all errors raised by STOF."""
 

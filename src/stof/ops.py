@@ -26,6 +26,12 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return empty_output(q, v), q.new_empty(q.shape[:-1], dtype=lse_dtype)
 
 
+def results_of_nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` where there is no query, or no key to see."""
+    out, lse = empty_results(q, v)
+    return out.zero_(), lse.fill_(-torch.inf)
+
+
 def no_backward(ctx: Any, *grads: Tensor) -> Any:
     """The autograd formula of the operators: a clear error."""
     raise UnsupportedError(

@@ -26,6 +26,7 @@ from stof.errors import (
     PlanFileError,
     PlanMismatchError,
     UnfitLayoutError,
+    shown,
 )
 from stof.host import tensors_on_host
 from stof.kernels.triton.work import BoundCall
@@ -51,6 +52,7 @@ from stof.selection import (
     failures,
     own_layout,
 )
+from stof.validation import usable_device
 
 # How calls run: for each, and for an implementation that was named, what was chosen.
 Decisions = dict[tuple[CallSpec, str | None], Choice]
@@ -328,7 +330,8 @@ class Plan:
             return None
         try:
             found = self._bound.get(_likeness(q, k, v, bias, sinks, scale, softcap, implementation, *scales))
-        except (AttributeError, TypeError):  # no tensor, or a scale that is no number: the checks have the message
+        except (AttributeError, TypeError, RuntimeError):
+            # No tensor, a nested one, or a scale that is no number: the checks have the message.
             return None
         if found is not None and capturing(self.device):
             self._in_graphs.add(found)
@@ -446,8 +449,14 @@ class Plan:
         return self.layout.to_dense()
 
     def to(self, device: torch.device | str) -> Plan:
-        """The same plan on another device, with the same layout."""
-        return Plan.of_layout(self.layout.to(device), self.mask_text, call_sizes=(self.batch, self.heads))
+        """The same plan on another device, with the same layout.
+
+        Raises:
+            DeviceError: no device of this machine.
+        """
+        return Plan.of_layout(
+            self.layout.to(usable_device(device)), self.mask_text, call_sizes=(self.batch, self.heads)
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to one safetensors file, atomically."""
@@ -514,8 +523,10 @@ class UnsizedPlan(Plan):
         return found
 
     def kept(self, *given: Any) -> BoundCall | None:
-        shape = getattr(given[0], "shape", ())
-        found = self._plans.get(tuple(shape[:2]))
+        q = given[0]
+        if not isinstance(q, Tensor) or q.is_nested or q.ndim < 2:
+            return None  # the checks have the message
+        found = self._plans.get((q.shape[0], q.shape[1]))
         return None if found is None else found.kept(*given)
 
     def extended(self, rows: int, mask: Mask | None = None) -> Plan:
@@ -581,6 +592,10 @@ def unsized_plan(
     """`make_plan`, where sizes may be left to the mask, and, where it does not tell them either, to the calls."""
     check_lengths(q_len, kv_len)
     check_sizes(1 if batch is None else batch, 1 if heads is None else heads)
+    if config is not None and not isinstance(config, LayoutConfig):
+        raise ArgumentError(f"config is a stof.LayoutConfig or None, got {shown(config)}")
+    if type(torch.empty(0)) is not Tensor:
+        raise MaskError("a plan needs tensors with values; make it before FakeTensorMode, or another mode of its kind")
     if batch is None and (mask.batch != 1 or not mask.depends_on_batch):
         batch = mask.batch
     if heads is None and (mask.heads != 1 or not mask.depends_on_heads):

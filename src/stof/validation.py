@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 
 import torch
 from torch import Tensor
 
-from stof.errors import ArgumentError, DeviceError, DtypeError, HeadCountError, ShapeError
+from stof.errors import ArgumentError, DeviceError, DtypeError, HeadCountError, ShapeError, shown
 from stof.kernels.fp8 import FP8
 
 _LARGEST = sys.float_info.max
@@ -19,9 +20,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise DtypeError(f"{name} is a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.ndim != 4 or 0 in tensor.shape:
+        _check_strided(name, tensor)
+        if tensor.is_nested:
             raise ShapeError(
-                f"{name} is [batch, heads, length, head_dim] with no size 0, got {list(tensor.shape)}; "
+                f"{name} is one tensor [batch, heads, length, head_dim], got a nested tensor; pad it and give "
+                "masks.padding(lengths), or put its sequences one after the other under masks.documents(cu_seqlens=...)"
+            )
+        if tensor.ndim != 4 or tensor.shape[3] == 0:
+            raise ShapeError(
+                f"{name} is [batch, heads, length, head_dim] with head_dim above 0, got {list(tensor.shape)}; "
                 "unsqueeze missing dimensions, and transpose(1, 2) tensors that are [batch, length, heads, head_dim]"
             )
         if tensor.dtype not in (*_DTYPES, FP8):
@@ -36,11 +43,33 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(f"k and v share batch, heads and length, got {list(k.shape[:3])} and {list(v.shape[:3])}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ShapeError(f"q and k share batch and head_dim, got q {list(q.shape)} and k {list(k.shape)}")
-    if q.shape[1] % k.shape[1]:
+    if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise HeadCountError(
             f"query heads are a multiple of key/value heads (grouped-query attention), "
             f"got {q.shape[1]} and {k.shape[1]}"
         )
+
+
+def _check_strided(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided and not tensor.is_nested:
+        raise DtypeError(f"{name} is a strided tensor, got layout {tensor.layout}; make it dense, as by x.to_dense()")
+
+
+def usable_device(device: torch.device | str | int) -> torch.device:
+    """A device of this machine.
+
+    Raises:
+        DeviceError: no name of a device, or one that PyTorch does not find here.
+    """
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(f"{shown(device)} is no device of PyTorch, such as 'cpu', 'cuda' or 'cuda:1'") from error
+    if where.type == "cuda":
+        count = torch.cuda.device_count()
+        if not torch.cuda.is_available() or (where.index or 0) >= count:
+            raise DeviceError(f"PyTorch finds {count} CUDA devices here, and device {str(where)!r} is none of them")
+    return where
 
 
 def check_scales(scales: object, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -81,10 +110,11 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 def _finite(value: object) -> bool:
     """Whether `value` is a number that float64 holds; comparisons, unlike `math.isfinite`, can be traced."""
-    try:
-        return not isinstance(value, Tensor) and bool(-_LARGEST <= value <= _LARGEST)  # type: ignore[operator]
-    except TypeError:
-        return False
+    if not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+        if not isinstance(value, numbers.Real):
+            return False
+        value = float(value)  # numpy's float32: compared in 32 bits, where the largest float64 is infinite
+    return bool(-_LARGEST <= value <= _LARGEST)
 
 
 def check_softcap(softcap: float | None) -> float:
@@ -102,6 +132,7 @@ def check_bias(bias: Tensor | None, q: Tensor, kv_len: int) -> Tensor | None:
         return None
     if not isinstance(bias, Tensor):
         raise DtypeError(f"bias is a torch.Tensor or None, got {type(bias).__name__}")
+    _check_strided("bias", bias)
     if bias.dtype not in _DTYPES:
         hint = "; a boolean mask is the mask argument" if bias.dtype == torch.bool else ""
         raise DtypeError(f"bias is a floating-point tensor, got {bias.dtype}{hint}")
@@ -121,6 +152,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
         return None
     if not isinstance(sinks, Tensor):
         raise DtypeError(f"sinks is a torch.Tensor or None, got {type(sinks).__name__}")
+    _check_strided("sinks", sinks)
     if sinks.dtype not in _DTYPES:
         raise DtypeError(f"sinks is a floating-point tensor, got {sinks.dtype}")
     if tuple(sinks.shape) != (q.shape[1],):

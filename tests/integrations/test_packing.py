@@ -241,3 +241,19 @@ def test_sparsify_refuses() -> None:
         model.set_attn_implementation("sdpa")
         with pytest.raises(ArgumentError, match="would ignore it"):
             _hidden(model, models.batch())
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": float("nan")}, {"max_tokens": "8"}, {"first_position": 0.5}])
+def test_options_of_other_types(given: dict[str, Any]) -> None:
+    ids = torch.ones(2, 5, dtype=torch.long)
+    with pytest.raises(ArgumentError, match="is an int"):
+        hf.pack(ids, ids, **given)
+
+
+def test_only_tensors_are_packed() -> None:
+    ids = torch.ones(2, 5, dtype=torch.long)
+    for wrong in ((ids, "x"), ("x", ids)):
+        with pytest.raises(DtypeError, match=r"is a torch.Tensor, got str"):
+            hf.pack(*wrong)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match=r"are a torch.Tensor, got list"):
+        hf.pack(ids, ids).unpack([1])  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stof import masks
-from stof.errors import StofError, UnsupportedError
+from stof.errors import ArgumentError, StofError, UnsupportedError
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -132,3 +132,9 @@ def test_boundaries_of_flash_attention_are_refused() -> None:
         model.model.layers[0].self_attn(
             torch.zeros(1, 4, 32), (torch.ones(1, 4, 8), torch.zeros(1, 4, 8)), None, cache=object()
         )
+
+
+@pytest.mark.parametrize("call", [hf.enable, hf.disable, lambda model: hf.sparsify(model, None)])
+def test_only_modules(call: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"the model is a torch.nn.Module, got str"):
+        call("bert")

@@ -73,7 +73,9 @@ def inspect(
 
     must_be_writable(png)
     sizes = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "block_m": block_m, "block_n": block_n}
-    given = {name: value for name, value in (sizes | {"slab": slab, "row_order": row_order}).items() if value}
+    given = {
+        name: value for name, value in (sizes | {"slab": slab, "row_order": row_order}).items() if value is not None
+    }
     file = mask.endswith(".safetensors")
     times = alternatives or measure or reorder
     if file and times:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stof.errors import ArgumentError, DtypeError, ShapeError
+from stof.errors import ArgumentError, DtypeError, ShapeError, shown
 from stof.integrations.model_mask import ModelMask
 from stof.masks import Mask, documents
 
@@ -66,6 +66,8 @@ class PackedBatch:
 
     def unpack(self, values: Tensor, fill: float = 0) -> Tensor:
         """What a model returned, `[R, T, ...]`, back in the padded batch `[B, S, ...]`; `fill` at padding."""
+        if not isinstance(values, Tensor):
+            raise DtypeError(f"packed values are a torch.Tensor, got {type(values).__name__}")
         if tuple(values.shape[:2]) != tuple(self.input_ids.shape):
             raise ShapeError(
                 f"packed values are {list(self.input_ids.shape)} + [...], got {list(values.shape)}; pass what the "
@@ -104,8 +106,8 @@ def pack(
         ArgumentError: `max_tokens` below the longest sequence, a negative `first_position`.
     """
     valid = _checked(input_ids, attention_mask, per_token)
-    if first_position < 0:
-        raise ArgumentError(f"first_position is >= 0, got {first_position}")
+    if isinstance(first_position, bool) or not isinstance(first_position, int) or first_position < 0:
+        raise ArgumentError(f"first_position is an int >= 0, got {shown(first_position)}")
     lengths: list[int] = valid.sum(1).tolist()
     if not any(lengths):
         raise ShapeError("the attention mask marks no token; there is nothing to pack")
@@ -138,6 +140,9 @@ def pack(
 
 def _checked(input_ids: Tensor, attention_mask: Tensor, per_token: dict[str, Tensor]) -> Tensor:
     """Bool `[B, S]`, true at real tokens."""
+    for name, values in {"input_ids": input_ids, "attention_mask": attention_mask, **per_token}.items():
+        if not isinstance(values, Tensor):
+            raise DtypeError(f"{name} is a torch.Tensor, got {type(values).__name__}")
     if input_ids.ndim != 2:
         raise ShapeError(f"input_ids is [B, S], got {list(input_ids.shape)}")
     if attention_mask.is_floating_point():
@@ -155,6 +160,8 @@ def _deal(lengths: list[int], max_tokens: int | None) -> list[list[int]]:
     present = [sequence for sequence, length in enumerate(lengths) if length]
     if max_tokens is None:
         return [present]
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int):
+        raise ArgumentError(f"max_tokens is an int or None, got {shown(max_tokens)}")
     if max_tokens < max(lengths):
         raise ArgumentError(
             f"max_tokens is at least the longest sequence, {max(lengths)}, got {max_tokens}; "

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from stof.errors import UnsupportedError
+from stof.errors import ArgumentError, UnsupportedError
 
 # What layers hand to the attention function that `attention_forward` reads, or that its mask says already.
 _READ = {
@@ -27,6 +27,12 @@ _REFUSED = {
     "cache": 'generate without continuous batching, or call model.set_attn_implementation("sdpa")',
 }
 _UNREAD = "_stof_unread"
+
+
+def check_module(model: object) -> None:
+    """Raise `ArgumentError` unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"the model is a torch.nn.Module, got {type(model).__name__}")
 
 
 def check_served(model: nn.Module) -> None:

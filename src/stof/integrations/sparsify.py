@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from stof.errors import ArgumentError, MaskError
-from stof.integrations.served import calls_interface
+from stof.integrations.served import calls_interface, check_module
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 
@@ -77,6 +77,7 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
         ArgumentError: no self-attention layer, another attention implementation, or a layer number out of range.
         MaskError: something that is no mask.
     """
+    check_module(model)
     modules = _self_attention(model)
     if not modules:
         raise ArgumentError(

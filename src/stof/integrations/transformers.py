@@ -34,7 +34,14 @@ except ImportError as error:
 
 from stof.integrations.forwards import hands_mask_on
 from stof.integrations.recognise import recognise, recognise_plain
-from stof.integrations.served import calls_interface, check_served, check_when_loaded, not_served, refuse_unread
+from stof.integrations.served import (
+    calls_interface,
+    check_module,
+    check_served,
+    check_when_loaded,
+    not_served,
+    refuse_unread,
+)
 from stof.integrations.sparsify import NAME, Sparsified, sparse_mask_of, sparsify
 
 __all__ = [
@@ -63,6 +70,7 @@ def enable(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedError: a part of the model has attention code of its own; all are as before.
     """
+    check_module(model)
     check_served(model)
     if not any(map(calls_interface, {type(module) for module in model.modules()})):
         raise UnsupportedError(not_served(type(model).__name__), {})
@@ -93,6 +101,7 @@ def disable(model: nn.Module) -> nn.Module:
     Returns:
         the model.
     """
+    check_module(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [part.config._attn_implementation for part in parts]
     # A part passes its own on to those within it, so these come after it.

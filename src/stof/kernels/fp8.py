@@ -21,6 +21,9 @@ def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Source: FlashAttention-3 (arXiv 2407.08608), section 3.3, with one scale for a head instead of one for a block.
 
+    Values that are not finite in float32 become NaN, the others are as without them: attention is then NaN where such
+    a value is seen.
+
     Args:
         x: `[B, H, S, D]`, any floating dtype of 16 bits or more.
 
@@ -31,11 +34,21 @@ def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ShapeError, DtypeError: not four dimensions, or no floating-point tensor.
     """
-    if x.ndim != 4 or x.numel() == 0:
-        raise ShapeError(f"x is [batch, heads, length, head_dim] with no size 0, got {list(x.shape)}")
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"x is a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise DtypeError(f"x is a strided tensor, got a {kind} one; make it dense first, as by x.to_dense()")
+    if x.ndim != 4 or x.shape[3] == 0:
+        raise ShapeError(f"x is [batch, heads, length, head_dim] with a head_dim of 1 or more, got {list(x.shape)}")
     if not x.is_floating_point() or x.element_size() == 1:
         raise DtypeError(f"x is a floating-point tensor of 16 bits or more, got {x.dtype}")
-    scale = torch.linalg.vector_norm(x, torch.inf, dim=(2, 3)).float() / _LARGEST
+    x = x.float()
+    if x.numel() == 0:
+        return x.to(FP8), x.new_ones(x.shape[:2])
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    x = x.where(x.isfinite(), torch.nan)  # casts of infinity to 8 bits may end at the largest number
+    scale = torch.linalg.vector_norm(finite, torch.inf, dim=(2, 3)) / _LARGEST
     # Any unit will do for zeros, and for what is too small to have one.
     scale = torch.where(scale >= _SMALLEST, scale, 1.0)
     return (x / scale[:, :, None, None]).to(FP8), scale

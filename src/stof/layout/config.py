@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, shown
 
 SLABS = (1, 8, 16)
 BLOCK_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 BLOCK_COLUMNS = (16, 32, 64, 128, 256)
+
+
+def _is_one_of(value: object, accepted: tuple[int, ...]) -> bool:
+    """64.0 and True equal ints, but are no sizes of tensors."""
+    return type(value) is int and value in accepted
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,12 @@ class LayoutConfig:
 
     def __post_init__(self) -> None:
         for name, accepted in (("block_m", BLOCK_ROWS), ("block_n", BLOCK_COLUMNS)):
-            if getattr(self, name) not in accepted:
-                raise ArgumentError(f"{name} is one of {accepted}, got {getattr(self, name)!r}")
-        if self.slab is not None and self.slab not in SLABS:
-            raise ArgumentError(f"slab is one of {SLABS} or None (contiguous tiles), got {self.slab!r}")
+            if not _is_one_of(getattr(self, name), accepted):
+                raise ArgumentError(f"{name} is one of {accepted}, got {shown(getattr(self, name))}")
+        if self.slab is not None and not _is_one_of(self.slab, SLABS):
+            raise ArgumentError(f"slab is one of {SLABS} or None (contiguous tiles), got {shown(self.slab)}")
+        if not isinstance(self.aside, bool):
+            raise ArgumentError(f"aside is True or False, got {shown(self.aside)}")
         if self.aside and self.slab != 1:
             raise ArgumentError(f"columns are put aside one by one, so slab is 1, got {self.slab!r}")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stof.errors import MaskError, ShapeError
+from stof.errors import MaskError, ShapeError, shown
 from stof.masks.bounds import Kept
 from stof.masks.index import Index
 
@@ -223,7 +223,7 @@ class Mask(ABC):
         Query `i` of the call is treated as position `i + offset`; keys keep their positions.
         """
         if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**31:
-            raise MaskError(f"a query offset is an int between 0 and 2**31 - 1, got {offset!r}")
+            raise MaskError(f"a query offset is an int between 0 and 2**31 - 1, got {shown(offset)}")
         from stof.masks.compose import QueryOffset
 
         return self if offset == 0 else QueryOffset(self, offset)
@@ -260,16 +260,23 @@ def check_lengths(q_len: int, kv_len: int) -> None:
     """Raise `ShapeError` unless both lengths are positive and rows and columns fit int32 indices."""
     for name, value in (("q_len", q_len), ("kv_len", kv_len)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ShapeError(f"{name} is an int, got {type(value).__name__} {value!r}")
+            raise ShapeError(f"{name} is an int, got {type(value).__name__} {shown(value)}")
         if not 0 < value < 2**31:
-            raise ShapeError(f"{name} is between 1 and 2**31 - 1, got {value}")
+            raise ShapeError(f"{name} is between 1 and 2**31 - 1, got {shown(value)}")
 
 
 def check_sizes(batch: int, heads: int) -> None:
-    """Raise `ShapeError` unless both counts are positive."""
+    """Raise `ShapeError` unless both counts are positive and fit int32 indices."""
     for name, value in (("batch", batch), ("heads", heads)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ShapeError(f"{name} is an int >= 1, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise ShapeError(f"{name} is an int between 1 and 2**31 - 1, got {shown(value)}")
+
+
+def foreign_layout(tensor: Tensor) -> str | None:
+    """The layout of a tensor that is not strided (nested, sparse, MKL-DNN), which nothing here reads; else None."""
+    if tensor.is_nested:
+        return "nested"
+    return None if tensor.layout == torch.strided else str(tensor.layout)
 
 
 def numbered(values: Sequence[object]) -> Tensor:

@@ -49,8 +49,9 @@ def mask_by_key(key: str) -> Mask:
         return _parsed(key)
     except MaskSyntaxError:
         raise MaskError(
-            f"the mask {key} no longer exists; keep a reference to masks made from functions or tensors for as long "
-            "as compiled code uses them"
+            f"the mask {key} no longer exists; make masks of functions or tensors outside of compiled code, as by "
+            "mask = masks.from_function(f) or masks.from_block_mask(b), and keep them for as long as compiled code "
+            "uses them"
         ) from None
 
 

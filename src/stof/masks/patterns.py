@@ -12,41 +12,32 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from stof.errors import MaskError
+from stof.errors import MaskError, shown
 from stof.masks import rules
-from stof.masks.base import Mask
+from stof.masks.base import Mask, foreign_layout
 from stof.masks.compose import PerHead
 
 Ints = Sequence[int] | Tensor
 
 
-def _shown(value: object) -> str:
-    """A value for a message: Python does not print ints of thousands of digits."""
-    try:
-        text = repr(value)
-    except (ValueError, RuntimeError):  # tensors without values cannot be printed either
-        return "an int too long to print" if isinstance(value, int) else "values that cannot be printed"
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def _integer(what: str, value: object, low: int, high: int = 2**31 - 1) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise MaskError(f"{what} is an int, got {type(value).__name__} {_shown(value)}")
+        raise MaskError(f"{what} is an int, got {type(value).__name__} {shown(value)}")
     if isinstance(value, Tensor):
         value = _listed(what, value, 0)
     try:
         number = operator.index(value)
     except TypeError:
-        raise MaskError(f"{what} is an int, got {type(value).__name__} {_shown(value)}") from None
+        raise MaskError(f"{what} is an int, got {type(value).__name__} {shown(value)}") from None
     if not low <= number <= high:
-        raise MaskError(f"{what} is between {low} and {high}, got {_shown(number)}")
+        raise MaskError(f"{what} is between {low} and {high}, got {shown(number)}")
     return number
 
 
 def _listed(what: str, values: Tensor, *ndim: int) -> object:
     """The numbers of an integer tensor of one of these numbers of dimensions."""
-    kind = "nested" if values.is_nested else values.layout if values.layout != torch.strided else values.device.type
-    if kind in ("nested", "meta") or values.layout != torch.strided:
+    kind = foreign_layout(values) or ("meta" if values.is_meta else None)
+    if kind is not None:
         raise MaskError(
             f"{what} is read on the host, got a {kind} tensor; give a list, or a strided tensor with values"
         )
@@ -107,7 +98,7 @@ def strided(local: int, stride: int, width: int = 1, *, causal: bool = True) -> 
     summary key. Source: Sparse Transformers (arXiv 1904.10509), section 4.3, "fixed" attention.
     """
     if not isinstance(causal, bool):
-        raise MaskError(f"causal is True or False, got {type(causal).__name__} {_shown(causal)}")
+        raise MaskError(f"causal is True or False, got {type(causal).__name__} {shown(causal)}")
     stride = _integer("stride", stride, 1)
     return rules.Strided(_integer("local", local, 0), stride, _integer("width", width, 0, stride), causal)
 
@@ -195,7 +186,7 @@ def _rows(what: str, values: object) -> list[object]:
     if isinstance(values, Tensor):
         values = _listed(what, values, 1, 2)
     if not isinstance(values, Sequence) or not _is_list(values) or not values:
-        raise MaskError(f"{what} is a non-empty list or integer tensor, got {type(values).__name__} {_shown(values)}")
+        raise MaskError(f"{what} is a non-empty list or integer tensor, got {type(values).__name__} {shown(values)}")
     nested = [_is_list(row) or (isinstance(row, Tensor) and row.ndim > 0) for row in values]
     if any(nested) and not all(nested):
         raise MaskError(f"{what} is one list, or a list of lists; got a mixture")
@@ -221,10 +212,10 @@ def neighborhood_2d(height: int, width: int, kernel: int | tuple[int, int]) -> M
     """
     pair = tuple(kernel) if isinstance(kernel, Sequence) and _is_list(kernel) else (kernel, kernel)
     if len(pair) != 2:
-        raise MaskError(f"kernel is an odd int or a pair of odd ints, got {_shown(kernel)}")
+        raise MaskError(f"kernel is an odd int or a pair of odd ints, got {shown(kernel)}")
     rows, columns = (_integer("kernel", size, 1) for size in pair)
     if rows % 2 == 0 or columns % 2 == 0:
-        raise MaskError(f"kernel sizes are odd (they have a centre), got {_shown(kernel)}")
+        raise MaskError(f"kernel sizes are odd (they have a centre), got {shown(kernel)}")
     return rules.Neighborhood2D(_integer("height", height, 1), _integer("width", width, 1), (rows, columns))
 
 
@@ -232,5 +223,5 @@ def per_head(masks: Sequence[Mask]) -> Mask:
     """One mask per query head, in head order; equal masks share one layout."""
     given = tuple(masks) if isinstance(masks, Iterable) else ()
     if not given or not all(isinstance(mask, Mask) for mask in given):
-        raise MaskError(f"per_head() takes a non-empty list of masks, one per query head, got {_shown(masks)}")
+        raise MaskError(f"per_head() takes a non-empty list of masks, one per query head, got {shown(masks)}")
     return given[0] if len(given) == 1 else PerHead(given)

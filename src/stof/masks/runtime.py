@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.errors import DeviceError, DtypeError, MaskError, ShapeError
+from stof.errors import DeviceError, DtypeError, MaskError, ShapeError, shown
 from stof.masks.base import Mask, Spans, identity
 from stof.masks.index import Index
 from stof.masks.patterns import _integer
@@ -301,9 +301,9 @@ def block_topk(block_scores: Tensor, k: int, *, block_size: int = 64, causal: bo
         raise DtypeError(f"block_scores is a float16, bfloat16 or float32 tensor, got {got}")
     if not 2 <= block_scores.ndim <= 4 or 0 in block_scores.shape:
         raise MaskError(f"block_scores is [rows, columns] up to [B, H, rows, columns], got {list(block_scores.shape)}")
-    if block_size not in (16, 32, 64, 128):
-        raise MaskError(f"block_size is 16, 32, 64 or 128, got {block_size!r}")
-    count = int(block_scores.shape[-1])
-    if isinstance(k, int) and not isinstance(k, bool) and k > count:
-        raise MaskError(f"k is at most the number of key blocks, {count}; got {k}")
-    return BlockTopK(block_scores, _integer("k", k, 1), block_size, bool(causal))
+    if type(block_size) is not int or block_size not in (16, 32, 64, 128):
+        raise MaskError(f"block_size is 16, 32, 64 or 128, got {shown(block_size)}")
+    if not isinstance(causal, bool):
+        raise MaskError(f"causal is True or False, got {type(causal).__name__} {shown(causal)}")
+    k = _integer("k, the number of key blocks taken,", k, 1, int(block_scores.shape[-1]))
+    return BlockTopK(block_scores, k, block_size, causal)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import DeviceError, DtypeError, MaskError, ShapeError
-from stof.masks.base import Mask, identity
+from stof.masks.base import Mask, foreign_layout, identity
 from stof.masks.bounds import Kept
 from stof.masks.functions import FunctionMask, from_function
 from stof.masks.index import Index
@@ -82,13 +82,13 @@ def from_dense(keep: Tensor) -> Mask:
 
     Raises:
         DtypeError: not a bool tensor (additive float masks belong in `bias`).
-        MaskError: fewer than 2 or more than 4 dimensions, an empty dimension, or not a strided tensor.
+        MaskError: fewer than 2 or more than 4 dimensions, or not a strided tensor.
         DeviceError: a meta tensor, which holds no values.
     """
     if not isinstance(keep, Tensor):
         raise MaskError(f"from_dense() takes a torch.Tensor, got {type(keep).__name__}")
-    if keep.is_nested or keep.layout != torch.strided:
-        kind = "nested" if keep.is_nested else str(keep.layout)
+    kind = foreign_layout(keep)
+    if kind is not None:
         raise MaskError(
             f"a dense mask is a strided tensor, got a {kind} one; pass a padded or dense bool tensor, or a named mask "
             "such as documents(cu_seqlens=...) or padding(lengths)"
@@ -103,8 +103,8 @@ def from_dense(keep: Tensor) -> Mask:
         raise DtypeError(
             f"a dense mask is torch.bool (true = seen), got {keep.dtype}; {hint} becomes boolean with `mask.bool()`"
         )
-    if not 2 <= keep.ndim <= 4 or 0 in keep.shape:
-        raise MaskError(f"a dense mask is [Sq, Skv] up to [B, H, Sq, Skv], none of them 0; got {list(keep.shape)}")
+    if not 2 <= keep.ndim <= 4:
+        raise MaskError(f"a dense mask is [Sq, Skv] up to [B, H, Sq, Skv], got {list(keep.shape)}")
     return DenseMask(keep)
 
 
