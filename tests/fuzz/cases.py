@@ -294,7 +294,6 @@ class _Drawing:
         wrong = [
             f"mask = stof.plan(mask, {own['q_len'] + 1}, {own['kv_len']}, {self.both}, device=device)",
             f"mask = stof.plan(mask, {own['q_len']}, {own['kv_len'] + 1}, {self.both}, device=device)",
-            "q = q[:, :, :0]",
             "q = q.int()",
             "k = k[..., :0]",
             "v = v[:, :, :-1]",
