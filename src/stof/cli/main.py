@@ -12,6 +12,7 @@ from stof.cli.demo import demo
 from stof.cli.info import info
 from stof.cli.inspect import inspect
 from stof.cli.tune import tune
+from stof.cli.verify import verify
 from stof.errors import StofError
 
 
@@ -62,4 +63,5 @@ app.command()(demo)
 app.command()(inspect)
 app.command()(info)
 app.command()(tune)
+app.command()(verify)
 app.add_typer(bench.app, name="bench")
