@@ -185,7 +185,9 @@ def _check(implementation: Implementation, call: RandomCall, device: torch.devic
             wide = [(x.double() * scale.double()[:, :, None, None]).cpu() for x, scale in pairs]
             own = _share_in_8_bits(out.cpu(), lse.cpu(), wide, plain)
         else:
-            host = {name: torch.where(x.isnan(), 0.0, x).cpu() for name, x in zip("qkv", (q, k, v), strict=True)}
+            host: dict[str, Any] = {
+                name: torch.where(x.isnan(), 0.0, x).cpu() for name, x in zip("qkv", (q, k, v), strict=True)
+            }
             own = assert_attention(out.cpu(), lse.cpu(), **host, **plain, factor=_FACTORS[q.dtype.itemsize < 4])
         share = max(share, own)
     return share
