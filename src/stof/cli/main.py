@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from stof.cli import bench
+from stof.cli.common import CheckedCommand
 from stof.cli.demo import demo
 from stof.cli.info import info
 from stof.cli.inspect import inspect
@@ -59,9 +60,9 @@ def _stof(
     del version  # handled by its callback
 
 
-app.command()(demo)
-app.command()(inspect)
-app.command()(info)
-app.command()(tune)
-app.command()(verify)
+app.command(cls=CheckedCommand)(demo)
+app.command(cls=CheckedCommand)(inspect)
+app.command(cls=CheckedCommand)(info)
+app.command(cls=CheckedCommand)(tune)
+app.command(cls=CheckedCommand)(verify)
 app.add_typer(bench.app, name="bench")

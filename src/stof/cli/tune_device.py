@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stof.cli.common import table_console
+from stof.cli.common import names, table_console
 
 if TYPE_CHECKING:
     from stof.bench.selector import Measured
@@ -33,16 +33,20 @@ def tune_device(
     from stof.bench.polish import polish
     from stof.errors import ArgumentError
     from stof.files import write_atomically
+    from stof.selection import IMPLEMENTATIONS
     from stof.selection.model import load_model, model_to_dict
 
     console = Console(stderr=True)
+    wanted_masks = names("--masks", masks, list(dict.fromkeys(mask for mask, _ in selector.CELLS)))
+    wanted_shapes = names("--shapes", shapes, list(dict.fromkeys(shape for _, shape in selector.CELLS)))
+    names("--only", only, IMPLEMENTATIONS)
     if device:
         if not torch.cuda.is_available():
             raise ArgumentError("stof tune --device needs an NVIDIA GPU, and torch sees none")
         cells = [
             (mask, shape)
             for mask, shape in selector.CELLS
-            if (not masks or mask in masks.split()) and (not shapes or shape in shapes.split())
+            if (not masks or mask in wanted_masks) and (not shapes or shape in wanted_shapes)
         ]
         if measurements is not None and len(measurements) > 1:
             raise ArgumentError("--device writes one file of measurements")
