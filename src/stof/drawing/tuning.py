@@ -152,7 +152,7 @@ def draw_tuning(path: Path, title: str, reports: Sequence[FusionReport]) -> None
         end, text = (0.0, "template rejected") if _is_rejected(row) else (after, f"{before / after:.2f}x")
         axes.annotate(text, (end, i + 0.2), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [f"{row.operators}  ({count})" for row, count, _ in rows], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first on top, and room for what has no bar
     axes.set_xlabel("microseconds a segment; in brackets how often it occurs")
     axes.set_title(title)
     axes.legend(loc="best", fontsize=8)
