@@ -199,9 +199,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[StofError], str]] = {
     "plan on another device": (
         lambda: stof.plan(masks.causal(), 8).check_call(META, META),
         DeviceError,
-        r"plan is on cpu, the inputs on meta; move it once with plan.to\('meta'\)",
+        "inputs are meta tensors, which hold no values; give inputs on cpu, or the mask itself",
     ),
-    "plan without data": (lambda: stof.plan(masks.causal(), 8, device="meta"), DeviceError, "got meta"),
+    "plan without data": (lambda: stof.plan(masks.causal(), 8, device="meta"), DeviceError, "'meta' holds none"),
+    "plan moved to no data": (lambda: stof.plan(masks.causal(), 8).to("meta"), DeviceError, "'meta' holds none"),
     "plan without length": (lambda: stof.plan(masks.causal(), 0), ShapeError, "q_len is between 1 and .* got 0"),
     "plan of negative length": (lambda: stof.plan(masks.causal(), 4, -4), ShapeError, "kv_len is between 1.* got -4"),
     "plan of half a length": (lambda: stof.plan(masks.causal(), 4.5), ShapeError, "q_len is an int, got float 4.5"),

@@ -219,6 +219,11 @@ class Plan:
                 f"stof.plan(mask, {lengths_given[0]}, {lengths_given[1]}), or pass the mask itself"
             )
         if self.device != q.device:
+            if q.is_meta:
+                raise DeviceError(
+                    f"the plan is on {self.device}, and the inputs are meta tensors, which hold no values; give inputs "
+                    f"on {self.device}, or the mask itself in the plan's place: then only shapes are computed"
+                )
             raise DeviceError(
                 f"the plan is on {self.device}, the inputs on {q.device}; move it once with plan.to({str(q.device)!r})"
             )
