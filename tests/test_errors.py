@@ -322,6 +322,14 @@ def test_kept_calls_do_not_hide_the_checks() -> None:
         stof.attention(Q, K, V, ready, scale=[1.0])
 
 
+def test_a_plan_on_another_device_says_how_to_move_it() -> None:
+    plan = stof.plan(masks.causal(), 8)
+    plan.device = torch.device("cuda", 0)  # there may be none here
+    with pytest.raises(DeviceError, match=r"plan is on cuda:0, the inputs on cpu; move it once with plan.to\('cpu'\)"):
+        plan.check_call(Q, K)
+    stof.plan_cache.clear()
+
+
 def test_explain() -> None:
     weighed = stof.explain(Q, KG, VG, masks.causal(), softcap=3.0)
     assert {candidate.name for candidate in weighed} == set(IMPLEMENTATIONS)
@@ -339,3 +347,10 @@ def test_backward() -> None:
     out = stof.attention(q, K, V)
     with pytest.raises(UnsupportedError, match=r"forward passes only.*torch.inference_mode\(\)"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense", "cuda:77"])
+def test_plans_are_loaded_on_a_device_of_this_machine(tmp_path: Path, device: str) -> None:
+    stof.plan(masks.causal(), 8).save(tmp_path / "plan")
+    with pytest.raises(DeviceError, match=r"device"):
+        stof.Plan.load(tmp_path / "plan", device)

@@ -470,8 +470,8 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Plan:
-        """Read a saved plan; a file that does not validate raises `PlanFileError`."""
-        layout, extra = load_layout(path, device)
+        """Read a saved plan; a file that does not validate raises `PlanFileError`, no device of here `DeviceError`."""
+        layout, extra = load_layout(path, usable_device(device))
         expected = {"batch": layout.mask_batch, "heads": layout.mask_heads}
         for name, size in expected.items():
             if extra.get(name) not in (("None", str(size)) if size == 1 else (str(size),)):

@@ -25,6 +25,7 @@ def tune_device(
 ) -> None:
     """Measure this machine's GPU (`device`), or read measurements; fit the cost model and report how far it is off."""
     import json
+    from dataclasses import replace
 
     import torch
     from rich.console import Console
@@ -34,7 +35,7 @@ def tune_device(
     from stof.errors import ArgumentError
     from stof.files import write_atomically
     from stof.selection import IMPLEMENTATIONS
-    from stof.selection.model import load_model, model_to_dict
+    from stof.selection.model import DEFAULT_DEVICE, load_model, model_to_dict
 
     console = Console(stderr=True)
     wanted_masks = names("--masks", masks, list(dict.fromkeys(mask for mask, _ in selector.CELLS)))
@@ -67,8 +68,13 @@ def tune_device(
         raise ArgumentError(
             "give a MODEL to tune, --device to measure this GPU, or --measurements FILE to fit its times"
         )
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
-    base = load_model(name)
+    base = load_model(torch.cuda.get_device_name() if torch.cuda.is_available() else DEFAULT_DEVICE)
+    if base.stands_in_for:
+        here = torch.cuda.get_device_properties()
+        base = replace(
+            base, device=here.name, multiprocessors=here.multi_processor_count,
+            shared_bytes=here.shared_memory_per_multiprocessor, stands_in_for="",
+        )  # fmt: skip
     torch.set_num_threads(1)  # many tiny tensors
     if check:
         table_console().print(fit.regret_table(rows, base))
