@@ -219,6 +219,11 @@ class Plan:
                 f"stof.plan(mask, {lengths_given[0]}, {lengths_given[1]}), or pass the mask itself"
             )
         if self.device != q.device:
+            if q.is_meta:
+                raise DeviceError(
+                    f"the plan is on {self.device}, and the inputs are meta tensors, which hold no values; give inputs "
+                    f"on {self.device}, or the mask itself in the plan's place: then only shapes are computed"
+                )
             raise DeviceError(
                 f"the plan is on {self.device}, the inputs on {q.device}; move it once with plan.to({str(q.device)!r})"
             )
@@ -465,8 +470,8 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Plan:
-        """Read a saved plan; a file that does not validate raises `PlanFileError`."""
-        layout, extra = load_layout(path, device)
+        """Read a saved plan; a file that does not validate raises `PlanFileError`, no device of here `DeviceError`."""
+        layout, extra = load_layout(path, usable_device(device))
         expected = {"batch": layout.mask_batch, "heads": layout.mask_heads}
         for name, size in expected.items():
             if extra.get(name) not in (("None", str(size)) if size == 1 else (str(size),)):

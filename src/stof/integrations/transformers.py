@@ -35,22 +35,23 @@ except ImportError as error:
 from stof.integrations.forwards import hands_mask_on
 from stof.integrations.recognise import recognise, recognise_plain
 from stof.integrations.served import (
-    calls_interface,
+    check_can_serve,
     check_module,
-    check_served,
     check_when_loaded,
     not_served,
     refuse_unread,
 )
-from stof.integrations.sparsify import NAME, Sparsified, sparse_mask_of, sparsify
+from stof.integrations.sparsify import NAME, Sparsified, layer_masks, sparse_mask_of, sparsify
 
 __all__ = [
     "ModelMask",
     "PackedBatch",
     "Sparsified",
     "attention_forward",
+    "check_can_serve",
     "disable",
     "enable",
+    "layer_masks",
     "make_mask",
     "pack",
     "register",
@@ -70,10 +71,7 @@ def enable(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedError: a part of the model has attention code of its own; all are as before.
     """
-    check_module(model)
-    check_served(model)
-    if not any(map(calls_interface, {type(module) for module in model.modules()})):
-        raise UnsupportedError(not_served(type(model).__name__), {})
+    check_can_serve(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [part.config._attn_implementation for part in parts]
     for part in parts:
