@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,17 +16,20 @@ import stof
 from stof import LayoutConfig, masks
 from stof.kernels.cpu import make_schedule
 from stof.layout import build_layout, strips
+from stof.masks.index import Index
+from stof.masks.rules import Documents
 from tests.strategies import mask_trees
 
 FAR = 10**9
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that an operator returns."""
+    """The bytes of the largest tensor that an operator returns, and how many operators run."""
 
-    bytes = 0
+    bytes = operators = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
         out = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -86,3 +90,44 @@ def test_groups_of_keys_are_asked_about_first(mask: masks.Mask, groups: int) -> 
         mock.patch.multiple(strips, ASKED_FROM=0, ASKED_AT_ONCE=groups),
     ):
         assert build_layout(mask, 200, 2500, config).equals(expected)
+
+
+class CountedRuns(tuple[tuple[int, int], ...]):
+    """Runs of documents that count how often they are walked through."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        type(self).walks += 1
+        return super().__iter__()
+
+
+def test_many_short_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores are evaluated near the diagonal only, and the list of documents is not read anew for every part of it."""
+    length, scores = 20_000, 0
+    evaluate = Documents.evaluate
+
+    def counted(mask: Documents, index: Index) -> torch.Tensor:
+        nonlocal scores
+        keep = evaluate(mask, index)
+        scores += keep.numel()
+        return keep
+
+    monkeypatch.setattr(Documents, "evaluate", counted)
+    mask = Documents((CountedRuns((token, 1) for token in range(length)),))
+    assert mask == masks.documents(torch.arange(length))
+    plan = stof.plan(mask, length)
+    assert plan.layout.tiles == -(-length // plan.layout.config.block_m)
+    assert scores <= 2048 * length
+    assert CountedRuns.walks < 20
+
+
+@pytest.mark.parametrize("share", [0.5, 1])
+def test_many_random_blocks(share: float) -> None:
+    """Operators by the number of blocks drawn, not by pairs of them."""
+    length = 600
+    blocks = int(share * length)
+    with Largest() as largest:
+        plan = stof.plan(masks.random_blocks(blocks, block_size=1), length)
+    assert int(plan.to_dense().sum()) == blocks * length
+    assert largest.operators < 20 * blocks

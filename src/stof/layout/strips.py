@@ -69,6 +69,9 @@ def strips(own: HeadMask, block_m: int) -> Iterator[Strip]:
                 wider = _stretches(mask, first * block_m, min((first + more) * block_m, q_len), corner)
                 if wider is None or more * block_m * len(wider) * SPAN > most:
                     break
+                # Where keys move along with the rows, more of both evaluates scores far from the diagonal.
+                if 2 * len(wider) > 3 * len(spans) and count * block_m * len(spans) * SPAN >= most // 16:
+                    break
                 count, spans = more, wider
         start, stop = first * block_m, min((first + count) * block_m, q_len)
         if spans is None:
