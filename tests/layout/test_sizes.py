@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stof
 from stof import LayoutConfig, masks
+from stof.errors import TooLargeError
 from stof.kernels.cpu import make_schedule
 from stof.layout import build_layout, strips
+from stof.layout.limits import available_bytes
 from stof.masks.index import Index
 from stof.masks.rules import Documents
 from tests.strategies import mask_trees
@@ -131,3 +134,67 @@ def test_many_random_blocks(share: float) -> None:
         plan = stof.plan(masks.random_blocks(blocks, block_size=1), length)
     assert int(plan.to_dense().sum()) == blocks * length
     assert largest.operators < 20 * blocks
+
+
+LONGEST = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_len", "kv_len", "message"),
+    [
+        (
+            "causal()",
+            LONGEST,
+            LONGEST,
+            "layout of 2,147,483,647 queries .* at least 558,551,906,910,208 tiles",
+        ),
+        ("full()", 10**6, 10**6, r"at least 244,140,625 tiles: this takes at least 265\.6 GB on cpu"),
+        ("full()", 1, LONGEST, "at least 33,554,432 tiles"),
+        ("~causal()", 1, LONGEST, "at least 33,552,384 tiles"),
+        # No rectangle is known to be full.
+        ("strided(1, 2, causal=False)", 1, 10**9, "may see 1,000,000,000 keys in 15,625,000 tiles"),
+    ],
+)
+def test_what_cannot_be_held_is_refused(
+    mask: str, q_len: int, kv_len: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of its size is allocated."""
+    monkeypatch.setattr("stof.layout.limits.available_bytes", lambda device: 2**33)
+    with Largest() as largest, pytest.raises(TooLargeError, match=message + ".*where 8.6 GB are free; plan fewer"):
+        stof.plan(masks.parse(mask), q_len, kv_len)
+    assert largest.bytes < 2**26
+
+
+def test_more_memory_holds_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stof.layout.limits._SMALL", 0)
+    for free, fits in ((2**13, False), (2**17, True)):
+        monkeypatch.setattr("stof.layout.limits.available_bytes", lambda device, free=free: free)
+        with nullcontext() if fits else pytest.raises(TooLargeError, match="at least 120 tiles"):
+            assert build_layout(masks.causal(), 1024, 1024).tiles == 136
+
+
+def test_tiles_beyond_32_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stof.layout.limits._MOST_NUMBERS", 135)
+    with pytest.raises(TooLargeError, match="136 tiles and 1 bitmaps, which 32 bits cannot number"):
+        build_layout(masks.causal(), 1024, 1024)
+
+
+def test_errors_of_the_allocator_say_what_failed() -> None:
+    mask = masks.causal()
+    for error in (RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError("lists")):
+        with (
+            mock.patch("stof.plans.own_layout", side_effect=error),
+            pytest.raises(TooLargeError, match=f"more memory than there is; plan fewer.*{error}"),
+        ):
+            stof.plan(mask, 9, 11)
+    with (
+        mock.patch("stof.plans.own_layout", side_effect=RuntimeError("other")),
+        pytest.raises(RuntimeError, match="^other"),
+    ):
+        stof.plan(mask, 9, 11)
+
+
+def test_the_memory_of_this_machine() -> None:
+    free = available_bytes(torch.device("cpu"))
+    held = torch.empty(2**20)
+    assert held.nbytes < free < 2**50

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stof.errors import ShapeError
 from stof.layout.head_mask import HeadMask
+from stof.layout.limits import check_strip
 from stof.masks.base import Mask
 from stof.masks.bounds import Range
 from stof.masks.index import Index
@@ -74,6 +75,7 @@ def strips(own: HeadMask, block_m: int) -> Iterator[Strip]:
                     break
                 count, spans = more, wider
         start, stop = first * block_m, min((first + count) * block_m, q_len)
+        check_strip(own, count * block_m, kv_len if spans is None else len(spans) * SPAN)
         if spans is None:
             everything = kv = torch.arange(kv_len, device=device) if everything is None else everything
             chosen = None
@@ -103,14 +105,13 @@ def _stretches(mask: Mask, start: int, stop: int, corner: Index) -> list[int] | 
     kv_len = corner.kv_len
     known = mask.spans(start, stop - 1, kv_len)
     if known is not None:
-        stretches: Sequence[Sequence[int]] = _merged(known, kv_len)
-    elif kv_len >= ASKED_FROM:
-        stretches = _asked(mask, start, stop, corner)
-    else:
+        ranges = _merged(known, kv_len)
+        few = sum(map(len, ranges)) * SPAN <= 0.9 * kv_len
+        return (list(itertools.chain.from_iterable(ranges)) or [0]) if few else None
+    if kv_len < ASKED_FROM:
         return None
-    if sum(map(len, stretches)) * SPAN > 0.9 * kv_len:
-        return None
-    return list(itertools.chain.from_iterable(stretches)) or [0]
+    asked = _asked(mask, start, stop, corner)
+    return (asked.tolist() or [0]) if len(asked) * SPAN <= 0.9 * kv_len else None
 
 
 def _merged(known: list[tuple[int, int]], kv_len: int) -> list[range]:
@@ -128,8 +129,8 @@ def _merged(known: list[tuple[int, int]], kv_len: int) -> list[range]:
     return out
 
 
-def _asked(mask: Mask, start: int, stop: int, corner: Index) -> list[list[int]]:
-    """The stretches that may keep something, in one list; of many, groups are asked about first."""
+def _asked(mask: Mask, start: int, stop: int, corner: Index) -> Tensor:
+    """The stretches that may keep something, in order; of many, groups are asked about first."""
     kv_len = corner.kv_len
     rows = Range(corner.q - corner.q + start, corner.q - corner.q + (stop - 1))
     size = SPAN
@@ -141,7 +142,7 @@ def _asked(mask: Mask, start: int, stop: int, corner: Index) -> list[list[int]]:
         nothing = mask.over(replace(corner, q=rows, kv=columns)).nothing  # type: ignore[arg-type]
         first = first[~nothing.expand(1, 1, 1, len(first)).flatten()]
         if size == SPAN:
-            return [torch.div(first, SPAN, rounding_mode="floor").tolist()]
+            return torch.div(first, SPAN, rounding_mode="floor")
         size //= ASKED_AT_ONCE
         first = (first[:, None] + torch.arange(0, size * ASKED_AT_ONCE, size, device=first.device)).flatten()
         first = first[first < kv_len]
