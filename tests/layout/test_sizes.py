@@ -189,7 +189,7 @@ def test_errors_of_the_allocator_say_what_failed() -> None:
             stof.plan(mask, 9, 11)
     with (
         mock.patch("stof.plans.own_layout", side_effect=RuntimeError("other")),
-        pytest.raises(RuntimeError, match="^other"),
+        pytest.raises(RuntimeError, match=r"^other"),
     ):
         stof.plan(mask, 9, 11)
 
