@@ -33,7 +33,9 @@ from stof.kernels.triton.work import BoundCall
 from stof.lasting import capturing, lasting, refuse_capture
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.grow import extend_layout
+from stof.layout.head_mask import HeadMask
 from stof.layout.io import load_layout, save_layout
+from stof.layout.limits import allocator_errors, check_tiles
 from stof.layout.survey import Survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
@@ -643,18 +645,34 @@ def make_plan(
     refuse_capture(device)
     check_lengths(q_len, kv_len)
     mask.check(q_len, kv_len)
-    geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
-    if device.type == "cuda" and config is None and row_order is None:
-        sizes = mask.dims(batch, heads, device)
-        call_sizes = call_sizes_of(mask, sizes)
-        plan = Plan(repr(mask), (q_len, kv_len), sizes, device, call_sizes=call_sizes, geometry=geometry)
-    else:
-        choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
-        layout = choose_layout(mask, q_len, kv_len, batch=batch, heads=heads, device=device, row_order=row_order)
-        plan = Plan.of_layout(layout, repr(mask), geometry)
+    with allocator_errors():
+        plan = _made(mask, q_len, kv_len, batch, heads, device, config, row_order)
     if key is not None:
         if "<" not in mask.key:
             plan.name_after(repr(key))
         plan._in_graphs = _IN_GRAPHS
         plan_cache.put(key, plan)
     return plan
+
+
+def _made(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    batch: int,
+    heads: int,
+    device: torch.device,
+    config: LayoutConfig | None,
+    row_order: Tensor | None,
+) -> Plan:
+    """A new plan; arguments as of `make_plan`, checked."""
+    geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
+    if device.type == "cuda" and config is None and row_order is None:
+        sizes = mask.dims(batch, heads, device)
+        # Whichever layout a call chooses has at least as many tiles.
+        check_tiles(HeadMask(mask, q_len, kv_len, 0, 0, None, device), LayoutConfig(256, 256))
+        call_sizes = call_sizes_of(mask, sizes)
+        return Plan(repr(mask), (q_len, kv_len), sizes, device, call_sizes=call_sizes, geometry=geometry)
+    choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
+    layout = choose_layout(mask, q_len, kv_len, batch=batch, heads=heads, device=device, row_order=row_order)
+    return Plan.of_layout(layout, repr(mask), geometry)
