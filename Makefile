@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types unit fuzz bench clean
+.PHONY: demo test lint types unit fuzz test-transformers bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/stof demo
@@ -32,6 +32,16 @@ N ?= 2000
 SEED ?= 0
 fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N) --seed $(SEED) $(FUZZ)
+
+# Tests of transformers' own with stof in place of "sdpa", from a source checkout of the installed version:
+# make test-transformers TRANSFORMERS=DIR. Its packages do not have them.
+FAMILIES := bert roberta gpt2 opt llama mistral qwen2 qwen3 gemma2 bart t5 vit
+test-transformers: $(VENV)/.dev $(VENV)/.transformers-tests
+	cd $(or $(TRANSFORMERS),$(error name a checkout: make test-transformers TRANSFORMERS=DIR)) && \
+	  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
+	  PYTHONPATH=$(CURDIR)/tests/transformers_client:$(abspath $(VENV))/transformers-tests \
+	  $(abspath $(BIN))/python -m pytest -p stof_for_sdpa --rootdir . -q -W ignore --tb=short -n auto --dist worksteal \
+	  $(foreach family,$(FAMILIES),tests/models/$(family)/test_modeling_$(family).py)
 
 # The figures of the README's table on this machine's CPU (about 4 minutes).
 bench: $(VENV)/.dev
@@ -67,4 +77,9 @@ $(VENV)/.triton-3.6: $(VENV)/.made tests/kernels/triton-3.6.txt
 $(VENV)/.transformers-5.23: $(VENV)/.made tests/integrations/transformers-5.23.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	  --target $(VENV)/transformers-5.23 --requirement tests/integrations/transformers-5.23.txt
+	touch $@
+
+$(VENV)/.transformers-tests: $(VENV)/.made tests/transformers_client/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	  --target $(VENV)/transformers-tests --requirement tests/transformers_client/requirements.txt
 	touch $@
