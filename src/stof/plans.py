@@ -598,22 +598,28 @@ def unsized_plan(
 ) -> Plan:
     """`make_plan`, where sizes may be left to the mask, and, where it does not tell them either, to the calls."""
     check_lengths(q_len, kv_len)
-    check_sizes(1 if batch is None else batch, 1 if heads is None else heads)
     if config is not None and not isinstance(config, LayoutConfig):
         raise ArgumentError(f"config is a stof.LayoutConfig or None, got {shown(config)}")
-    if type(torch.empty(0)) is not Tensor:
-        raise MaskError("a plan needs tensors with values; make it before FakeTensorMode, or another mode of its kind")
     if batch is None and (mask.batch != 1 or not mask.depends_on_batch):
         batch = mask.batch
     if heads is None and (mask.heads != 1 or not mask.depends_on_heads):
         heads = mask.heads
-    make = functools.partial(make_plan, device=device, config=config, row_order=row_order)
     if batch is not None and heads is not None:
-        return make(mask, q_len, kv_len, batch=batch, heads=heads)
+        return make_plan(
+            mask, q_len, kv_len, batch=batch, heads=heads, device=device, config=config, row_order=row_order
+        )
+    check_sizes(1 if batch is None else batch, 1 if heads is None else heads)
+    _check_values()
     mask.check(q_len, kv_len)
     mask.dims(batch or 1, heads or 1)
     needed = (batch if mask.depends_on_batch else None, heads if mask.depends_on_heads else None)
+    make = functools.partial(make_plan, device=device, config=config, row_order=row_order)
     return UnsizedPlan(mask, (q_len, kv_len), device, needed, make)
+
+
+def _check_values() -> None:
+    if type(torch.empty(0)) is not Tensor:
+        raise MaskError("a plan needs tensors with values; make it before FakeTensorMode, or another mode of its kind")
 
 
 def make_plan(
@@ -643,6 +649,7 @@ def make_plan(
         if found is not None:
             return found
     refuse_capture(device)
+    _check_values()
     check_lengths(q_len, kv_len)
     mask.check(q_len, kv_len)
     with allocator_errors():
