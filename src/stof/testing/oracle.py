@@ -108,7 +108,7 @@ def error_budget(
     """Budget of an implementation in `dtype`, from the plain result and the float64 one.
 
     Roundings of the largest value are granted on top, because few values can be exact by luck: one for 16-bit dtypes,
-    which round once at the end, four for the others, which accumulate in the dtype itself. Float64 has no wider dtype
+    which round once at the end, eight for the others, which accumulate in the dtype itself. Float64 has no wider dtype
     to be measured in: give it float32's plain result, whose error is scaled by the ratio of the roundings. Which values
     are exact by luck differs then, so give `largest` as well: the largest value whose roundings reach the result.
     """
@@ -119,7 +119,7 @@ def error_budget(
     # An infinity in the plain result (16-bit overflow) grants nothing.
     errors = (plain.double() - expected)[finite & torch.isfinite(plain)].abs()
     error = float(errors.max()) * eps / torch.finfo(plain.dtype).eps if errors.numel() else 0.0
-    roundings = 1 if eps > torch.finfo(torch.float32).eps else 4
+    roundings = 1 if eps > torch.finfo(torch.float32).eps else 8
     rounding = roundings * eps * max(float(expected[finite].abs().max()), largest)
     return ErrorBudget(error, factor * error + rounding)
 
@@ -178,7 +178,7 @@ def score_size(q: Tensor, k: Tensor, keep: Tensor | None, scale: float | None, b
 
     Sums whose terms cancel, and a softcap, leave small scores with roundings of large partial sums. No order of adding
     has larger ones than this. Roundings of D terms add up like random ones, to about `sqrt(D) / 2` units in the last
-    place: up to D = 64 four of this value cover them even if every partial sum were as large.
+    place: up to D = 256 eight of this value cover them even if every partial sum were as large.
     """
     heads, head_dim = q.shape[1], q.shape[3]
     k = k.double().abs().repeat_interleave(heads // k.shape[1], 1)
