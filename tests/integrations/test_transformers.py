@@ -348,6 +348,14 @@ def test_arguments_of_the_layer_are_honoured() -> None:
     close(_attend(attention_mask=keep, position_bias=bias), want)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 1, 1), (1, 4, 1, 6), (2, 4, 1, 6)], ids=str)
+def test_one_query_under_a_mask_tensor(shape: tuple[int, ...]) -> None:
+    call = {"query": torch.randn(2, 4, 1, 8), "key": torch.randn(2, 4, 6, 8), "value": torch.randn(2, 4, 6, 8)}
+    keep = (torch.rand(shape) < 0.5) | (torch.arange(shape[-1]) == 0)
+    want = nn.functional.scaled_dot_product_attention(*call.values(), attn_mask=keep.expand(2, 4, 1, 6))
+    close(_attend(attention_mask=keep, **call), want.transpose(1, 2))
+
+
 def test_refusals() -> None:
     with pytest.raises(UnsupportedError, match=r"no dropout.*0\.1"):
         _attend(dropout=0.1)

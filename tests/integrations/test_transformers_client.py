@@ -43,20 +43,22 @@ def test_failures_are_named(tmp_path: Path) -> None:
     version = tmp_path / "src/transformers/__init__.py"
     version.write_text(f'__version__ = "{transformers.__version__}"\n')
     (tmp_path / "test_tiny.py").write_text(SUITE)
-    code, out = run(tmp_path)
+    (tmp_path / "test_missing.py").write_text("import a_module_that_is_not_there")
+    code, out = run(tmp_path, "--continue-on-collection-errors")
     assert code == pytest.ExitCode.TESTS_FAILED, out
     name = "test_tiny.py::TinyModelTest::test_"
-    assert [line for line in out.splitlines() if line.startswith(name)] == [f"{name}part", f"{name}whole"]
+    listed = [line for line in out.splitlines() if line.startswith("test_") and " " not in line]
+    assert listed == ["test_missing.py", f"{name}part", f"{name}whole"]
     version.write_text('__version__ = "5.0.0"\n')
     wrong: Any = SimpleNamespace(rootpath=tmp_path)
     with pytest.raises(pytest.UsageError, match=f"git checkout v{transformers.__version__}"):
         stof_for_sdpa.pytest_configure(wrong)
 
 
-def run(checkout: Path) -> tuple[int, str]:
+def run(checkout: Path, *options: str) -> tuple[int, str]:
     paths = [str(Path(stof_for_sdpa.__file__).parent), *sys.path]
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "stof_for_sdpa", "-p", "no:cacheprovider", "--rootdir", ".", "-q"],
+        [sys.executable, "-m", "pytest", "-p", "stof_for_sdpa", "--rootdir", ".", "-q", *options],
         cwd=checkout,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,

@@ -46,6 +46,10 @@ class Comparison:
         self.passed: set[str] = set()
         self.surprises: dict[str, list[str]] = {}
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seen.add(report.nodeid)
         # A test has a report for each of its subtests as well, and passes itself where one of those fails.

@@ -385,7 +385,7 @@ def _from_tensor(given: Tensor, shape: tuple[int, int, int, int]) -> ModelMask:
     if given.dtype != torch.bool:
         return ModelMask(FULL, shape)  # additive: it becomes the bias
     if torch.compiler.is_compiling() or shape[2] == 1:
-        return ModelMask(FULL, shape, keep=given)
+        return ModelMask(FULL, shape, keep=given.expand(-1, -1, -1, shape[3]))
     keep = given.expand(-1, -1, shape[2], shape[3])
     # A tensor used as it is keeps its identity, by which layers share its plan.
     return ModelMask(
