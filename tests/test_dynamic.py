@@ -26,7 +26,7 @@ from stof.errors import (
 )
 from stof.kernels.reference import reference_attention
 from stof.kernels.triton import runtime
-from stof.kernels.triton.attention import block_wise_attention
+from stof.kernels.triton.block_wise import block_wise_attention
 from stof.kernels.triton.runtime import OVERFLOW, Problem, WorkRoom
 from stof.kernels.triton.runtime_blocks import block_room
 from stof.kernels.triton.runtime_slash import vertical_slash_room

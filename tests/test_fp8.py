@@ -279,7 +279,7 @@ def test_a_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     implemented = IMPLEMENTATIONS["hopper_fp8"]
     given, scales = narrow_inputs(head_dim=128, q_len=128)
     layout = stof.plan(masks.causal(), 128, config=stof.LayoutConfig(128, 128)).layout
-    monkeypatch.setitem(__import__("sys").modules, "stof.kernels.hopper.fp8_attention", None)
+    monkeypatch.setitem(__import__("sys").modules, "stof.kernels.hopper.fp8.forward", None)
     with pytest.raises(KernelError, match="no Gluon"):
         implemented.bound(*given, *implemented.prepare(layout, None), Options(0.1, 0.0, None, None, scales))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError, UnsupportedError
 from stof.kernels.fp8 import Scales, wide_dtype, widened
-from stof.kernels.hopper.jobs import has_tiles, may_have_tiles, narrow
+from stof.kernels.hopper.tile_lists import may_be_tma_readable, narrow, tma_readable
 from stof.kernels.triton.work import BoundCall
 from stof.lasting import lasting
 from stof.layout import LayoutConfig
@@ -502,8 +502,8 @@ def _call_spec(
     ready: Plan, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softcap: float, sinks: Tensor | None
 ) -> CallSpec:
     sizes = q.shape[2], k.shape[2]
-    tiled = bias is None or may_have_tiles(bias, *sizes)
-    to_copy = bias is not None and tiled and not has_tiles(bias, *sizes)
+    tiled = bias is None or may_be_tma_readable(bias, *sizes)
+    to_copy = bias is not None and tiled and not tma_readable(bias, *sizes)
     return CallSpec(
         device=q.device.type,
         dtype=q.dtype,

@@ -314,7 +314,7 @@ def test_shares_of_kernels_add_up() -> None:
         ("triton_tem_fused_flex_attention_0", "attention"),
         ("void pytorch_flash::flash_fwd_kernel<>", "attention"),
         ("fmha_cutlassF_f16_aligned_64x64_rf_sm80", "attention"),
-        ("warp_specialized_kernel", "attention"),
+        ("forward_kernel", "attention"),
         ("triton_per_fused_add_native_layer_norm_2", "Inductor's"),
         ("triton_poi_fused_scaled_dot_product_attention_gelu_2", "Inductor's"),
         ("row_statistics_kernel", "norm"),

@@ -12,7 +12,7 @@ import stof
 from stof import masks
 from stof.fusion import biases
 from stof.fusion.nodes import argument, name_of
-from stof.kernels.hopper.jobs import in_rows
+from stof.kernels.hopper.tile_lists import has_aligned_rows
 from tests.fusion.graphs import capture, fuse
 
 
@@ -51,7 +51,7 @@ def laid(function: Callable[..., Tensor], q: Tensor, k: Tensor, table: Tensor) -
     found = [node for node in gm.graph.nodes if name_of(node) == "stof.masked_attention"]
     values = [argument(node, 4, "bias").meta["example_value"] for node in found]
     clones = sum(name_of(node) == "clone" for node in gm.graph.nodes)
-    return clones, [in_rows(value) for value in values]
+    return clones, [has_aligned_rows(value) for value in values]
 
 
 @pytest.mark.parametrize("keys", [40, 39, 1])

@@ -34,7 +34,7 @@ def split_call(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> Callable
     if implementation == "hopper":
         bound = test_hopper.bound(test_hopper.layout_of(HEAVY, q, k, 8), q, k, v, split_tiles=3)
         return lambda: bound(q, k, v, None, None)[0]
-    from stof.kernels.triton.attention import block_wise_attention
+    from stof.kernels.triton.block_wise import block_wise_attention
     from stof.kernels.triton.work import BlockWiseConfig, make_work
 
     work = make_work(build_layout(HEAVY, q.shape[2], k.shape[2], LayoutConfig(64, 64, 1), device="cuda"), 3)

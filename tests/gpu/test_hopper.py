@@ -18,7 +18,7 @@ import stof
 from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
 from stof.errors import UnsupportedError
-from stof.kernels.hopper.jobs import padded_width
+from stof.kernels.hopper.tile_lists import padded_width
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 from stof.layout import Layout, build_layout
 from stof.layout.orders import named_order

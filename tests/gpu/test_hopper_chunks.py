@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stof import masks
-from stof.kernels.hopper.jobs import make_tile_lists
+from stof.kernels.hopper.tile_lists import make_tile_lists
 from stof.layout import Layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask

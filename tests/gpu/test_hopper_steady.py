@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from stof import LayoutConfig, masks
-from stof.kernels.hopper.jobs import make_tile_lists, resident
-from stof.kernels.hopper.queue import chunk_slots, idle_groups, job_list
+from stof.kernels.hopper.tile_lists import make_tile_lists, resident
+from stof.kernels.hopper.tile_scheduler import chunk_slots, skips_empty_groups, work_list
 from stof.layout import Layout, build_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
@@ -67,7 +67,7 @@ def test_lists_with_cut_ends(head_dim: int, tile: tuple[int, int]) -> None:
     heads = -(-int(2.4 * blocks) // (2 * row_blocks))
     q, k, v = inputs(length, head_dim, heads)
     layout = layout_of(masks.full(), length, tile)
-    jobs = job_list(make_tile_lists(layout), 2, heads, blocks, 2 * heads)
+    jobs = work_list(make_tile_lists(layout), 2, heads, blocks, 2 * heads)
     assert chunk_slots(jobs) > 0
     assert len(jobs) - 1 > blocks
     call = bound(layout, q, k, v)
@@ -85,7 +85,7 @@ def test_lists_with_cut_ends(head_dim: int, tile: tuple[int, int]) -> None:
     ("length", "tile", "head_dim"), [(200, (192, 128), 64), (400, (192, 128), 64), (130, (128, 128), 128)]
 )
 def test_warpgroups_without_rows(length: int, tile: tuple[int, int], head_dim: int) -> None:
-    assert idle_groups(length, tile[0])
+    assert skips_empty_groups(length, tile[0])
     q, k, v = inputs(length, head_dim, 150)
     for mask in (masks.full(), masks.causal(), masks.sliding_window(100)):
         check_layout(layout_of(mask, length, tile), q, k, v)

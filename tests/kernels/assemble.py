@@ -53,7 +53,7 @@ class Recorded:
         attributes: dict[tuple[int], Any] = {}
         for place, (name, value) in enumerate(zip(kernel.arg_names, (*values, *constants), strict=True)):
             # On the CPU where this runs, kernels take no turns.
-            value = arch >= 90 if name == "CHAINED" else value
+            value = arch >= 90 if name in ("USE_PDL", "CHAINED") else value
             constant = place >= len(values) or value is None or (type(value) is int and value == 1)
             if constant:
                 signature[name], fixed[place,] = "constexpr", value

@@ -23,11 +23,11 @@ import triton
 
 import stof
 from stof.kernels.fp8 import FP8
-from stof.kernels.hopper import attention as hopper
-from stof.kernels.hopper import fp8_attention
-from stof.kernels.hopper.jobs import RANGE_FIELDS, make_fp8_lists, make_tile_lists, resident
-from stof.kernels.hopper.pairs import make_paired_lists
-from stof.kernels.triton import attention as triton_attention
+from stof.kernels.hopper import forward as hopper
+from stof.kernels.hopper.fp8 import forward as fp8_forward
+from stof.kernels.hopper.paired_tile_lists import make_paired_lists
+from stof.kernels.hopper.tile_lists import RANGE_FIELDS, make_fp8_lists, make_tile_lists, resident
+from stof.kernels.triton import block_wise as triton_attention
 from stof.kernels.triton import row_wise
 from stof.kernels.triton.work import make_work
 from stof.layout import Layout, LayoutConfig, build_layout
@@ -323,7 +323,7 @@ def recorded(case: Case) -> Recorded:
     }
     record = Recorded()
     with contextlib.ExitStack() as patched:
-        for module in (triton_attention, row_wise, hopper, fp8_attention):
+        for module in (triton_attention, row_wise, hopper, fp8_forward):
             patched.enter_context(mock.patch.object(module, "Launch", record.make))
         if choice.kernel is None:
             row_wise.row_wise_attention(q, k, v, *row_wise.prepare_row_wise(layout), **options)
@@ -337,13 +337,13 @@ def recorded(case: Case) -> Recorded:
             if ASIDE_TOO in case.name:
                 aside = torch.zeros(1, call.heads, lists.block_n, dtype=torch.int32)
                 lists = replace(lists, aside=aside, slab=lists.block_n, has_full=0)
-            bound = hopper.bind_warp_specialized(q, k, v, lists, choice.kernel, **options)
+            bound = hopper.bind_forward(q, k, v, lists, choice.kernel, **options)
             bound(q, k, v, options["bias"], options["sinks"])
         elif choice.implementation == "hopper_fp8":
             del options["bias"]
             scales = tuple(torch.empty(1, heads) for heads in (call.heads, call.kv_heads, call.kv_heads))
             lists = make_fp8_lists(layout, choice.kernel.split_tiles)
-            call_fp8 = fp8_attention.bind_fp8(q, k, v, scales, lists, choice.kernel, **options)
+            call_fp8 = fp8_forward.bind_fp8(q, k, v, scales, lists, choice.kernel, **options)
             call_fp8(q, k, v, None, options["sinks"], *scales)
         else:
             work = make_work(layout, choice.kernel.split_tiles)

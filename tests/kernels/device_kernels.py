@@ -13,8 +13,9 @@ from tests.kernels.assemble import Compiled, assemble
 
 def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
-    from stof.kernels.hopper import across, fill
+    from stof.kernels.hopper import fill
     from stof.kernels.hopper import fill_slash as hopper_slash
+    from stof.kernels.hopper.fp8 import transpose_v
     from stof.kernels.triton import fill_blocks, fill_slash, fill_slash_tables
 
     ints, i = "*i32", "i32"
@@ -28,7 +29,7 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}
     for block_m, width, paired in ((64, 64, False), (64, 64, True), (128, 128, False)):
         yield fill.fill_tiles, [*[ints] * 6, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
-        yield fill.refresh_jobs, [*[ints] * 3, i, 8 if paired else 1, 128], {}
+        yield fill.refresh_work, [*[ints] * 3, i, 8 if paired else 1, 128], {}
     yield hopper_slash.slash_columns, [*[ints] * 5, i, 64, 1024], {"num_warps": 8}
     yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}
     yield hopper_slash.slash_fill, [*[ints] * 10, *[i] * 8, 64, 64], {"num_warps": 1}
@@ -36,7 +37,7 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         yield fill.put_aside, [*[kind] * 4, ints, *[i] * 12, 32, width, True], {}
     for listed, group in ((False, 1), (False, 4), (True, 1)):
         scales = ["*fp32"] * 4
-        yield across.lay_across, [*[ints] * 4, *scales, ints, *[i] * 18, listed, group, 32, 128, True], {}
+        yield transpose_v.transpose_v, [*[ints] * 4, *scales, ints, *[i] * 18, listed, group, 32, 128, True], {}
     yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
     for kind, packed in (("*u8", False), (ints, True)):
         yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}
@@ -66,7 +67,7 @@ def device_source(kernel: Any, given: list[Any], arch: int) -> ASTSource:
     """A kernel with these types or constants of its parameters, pointers aligned."""
     signature, fixed, attributes = {}, {}, {}
     for place, (name, value) in enumerate(zip(kernel.arg_names, given, strict=True)):
-        value = arch >= 90 if name == "CHAINED" else value
+        value = arch >= 90 if name == "USE_PDL" else value
         signature[name] = value if isinstance(value, str) else "constexpr"
         if not isinstance(value, str):
             fixed[place,] = value

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import LayoutConfig, masks
-from stof.kernels.triton import attention as triton_attention
-from stof.kernels.triton import block_wise
-from stof.kernels.triton.attention import block_wise_attention
+from stof.kernels.triton import block_wise as triton_attention
+from stof.kernels.triton import block_wise_kernel
+from stof.kernels.triton.block_wise import block_wise_attention
 from stof.kernels.triton.work import BlockWiseConfig, make_work
 from stof.layout import Layout, build_layout
 from stof.masks.tensors import as_mask
@@ -285,7 +285,7 @@ def stretches(bias: Tensor, kv_len: int, slab: int | None = None) -> tuple[bool,
         triton_attention.bind_block_wise(
             *(x.to(DEVICE) for x in inputs.qkv), work, DEFAULT, scale=1.0, softcap=0.0, bias=bias, sinks=None
         )
-    (_kernel, _grid, _tensors, _numbers, constants), names = made[0], block_wise.block_wise_kernel.arg_names
+    (_kernel, _grid, _tensors, _numbers, constants), names = made[0], block_wise_kernel.block_wise_kernel.arg_names
     given = dict(zip(names[-len(constants) :], constants, strict=True))
     return given["FULL_STRETCHES"], given["PARTIAL_STRETCHES"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
 from stof.errors import LayoutError, UnfitLayoutError
-from stof.kernels.hopper.jobs import ASIDE, make_tile_lists
+from stof.kernels.hopper.tile_lists import ASIDE, make_tile_lists
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
 from stof.masks.tensors import as_mask

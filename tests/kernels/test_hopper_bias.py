@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stof import LayoutConfig
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import has_tiles, laid_out, may_have_tiles
+from stof.kernels.hopper.tile_lists import laid_out, may_be_tma_readable, tma_readable
 from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
@@ -57,7 +57,7 @@ def bias_of(form: str, dtype: torch.dtype) -> Tensor:
 def test_bias(twin: Twin, head_dim: int, tile: tuple[int, int], options: dict[str, Any], form: str) -> None:
     """Where several share one it is copied from the same place; -inf leaves keys out, in full tiles too."""
     bias = bias_of(form, torch.bfloat16 if head_dim == 128 else torch.float16)
-    assert has_tiles(bias, 200, 333)
+    assert tma_readable(bias, 200, 333)
     keep = LONG.to_dense(200, 333).clone()
     keep[..., 100:110, :] = False
     keep[..., 64:, :100] = True
@@ -111,9 +111,9 @@ def test_bias_that_is_copied(form: str) -> None:
     tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, BlockWiseConfig(4, 2))
     q, k, v = inputs()
     bias = scattered(form)
-    assert may_have_tiles(bias, 200, 333)
-    assert not has_tiles(bias, 200, 333)
-    assert has_tiles(laid_out(bias), 200, 333)
+    assert may_be_tma_readable(bias, 200, 333)
+    assert not tma_readable(bias, 200, 333)
+    assert tma_readable(laid_out(bias), 200, 333)
     call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, bias, None))
     for query, own in ((q, bias), (q, scattered(form)), (unaligned(q), bias)):
         out, lse = call(query, k, v, own, None)
@@ -133,13 +133,13 @@ def test_bias_that_has_no_tiles() -> None:
     """Another kernel's business, or that of a copy."""
     bias = bias_of("all", torch.float16)
     for unlike in (bias.float(), bias[..., :1]):
-        assert not has_tiles(unlike, 200, 333)
-        assert not may_have_tiles(unlike, 200, 333)
-    assert not has_tiles(bias.contiguous(), 200, 333)  # rows of 666 bytes
-    assert not has_tiles(bias[..., :200].mT, 200, 200)
-    assert has_tiles(bias[:, :, :1, :1], 1, 1)
-    assert has_tiles(bias[:, :, :1], 200, 333)
-    assert has_tiles(bias[:, :, :1].expand(-1, -1, 200, -1), 200, 333)
+        assert not tma_readable(unlike, 200, 333)
+        assert not may_be_tma_readable(unlike, 200, 333)
+    assert not tma_readable(bias.contiguous(), 200, 333)  # rows of 666 bytes
+    assert not tma_readable(bias[..., :200].mT, 200, 200)
+    assert tma_readable(bias[:, :, :1, :1], 1, 1)
+    assert tma_readable(bias[:, :, :1], 200, 333)
+    assert tma_readable(bias[:, :, :1].expand(-1, -1, 200, -1), 200, 333)
 
 
 @pytest.mark.parametrize("layout", [build_layout(LONG, 200, 333, LayoutConfig(128, 128, 8)), even_layout(640, 5)])
@@ -170,7 +170,7 @@ def test_random_biases(data: st.DataObject) -> None:
         .permute(*[order.index(dim) for dim in range(3)], 3)
         .copy_(bias)
     )
-    assert has_tiles(bias, q_len, kv_len)
+    assert tma_readable(bias, q_len, kv_len)
     stands_in = Twin()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", lambda launch, *tensors, bases=(): stands_in(launch, *tensors, bases=bases))

@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import LayoutConfig, masks
-from stof.kernels.hopper import ends
-from stof.kernels.hopper.ends import cut_ends
-from stof.kernels.hopper.jobs import make_tile_lists
-from stof.kernels.hopper.queue import chunk_slots, job_costs, job_list
+from stof.kernels.hopper import tile_scheduler
+from stof.kernels.hopper.tile_lists import make_tile_lists
+from stof.kernels.hopper.tile_scheduler import chunk_slots, split_tail, work_costs, work_list
 from stof.layout import build_layout
 from tests.kernels.test_hopper_jobs import check_jobs, grid_layout, layout_of
 from tests.kernels.test_hopper_launch import Twin, check_call, inputs, twin  # noqa: F401, a fixture
 
 
 def last_end(cost: Tensor, blocks: int) -> float:
-    return max(ends._play(cost.tolist(), blocks)[1])
+    return max(tile_scheduler._play(cost.tolist(), blocks)[1])
 
 
 @given(
@@ -36,8 +35,8 @@ def test_chunks_are_the_jobs(tiles: list[int], blocks: int, weight: float, uncut
     count = torch.tensor(sorted(tiles, reverse=True))
     cost = count * weight + 0.6
     whole = torch.tensor([job in uncut for job in range(len(tiles))])
-    given_back = cut_ends(count, cost, whole, blocks)
-    assert torch.equal(given_back, cut_ends(count, cost, whole, blocks))
+    given_back = split_tail(count, cost, whole, blocks)
+    assert torch.equal(given_back, split_tail(count, cost, whole, blocks))
     job, chunk, begin, end = given_back
     first = min(blocks, len(tiles))
     assert torch.equal(job[:first], torch.arange(first)), "thread blocks begin with whole jobs"
@@ -49,7 +48,7 @@ def test_chunks_are_the_jobs(tiles: list[int], blocks: int, weight: float, uncut
         assert list(itertools.pairwise(bounds)) == list(zip(begin[mine].tolist(), end[mine].tolist(), strict=True))
         assert bounds[-1] == count[number]
         assert len(mine) == 1 or not (whole[number] or number < first)
-        assert len(mine) == 1 or int((end - begin)[mine].min()) >= ends._LEAST // 2
+        assert len(mine) == 1 or int((end - begin)[mine].min()) >= tile_scheduler._LEAST // 2
     length = end - begin
     parts = torch.bincount(job)[job]
     assert last_end(length * weight + torch.where(parts > 1, 0.0, 0.6), blocks) <= last_end(cost, blocks) + 1e-6
@@ -60,12 +59,12 @@ def test_ends_lie_together(jobs: int, tiles: int) -> None:
     """Rounds that are not full cost no more than the work in them: the end is within 1 % of the mean, or 8 tiles."""
     count = torch.full((jobs,), tiles)
     cost = count + 0.6
-    job, _, begin, end = cut_ends(count, cost, count == 0, 132)
+    job, _, begin, end = split_tail(count, cost, count == 0, 132)
     cut = torch.bincount(job)[job] > 1
     assert 0 < int(cut.sum()) < 300
-    uncut, after = last_end(cost, 132), last_end(end - begin + torch.where(cut, ends._MERGE_COST, 0.6), 132)
+    uncut, after = last_end(cost, 132), last_end(end - begin + torch.where(cut, tile_scheduler._MERGE_COST, 0.6), 132)
     mean = float(cost.sum()) / 132
-    assert after <= max(1.01 * mean, mean + ends._LEAST)
+    assert after <= max(1.01 * mean, mean + tile_scheduler._LEAST)
     assert after < uncut
 
 
@@ -73,21 +72,21 @@ def test_what_is_not_cut() -> None:
     """Rounds that are full, jobs that are short, more rounds than matter, and jobs that all start at once."""
     for jobs, tiles in ((1320, 64), (2048, 15), (132 * 33, 64), (100, 64)):
         count = torch.full((jobs,), tiles)
-        assert cut_ends(count, count + 0.6, count == 0, 132).shape == (4, jobs)
+        assert split_tail(count, count + 0.6, count == 0, 132).shape == (4, jobs)
 
 
 def test_lists_with_cut_jobs() -> None:
     """Whole items again when joined; slots that no other chunk has, also beside heavy row blocks cut before."""
     lists = make_tile_lists(grid_layout("full", 2048, None))
     check_jobs(lists, 1, 10, 132, 2)
-    assert chunk_slots(job_list(lists, 1, 10, 132, 2)) > 0
+    assert chunk_slots(work_list(lists, 1, 10, 132, 2)) > 0
     keep = torch.zeros(1, 1, 1408, 1408, dtype=torch.bool)
     keep[..., : 18 * 64] = True
     keep[..., :64, :] = True
     lists = make_tile_lists(layout_of(keep, None, (64, 64)), 20)
     assert lists.chunks
     check_jobs(lists, 3, 4, 50, 12)
-    slots = chunk_slots(job_list(lists, 3, 4, 50, 12))
+    slots = chunk_slots(work_list(lists, 3, 4, 50, 12))
     assert slots > 12 * lists.chunks
 
 
@@ -95,11 +94,11 @@ def test_rows_that_no_warpgroup_has() -> None:
     """A row block with rows for one warpgroup of three takes less time than one with rows for all."""
     lists = make_tile_lists(build_layout(masks.full(), 832, 832, LayoutConfig(192, 128)))
     row_block, tiles = lists.items[:, 0].long(), lists.items[:, 1:4].long()
-    cost = job_costs(row_block, tiles, lists)
+    cost = work_costs(row_block, tiles, lists)
     assert torch.equal(cost[:-1], cost[:1].expand(4))
     assert float(cost[-1]) < 0.6 * float(cost[0])
     lists = make_tile_lists(build_layout(masks.full(), 896, 896, LayoutConfig(192, 128)))
-    between = float(job_costs(row_block[-1:], tiles[-1:], lists))
+    between = float(work_costs(row_block[-1:], tiles[-1:], lists))
     assert float(cost[-1]) < between < float(cost[0])
 
 
@@ -111,11 +110,11 @@ def test_calls_with_cut_jobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chunks meet and are merged, whoever comes first; full tiles begin chunks, and so do partial ones."""
-    monkeypatch.setattr(ends, "_LEAST", 2)
-    monkeypatch.setattr(ends, "_MERGE_COST", 0.0)
+    monkeypatch.setattr(tile_scheduler, "_MIN_TILES", 2)
+    monkeypatch.setattr(tile_scheduler, "_MERGE_COST", 0.0)
     row, column = torch.arange(70)[:, None], torch.arange(700)
     layout = layout_of((column <= row + 630)[None, None], None, tile)
     check_call(layout, *inputs(batch=33, heads=5, kv_heads=1, q_len=70, kv_len=700))
     assert twin.constants["SPLIT"]
-    assert twin.constants["QUEUED"]
-    assert twin.constants["IDLE"] == (tile[0] == 192)
+    assert twin.constants["PERSISTENT"]
+    assert twin.constants["SKIP_EMPTY"] == (tile[0] == 192)

@@ -12,10 +12,10 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.fp8 import FP8, Scales
-from stof.kernels.hopper.across import lay_across
-from stof.kernels.hopper.fp8 import GROUPS, D, fp8_kernel
-from stof.kernels.hopper.fp8_attention import bind_fp8
-from stof.kernels.hopper.jobs import ACROSS, make_fp8_lists
+from stof.kernels.hopper.fp8.forward import bind_fp8
+from stof.kernels.hopper.fp8.forward_kernel import GROUPS, D, fp8_forward_kernel
+from stof.kernels.hopper.fp8.transpose_v import transpose_v
+from stof.kernels.hopper.tile_lists import ACROSS, make_fp8_lists
 from stof.kernels.triton.launch import Launch, TensorMap
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
@@ -41,14 +41,14 @@ class EighthsTwin(Twin):
     """The kernel in plain PyTorch, where values are laid across: brought back, it is the one for 16 bits."""
 
     def __call__(self, launch: Launch, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
-        if launch.kernel is not fp8_kernel:
-            assert launch.kernel is lay_across
+        if launch.kernel is not fp8_forward_kernel:
+            assert launch.kernel is transpose_v
             self.plain(launch, *tensors, bases=bases)
             return
         a = self.arguments(launch, *tensors, bases=bases)
         vars(a).update(GROUPS=GROUPS.value, D=D.value, Q_STAGES=3, kv_step=1, rows_per_residue=a.q_len)
         vars(a).update(q_residue_stride=a.D, out_residue_stride=a.D, k_residue_stride=0, v_residue_stride=0)
-        vars(a).update(dict.fromkeys(("PERMUTED", "HAS_BIAS", "AT_RUN_TIME", "PAIRED"), False))
+        vars(a).update(dict.fromkeys(("PERMUTED", "HAS_BIAS", "DYNAMIC", "PAIRED"), False))
         factors = a.scales_ptr.double()
         a.q_desc = scaled(a.q_desc, factors[..., 0])
         shares = factors.shape[1] // a.v_desc.base.shape[1]
@@ -173,7 +173,7 @@ def test_options(twin: EighthsTwin, options: dict[str, Any]) -> None:
     keep = NEAR.to_dense(330, 333).clone()
     keep[..., 100:110, :] = False
     check_call(layout_of(keep, None), *inputs(), split_tiles=1, **options)
-    assert twin.constants["MODIFIED"] == ("scale" in options or "softcap" in options)
+    assert twin.constants["HAS_SCORE_MOD"] == ("scale" in options or "softcap" in options)
 
 
 @IN_INTERPRETER

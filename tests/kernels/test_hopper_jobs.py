@@ -16,9 +16,9 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, JOB_SIZE, LATE, RUN, TileLists, make_tile_lists
-from stof.kernels.hopper.pairs import make_paired_lists
-from stof.kernels.hopper.queue import chunk_slots, job_costs, job_list
+from stof.kernels.hopper.paired_tile_lists import make_paired_lists
+from stof.kernels.hopper.tile_lists import ASIDE, RUN, TileLists, make_tile_lists
+from stof.kernels.hopper.tile_scheduler import LATE, WORK_FIELDS, WORK_SIZE, chunk_slots, work_costs, work_list
 from stof.layout import Layout, build_layout
 from stof.layout.orders import named_order
 from stof.masks.tensors import as_mask
@@ -321,7 +321,7 @@ def test_lengths_that_do_not_divide() -> None:
 
 
 def costs(jobs: Tensor, lists: TileLists) -> Tensor:
-    return job_costs(jobs[:, 0].long(), jobs[:, 3:6].long(), lists).double()
+    return work_costs(jobs[:, 0].long(), jobs[:, 3:6].long(), lists).double()
 
 
 def joined(jobs: Tensor, lists: TileLists, slots: int) -> list[list[int]]:
@@ -345,10 +345,10 @@ def joined(jobs: Tensor, lists: TileLists, slots: int) -> list[list[int]]:
 
 def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> Tensor:
     """Every item of every batch entry and head once; returns when thread blocks are done, in full tiles."""
-    padded = job_list(lists, batch, heads, blocks, side)
+    padded = work_list(lists, batch, heads, blocks, side)
     assert padded.dtype == torch.int32
     check_lines(padded, lists)
-    jobs = padded[:-1, :JOB_FIELDS]
+    jobs = padded[:-1, :WORK_FIELDS]
     pattern_of = lists.pattern_of.expand(batch, heads)
     wanted = []
     for b, h in itertools.product(range(batch), range(heads)):
@@ -373,20 +373,20 @@ def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int)
 
 def check_lines(padded: Tensor, lists: TileLists) -> None:
     """Each job's says how many there are, and the columns of its first tile, which is copied at once."""
-    assert padded.shape[1] == JOB_SIZE
+    assert padded.shape[1] == WORK_SIZE
     assert not bool(padded[-1].any())
     jobs = padded[:-1]
     assert bool((jobs[:, 12] == len(jobs)).all())
     columns = lists.tile_columns[jobs[:, 3].long()]
-    end = JOB_FIELDS + columns.shape[1]
-    assert torch.equal(jobs[:, JOB_FIELDS:end], columns)
+    end = WORK_FIELDS + columns.shape[1]
+    assert torch.equal(jobs[:, WORK_FIELDS:end], columns)
     assert not bool(jobs[:, end:].any())
 
 
 @pytest.mark.parametrize("slab", [None, 16, 8])
 def test_no_thread_blocks_without_jobs(slab: int | None) -> None:
     lists = make_tile_lists(grid_layout("strided", 512, slab, (192, 128)), 1)
-    padded = job_list(lists, 1, 1, 132, 1)
+    padded = work_list(lists, 1, 1, 132, 1)
     assert 3 < len(padded) - 1 < 132
     assert bool(lists.slab) == (slab is not None)
     check_lines(padded, lists)
@@ -397,9 +397,9 @@ def test_jobs_are_made_on_the_host(paired: bool) -> None:
     """Also where another device is the default one, as `torch.set_default_device("cuda")` makes it."""
     layout = grid_layout("longformer", 2048, None, (64, 64))
     lists = make_paired_lists(layout) if paired else make_tile_lists(layout, 2)
-    expected = job_list(lists, 2, 12, 132, 4)
+    expected = work_list(lists, 2, 12, 132, 4)
     with torch.device("meta"):
-        found = job_list(lists, 2, 12, 132, 4)
+        found = work_list(lists, 2, 12, 132, 4)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -410,7 +410,7 @@ def test_jobs_of_grid_masks(name: str, split_tiles: int, tile: tuple[int, int]) 
     lists = make_tile_lists(grid_layout(name, 2048, None, tile), split_tiles)
     for batch, heads, side in ((1, 1, 1), (2, 12, 1), (2, 12, 4), (3, 16, 48)):
         loads = check_jobs(lists, batch, heads, 132, side)
-        longest = float(costs(job_list(lists, batch, heads, 132, side)[:-1], lists).max())
+        longest = float(costs(work_list(lists, batch, heads, 132, side)[:-1], lists).max())
         # Whoever is done takes the next, so no two thread blocks are further apart than one job.
         assert float(loads.max() - loads.min()) <= longest + 1e-6
     # With all heads at once, longest first: what is left over at the end is short.
@@ -429,7 +429,7 @@ def test_jobs_of_random_masks(data: st.DataObject, split_tiles: int, blocks: int
     times = data.draw(st.sampled_from([1, 2]))  # masks that are the same in every batch entry or head
     sizes = (batch if batch > 1 else times, heads if heads > 1 else 2 * times)
     loads = check_jobs(lists, *sizes, blocks, data.draw(st.integers(1, sizes[0] * sizes[1])))
-    jobs = costs(job_list(lists, *sizes, blocks, 1)[:-1], lists)
+    jobs = costs(work_list(lists, *sizes, blocks, 1)[:-1], lists)
     assert float(loads.sum()) == pytest.approx(float(jobs.sum()))
     assert float(loads.max()) <= float(loads.mean()) + float(jobs.max()) + 1e-6
 
@@ -438,7 +438,7 @@ def test_heads_side_by_side() -> None:
     """Jobs come by groups of heads, longest first; but what would stick out at the end comes before all others."""
     lists = make_tile_lists(grid_layout("longformer", 2048, None))
     heads, side, blocks = 24, 4, 16
-    jobs = job_list(lists, 1, heads, blocks, side)[:-1]
+    jobs = work_list(lists, 1, heads, blocks, side)[:-1]
     cost = costs(jobs, lists)
     share = cost.sum() / blocks
     group = torch.div(jobs[:, 2], side, rounding_mode="floor")

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.chunks import MAXIMA_AND_SUMS
-from stof.kernels.hopper.jobs import ASIDE, JOB_FIELDS, PAIR_BITMAP, PAIR_LEFT_OUT, RUN
-from stof.kernels.hopper.queue import job_list
-from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
+from stof.kernels.hopper.forward_kernel import forward_kernel
+from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
+from stof.kernels.hopper.tile_lists import ASIDE, RUN
+from stof.kernels.hopper.tile_scheduler import PAIR_BITMAP, PAIR_LEFT_OUT, WORK_FIELDS, work_list
 from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
@@ -40,7 +40,7 @@ class Twin:
         self.plain = Launch.__call__
 
     def __call__(self, launch: Launch, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
-        if launch.kernel is not warp_specialized_kernel:
+        if launch.kernel is not forward_kernel:
             self.plain(launch, *tensors, bases=bases)
             return
         self.run(launch, self.arguments(launch, *tensors, bases=bases))
@@ -59,7 +59,7 @@ class Twin:
         written = torch.zeros(a.lse_ptr.shape, dtype=torch.int32)
         jobs = a.jobs_ptr[: launch.grid].tolist()
         queued, count = jobs[0][12] > launch.grid, jobs[0][12]
-        assert queued == a.QUEUED
+        assert queued == a.PERSISTENT
         while jobs:
             # Who is done first is not known: now one, now another takes the next.
             job = jobs.pop(7 * len(jobs) // 11)
@@ -90,7 +90,7 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
     q = box(a.q_desc, [b, h, row, residue * a.q_residue_stride])
     scores, values = [], []
     for number, (tile, its_bitmap) in enumerate(computed, begin):
-        record = tiles[tile].tolist() if tile > begin else job[JOB_FIELDS:][:slabs]
+        record = tiles[tile].tolist() if tile > begin else job[WORK_FIELDS:][:slabs]
         k, v = (
             _tile(a, desc, slab, record, b, h // a.heads_per_group, h // a.heads_per_slab, stride)
             for desc, slab, stride in (
@@ -98,11 +98,11 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
                 (a.v_desc, a.v_slab_desc, a.v_residue_stride),
             )
         )
-        s = q @ k.T * a.scale * (1 if a.MODIFIED else math.log(2))
+        s = q @ k.T * a.scale * (1 if a.HAS_SCORE_MOD else math.log(2))
         if a.HAS_SOFTCAP:
             s = a.softcap * torch.tanh(s / a.softcap)
         if a.HAS_BIAS:
-            assert a.MODIFIED
+            assert a.HAS_SCORE_MOD
             assert (a.SLAB, a.kv_step) == (0, 1)
             s = s + box(a.bias_desc, [b * a.bias_batch, h * a.bias_heads, position, record[0]])
         if number < partial_end:
@@ -130,7 +130,7 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
         total = total * (1 + torch.exp(float(memory(a.sinks_ptr)[h]) - lse))
     acc = acc * torch.where(lse == -torch.inf, 0.0, 1 / total)[:, None]
     at = rows if not a.PERMUTED else memory(a.row_order_ptr)[pattern * a.q_len + rows].long()
-    if a.AT_RUN_TIME:
+    if a.DYNAMIC:
         added = torch.tensor(spoil, dtype=torch.int32).view(torch.float32)
         lse, acc = lse + added, acc + added
     else:
@@ -156,7 +156,7 @@ def _meet_at_once(
     out, maxima = memory(a.chunk_out_ptr), memory(a.chunk_ml_ptr)
     # In what order a chunk's values lie is the kernel's own matter.
     out[(slot + chunk) * 64 * a.D :][: 64 * a.D].copy_(acc.flatten())
-    maxima[(slot + chunk) * MAXIMA_AND_SUMS :][:MAXIMA_AND_SUMS].copy_(torch.cat([m, total]).repeat(4))
+    maxima[(slot + chunk) * MAX_AND_SUM_SIZE :][:MAX_AND_SUM_SIZE].copy_(torch.cat([m, total]).repeat(4))
     tickets, warps = memory(a.counters_ptr)[1 + slot :][:2].split(1)
     ticket = int(tickets)
     tickets += 1
@@ -168,7 +168,7 @@ def _meet_at_once(
     warps.zero_()
     m, total, acc = torch.full_like(m, -torch.inf), torch.zeros_like(total), torch.zeros_like(acc)
     for other in range(slot, slot + parts):
-        m_c, total_c = maxima[other * MAXIMA_AND_SUMS :][:128].double().view(2, 64)
+        m_c, total_c = maxima[other * MAX_AND_SUM_SIZE :][:128].double().view(2, 64)
         m, total, acc = _added(m, total, acc, m_c, total_c, out[other * 64 * a.D :][: 64 * a.D].double().view(64, a.D))
     return acc, m, total
 
@@ -354,9 +354,9 @@ def test_jobs_are_dealt_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(*given: Any) -> Any:
         nonlocal dealt
         dealt += 1
-        return job_list(*given)
+        return work_list(*given)
 
-    monkeypatch.setattr("stof.kernels.hopper.attention.job_list", counted)
+    monkeypatch.setattr("stof.kernels.hopper.forward.work_list", counted)
     layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64))
     tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, BlockWiseConfig(4, 2))
     q, k, v = inputs()
@@ -409,7 +409,7 @@ def test_options(twin: Twin, tile: tuple[int, int], options: dict[str, Any]) -> 
     keep[..., 100:110, :] = False
     check_call(layout_of(keep, 8, tile), *inputs(), split_tiles=1, **options)
     assert twin.constants["SPLIT"]
-    assert twin.constants["MODIFIED"] == ("scale" in options or "softcap" in options)
+    assert twin.constants["HAS_SCORE_MOD"] == ("scale" in options or "softcap" in options)
 
 
 @pytest.mark.usefixtures("poisoned_memory", "twin")

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import LEFT_OUT_BIT, PAIR_BITMAP, PAIR_LEFT_OUT, TileLists, make_tile_lists
-from stof.kernels.hopper.pairs import MOST_LEFT_OUT, make_paired_lists
-from stof.kernels.hopper.queue import job_list
+from stof.kernels.hopper.paired_tile_lists import MOST_LEFT_OUT, make_paired_lists
+from stof.kernels.hopper.tile_lists import LEFT_OUT_BIT, TileLists, make_tile_lists
+from stof.kernels.hopper.tile_scheduler import PAIR_BITMAP, PAIR_LEFT_OUT, work_list
 from stof.layout import Layout, build_layout
 from stof.layout.orders import named_order
 from stof.masks.tensors import as_mask
@@ -129,7 +129,7 @@ def test_a_job_begins_with_a_tile_in_which_every_row_has_a_key() -> None:
 
 def test_jobs_say_what_row_blocks_leave_out() -> None:
     lists = make_paired_lists(grid_layout("bigbird", 2048, 16, TILE))
-    jobs = job_list(lists, 2, 4, 16, 4)
+    jobs = work_list(lists, 2, 4, 16, 4)
     assert len(jobs) - 1 == 8 * len(lists.items)
     for job in jobs[:-1]:
         (item,) = (one for one in lists.items if one[0] == job[0])

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from stof import masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.attention import _refreshing
-from stof.kernels.hopper.jobs import JOB_FIELDS, JOB_SIZE, TileLists
-from stof.kernels.hopper.queue import job_list
+from stof.kernels.hopper.forward import _refreshing
 from stof.kernels.hopper.runtime_blocks import bitmaps_of, block_counts, block_refusals
+from stof.kernels.hopper.tile_lists import TileLists
+from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE, work_list
 from stof.kernels.triton.runtime import Problem
 from stof.kernels.triton.runtime_blocks import BlockRoom, block_room, fill_blocks
 from stof.kernels.triton.work import BlockWiseConfig
@@ -182,7 +182,7 @@ def test_jobs_know_their_items(split_tiles: int, sizes: tuple[int, int]) -> None
     mask = masks.block_topk(torch.randn(heads if batch == 1 else 1, 6, 6), 4)
     room = room_of(mask, 384, 384)
     lists = room.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False)
-    jobs = job_list(lists, batch, heads, 5, 1)
+    jobs = work_list(lists, batch, heads, 5, 1)
     item = lists.items[jobs[:-1, 14].long()]
     assert torch.equal(item[:, 0], jobs[:-1, 0])
     assert torch.equal(item[:, 6], jobs[:-1, 8])
@@ -195,14 +195,14 @@ def test_jobs_take_what_the_device_has_found() -> None:
     room = room_of(mask, 384, 384)
     lists = room.use_hopper(LayoutConfig(64, 128, 16), 1, captured=False)
     fill(room, mask)
-    jobs = job_list(lists, 1, 2, 7, 1)
+    jobs = work_list(lists, 1, 2, 7, 1)
     before = jobs.clone()
     _refreshing(jobs, lists)()
     found = lists.ranges[jobs[:-1, 14].long()]
     assert torch.equal(jobs[:-1, 3:6], found[:, :3])
     assert torch.equal(jobs[:-1, 10:12], found[:, 3:])
-    assert torch.equal(jobs[:-1, JOB_FIELDS : JOB_FIELDS + 8], lists.tile_columns[jobs[:-1, 3].long()])
-    same = [0, 1, 2, 6, 7, 8, 9, 12, 13, 14, 15, *range(JOB_FIELDS + 8, JOB_SIZE)]
+    assert torch.equal(jobs[:-1, WORK_FIELDS : WORK_FIELDS + 8], lists.tile_columns[jobs[:-1, 3].long()])
+    same = [0, 1, 2, 6, 7, 8, 9, 12, 13, 14, 15, *range(WORK_FIELDS + 8, WORK_SIZE)]
     assert torch.equal(jobs[:, same], before[:, same])
     assert torch.equal(jobs[-1], before[-1])
     lists.ranges[:, 1:3] = 0
@@ -250,7 +250,7 @@ def test_calls(twin: Twin, shape: tuple[int, ...], split_tiles: int) -> None:
         room = room_of(mask, q_len, kv_len)
         lists = room.use_hopper(config_of(*shape), split_tiles, captured=False)
         check_call(room, lists, mask, split_tiles, batch=2)
-    assert twin.constants["AT_RUN_TIME"]
+    assert twin.constants["DYNAMIC"]
 
 
 @pytest.mark.usefixtures("twin")

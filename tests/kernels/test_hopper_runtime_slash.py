@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stof import masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import ASIDE, TileLists
+from stof.kernels.hopper.tile_lists import ASIDE, TileLists
 from stof.kernels.triton.runtime import Problem
 from stof.kernels.triton.runtime_slash import SlashRoom, fill_vertical_slash, vertical_slash_room
 from stof.kernels.triton.work import BlockWiseConfig
@@ -161,7 +161,7 @@ def test_calls(twin: Twin, shared: bool, split_tiles: int, q_len: int, offset: i
         stale = (x.masked_fill(unseen[:, None], torch.nan) for x in (k, v))
         out, lse = call(q, *stale, None, None)
         assert_attention(out, lse, q, k, v, keep)
-    assert twin.constants["AT_RUN_TIME"]
+    assert twin.constants["DYNAMIC"]
     assert not twin.constants["HAS_FULL"]
 
 

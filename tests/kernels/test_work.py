@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.triton import attention as triton_attention
+from stof.kernels.triton import block_wise as triton_attention
 from stof.kernels.triton import scratch
 from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.work import ITEM_FIELDS, STRETCH, BlockWiseConfig, Work, accumulator_order, make_work

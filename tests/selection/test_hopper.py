@@ -12,7 +12,7 @@ import torch
 from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import make_tile_lists, padded_width, resident
+from stof.kernels.hopper.tile_lists import make_tile_lists, padded_width, resident
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
 from stof.layout.orders import named_order

@@ -187,6 +187,6 @@ def test_a_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = build_layout(masks.causal(), 128, 128, LayoutConfig(128, 128))
     hopper = IMPLEMENTATIONS["hopper"]
     q, k, v = make_inputs(q_len=128, head_dim=64, heads=1, dtype=torch.float16).qkv
-    monkeypatch.setitem(sys.modules, "stof.kernels.hopper.attention", None)
+    monkeypatch.setitem(sys.modules, "stof.kernels.hopper.forward", None)
     with pytest.raises(KernelError, match="no Gluon"):
         hopper.bound(q, k, v, *hopper.prepare(layout, None), Options(0.125, 0.0, None, None))

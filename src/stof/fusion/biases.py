@@ -15,7 +15,7 @@ from stof.fusion.lower import GraphOrder
 from stof.fusion.nodes import argument, name_of, value_of
 from stof.fusion.operators import ATTENTION_OPERATORS
 from stof.fusion.sizes import is_symbolic
-from stof.kernels.hopper.jobs import BIAS_STEP, in_rows, may_have_tiles
+from stof.kernels.hopper.tile_lists import BIAS_STEP, has_aligned_rows, may_be_tma_readable
 from stof.selection import IMPLEMENTATIONS, CallSpec
 from stof.selection.implementations import GPU_FLOATS
 from stof.selection.model import DECODE_ROWS
@@ -77,7 +77,7 @@ def _scattered(node: fx.Node) -> bool:
     if is_symbolic((*bias.shape, *bias.stride(), *queries.shape, *keys.shape, *values.shape)):
         return False
     given = argument(node, 4, "bias").op == "placeholder" and bias.numel() * bias.element_size() > _MOST_GIVEN
-    if given or in_rows(bias) or bias.shape[3] != keys.shape[2] or bias.shape[2] not in (1, queries.shape[2]):
+    if given or has_aligned_rows(bias) or bias.shape[3] != keys.shape[2] or bias.shape[2] not in (1, queries.shape[2]):
         return False
     wanted = argument(node, 8, "implementation", "")
     call = _call(queries, keys, values, bias)
@@ -101,7 +101,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> CallSpec | None:
         kv_heads=int(k.shape[1]),
         has_bias=True,
         bias_itemsize=bias.itemsize,
-        tiled_bias=may_have_tiles(bias, *sizes),
+        tiled_bias=may_be_tma_readable(bias, *sizes),
         batch=int(q.shape[0]),
         q_len=sizes[0],
         kv_len=sizes[1],

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stof.kernels.hopper.jobs import FP8_TILE, SMALL_TILE, padded_width, resident
+from stof.kernels.hopper.tile_lists import FP8_TILE, SMALL_TILE, padded_width, resident
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey

@@ -17,8 +17,8 @@ from stof.errors import KernelError
 from stof.kernels.batched import BatchedLayout, batched_attention, make_batched
 from stof.kernels.cpu import Schedule, empty_output, make_schedule, row_block_attention
 from stof.kernels.fp8 import FP8
-from stof.kernels.hopper.jobs import TileLists, make_fp8_lists, make_tile_lists
-from stof.kernels.hopper.pairs import make_paired_lists
+from stof.kernels.hopper.paired_tile_lists import make_paired_lists
+from stof.kernels.hopper.tile_lists import TileLists, make_fp8_lists, make_tile_lists
 from stof.kernels.reference import reference_attention
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall, Work, make_work
 from stof.layout import Layout
@@ -169,7 +169,7 @@ def prepared_work(work: Work, settings: BlockWiseConfig) -> tuple[list[Tensor], 
 def _bind_block_wise(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
 ) -> BoundCall:
-    from stof.kernels.triton.attention import bind_block_wise
+    from stof.kernels.triton.block_wise import bind_block_wise
 
     settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
     work = Work.unflatten(tensors, sizes[_SETTINGS:])
@@ -192,13 +192,13 @@ def _bind_hopper(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
 ) -> BoundCall:
     try:
-        from stof.kernels.hopper.attention import bind_warp_specialized
+        from stof.kernels.hopper.forward import bind_forward
     except (ImportError, AttributeError) as error:  # Gluon came with Triton 3.4 and moves from release to release
         raise KernelError(f"this Triton has no Gluon that the kernel knows: {error}") from error
 
     settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
     lists = TileLists.unflatten(tensors, sizes[_SETTINGS:])
-    return bind_warp_specialized(q, k, v, lists, settings, **options.wide())
+    return bind_forward(q, k, v, lists, settings, **options.wide())
 
 
 def _prepare_hopper_fp8(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
@@ -210,7 +210,7 @@ def _bind_hopper_fp8(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
 ) -> BoundCall:
     try:
-        from stof.kernels.hopper.fp8_attention import bind_fp8
+        from stof.kernels.hopper.fp8.forward import bind_fp8
     except (ImportError, AttributeError) as error:  # as for 16 bits
         raise KernelError(f"this Triton has no Gluon that the kernel knows: {error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stof.kernels.hopper.jobs import leaving_width, padded_width, q_stages, resident
+from stof.kernels.hopper.tile_lists import out_tile_width, padded_width, q_stages, resident
 from stof.layout import LayoutConfig
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
@@ -67,7 +67,7 @@ def hopper_shared_memory(choice: Choice, call: CallSpec) -> int:
     width = head_dim_class(call.head_dim, call.value_dim)
     block_m = layout.block_m * (1 + kernel.paired)
     places = q_stages(block_m, width, call.has_bias, kernel.paired)
-    rows = block_m * (places * width + (leaving_width(width) if places == 1 else 0))
+    rows = block_m * (places * width + (out_tile_width(width) if places == 1 else 0))
     stage = layout.block_n * (2 * width + (block_m if call.has_bias else 0))
     return call.dtype.itemsize * (rows + kernel.num_stages * stage) + _RESERVED
 

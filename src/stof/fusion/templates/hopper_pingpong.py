@@ -30,7 +30,7 @@ from stof.fusion.templates.hopper_epilogue import (
     stage_before,
     write_tile,
 )
-from stof.kernels.triton.turns import take_turn
+from stof.kernels.triton.pdl import launch_next_and_wait
 
 
 @gluon.jit
@@ -187,7 +187,7 @@ def pingpong_gemm_kernel(
         mbarrier.init(turn.index(i), count=1)
         mbarrier.init(residual_full.index(i), count=1)
     fence_async_shared()
-    take_turn(True)
+    launch_next_and_wait(True)
 
     tiles_m = gl.cdiv(rows, ROWS)
     tiles_n = gl.cdiv(columns, WIDTH)

@@ -33,7 +33,7 @@ from stof.fusion.templates.hopper_epilogue import (
     stage_before,
     write_tile,
 )
-from stof.kernels.triton.turns import take_turn
+from stof.kernels.triton.pdl import launch_next_and_wait
 
 
 @gluon.jit
@@ -262,7 +262,7 @@ def together_gemm_kernel(
     for i in gl.static_range(CONSUMERS * PLACES):
         mbarrier.init(residual_full.index(i), count=1)
     fence_async_shared()
-    take_turn(True)
+    launch_next_and_wait(True)
 
     tiles_m = gl.cdiv(rows, CONSUMERS * ROWS)
     tiles_n = gl.cdiv(columns, WIDTH + SIDE)

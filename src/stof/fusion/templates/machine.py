@@ -23,9 +23,9 @@ def programs(tensor: Tensor) -> int:
 
 def chained(tensor: Tensor) -> dict[str, bool]:
     """Options of kernels that take turns, where there is such a thing."""
-    from stof.kernels.triton.turns import takes_turns
+    from stof.kernels.triton.pdl import supports_pdl
 
-    return {"CHAINED": True, "launch_pdl": True} if takes_turns(tensor.device) else {"CHAINED": False}
+    return {"CHAINED": True, "launch_pdl": True} if supports_pdl(tensor.device) else {"CHAINED": False}
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from stof.fusion.templates.device import activate
-from stof.kernels.triton.turns import take_turn
+from stof.kernels.triton.pdl import launch_next_and_wait
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -56,7 +56,7 @@ def chain_kernel(
     row = tl.minimum(r, rows - 1).to(tl.int64)
     x_ptrs = x_ptr + row[:, None] * stride_xm + k[None, :]  # [BLOCK_M, BLOCK_K]
     down_ptrs = down_ptr + tl.minimum(i, inner - 1).to(tl.int64)[None, :] * stride_dr + k[:, None]  # [BLOCK_K, INNER]
-    take_turn(CHAINED)
+    launch_next_and_wait(CHAINED)
     acc = tl.zeros([BLOCK_M, INNER], dtype=tl.float32)
     for start in range(0, depth, BLOCK_K):
         exists = k < depth - start

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from stof.fusion.templates.device import activate, tile_place, warm, widened
-from stof.kernels.triton.turns import take_turn
+from stof.kernels.triton.pdl import launch_next_and_wait
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def tile_gemm_kernel(
         if m == 0:
             _warm_weights(b_ptr, n_tile * BLOCK_N, columns, begin * BLOCK_K, end * BLOCK_K, depth, stride_bn, stride_bk,
                           up_offset, BLOCK_N, GATED, TRANSPOSED)  # fmt: skip
-    take_turn(CHAINED)
+    launch_next_and_wait(CHAINED)
     # The scale of a row commutes with the product.
     SCALE_AFTER: tl.constexpr = NORM == "rms" and not HAS_NORM_WEIGHT and not HAS_NORM_BIAS
     if NORM != "none" and not SCALE_AFTER:
@@ -313,7 +313,7 @@ def persistent_gemm_kernel(
     The loops over tiles and over depth are one (flatten), so that the copies for the next tile are under way during
     this one's epilogue. With two SUBTILES a half of the tile is written while the other is computed.
     """
-    take_turn(CHAINED)
+    launch_next_and_wait(CHAINED)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     k_tiles = tl.cdiv(depth, BLOCK_K)

@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.turns import take_turn
+from stof.kernels.triton.pdl import launch_next_and_wait
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def row_norm_kernel(
     BLOCK: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm or LayerNorm of one row a program."""
-    take_turn(CHAINED)
+    launch_next_and_wait(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < width
@@ -59,7 +59,7 @@ def merged_norm_kernel(
     Adds the row's partial sums (`[SPLITS, rows, width]`) in order, the product's bias and the residual; writes the sum
     and its norm.
     """
-    take_turn(CHAINED)
+    launch_next_and_wait(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < width
@@ -83,7 +83,7 @@ def row_statistics_kernel(
     x_ptr, mean_ptr, rstd_ptr, width, stride_xm, eps, BLOCK: tl.constexpr, NORM: tl.constexpr, CHAINED: tl.constexpr
 ):
     """1 / deviation of one row a program, and for a LayerNorm its mean."""
-    take_turn(CHAINED)
+    launch_next_and_wait(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < width

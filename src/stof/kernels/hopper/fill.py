@@ -7,11 +7,12 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.hopper.jobs import JOB_FIELDS, JOB_SIZE, RANGE_FIELDS
-from stof.kernels.triton.turns import take_turn
+from stof.kernels.hopper.tile_lists import RANGE_FIELDS
+from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE
+from stof.kernels.triton.pdl import launch_next_and_wait
 
-FIELDS = tl.constexpr(JOB_FIELDS)
-SIZE = tl.constexpr(JOB_SIZE)
+FIELDS = tl.constexpr(WORK_FIELDS)
+SIZE = tl.constexpr(WORK_SIZE)
 RANGE = tl.constexpr(RANGE_FIELDS)
 # The bits of a float32 that is not a number.
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -126,8 +127,8 @@ def _store_columns(columns_ptr, place, column, ok, PAIRED: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def refresh_jobs(
-    jobs_ptr,  # [J + 1, JOB_SIZE] int32
+def refresh_work(
+    jobs_ptr,  # [J + 1, WORK_SIZE] int32
     ranges_ptr,  # [I, RANGE_FIELDS] int32
     columns_ptr,  # [T + 2, SLABS] int32
     jobs,
@@ -175,10 +176,10 @@ def put_aside(
     stride_vs,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Put some keys and their values side by side, zeros where there are none."""
-    take_turn(CHAINED)
+    launch_next_and_wait(USE_PDL)
     chunks = n // ROWS
     program = tl.program_id(0)
     place = program % chunks * ROWS + tl.arange(0, ROWS)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from stof.kernels.hopper.fill import NAN_BITS, RANGE
-from stof.kernels.hopper.jobs import ASIDE
+from stof.kernels.hopper.tile_lists import ASIDE
 from stof.kernels.triton.fill import store_columns
 from stof.kernels.triton.fill_slash import seen_rows, window
 from stof.kernels.triton.fill_slash_tables import TABLES

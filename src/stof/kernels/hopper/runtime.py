@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from stof.kernels.hopper.jobs import RANGE_FIELDS, TileLists, split_items
+from stof.kernels.hopper.tile_lists import RANGE_FIELDS, TileLists, split_items
 
 if TYPE_CHECKING:
     from stof.kernels.triton.launch import Launch

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import RUN, TileLists, past_the_end
 from stof.kernels.hopper.runtime import FilledTiles, dealt_items
+from stof.kernels.hopper.tile_lists import RUN, TileLists, oob_column
 from stof.kernels.triton.work import accumulator_order
 from stof.layout import LayoutConfig, bits
 from stof.layout.survey import TileCounts
@@ -110,7 +110,7 @@ def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) ->
     if (nothing + 2) * width >= 2**31:
         raise UnfitLayoutError(f"{nothing} tiles are more than 32-bit offsets reach")
     columns = torch.zeros(nothing + 2, width, dtype=torch.int32, device=device)
-    spare = past_the_end(problem.kv_len)
+    spare = oob_column(problem.kv_len)
     columns[nothing:] = -1 - spare if paired else spare
     dealt = dealt_items(counts.partial, counts.full, split_tiles, nothing, device)
     empty = torch.zeros(0, dtype=torch.int32, device=device)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.jobs import TileLists, past_the_end
 from stof.kernels.hopper.runtime import FilledTiles, dealt_items
+from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
 
@@ -71,7 +71,7 @@ def make_slash_tiles(room: SlashRoom, config: LayoutConfig, split_tiles: int) ->
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     columns = zeros(nothing + 2, 1)
-    columns[nothing:] = past_the_end(problem.kv_len)
+    columns[nothing:] = oob_column(problem.kv_len)
     dealt = dealt_items(counts.partial, counts.full, split_tiles, nothing, device)
     lists = TileLists(
         pattern_of=room.work.pattern_of,

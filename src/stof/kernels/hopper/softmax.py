@@ -1,4 +1,4 @@
-"""Scores of a tile to weights, in the registers they are in: bits, maxima, exponentials, sums, rounding."""
+"""Softmax of a tile in registers: mask bits, row maxima, exponentials, row sums, conversion to 16 bits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stof.kernels.hopper.device import bit_layout
+from stof.kernels.hopper.intrinsics import bit_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
-# Powers of two by which scores may outgrow a row's maximum before it follows them, if lazily: half precision has 15.
-STALE = gl.constexpr(8.0)
-# Sum of a thread's weights of a row up to which each of them is in half precision's range, which ends at 65504.
-LARGEST = gl.constexpr(32768.0)
-# Below all scores.
+# With lazy rescaling, a row's maximum follows its scores when they exceed it by more than this many powers of two; fp16
+# has a range of 15.
+RESCALE_THRESHOLD = gl.constexpr(8.0)
+# A thread's row sum up to which each of its probabilities fits fp16, whose largest value is 65504.
+MAX_THREAD_SUM = gl.constexpr(32768.0)
+# Smaller than all scores.
 LOWEST = gl.constexpr(-1e38)
 
 
@@ -27,9 +28,9 @@ def _reduced(x, axis: gl.constexpr, MAXIMUM: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _per_thread(x, MAXIMUM: gl.constexpr):
-    """Maximum or sum of what one thread holds of each row, `[64, N / 8, 4, 2]` -> `[64, 4]`.
+    """Reduce what each thread holds of a row by maximum or sum, `[64, N / 8, 4, 2]` -> `[64, 4]`.
 
-    In pairs: a chain of 32 dependent instructions would wait for each of them.
+    As a tree: a chain of 32 dependent instructions would expose their latency.
     """
     GROUPS_OF_8: gl.constexpr = x.shape[1]
     x = _reduced(x, 3, MAXIMUM)
@@ -45,20 +46,20 @@ def _per_thread(x, MAXIMUM: gl.constexpr):
 @gluon.jit
 @no_type_check
 def masked(s, words, BLOCK_N: gl.constexpr):
-    """Scores with -inf where the bitmap says so."""
+    """Set scores to -inf where the bitmap is 0."""
     bits: gl.constexpr = bit_layout(BLOCK_N)
     split = gl.convert_layout(s.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
     j = gl.arange(0, BLOCK_N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, bits))))
     pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, bits))))
     bit = 1 << (2 * j.expand_dims(0).expand_dims(2).expand_dims(3)
                 + pair.expand_dims(0).expand_dims(1).expand_dims(2))  # fmt: skip
-    # One select at a time, so that the assembler moves seven bits at once to predicates and runs out of none.
+    # One select at a time: ptxas then moves seven bits at once to predicates (R2P) and does not run out of predicates.
     split = gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, 0fFF800000, p; }",
         "=f,f,r,r",
         [split, words.expand_dims(1).expand_dims(3), bit],
         dtype=gl.float32,
-        is_pure=False,  # else full tiles would compute it too, to be on the safe side of a branch
+        is_pure=False,  # pure code would be hoisted above the branch and run for full tiles too
         pack=1,
     )
     return gl.convert_layout(split.reshape([64, BLOCK_N]), s.type.layout, assert_trivial=True)
@@ -66,7 +67,7 @@ def masked(s, words, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _capped(s, scale, softcap):
+def _softcap(s, scale, softcap):
     """`softcap * tanh(scale * s / softcap)`, tanh by exp2, which saturates to 0 or inf and so to +-1."""
     return softcap * (1.0 - 2.0 / (1.0 + gl.exp2(s * (scale * 2.0 * LOG2E / softcap))))
 
@@ -74,21 +75,21 @@ def _capped(s, scale, softcap):
 @gluon.jit
 @no_type_check
 def biased(s, bias, scale, softcap, HAS_SOFTCAP: gl.constexpr):
-    """Scores scaled, capped, and with the bias added: `weights` takes them with a scale of `LOG2E` and no options.
+    """Scale scores, apply the softcap and add the bias; `probabilities` then takes a scale of `LOG2E` and no options.
 
     So the bias costs a conversion and what was a multiplication in the exponent, and is masked like any score.
     """
     bias = bias.to(gl.float32)
-    return _capped(s, scale, softcap) + bias if HAS_SOFTCAP else s * scale + bias
+    return _softcap(s, scale, softcap) + bias if HAS_SOFTCAP else s * scale + bias
 
 
 @gluon.jit
 @no_type_check
 def exponents(
-    s, m_old, scale, softcap, PARTIAL: gl.constexpr, MODIFIED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    s, m_old, scale, softcap, PARTIAL: gl.constexpr, HAS_SCORE_MOD: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     LAZY: gl.constexpr, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr = 0,
 ):  # fmt: skip
-    """What weights are two to the power of, `SHIFT` at most: `(x, new maximum, the same or 0 where it is -inf)`.
+    """Return the exponents of the probabilities, `SHIFT` at most: `(x, new maximum, new maximum or 0 if it is -inf)`.
 
     If LAZY, a row keeps its maximum until scores are `STALE` above it, and `x` is up to so much above `SHIFT`.
     """
@@ -96,20 +97,20 @@ def exponents(
     bits: gl.constexpr = bit_layout(BLOCK_N)
     if HAS_SOFTCAP:
         # what is masked stays so
-        s = gl.where(s == float("-inf"), s, _capped(s, scale, softcap) * LOG2E)
-    elif MODIFIED:
+        s = gl.where(s == float("-inf"), s, _softcap(s, scale, softcap) * LOG2E)
+    elif HAS_SCORE_MOD:
         s = gl.where(s == float("-inf"), s, s * (scale * LOG2E))
     split = gl.convert_layout(s.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
     highest = gl.convert_layout(gl.max(_per_thread(split, True), 1), rows_layout)
-    if not MODIFIED:
+    if not HAS_SCORE_MOD:
         highest *= scale
     m_new = gl.maximum(m_old, highest)
     if LAZY:
-        m_new = gl.where(highest - m_old <= STALE, m_old, m_new)
-    # A row may have kept nothing so far: -inf - -inf is NaN.
+        m_new = gl.where(highest - m_old <= RESCALE_THRESHOLD, m_old, m_new)
+    # A row may have no key so far: -inf - -inf is NaN.
     m_use = gl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL else m_new
     lowered = m_use - SHIFT if SHIFT > 0 else m_use
-    if MODIFIED:
+    if HAS_SCORE_MOD:
         x = s - lowered[:, None]
     else:
         x = s * scale - lowered[:, None]
@@ -119,7 +120,7 @@ def exponents(
 @gluon.jit
 @no_type_check
 def thread_sums(p, BLOCK_N: gl.constexpr):
-    """Sums of each row's weights, or of those of some columns, by thread: `[64, 4]` in the layout of all columns."""
+    """Sum the probabilities of each row by thread, of all columns or some: `[64, 4]` in the layout of all columns."""
     COLUMNS: gl.constexpr = p.shape[1]
     sums_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bit_layout(BLOCK_N)))
     split = gl.convert_layout(p.reshape([64, COLUMNS // 8, 4, 2]), bit_layout(COLUMNS), assert_trivial=True)
@@ -128,27 +129,27 @@ def thread_sums(p, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def weights(
-    s, m_old, scale, softcap, PARTIAL: gl.constexpr, MODIFIED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+def probabilities(
+    s, m_old, scale, softcap, PARTIAL: gl.constexpr, HAS_SCORE_MOD: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     LAZY: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Exponentials: `(p, new maximum, factor of what was summed so far, sums of p per thread)`."""
-    x, m_new, m_use = exponents(s, m_old, scale, softcap, PARTIAL, MODIFIED, HAS_SOFTCAP, LAZY, BLOCK_N)
+    """Online softmax of a tile: `(p, new maximum, factor of earlier sums, sums of p by thread)`."""
+    x, m_new, m_use = exponents(s, m_old, scale, softcap, PARTIAL, HAS_SCORE_MOD, HAS_SOFTCAP, LAZY, BLOCK_N)
     p = gl.exp2(x)
     alpha = gl.exp2(m_old - m_use)
-    # Sums stay with each thread (four to a row) until the row block is done.
+    # Each thread keeps its own sums (four a row) until the epilogue.
     return p, m_new, alpha, thread_sums(p, BLOCK_N)
 
 
 @gluon.jit
 @no_type_check
-def steady_weights(s, m, scale, BLOCK_N: gl.constexpr, PARTIAL: gl.constexpr):
-    """Exponentials of unmodified scores over the maximum of tiles before: `(p, sums of p per thread)`.
+def probabilities_over_old_maximum(s, m, scale, BLOCK_N: gl.constexpr, PARTIAL: gl.constexpr):
+    """Exponentials of plain scores over the maximum of earlier tiles: `(p, sums of p by thread)`.
 
     Sums above `LARGEST`, or NaN, say that this maximum does not serve: also where a key is the first that a row keeps.
     """
     if PARTIAL:
-        # A row that keeps nothing so far, nor here: -inf - -inf is NaN.
+        # A row without a key so far, and without one here: -inf - -inf is NaN.
         m = gl.maximum(m, LOWEST)
     p = gl.exp2(s * scale - m[:, None])
     return p, thread_sums(p, BLOCK_N)
@@ -156,8 +157,8 @@ def steady_weights(s, m, scale, BLOCK_N: gl.constexpr, PARTIAL: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def packed_weights(p, dtype: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Weights in half precision, two to a word: int32 `[64, N / 8, 4, 2]`, zero where the second of a pair would be.
+def pack_probabilities(p, dtype: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Pack probabilities to 16 bits, two a word: int32 `[64, N / 8, 4, 2]`, zero in the second place of each pair.
 
     Carried through the loop like this: fp16 values would be unpacked and packed again, fp32 takes twice the registers.
     """
@@ -177,8 +178,8 @@ def packed_weights(p, dtype: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def operand(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Packed weights as the left operand of the product with V."""
+def probabilities_operand(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Unpack probabilities to the left operand of the PV matmul."""
     if dtype == gl.float16:
         half = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [packed], dtype=gl.float16, is_pure=True, pack=2)
     else:

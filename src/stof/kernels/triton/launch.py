@@ -58,7 +58,7 @@ class Launch:
         constants: values of the compile-time parameters.
         num_warps, num_stages, max_registers: compile options, 0 registers for no bound.
         windows: what the kernel copies of each base by TMA; None where it reads none.
-        chained: the kernel takes turns (`turns.py`).
+        use_pdl: launch with programmatic dependent launch (`pdl.py`).
         device: where the tensors are.
     """
 
@@ -74,7 +74,7 @@ class Launch:
         num_stages: int,
         max_registers: int = 0,
         windows: tuple[TensorWindow | None, ...] = (),
-        chained: bool = False,
+        use_pdl: bool = False,
         device: torch.device,
     ) -> None:
         self.kernel, self.grid, self.device = kernel, grid, device
@@ -84,7 +84,7 @@ class Launch:
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
         if max_registers:
             self.options["maxnreg"] = max_registers
-        if chained:
+        if use_pdl:
             self.options["launch_pdl"] = True
         self._pointers = tuple([t.data_ptr() for t in tensors])
         self._static_aligned = not any(pointer % 16 for pointer in self._pointers)

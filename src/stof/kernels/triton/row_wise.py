@@ -19,7 +19,7 @@ from torch import Tensor
 from stof.errors import ArgumentError, LayoutError
 from stof.kernels.cpu.attention import empty_output
 from stof.kernels.triton.launch import Launch
-from stof.kernels.triton.turns import take_turn, takes_turns
+from stof.kernels.triton.pdl import launch_next_and_wait, supports_pdl
 from stof.kernels.triton.work import BoundCall
 from stof.layout.layout import Layout
 
@@ -225,11 +225,11 @@ def bind_row_wise(
             heads // kv_heads, mask_batch * mask_heads == 1, head_dim, value_dim,
             bias is not None, softcap != 0.0, sinks is not None,
             (kv_len - 1) * max(k.stride(2), v.stride(2), bias_strides[3]) >= 2**31,
-            config.rows, config.slots, config.cols // config.slots, config.width, takes_turns(q.device),
+            config.rows, config.slots, config.cols // config.slots, config.width, supports_pdl(q.device),
         ),
         num_warps=config.num_warps,
         num_stages=1,
-        chained=takes_turns(q.device),
+        use_pdl=supports_pdl(q.device),
         device=q.device,
     )  # fmt: skip
 
@@ -310,9 +310,9 @@ def row_wise_kernel(
     SLOTS: tl.constexpr,
     UNROLL: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    take_turn(CHAINED)
+    launch_next_and_wait(USE_PDL)
     # Heads are fastest: programs that run at the same time read the same column lists.
     program = tl.program_id(0)
     i_bh = program % batch_heads

@@ -23,7 +23,7 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
 
 if TYPE_CHECKING:
-    from stof.kernels.hopper.jobs import TileLists
+    from stof.kernels.hopper.tile_lists import TileLists
     from stof.kernels.triton.launch import Launch
 
 # Set beside the mask's own problems: more tiles than there is room for.

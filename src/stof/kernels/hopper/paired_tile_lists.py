@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.begins import best_first
-from stof.kernels.hopper.jobs import LEFT_OUT_BIT, SMALL_TILE, TileLists, check_reads, past_the_end, slabs_and_reads
+from stof.kernels.hopper.tile_lists import LEFT_OUT_BIT, SMALL_TILE, TileLists, check_reads, oob_column, slabs_and_reads
+from stof.kernels.hopper.tile_scheduler import choose_first_tile
 from stof.kernels.triton.work import accumulator_order
 from stof.layout import Layout
 from stof.layout.build import shared
@@ -76,7 +76,7 @@ def make_paired_lists(layout: Layout) -> TileLists:
         pattern_of=layout.pattern_of.contiguous(),
         items=items,
         item_ptr=item_ptr,
-        tile_columns=_coded(columns, config.slab or 0, past_the_end(layout.kv_len)).int().contiguous(),
+        tile_columns=_coded(columns, config.slab or 0, oob_column(layout.kv_len)).int().contiguous(),
         tile_bitmap=tile_bitmap.int().contiguous(),
         bitmaps=bitmaps.contiguous(),
         row_order=layout.pattern_of.new_empty(0),
@@ -215,7 +215,7 @@ def _placed(tiles: Tensor, covered: Tensor) -> _Placed:
     job, kind = torch.div(group, _KINDS, rounding_mode="floor"), torch.remainder(group, _KINDS)
     shared_one = kind >= _OF_BOTH
     begins = shared_one | ~(tiles[:, _OF_BOTH:].sum(1) > 0)[job]
-    first = best_first(job, torch.where(begins, covered, -1), kind == _WHOLE)
+    first = choose_first_tile(job, torch.where(begins, covered, -1), kind == _WHOLE)
     # Another one of both closes those with bits.
     closing = (kind == _OF_BOTH) & ~first
     last = torch.full((jobs,), -1, device=flat.device).scatter_reduce(0, job[closing], rank[closing], "amax")

@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.turns import take_turn
+from stof.kernels.triton.pdl import launch_next_and_wait
 
 # Every second byte, and the upper half, of a word.
 ODD_BYTES = tl.constexpr(0xFF00FF00 - 2**32)
@@ -43,7 +43,7 @@ def _keys_of(number, place, keys_ptr, keys_len, LISTED: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def lay_across(
+def transpose_v(
     k_ptr,  # [B, Hkv, Skv, D / 4] int32, four elements to a word; read only where LISTED
     v_ptr,
     k_out_ptr,  # [B, heads, keys_len, D / 4] int32, keys in their order
@@ -75,14 +75,14 @@ def lay_across(
     GROUP: tl.constexpr,  # heads_per_group, up to a power of two
     WORDS: tl.constexpr,  # written at once, of each row
     D: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Values with a key to a column, zeros where there is none, and the factors that stand for scales.
 
     In each 16 keys, place `4 q + 2 h + b` has key `8 h + 2 q + b`: a thread of the attention kernel has the weights of
     keys 2q, 2q + 1, 8 + 2q and 9 + 2q, and the tensor cores want from it those at 4 neighbouring places.
     """
-    take_turn(CHAINED)
+    launch_next_and_wait(USE_PDL)
     chunks = tl.cdiv(words, WORDS)
     program = tl.program_id(0)
     chunk = program % chunks

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from stof.kernels.cpu.attention import empty_output
 from stof.kernels.fp8 import FP8
-from stof.kernels.hopper.across import lay_across
-from stof.kernels.hopper.attention import Window, multiprocessors, readable, work_memory
-from stof.kernels.hopper.fp8 import fp8_kernel
-from stof.kernels.hopper.jobs import TileLists
-from stof.kernels.hopper.queue import chunk_slots, job_list
+from stof.kernels.hopper.forward import Window, multiprocessors, readable, work_memory
+from stof.kernels.hopper.fp8.forward_kernel import fp8_forward_kernel
+from stof.kernels.hopper.fp8.transpose_v import transpose_v
+from stof.kernels.hopper.tile_lists import TileLists
+from stof.kernels.hopper.tile_scheduler import chunk_slots, work_list
 from stof.kernels.triton.launch import Launch
-from stof.kernels.triton.turns import takes_turns
+from stof.kernels.triton.pdl import supports_pdl
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 from stof.lasting import lasting, refuse_capture
 
@@ -79,22 +79,22 @@ def bind_fp8(
     out_window = Window.over(out, _ROWS, _WIDTH)
 
     blocks = multiprocessors(device)
-    on_cpu = job_list(lists, batch, heads, blocks, min(config.side or batch * heads, batch * heads))
+    on_cpu = work_list(lists, batch, heads, blocks, min(config.side or batch * heads, batch * heads))
     jobs, count = on_cpu.to(device), len(on_cpu) - 1
     queued, slots = count > blocks, chunk_slots(on_cpu)
     modified = softcap > 0 or scale <= 0
     ready = Launch(
-        fp8_kernel,
+        fp8_forward_kernel,
         min(blocks, count),
         (jobs, lists.tile_columns, lists.tile_bitmap, lists.bitmaps),
         (heads, heads // kv_heads, heads // across.owners, q_len,
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (lists.block_n, lists.slab, config.num_stages, _Q_STAGES, slots > 0, modified, softcap > 0,
-         sinks is not None, lists.has_full > 0, queued, takes_turns(device)),
+         sinks is not None, lists.has_full > 0, queued, supports_pdl(device)),
         num_warps=4,
         num_stages=config.num_stages,
         windows=(q_window, k_window, v_window, k_aside, v_aside, out_window),
-        chained=takes_turns(device),
+        use_pdl=supports_pdl(device),
         device=device,
     )  # fmt: skip
     # `empty_like` of this is contiguous, and takes half as long as `empty`.
@@ -194,13 +194,13 @@ def _launch(
     strides = [stride // 4 for x in (k, v) for stride in x.stride()[:3]]
     scale_strides = [stride * (n > 1) for x in scales for n, stride in zip(x.shape, x.stride(), strict=True)]
     return Launch(
-        lay_across,
+        transpose_v,
         like.shape[0] * like.shape[1] * -(-words // at_once),
         (keys,),
         (*sizes, words, *strides, *scale_strides),
-        (listed, 2 ** (sizes[1] - 1).bit_length(), at_once, _WIDTH, takes_turns(k.device)),
+        (listed, 2 ** (sizes[1] - 1).bit_length(), at_once, _WIDTH, supports_pdl(k.device)),
         num_warps=4,
         num_stages=1,
-        chained=takes_turns(k.device),
+        use_pdl=supports_pdl(k.device),
         device=k.device,
     )

@@ -1,4 +1,4 @@
-"""Weights of 8 bits, from exponentials to the operand of the product with V, in the registers they are in."""
+"""FP8 probabilities, from exponentials to the operand of the PV matmul, in registers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stof.kernels.hopper.device import halves_layout
+from stof.kernels.hopper.intrinsics import halves_layout
 
 
 @gluon.constexpr_function
 def quad_layout(block_n):  # type: ignore[no-untyped-def]
-    """The accumulator of 64 x block_n scores, seen as [row, group of 16 columns, thread of the group, column of four].
+    """Layout of a 64 x block_n accumulator as [row, group of 16 columns, thread of the group, column of four].
 
     A thread's four are columns 2q, 2q + 1, 8 + 2q and 9 + 2q of the group; those of an operand are neighbours, 4q on.
     """
@@ -29,7 +29,7 @@ def quad_layout(block_n):  # type: ignore[no-untyped-def]
 @gluon.jit
 @no_type_check
 def _packed(p):
-    """Weights in 8 bits, four to a word: int32 `[64, N / 16, 4]`."""
+    """Pack probabilities to 8 bits, four a word: int32 `[64, N / 16, 4]`."""
     BLOCK_N: gl.constexpr = p.shape[1]
     quads: gl.constexpr = quad_layout(BLOCK_N)
     words: gl.constexpr = gl.SliceLayout(3, quads)
@@ -48,7 +48,7 @@ def _packed(p):
 @gluon.jit
 @no_type_check
 def halves(x):
-    """The left half of the columns and the right one, in the registers they are in."""
+    """Split columns into their left and right half without moving registers."""
     COLUMNS: gl.constexpr = x.shape[1]
     split = x.reshape([64, 2, COLUMNS // 2]).permute((0, 2, 1))
     return gl.split(gl.convert_layout(split, halves_layout(COLUMNS), assert_trivial=True))
@@ -56,8 +56,8 @@ def halves(x):
 
 @gluon.jit
 @no_type_check
-def packed_halves(left, right):
-    """Weights in 8 bits, four to a word: int32 `[64, N / 16, 4]` of two halves of N columns."""
+def pack_halves(left, right):
+    """Pack two halves of N columns to 8 bits, four a word: int32 `[64, N / 16, 4]`."""
     COLUMNS: gl.constexpr = 2 * left.shape[1]
     both = gl.join(_packed(left), _packed(right)).permute((0, 3, 1, 2)).reshape([64, COLUMNS // 16, 4])
     return gl.convert_layout(both, gl.SliceLayout(3, quad_layout(COLUMNS)), assert_trivial=True)
@@ -65,8 +65,8 @@ def packed_halves(left, right):
 
 @gluon.jit
 @no_type_check
-def operand(packed, layout: gl.constexpr):
-    """Packed weights as the left operand of the product with V."""
+def probabilities_operand(packed, layout: gl.constexpr):
+    """Unpack probabilities to the left operand of the PV matmul."""
     BLOCK_N: gl.constexpr = packed.shape[1] * 16
     quads: gl.constexpr = quad_layout(BLOCK_N)
     every = packed.expand_dims(3) + gl.full([64, BLOCK_N // 16, 4, 4], 0, gl.int32, layout=quads)

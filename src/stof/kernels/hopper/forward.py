@@ -12,24 +12,24 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.hopper.chunks import MAXIMA_AND_SUMS
-from stof.kernels.hopper.jobs import (
+from stof.kernels.hopper.forward_kernel import forward_kernel
+from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
+from stof.kernels.hopper.tile_lists import (
     RUN,
     TileLists,
-    has_tiles,
     laid_out,
-    leaving_width,
     narrow,
+    out_tile_width,
     padded_width,
     q_stages,
     resident,
     rows_for,
+    tma_readable,
 )
-from stof.kernels.hopper.queue import chunk_slots, idle_groups, job_list
-from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
+from stof.kernels.hopper.tile_scheduler import chunk_slots, skips_empty_groups, work_list
 from stof.kernels.triton.launch import Launch, TensorMap
+from stof.kernels.triton.pdl import supports_pdl
 from stof.kernels.triton.scratch import zeroed_counters
-from stof.kernels.triton.turns import takes_turns
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 from stof.lasting import lasting, refuse_capture
 
@@ -73,7 +73,7 @@ class Window(NamedTuple):
         return TensorMap(tensor, self.shape, self.strides, self.block_shape, _SWIZZLED[tensor.element_size()])
 
 
-def bind_warp_specialized(
+def bind_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -93,8 +93,8 @@ def bind_warp_specialized(
         lists: see `make_tile_lists`.
         config: stages and side.
         scale, softcap: floats, softcap 0 for none.
-        bias: None, or `[B or 1, H or 1, Sq or 1, Skv]` in 16 bits (`may_have_tiles`), with tiles of contiguous columns
-            and rows that follow each other; a call copies one whose tiles TMA cannot read (`has_tiles`).
+        bias: None, or `[B or 1, H or 1, Sq or 1, Skv]` in 16 bits (`may_be_tma_readable`), with contiguous tiles and
+            rows in order; a call copies one whose tiles TMA cannot read (`tma_readable`).
         sinks: None or `[H]`.
 
     Returns (the call):
@@ -122,7 +122,7 @@ def bind_warp_specialized(
     copy_any = any(copied)
     q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
     q_window = Window.over(q, _ROWS, width, lists.row_step)
-    out_window = Window.over(out, _ROWS, width if stages > 1 else leaving_width(width), lists.row_step)
+    out_window = Window.over(out, _ROWS, width if stages > 1 else out_tile_width(width), lists.row_step)
     # Whole tiles, or runs of columns and slabs.
     aside = _Aside(k, v, lists, heads) if lists.aside.numel() else None
     box = (RUN, _BOX) if lists.slab and aside is None else (lists.block_n, width)
@@ -130,7 +130,7 @@ def bind_warp_specialized(
     v_window = Window.over(v, *box, lists.column_step)
     k_slab = Window.over(k, lists.slab, _BOX) if lists.slab else None
     v_slab = Window.over(v, lists.slab, _BOX) if lists.slab else None
-    copy_bias = bias is not None and not has_tiles(bias, q_len, k.shape[2])
+    copy_bias = bias is not None and not tma_readable(bias, q_len, k.shape[2])
     if bias is not None and copy_bias:
         bias = rows_for(bias, "meta")  # sizes and strides alone
     # One row for all queries is read again and again: TMA takes a stride of 0.
@@ -143,7 +143,7 @@ def bind_warp_specialized(
     processors = multiprocessors(device)
     side = min(config.side or batch * heads, batch * heads)
     blocks = resident(lists.block_m, lists.block_n, width) * processors
-    on_cpu = job_list(lists, batch, heads, blocks, side)
+    on_cpu = work_list(lists, batch, heads, blocks, side)
     jobs, count = on_cpu.to(device), len(on_cpu) - 1
     queued, slots = count > blocks, 0 if lists.paired else chunk_slots(on_cpu)
     biased = bias is not None
@@ -155,7 +155,7 @@ def bind_warp_specialized(
     # Rows of one residue: what lies past them is past the width, whatever stride a single row has.
     residues = (q.stride(2), out.stride(2)) if lists.row_step > 1 else (width, width)
     ready = Launch(
-        warp_specialized_kernel,
+        forward_kernel,
         min(blocks, count),
         (jobs, lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
          lists.row_order if permuted else jobs),
@@ -165,13 +165,13 @@ def bind_warp_specialized(
          float(scale if modified else scale * math.log2(math.e)), float(softcap)),
         (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, slots > 0,
          modified, softcap > 0, biased, sinks is not None, lists.has_full > 0, at_run_time, queued,
-         queued and not lists.paired and idle_groups(q_len, lists.block_m), lists.paired > 0,
-         takes_turns(device)),
+         queued and not lists.paired and skips_empty_groups(q_len, lists.block_m), lists.paired > 0,
+         supports_pdl(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],
         windows=(q_window, k_window, v_window, k_slab, v_slab, out_window, bias_window),
-        chained=takes_turns(device),
+        use_pdl=supports_pdl(device),
         device=device,
     )  # fmt: skip
     # `empty_like` of this is contiguous, and takes half as long as `empty`.
@@ -196,7 +196,7 @@ def bind_warp_specialized(
             q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             if not aligned:  # listing jobs takes long
                 settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "bias": bias, "sinks": sinks}
-                aligned.append(lasting(device, partial(bind_warp_specialized, q, k, v, lists, config, **settings)))
+                aligned.append(lasting(device, partial(bind_forward, q, k, v, lists, config, **settings)))
             out, lse = aligned[0](q, k, v, bias, sinks)
             return result.copy_(out), lse
         lse = torch.empty_like(like_lse)
@@ -218,7 +218,7 @@ def work_memory(chunks: int, width: int, queued: bool, lse: Tensor, jobs: Tensor
     """
     if not chunks:
         return lse, lse, zeroed_counters(1, lse.device) if queued else jobs
-    scratch = torch.empty(chunks * (_ROWS * width + MAXIMA_AND_SUMS), dtype=torch.float32, device=lse.device)
+    scratch = torch.empty(chunks * (_ROWS * width + MAX_AND_SUM_SIZE), dtype=torch.float32, device=lse.device)
     return scratch, scratch[chunks * _ROWS * width :], zeroed_counters(1 + chunks, lse.device)
 
 
@@ -244,10 +244,10 @@ class _Aside:
                 own, own // kv_heads, int(mask_batch > 1) * mask_heads, int(mask_heads > 1), count, head_dim,
                 *k.stride()[:3], *v.stride()[:3],
             ),
-            (_ROWS_ASIDE, 2 ** (head_dim - 1).bit_length(), takes_turns(k.device)),
+            (_ROWS_ASIDE, 2 ** (head_dim - 1).bit_length(), supports_pdl(k.device)),
             num_warps=4,
             num_stages=1,
-            chained=takes_turns(k.device),
+            use_pdl=supports_pdl(k.device),
             device=k.device,
         )  # fmt: skip
 
@@ -259,11 +259,11 @@ class _Aside:
 
 def _refreshing(jobs: Tensor, lists: TileLists) -> Launch:
     """What gives jobs the tiles that the device has listed since."""
-    from stof.kernels.hopper.fill import refresh_jobs
+    from stof.kernels.hopper.fill import refresh_work
 
     count = len(jobs) - 1
     return Launch(
-        refresh_jobs,
+        refresh_work,
         -(-count // _JOBS_AT_ONCE),
         (jobs, lists.ranges, lists.tile_columns),
         (count,),

@@ -1,4 +1,4 @@
-"""Layouts, and single instructions that Gluon has no name for."""
+"""Register layouts, and PTX instructions that Gluon has no function for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barr
 
 @gluon.constexpr_function
 def bit_layout(block_n):  # type: ignore[no-untyped-def]
-    """The accumulator of 64 x block_n scores, seen as [row, group of 8 columns, thread of the group, column pair]."""
+    """Layout of a 64 x block_n wgmma accumulator as [row, group of 8 columns, thread of the group, column pair]."""
     groups = [[0, 1 << i, 0, 0] for i in range((block_n // 8).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *groups],
@@ -26,7 +26,7 @@ def bit_layout(block_n):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def halves_layout(width):  # type: ignore[no-untyped-def]
-    """The accumulator of 64 x width, seen as [row, column of a half, half]."""
+    """Layout of a 64 x width wgmma accumulator as [row, column of a half, half]."""
     groups = [[0, 8 << i, 0] for i in range((width // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1, 0], [8, 0, 0], *groups, [0, 0, 1]],
@@ -39,7 +39,7 @@ def halves_layout(width):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def tile_layout(dtype, rows, width, rank):  # type: ignore[no-untyped-def]
-    """Shared memory of a tile as TMA writes it and the tensor cores read it."""
+    """Shared memory layout of a tile, which TMA writes and wgmma reads."""
     return gl.NVMMASharedLayout(
         swizzle_byte_width=min(128, width * dtype.primitive_bitwidth // 8),
         element_bitwidth=dtype.primitive_bitwidth,
@@ -49,16 +49,17 @@ def tile_layout(dtype, rows, width, rank):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def _turn(operation, group):  # type: ignore[no-untyped-def]
-    """Two warpgroups meet at a barrier of the hardware; Triton takes the first few of the sixteen for itself."""
+    """PTX of a named barrier of two warpgroups. Triton uses the first few of the sixteen itself."""
     return f"bar.{operation} {8 + group}, 256; mov.u32 $0, 0;"
 
 
 @gluon.jit
 @no_type_check
-def await_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """Wait until the warpgroup before this one has handed its products to the tensor cores.
+def wait_turn_barrier(GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Ping-pong scheduling: wait until the previous warpgroup has issued its matmuls.
 
-    So one computes exponentials while another multiplies; left alone they fall into step and want one unit at once.
+    One warpgroup computes exponentials while another uses the tensor cores. Without the barrier all warpgroups want the
+    same unit at the same time (FlashAttention-3, section 3.1).
     """
     if GROUPS > 1:
         gl.inline_asm_elementwise(_turn("sync", GROUP), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
@@ -66,7 +67,8 @@ def await_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def pass_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
+def arrive_turn_barrier(GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Let the next warpgroup issue its matmuls."""
     if GROUPS > 1:
         following: gl.constexpr = (GROUP + 1) % GROUPS
         gl.inline_asm_elementwise(_turn("arrive", following), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
@@ -75,20 +77,20 @@ def pass_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
 @gluon.jit
 @no_type_check
 def lane_number():
-    """This thread's number within its warp, as a scalar that differs from thread to thread."""
+    """Return the lane number, as a scalar that differs between threads."""
     return gl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [0], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 @no_type_check
-def rounded(a, b):
-    """A product that is rounded before it is added to another, so that the sum of two is the same in either order."""
+def mul_rn(a, b):
+    """Multiply without fusing into an FMA, so that `mul_rn(a, b) + mul_rn(c, d)` has the same bits in either order."""
     return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.constexpr_function
 def _scaling(count):  # type: ignore[no-untyped-def]
-    """Instructions that multiply `count` values by factors, unless all factors that the warp's threads hold are 1."""
+    """PTX that multiplies `count` values by factors, unless all factors in the warp are 1."""
     scale = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     same = f"setp.eq.f32 p, ${2 * count}, 1.0; setp.eq.and.f32 p, ${2 * count + 2}, 1.0, p;"
     return f"{{ .reg .pred p; {same} vote.sync.all.pred p, p, 0xffffffff; @p bra.uni DONE; {scale} DONE: }}"
@@ -101,10 +103,10 @@ def _scaled_operands(count):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 @no_type_check
-def scaled(x, factors, LAZY: gl.constexpr, PACK: gl.constexpr):
-    """An accumulator times factors of its rows; if LAZY, all or none of it in each warp, as most factors are 1.
+def rescale(x, factors, LAZY: gl.constexpr, PACK: gl.constexpr):
+    """Multiply an accumulator by a factor a row. If LAZY, a warp skips this where all its factors are 1.
 
-    `PACK` elements of a thread at once, of two rows by turns.
+    `PACK` elements of a thread go through one block of PTX; they alternate between the thread's two rows.
     """
     if LAZY:
         x = gl.inline_asm_elementwise(
@@ -117,21 +119,20 @@ def scaled(x, factors, LAZY: gl.constexpr, PACK: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def opaque(value):
-    """The value, in a way that the compiler cannot see through.
+def hide_from_compiler(value):
+    """Identity that Triton's loop-invariant analysis cannot see through.
 
-    Triton 3.6 and 3.7 take a loop-carried scalar whose only use is to bound an inner loop for the one before the loop.
+    Triton 3.6 and 3.7 replace a loop-carried scalar that only bounds an inner loop by its value before the outer loop.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 @no_type_check
-def read_again(x):
-    """The values, in a way that not even the assembler can see through: each thread asks itself for them.
+def reload_by_lane(x):
+    """Identity that ptxas cannot see through either: a shuffle in which each lane reads itself.
 
-    For what a rare branch computes anew: the assembler would keep what it computed of them before, on every path. All
-    threads of a warp have to be there.
+    Without it, ptxas keeps intermediate values for a rare branch in registers on every path. All lanes must be active.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .b32 me; mov.u32 me, %laneid; shfl.sync.idx.b32 $0, $1, me, 31, 0xffffffff; }",
@@ -142,7 +143,7 @@ def read_again(x):
 @gluon.jit
 @no_type_check
 def cleared(x):
-    """Zeros like x, set where this stands: plain zeros would become one select per element for every tile."""
+    """Return zeros like x, written at this place: ptxas turns plain zeros into one select an element for every tile."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
@@ -164,26 +165,26 @@ def _asking(group):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 @no_type_check
-def declare_highest(GROUP: gl.constexpr):
-    """The register, of this name in all of the kernel, by which `any_above` gets from a tensor to one number.
+def declare_max_register(GROUP: gl.constexpr):
+    """Declare the PTX register in which `any_greater` collects a maximum, one name for the whole kernel.
 
-    Triton has reductions for that, which go through shared memory and wait for all warps more than once.
+    Triton's reductions go through shared memory and synchronise all warps more than once.
     """
     gl.inline_asm_elementwise(_declaration(GROUP), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 @no_type_check
-def any_above(x, bound, GROUP: gl.constexpr):
-    """Whether some value of `x`, two to a thread, is above a bound, or NaN: 1 or 0 for the whole warpgroup."""
+def any_greater(x, bound, GROUP: gl.constexpr):
+    """Return 1 if a value of `x` (two a thread) is greater than `bound` or NaN, for the whole warpgroup, else 0."""
     gl.inline_asm_elementwise(_noting(GROUP), "=r,=r,f,f", [x], dtype=gl.int32, is_pure=False, pack=2)
     return gl.inline_asm_elementwise(_asking(GROUP), "=r,f", [bound], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 @no_type_check
-def of_lane(value, lane):
-    """The value that thread `lane` of the warp holds."""
+def shfl_idx(value, lane):
+    """Return the value that lane `lane` of the warp holds."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [value, lane], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -8,17 +8,12 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.begins import begin_well
+from stof.kernels.hopper.tile_scheduler import order_first_tiles
 from stof.kernels.triton.work import accumulator_order, parts_of
 from stof.layout import Layout
 from stof.layout.aside import listed_keys
 from stof.layout.orders import by_remainder
 
-# Integers that describe a job, and with the columns of its first tile: one line of 128 bytes.
-JOB_FIELDS = 16
-JOB_SIZE = 32
-# Of pairs, the fields for the first row block; what these are of other jobs, pairs do not need.
-PAIR_LEFT_OUT, PAIR_BITMAP = 6, 10
 # Where the number of a bitmap then ends in `TileLists.tile_bitmap`, and that of tiles left out before begins.
 LEFT_OUT_BIT = 28
 # Integers that a device writes for an item: tiles [begin, partial end, end), bitmap of the first tile, and the bits of
@@ -28,9 +23,6 @@ RANGE_FIELDS = 5
 RUN = 64
 # Rows of a row block: a warpgroup for each 64.
 ROW_BLOCKS = (64, 128, 192)
-# A job that, started in its heads' turn, might take so many times what is left until the end comes before all others:
-# estimates are rough.
-LATE = 1.5
 # Where tiles come from two places: from here on, first columns count keys that were put side by side beforehand.
 ASIDE = 2**30
 # Tiles of which a job's first decides what maximum the others go by (`begins.py`).
@@ -58,12 +50,12 @@ def q_stages(block_m: int, width: int, biased: bool = False, paired: bool = Fals
     return 1 if biased or (block_m, width) == (128, 256) else 2 if paired else 3
 
 
-def leaving_width(width: int) -> int:
+def out_tile_width(width: int) -> int:
     """Columns of output that leave at once where it has a place of its own, no fewer than TMA copies at best."""
     return max(RUN, width // 2)
 
 
-def past_the_end(kv_len: int) -> int:
+def oob_column(kv_len: int) -> int:
     """First column of a tile that is not computed: where TMA fills in zeros, so that no key is read for nothing.
 
     A tile of a bias begins there too, or of values laid across, and TMA takes only multiples of 16 bytes along the rows
@@ -72,19 +64,19 @@ def past_the_end(kv_len: int) -> int:
     return -(-kv_len // ACROSS) * ACROSS
 
 
-def has_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
+def tma_readable(bias: Tensor, q_len: int, kv_len: int) -> bool:
     """Whether TMA can copy tiles of a 4-D bias: 16 bits for each key, in rows (or one) at multiples of 16 bytes."""
-    return may_have_tiles(bias, q_len, kv_len) and in_rows(bias)
+    return may_be_tma_readable(bias, q_len, kv_len) and has_aligned_rows(bias)
 
 
-def in_rows(bias: Tensor) -> bool:
+def has_aligned_rows(bias: Tensor) -> bool:
     """Whether values of a 4-D bias follow each other along the keys, in rows that begin at multiples of BIAS_STEP."""
     outer = zip(bias.shape[:3], bias.stride()[:3], strict=True)
     contiguous = bias.shape[3] == 1 or bias.stride(3) == 1
     return contiguous and all(n == 1 or (s >= 0 and s % BIAS_STEP == 0) for n, s in outer)
 
 
-def may_have_tiles(bias: Tensor, q_len: int, kv_len: int) -> bool:
+def may_be_tma_readable(bias: Tensor, q_len: int, kv_len: int) -> bool:
     """Whether TMA can copy tiles of a 4-D bias or of `laid_out(bias)`: 16 bits with a value for every key."""
     return bias.dtype in (torch.float16, torch.bfloat16) and bias.shape[2] in (1, q_len) and bias.shape[3] == kv_len
 
@@ -210,9 +202,9 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     items, item_ptr, chunks = split_items(pointers, partial, layout.patterns, split_tiles, dummy)
     if dummy and (config.block_m, config.block_n) == SMALL_TILE:
         covered = (bitmaps != 0).any(2).sum(1)[tile_bitmap.long()]
-        items, order = begin_well(items, covered, full)
+        items, order = order_first_tiles(items, covered, full)
         columns, tile_bitmap = columns[order], tile_bitmap[order]
-    spare = columns.new_full((1, columns.shape[1]), past_the_end(layout.kv_len))
+    spare = columns.new_full((1, columns.shape[1]), oob_column(layout.kv_len))
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
 

@@ -1,0 +1,1 @@
+"""Attention with FP8 (e4m3) operands on Hopper: experimental."""
