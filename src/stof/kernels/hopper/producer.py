@@ -83,15 +83,15 @@ def first_coordinates(start, SPLIT: gl.constexpr, LAST_MERGES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def carry_coordinates(load_coordinates, SPLIT: gl.constexpr, LAST_MERGES: gl.constexpr):
+def carry_coordinates(coordinates, SPLIT: gl.constexpr, LAST_MERGES: gl.constexpr):
     """Identity that hides the coordinates from Triton's loop-invariant analysis; see `hide_from_compiler`."""
-    parts = hide_from_compiler(load_coordinates[3]) if SPLIT else 1
-    slot = hide_from_compiler(load_coordinates[4]) if LAST_MERGES else 0
-    chunk = hide_from_compiler(load_coordinates[5]) if LAST_MERGES else 0
+    parts = hide_from_compiler(coordinates[3]) if SPLIT else 1
+    slot = hide_from_compiler(coordinates[4]) if LAST_MERGES else 0
+    chunk = hide_from_compiler(coordinates[5]) if LAST_MERGES else 0
     return (
-        hide_from_compiler(load_coordinates[0]),
-        hide_from_compiler(load_coordinates[1]),
-        hide_from_compiler(load_coordinates[2]),
+        hide_from_compiler(coordinates[0]),
+        hide_from_compiler(coordinates[1]),
+        hide_from_compiler(coordinates[2]),
         parts,
         slot,
         chunk,

@@ -53,7 +53,7 @@ def masked(s, words, BLOCK_N: gl.constexpr):
     pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, bits))))
     bit = 1 << (2 * j.expand_dims(0).expand_dims(2).expand_dims(3)
                 + pair.expand_dims(0).expand_dims(1).expand_dims(2))  # fmt: skip
-    # One select at a time: ptxas then moves seven bits at once to predicates (R2P) and does not run out of predicates.
+    # One select at a time: ptxas then moves seven bits at once to predicates (R2P) and does not run out of them.
     split = gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, 0fFF800000, p; }",
         "=f,f,r,r",
@@ -77,7 +77,7 @@ def _softcap(s, scale, softcap):
 def biased(s, bias, scale, softcap, HAS_SOFTCAP: gl.constexpr):
     """Scale scores, apply the softcap and add the bias; `probabilities` then takes a scale of `LOG2E` and no options.
 
-    So the bias costs a conversion and what was a multiplication in the exponent, and is masked like any score.
+    A bias then costs a conversion and turns a multiplication into an FMA, and is masked like any score.
     """
     bias = bias.to(gl.float32)
     return _softcap(s, scale, softcap) + bias if HAS_SOFTCAP else s * scale + bias
@@ -89,14 +89,14 @@ def exponents(
     s, m_old, scale, softcap, PARTIAL: gl.constexpr, HAS_SCORE_MOD: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     LAZY: gl.constexpr, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr = 0,
 ):  # fmt: skip
-    """Return the exponents of the probabilities, `SHIFT` at most: `(x, new maximum, new maximum or 0 if it is -inf)`.
+    """Return exponents of probabilities, `SHIFT` at most: `(x, new maximum, new maximum or 0 where it is -inf)`.
 
-    If LAZY, a row keeps its maximum until scores are `STALE` above it, and `x` is up to so much above `SHIFT`.
+    If LAZY, a row keeps its maximum until scores exceed it by `RESCALE_THRESHOLD`, and `x` may exceed `SHIFT` by that.
     """
     rows_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     bits: gl.constexpr = bit_layout(BLOCK_N)
     if HAS_SOFTCAP:
-        # what is masked stays so
+        # -inf stays -inf.
         s = gl.where(s == float("-inf"), s, _softcap(s, scale, softcap) * LOG2E)
     elif HAS_SCORE_MOD:
         s = gl.where(s == float("-inf"), s, s * (scale * LOG2E))
@@ -146,7 +146,7 @@ def probabilities(
 def probabilities_over_old_maximum(s, m, scale, BLOCK_N: gl.constexpr, PARTIAL: gl.constexpr):
     """Exponentials of plain scores over the maximum of earlier tiles: `(p, sums of p by thread)`.
 
-    Sums above `LARGEST`, or NaN, say that this maximum does not serve: also where a key is the first that a row keeps.
+    Sums above `MAX_THREAD_SUM`, or NaN, say that this maximum does not serve, as for the first key of a row.
     """
     if PARTIAL:
         # A row without a key so far, and without one here: -inf - -inf is NaN.
