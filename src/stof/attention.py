@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError, UnsupportedError
 from stof.kernels.fp8 import Scales, wide_dtype, widened
-from stof.kernels.hopper.tile_lists import may_be_tma_readable, narrow, tma_readable
+from stof.kernels.hopper.tile_lists import may_be_tma_readable, tma_readable, unbroadcast
 from stof.kernels.triton.work import BoundCall
 from stof.lasting import lasting
 from stof.layout import LayoutConfig
@@ -514,7 +514,7 @@ def _call_spec(
         has_bias=bias is not None,
         bias_itemsize=2 if bias is None else bias.itemsize,
         tiled_bias=tiled,
-        bias_to_copy=narrow(bias).nbytes if bias is not None and to_copy else 0,
+        bias_to_copy=unbroadcast(bias).nbytes if bias is not None and to_copy else 0,
         has_softcap=softcap > 0,
         has_sinks=sinks is not None,
         permuted_rows=ready.permuted_rows,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stof import LayoutConfig, masks
-from stof.kernels.hopper.tile_lists import make_tile_lists, resident
+from stof.kernels.hopper.tile_lists import blocks_per_sm, make_tile_lists
 from stof.kernels.hopper.tile_scheduler import chunk_slots, skips_empty_groups, work_list
 from stof.layout import Layout, build_layout
 from stof.masks import Mask
@@ -62,7 +62,7 @@ def test_scores_that_grow(head_dim: int, tile: tuple[int, int], growth: str) -> 
 @pytest.mark.parametrize(("head_dim", "tile"), KINDS, ids=str)
 def test_lists_with_cut_ends(head_dim: int, tile: tuple[int, int]) -> None:
     """Chunks of the last jobs are merged, and the results are the same every time."""
-    length, blocks = 2500, 132 * resident(*tile, head_dim)
+    length, blocks = 2500, 132 * blocks_per_sm(*tile, head_dim)
     row_blocks = -(-length // tile[0])
     heads = -(-int(2.4 * blocks) // (2 * row_blocks))
     q, k, v = inputs(length, head_dim, heads)

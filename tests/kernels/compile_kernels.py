@@ -26,7 +26,7 @@ from stof.kernels.fp8 import FP8
 from stof.kernels.hopper import forward as hopper
 from stof.kernels.hopper.fp8 import forward as fp8_forward
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
-from stof.kernels.hopper.tile_lists import RANGE_FIELDS, make_fp8_lists, make_tile_lists, resident
+from stof.kernels.hopper.tile_lists import RANGE_FIELDS, blocks_per_sm, make_fp8_lists, make_tile_lists
 from stof.kernels.triton import block_wise as triton_attention
 from stof.kernels.triton import row_wise
 from stof.kernels.triton.work import make_work
@@ -368,7 +368,7 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
     if choice.implementation == "hopper" and choice.kernel is not None and choice.layout is not None:
         estimated = hopper_shared_memory(choice, case.call)
         width = head_dim_class(case.call.head_dim, case.call.value_dim)
-        blocks = resident(choice.layout.block_m * (1 + choice.kernel.paired), choice.layout.block_n, width)
+        blocks = blocks_per_sm(choice.layout.block_m * (1 + choice.kernel.paired), choice.layout.block_n, width)
     elif choice.implementation == "hopper_fp8" and choice.kernel is not None and choice.layout is not None:
         estimated = fp8_shared_memory(choice.layout, case.call, choice.kernel.num_stages)
     elif choice.kernel is not None and choice.layout is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stof import LayoutConfig
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.tile_lists import laid_out, may_be_tma_readable, tma_readable
+from stof.kernels.hopper.tile_lists import copy_for_tma, may_be_tma_readable, tma_readable
 from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
@@ -113,7 +113,7 @@ def test_bias_that_is_copied(form: str) -> None:
     bias = scattered(form)
     assert may_be_tma_readable(bias, 200, 333)
     assert not tma_readable(bias, 200, 333)
-    assert tma_readable(laid_out(bias), 200, 333)
+    assert tma_readable(copy_for_tma(bias), 200, 333)
     call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, bias, None))
     for query, own in ((q, bias), (q, scattered(form)), (unaligned(q), bias)):
         out, lse = call(query, k, v, own, None)

@@ -12,7 +12,7 @@ import torch
 from stof import LayoutConfig, masks
 from stof.bench.grid import grid_mask
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.tile_lists import make_tile_lists, padded_width, resident
+from stof.kernels.hopper.tile_lists import blocks_per_sm, make_tile_lists, padded_width
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
 from stof.layout.orders import named_order
@@ -162,7 +162,7 @@ def test_choices_with_a_bias_fit(head_dim: int) -> None:
         call = call_of(head_dim=head_dim, has_bias=True)
         assert fits(choice, call, needed + 4096)
         assert not fits(choice, call, needed)
-        assert resident(block_m, block_n, width) * (needed + 2048) <= H200_SHARED + 1024
+        assert blocks_per_sm(block_m, block_n, width) * (needed + 2048) <= H200_SHARED + 1024
         assert kernel_key(choice, call) == kernel_key(choice, call_of(head_dim=head_dim)) + "/bias"
 
 
@@ -242,7 +242,7 @@ def test_choices_fit_the_gpu_they_are_made_for() -> None:
             assert fits(choice, call, needed + 4096)
             assert not fits(choice, call, needed)
             # So many thread blocks are launched; the hardware takes 1 KB more for each.
-            assert resident(block_m, block_n, width) * (needed + 2048) <= H200_SHARED + 1024
+            assert blocks_per_sm(block_m, block_n, width) * (needed + 2048) <= H200_SHARED + 1024
 
 
 @pytest.mark.parametrize("slab", [None, 8, 16])

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stof.kernels.hopper.tile_lists import FP8_TILE, SMALL_TILE, padded_width, resident
+from stof.kernels.hopper.tile_lists import FP8_TILE, SMALL_TILE, blocks_per_sm, padded_width
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
@@ -243,7 +243,7 @@ def starves(choice: Choice, call: CallSpec, survey: Survey) -> bool:
         counts = survey.counts[choice.layout]
         return float((counts.partial + counts.full).double().mean()) >= _LONG_PAIRS
     layout, width = choice.layout, head_dim_class(call.head_dim, call.value_dim)
-    if resident(layout.block_m, layout.block_n, width) < 3:
+    if blocks_per_sm(layout.block_m, layout.block_n, width) < 3:
         return False
     counts = survey.counts[layout]
     tiles = (counts.partial + counts.full).double()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stof.kernels.hopper.tile_lists import out_tile_width, padded_width, q_stages, resident
+from stof.kernels.hopper.tile_lists import blocks_per_sm, out_tile_width, padded_width, q_stages
 from stof.layout import LayoutConfig
 from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
@@ -85,7 +85,7 @@ def occupancy(choice: Choice, call: CallSpec, shared_bytes: int) -> int:
     if choice.implementation in ON_HOPPER:
         width = head_dim_class(call.head_dim, call.value_dim)
         block_m = choice.layout.block_m * (1 + choice.kernel.paired)
-        return resident(block_m, choice.layout.block_n, width)
+        return blocks_per_sm(block_m, choice.layout.block_n, width)
     kernel = choice.kernel
     by_memory = shared_bytes // (shared_memory(choice.layout, call, kernel.num_stages, kernel.pack) + _RESERVED)
     registers = kernel.max_registers or (255 if head_dim_class(call.head_dim, call.value_dim) > 64 else 160)

@@ -17,14 +17,14 @@ from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
 from stof.kernels.hopper.tile_lists import (
     RUN,
     TileLists,
-    laid_out,
-    narrow,
+    blocks_per_sm,
+    copy_for_tma,
+    empty_for_tma,
     out_tile_width,
     padded_width,
     q_stages,
-    resident,
-    rows_for,
     tma_readable,
+    unbroadcast,
 )
 from stof.kernels.hopper.tile_scheduler import chunk_slots, skips_empty_groups, work_list
 from stof.kernels.triton.launch import Launch, TensorMap
@@ -132,9 +132,9 @@ def bind_forward(
     v_slab = Window.over(v, lists.slab, _BOX) if lists.slab else None
     copy_bias = bias is not None and not tma_readable(bias, q_len, k.shape[2])
     if bias is not None and copy_bias:
-        bias = rows_for(bias, "meta")  # sizes and strides alone
+        bias = empty_for_tma(bias, "meta")  # sizes and strides alone
     # One row for all queries is read again and again: TMA takes a stride of 0.
-    shared = None if bias is None else narrow(bias).expand(-1, -1, q_len, -1)
+    shared = None if bias is None else unbroadcast(bias).expand(-1, -1, q_len, -1)
     bias_window = None if shared is None else Window.over(shared, _ROWS, lists.block_n)
     if aside is not None:
         k_slab = v_slab = Window.over(aside.like, *box)
@@ -142,7 +142,7 @@ def bind_forward(
     groups = lists.block_m // _ROWS
     processors = multiprocessors(device)
     side = min(config.side or batch * heads, batch * heads)
-    blocks = resident(lists.block_m, lists.block_n, width) * processors
+    blocks = blocks_per_sm(lists.block_m, lists.block_n, width) * processors
     on_cpu = work_list(lists, batch, heads, blocks, side)
     jobs, count = on_cpu.to(device), len(on_cpu) - 1
     queued, slots = count > blocks, 0 if lists.paired else chunk_slots(on_cpu)
@@ -187,7 +187,7 @@ def bind_forward(
         if copy_any:
             q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
         if bias is not None:
-            bias = laid_out(bias) if copy_bias else narrow(bias)
+            bias = copy_for_tma(bias) if copy_bias else unbroadcast(bias)
             if bias.data_ptr() % 16:
                 bias = _moved(bias)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
@@ -283,7 +283,7 @@ def _own(bias: Tensor | None) -> tuple[int, int]:
     """Whether batch entries, and heads, have a bias of their own: 0 or 1 each."""
     if bias is None:
         return 0, 0
-    shape = narrow(bias).shape
+    shape = unbroadcast(bias).shape
     return int(shape[0] > 1), int(shape[1] > 1)
 
 

@@ -1,4 +1,4 @@
-"""Layouts as the Hopper kernel reads them."""
+"""Tile lists: a layout in the form that the Hopper kernel reads."""
 
 from __future__ import annotations
 
@@ -14,98 +14,97 @@ from stof.layout import Layout
 from stof.layout.aside import listed_keys
 from stof.layout.orders import by_remainder
 
-# Where the number of a bitmap then ends in `TileLists.tile_bitmap`, and that of tiles left out before begins.
+# In `TileLists.tile_bitmap` of pairs, the first bit of the number of skipped tiles; the bits below are the bitmap.
 LEFT_OUT_BIT = 28
-# Integers that a device writes for an item: tiles [begin, partial end, end), bitmap of the first tile, and the bits of
-# a float32 that is added to the results, 0 or NaN.
+# Integers of an item that kernels write on the device: tiles [begin, end of the partial ones, end), bitmap of the first
+# tile, and the bits of a float32 that is added to the results, 0 or NaN.
 RANGE_FIELDS = 5
-# Columns that one copy brings when they follow each other: half a tile.
+# Consecutive columns that one TMA copy brings: half a tile.
 RUN = 64
-# Rows of a row block: a warpgroup for each 64.
+# Rows of a row block: one warpgroup for each 64.
 ROW_BLOCKS = (64, 128, 192)
-# Where tiles come from two places: from here on, first columns count keys that were put side by side beforehand.
+# First columns from here on count compacted columns: keys that every call first copies side by side.
 ASIDE = 2**30
-# Tiles of which a job's first decides what maximum the others go by (`begins.py`).
+# Tile size for which the first tile of a work tile is chosen (`tile_scheduler.order_first_tiles`).
 SMALL_TILE = (64, 64)
-# Keys whose values trade places among themselves where they are laid across (`across.py`).
+# Keys that are permuted among themselves when V is transposed (`fp8/transpose_v.py`).
 ACROSS = 16
-# Values of a bias's rows that TMA wants multiples of: 16 bytes.
+# TMA needs rows of a bias at multiples of 16 bytes, in values of 16 bits.
 BIAS_STEP = 8
-# Rows and keys of the only tiles that the kernel for 8-bit operands takes.
+# The tile size of the FP8 kernel.
 FP8_TILE = (128, 128)
 
 
 def padded_width(head_dim: int) -> int:
-    """Columns of Q, K and V in shared memory: zeros past the head's own."""
+    """Return the width of Q, K and V tiles in shared memory; TMA fills columns past head_dim with zeros."""
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def q_stages(block_m: int, width: int, biased: bool = False, paired: bool = False) -> int:
-    """Row blocks whose Q (or output, on its way out) is in shared memory at once.
+    """Return the stages of Q in shared memory; output is stored through them too.
 
-    Of three one is computed, one is finished, and one leaves. Of pairs two: what is computed is in
-    registers. 128 rows of 256 take 64 KB: there is place for one, which the next row block takes after
-    the last product with it, and for some of the output. So it is where tiles of a bias take their place.
+    Three: one work tile is computed, one is in its epilogue, one is being stored. Pairs hold Q in registers and need
+    two. A Q of 128 x 256 takes 64 KB, and biases take the room of stages: one, which the next Q overwrites after the
+    last QK matmul, and separate staging for part of the output.
     """
     return 1 if biased or (block_m, width) == (128, 256) else 2 if paired else 3
 
 
 def out_tile_width(width: int) -> int:
-    """Columns of output that leave at once where it has a place of its own, no fewer than TMA copies at best."""
+    """Return the columns of output that are stored at once where it has staging of its own."""
     return max(RUN, width // 2)
 
 
 def oob_column(kv_len: int) -> int:
-    """First column of a tile that is not computed: where TMA fills in zeros, so that no key is read for nothing.
+    """Return the first column of padding tiles, past the last key: TMA fills them with zeros and reads nothing.
 
-    A tile of a bias begins there too, or of values laid across, and TMA takes only multiples of 16 bytes along the rows
-    it copies; others are an illegal instruction.
+    A multiple of 16: bias tiles and transposed V begin there too, and TMA faults at other offsets along a row.
     """
     return -(-kv_len // ACROSS) * ACROSS
 
 
 def tma_readable(bias: Tensor, q_len: int, kv_len: int) -> bool:
-    """Whether TMA can copy tiles of a 4-D bias: 16 bits for each key, in rows (or one) at multiples of 16 bytes."""
+    """Whether TMA can copy tiles of a 4-D bias: 16-bit values for every key, in rows at multiples of 16 bytes."""
     return may_be_tma_readable(bias, q_len, kv_len) and has_aligned_rows(bias)
 
 
 def has_aligned_rows(bias: Tensor) -> bool:
-    """Whether values of a 4-D bias follow each other along the keys, in rows that begin at multiples of BIAS_STEP."""
+    """Whether a 4-D bias is contiguous along the keys, with rows at multiples of BIAS_STEP."""
     outer = zip(bias.shape[:3], bias.stride()[:3], strict=True)
     contiguous = bias.shape[3] == 1 or bias.stride(3) == 1
     return contiguous and all(n == 1 or (s >= 0 and s % BIAS_STEP == 0) for n, s in outer)
 
 
 def may_be_tma_readable(bias: Tensor, q_len: int, kv_len: int) -> bool:
-    """Whether TMA can copy tiles of a 4-D bias or of `laid_out(bias)`: 16 bits with a value for every key."""
+    """Whether TMA can copy tiles of a 4-D bias or of `copy_for_tma(bias)`: 16 bits, a value for every key."""
     return bias.dtype in (torch.float16, torch.bfloat16) and bias.shape[2] in (1, q_len) and bias.shape[3] == kv_len
 
 
-def narrow(bias: Tensor) -> Tensor:
-    """A bias without the copies that strides of 0 stand for: batch entries, heads and queries that share one."""
+def unbroadcast(bias: Tensor) -> Tensor:
+    """Undo broadcasting: batch, head and query dimensions of stride 0 become size 1."""
     for dim in range(3):
         if bias.stride(dim) == 0:
             bias = bias.narrow(dim, 0, 1)
     return bias
 
 
-def rows_for(bias: Tensor, device: torch.device | str) -> Tensor:
-    """Memory for a copy of a bias, narrowed, that TMA can copy tiles of: rows of whole multiples of 16 bytes."""
-    *outer, keys = narrow(bias).shape
+def empty_for_tma(bias: Tensor, device: torch.device | str) -> Tensor:
+    """Allocate a copy of an unbroadcast bias whose rows begin at multiples of 16 bytes."""
+    *outer, keys = unbroadcast(bias).shape
     return torch.empty(*outer, -(-keys // BIAS_STEP) * BIAS_STEP, dtype=bias.dtype, device=device)[..., :keys]
 
 
-def laid_out(bias: Tensor) -> Tensor:
-    """That copy."""
-    return rows_for(bias, bias.device).copy_(narrow(bias))
+def copy_for_tma(bias: Tensor) -> Tensor:
+    """Copy a bias to rows at multiples of 16 bytes."""
+    return empty_for_tma(bias, bias.device).copy_(unbroadcast(bias))
 
 
-def resident(block_m: int, block_n: int, width: int) -> int:
-    """Thread blocks that a multiprocessor holds at once.
+def blocks_per_sm(block_m: int, block_n: int, width: int) -> int:
+    """Return how many thread blocks a multiprocessor holds at once.
 
-    A single warpgroup leaves the tensor cores idle during its exponentials, and the other way round; thread blocks
-    beside it fill in. Three leave 136 registers to a consumer's thread and 75 KB of shared memory to each block,
-    enough where scores and output are 64 columns wide. With many short row blocks they are 10 % faster than two.
+    With a single consumer warpgroup the tensor cores idle during its exponentials; other thread blocks fill in. Three
+    thread blocks leave 136 registers a consumer thread and 75 KB of shared memory each, enough where scores and output
+    are 64 columns wide; with many short row blocks they are 10 % faster than two.
     """
     if block_m != 64 or width > 128:
         return 1
