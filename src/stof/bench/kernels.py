@@ -20,7 +20,7 @@ from stof.bench.model_race import Plan, Subject, Way, prepared
 _KINDS = (
     ("copy", r"memcpy|memset"),
     ("Inductor's", r"triton_(poi|red|per|for)"),
-    ("attention", r"attention|flash|fmha|block_wise|warp_specialized|row_wise|cudnn.*sdpa"),
+    ("attention", r"attention|flash|fmha|block_wise|forward_kernel|row_wise|cudnn.*sdpa"),
     ("norm", r"row_norm|merged_norm|row_statistics"),
     ("product", r"gemm|nvjet|cutlass|cublas|splitk|triton_tem|triton_mm|chain_kernel"),
 )

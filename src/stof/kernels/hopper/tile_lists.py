@@ -118,7 +118,7 @@ class TileLists:
     Attributes:
         pattern_of: int32 `[mask_batch, mask_heads]`.
         items: int32 `[I, 8]` on the CPU, the items (jobs of any head) of all patterns: row block, tiles [begin, partial
-            end, end), the best to begin with first (`begins.py`), parts of its row block, first chunk and chunk, bitmap
+            end, end), the best first tile first (`tile_scheduler.py`), parts of its row block, first chunk and chunk, bitmap
             of the first tile. Of pairs `[I, 11]`: bitmaps of the first tile for each of the two row blocks, and how
             many tiles each leaves out.
         item_ptr: int32 `[P + 1]` on the CPU, items of a pattern.
