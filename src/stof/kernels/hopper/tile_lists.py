@@ -113,33 +113,34 @@ def blocks_per_sm(block_m: int, block_n: int, width: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class TileLists:
-    """What the kernel needs of a layout. `P` patterns, `T` tiles.
+    """A layout as the Hopper kernel reads it. `P` patterns, `I` items, `T` tiles, `U` bitmaps.
 
     Attributes:
-        pattern_of: int32 `[mask_batch, mask_heads]`.
-        items: int32 `[I, 8]` on the CPU, the items (jobs of any head) of all patterns: row block, tiles [begin, partial
-            end, end), the best first tile first (`tile_scheduler.py`), parts of its row block, first chunk and chunk, bitmap
-            of the first tile. Of pairs `[I, 11]`: bitmaps of the first tile for each of the two row blocks, and how
-            many tiles each leaves out.
-        item_ptr: int32 `[P + 1]` on the CPU, items of a pattern.
-        tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab, or `-1 - c` in all slabs of a half
-            tile whose 64 columns follow each other from c. Without slabs `[T + 2, 1]`, the first column of the tile.
-        tile_bitmap: int32 `[T + 3]`, row of bitmaps. Of pairs `[T + 3, 2]`: of the tiles that each row block computes,
-            in this order, from the item's first tile on; and from bit `LEFT_OUT_BIT` on, how many it leaves out before.
-        bitmaps: int32 `[U, block_m, 4]`, of pairs `[U, 64, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
+        pattern_of: int32 `[mask_batch, mask_heads]`, which pattern (a mask of one head) each batch entry and head has.
+        items: int32 `[I, 8]` on the CPU, one work tile of any head: row block; tiles [begin, end of the partial ones,
+            end), the best first tile first (`tile_scheduler.py`); chunks of the row block; first chunk; number of this
+            chunk; bitmap of the first tile. For pairs `[I, 11]`: the bitmaps of the first tile for both row blocks,
+            and how many tiles each row block skips.
+        item_ptr: int32 `[P + 1]` on the CPU, where the items of each pattern begin.
+        tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab; `-1 - c` in all slabs of a half tile
+            whose 64 columns are consecutive from c. Without slabs `[T + 2, 1]`, the first column of the tile.
+        tile_bitmap: int32 `[T + 3]`, row of `bitmaps`. For pairs `[T + 3, 2]`: the bitmaps of the tiles that each row
+            block computes, in order from the item's first tile; bits from `LEFT_OUT_BIT` on count the tiles it skips
+            before.
+        bitmaps: int32 `[U, block_m, 4]`, for pairs `[U, 64, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
-        ranges: int32 `[I, RANGE_FIELDS]` for tiles that change on the device: what items say of tiles then only serves
-            to put them in order, and every call takes this instead. Empty when items say what is so.
-        aside: int32 `[mask_batch, mask_heads, n]`, keys that every call first puts side by side, -1 for none; n is a
-            multiple of block_n. A tile of them begins at `ASIDE` plus its place among them, and slab is block_n. Empty
-            when all tiles are of the keys as they lie.
+        ranges: int32 `[I, RANGE_FIELDS]` for tiles that are made on the device: every call reads the items' tiles here,
+            and `items` only serves to order the work list. Empty otherwise.
+        aside: int32 `[mask_batch, mask_heads, n]`, compacted columns: keys that every call first copies side by side,
+            -1 for none; n is a multiple of block_n. A tile of them begins at `ASIDE` plus its position in the list, and
+            slab is block_n. Empty when all tiles are of the keys themselves.
         block_m, block_n, q_len, kv_len: sizes of the layout.
-        slab: columns of a slab, 0 when every tile is evenly spaced columns.
-        row_step: rows follow each other at this distance: `i`, `i + row_step`, ..., residue after residue.
+        slab: columns of a slab, 0 when every tile is contiguous or evenly spaced columns.
+        row_step: distance of neighbouring rows: `i`, `i + row_step`, ..., residue after residue.
         column_step: distance of neighbouring columns of evenly spaced tiles.
-        chunks: of all split row blocks of a pattern, at most.
+        chunks: the most chunks that the split row blocks of a pattern have together.
         has_full: whether there are full tiles.
-        paired: whether row blocks are two of 64 rows, each with tiles of its own (`pairs.py`).
+        paired: whether a work tile is two row blocks of 64 rows, each with tiles of its own (`paired_tile_lists.py`).
     """
 
     pattern_of: Tensor
