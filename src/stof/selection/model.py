@@ -365,7 +365,7 @@ def critical_load(
 def _without_late_starts(
     loads: Tensor, weights: Tensor, copies: Tensor, average: Tensor, late: float, turns: int, slots: int
 ) -> Tensor:
-    """Estimate the time of the thread block that ends last, with work tiles in the order of `tile_scheduler.work_list`."""
+    """Estimate when the last thread block ends, with work tiles in the order of `tile_scheduler.work_list`."""
     each = loads @ weights
     share = float((each * copies).sum()) / slots
     early = (LATE * each > share / turns) & (each > share / 8)
