@@ -1,0 +1,124 @@
+"""Runs the tests of a module in a copy of the repository where one line is another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.draw import Mutant
+from tests.mutants.order import DISTANCES, RECORD, SECONDS
+from tests.mutants.reach import Imports
+
+ROOT = Path(__file__).parents[2]
+# Of one mutant's tests.
+SECONDS_LIMIT = 240
+# Test files further away say little about a module, and there are many.
+FARTHEST = 2
+# What no mutant changes: kernels on a GPU, and this check itself.
+OTHERS = ("tests/gpu", "tests/mutants")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`test` that failed first; where none did, whether all ran before the time limit."""
+
+    test: str | None
+    complete: bool = True
+
+    def __str__(self) -> str:
+        if self.test is not None:
+            return f"caught by {self.test}"
+        return "SURVIVED" if self.complete else f"SURVIVED (time limit of {SECONDS_LIMIT} s)"
+
+
+def test_files(imports: Imports, mutant: Path, root: Path = ROOT) -> dict[str, int]:
+    """Test files that reach a module, with their distances, nearest first."""
+    module = ".".join(mutant.relative_to("src").with_suffix("").parts)
+    paths = {path.relative_to(root).as_posix(): steps for path, steps in imports.distances(module).items()}
+    near = {path: steps for path, steps in paths.items() if steps <= FARTHEST and not path.startswith(OTHERS)}
+    return dict(sorted(near.items(), key=lambda found: (found[1], found[0])))
+
+
+@contextlib.contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of the repository that is removed in the end."""
+    with tempfile.TemporaryDirectory(prefix="stof-mutant-", ignore_cleanup_errors=True) as folder:
+        root = Path(folder) / "repository"
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "results"))
+        yield root
+
+
+def run_pytest(root: Path, arguments: Sequence[str], limit: float | None, **variables: str) -> tuple[int | None, str]:
+    """Exit status, None when the time limit was reached, and output; caches lie beside the copy."""
+    caches = {name: str(root.parent / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    environment = os.environ | caches | variables
+    environment |= {"XDG_CACHE_HOME": str(root.parent / "cache"), "PYTHONPATH": str(root / "src")}
+    environment |= {"OMP_NUM_THREADS": "1", "STOF_HYPOTHESIS_PROFILE": "ci"}
+    options = ["-q", "-p", "tests.mutants.order", "-p", "no:cacheprovider", "--tb=line", "--show-capture=no"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, *arguments],
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # tests start processes too
+        process.wait()
+
+
+def failed_tests(status: int, output: str) -> list[str]:
+    """What the summary names; a crash and an import that fails in `conftest.py` have none."""
+    named = re.findall(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
+    return named or [f"no test in particular: pytest ended with {status}"]
+
+
+def run_mutant(mutant: Mutant, imports: Imports) -> Outcome:
+    """Run the tests until one fails."""
+    distances = test_files(imports, mutant.path)
+    if not distances:
+        return Outcome(None)
+    with copied() as root:
+        mutant.mutate(root)
+        status, output = run_pytest(root, ["-x", *distances], SECONDS_LIMIT, **{DISTANCES: json.dumps(distances)})
+    if status in (None, 0):
+        return Outcome(None, complete=status == 0)
+    return Outcome(failed_tests(status, output)[0])
+
+
+def failing_anyway(tests: Iterable[str]) -> list[str]:
+    """Those of `tests` that fail without a mutant."""
+    known = sorted({test for test in tests if test.startswith("tests/")})
+    if not known:
+        return []
+    with copied() as root:
+        status, output = run_pytest(root, known, None)
+    return [] if status == 0 else failed_tests(status or 0, output)
+
+
+def record() -> int:
+    """Write how long tests take, for the order in which mutants meet them."""
+    with copied() as root:
+        ignored = [f"--ignore={path}" for path in OTHERS]
+        status, output = run_pytest(root, ["tests", *ignored], None, **{RECORD: str(SECONDS)})
+    print(output[-2000:])
+    return status or 0
