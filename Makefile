@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types unit fuzz bench clean
+.PHONY: demo test lint types unit fuzz mutants bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/stof demo
@@ -32,6 +32,11 @@ N ?= 2000
 SEED ?= 0
 fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N) --seed $(SEED) $(FUZZ)
+
+# One-line mutants of the package and the tests that import them, of which 93 % must fail: make mutants N=30 SEED=1 (an hour).
+mutants: N = 30
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutants --count $(N) --seed $(SEED)
 
 # The figures of the README's table on this machine's CPU (about 4 minutes).
 bench: $(VENV)/.dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -66,6 +67,7 @@ def _in_folders(root: Path) -> list[Path]:
     return [path for folder in FOLDERS for path in (root / SOURCE / folder).rglob("*.py")]
 
 
+@functools.cache
 def edits_by_file(root: Path) -> dict[Path, list[Edit]]:
     """All edits of all files."""
     signatures: dict[str, list[Signature]] = defaultdict(list)

@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """A test fails when it takes far longer than ever: a loop may have no end."""
-    limit = 60 + 10 * recorded().get(function_of(item.nodeid), 0)
+    limit = 120 + 10 * recorded().get(function_of(item.nodeid), 0)
 
     def stop(*_: Any) -> None:
         pytest.fail(f"no end after {limit:.0f} s", pytrace=False)

@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 SECONDS_LIMIT = 240
 # Test files further away say little about a module, and there are many.
 FARTHEST = 2
-# What no mutant changes: kernels on a GPU, and this check itself.
-OTHERS = ("tests/gpu", "tests/mutants")
+# Kernels on a GPU, kernels that are compiled for minutes and not run, and this check itself.
+OTHERS = ("tests/gpu", "tests/kernels/test_compile.py", "tests/fusion/test_compile_templates.py", "tests/mutants")
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Outcome:
         return "SURVIVED" if self.complete else f"SURVIVED (time limit of {SECONDS_LIMIT} s)"
 
 
-def test_files(imports: Imports, mutant: Path, root: Path = ROOT) -> dict[str, int]:
+def reaching_tests(imports: Imports, mutant: Path) -> dict[str, int]:
     """Test files that reach a module, with their distances, nearest first."""
     module = ".".join(mutant.relative_to("src").with_suffix("").parts)
-    paths = {path.relative_to(root).as_posix(): steps for path, steps in imports.distances(module).items()}
+    paths = {path.relative_to(ROOT).as_posix(): steps for path, steps in imports.distances(module).items()}
     near = {path: steps for path, steps in paths.items() if steps <= FARTHEST and not path.startswith(OTHERS)}
     return dict(sorted(near.items(), key=lambda found: (found[1], found[0])))
 
@@ -94,7 +94,7 @@ def failed_tests(status: int, output: str) -> list[str]:
 
 def run_mutant(mutant: Mutant, imports: Imports) -> Outcome:
     """Run the tests until one fails."""
-    distances = test_files(imports, mutant.path)
+    distances = reaching_tests(imports, mutant.path)
     if not distances:
         return Outcome(None)
     with copied() as root:
