@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -81,12 +82,15 @@ def draw_mutants(root: Path, seed: int, count: int) -> list[Mutant]:
     """Different mutants; files are drawn in proportion to their lines."""
     edits = {path: found for path, found in edits_by_file(root).items() if found}
     lines = [(root / path).read_bytes().count(b"\n") for path in edits]
-    chosen = random.Random(seed)
     drawn: dict[Mutant, None] = {}
-    while len(drawn) < count:
+    for number in itertools.count():
+        # A generator each: a rule on edits of one module leaves the mutants of others.
+        chosen = random.Random(f"{seed} {number}")
         (path,) = chosen.choices(list(edits), lines)
         kind = chosen.choice(sorted({edit.kind for edit in edits[path]}))
         edit = chosen.choice([edit for edit in edits[path] if edit.kind == kind])
         if changes_code(edit, (root / path).read_bytes()):
             drawn[Mutant(path, edit)] = None
+        if len(drawn) == count:
+            break
     return list(drawn)

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 COMPARISONS = {
     ast.Lt: ("<", "<="),
@@ -34,6 +35,8 @@ UNORDERED = {"allclose", "cast", "equal", "gcd", "getattr", "hasattr", "isinstan
 UNORDERED |= OPPOSITES.keys()
 # Arguments that change a result on a GPU alone, only speed, or only what happens after a mistake elsewhere.
 SILENT_ARGUMENTS = {"device", "non_blocking", "pin_memory", "num_warps", "num_stages", "strict", "stacklevel"}
+# What `tl.load` gives where nothing is read: masked once more in most places, and in Triton's interpreter 0 by default.
+SILENT_ARGUMENTS |= {"other"}
 # Calls whose numbers are how much is computed at once.
 CHUNKING = {"split", "chunk"}
 # Calls that write text for people, or that only tell Triton's compiler what always holds.
@@ -144,7 +147,7 @@ class _Finder:
             if node.name not in ("__repr__", "__str__") and "overload" not in decorators:
                 for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
                     yield from self.of(default)
-                for statement in node.body:
+                for statement in _run_without_gpu_in(node.body):
                     yield from self.of(statement, "key" in node.name)
             return
         if isinstance(node, ast.ClassDef):
@@ -177,7 +180,7 @@ class _Finder:
                 yield from self.of(node.value, key or any("key" in name for name in names))
             return
         yield from self.here(node, key)
-        for child in ast.iter_child_nodes(node):
+        for child in _run_without_gpu(node):
             yield from self.of(child, key)
 
     def here(self, node: ast.AST, key: bool) -> Iterator[Edit]:
@@ -256,6 +259,48 @@ class _Finder:
                 return False
             given, value = places.pop(), argument
         return all(one.defaults.get(given, ast.unparse(value)) != ast.unparse(value) for one in known)
+
+
+def _run_without_gpu(node: ast.AST) -> Iterator[ast.AST]:
+    """Children of a node without what runs where a tensor is on a GPU alone."""
+    for name, value in ast.iter_fields(node):
+        if name == "body" and isinstance(node, ast.If | ast.IfExp) and _is_gpu(node.test):
+            continue
+        if name == "body" and isinstance(node, ast.With) and any(_is_gpu(one.context_expr) for one in node.items):
+            continue
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And) and isinstance(value, list):
+            count = next((i + 1 for i, one in enumerate(value) if _is_gpu(one)), len(value))
+            yield from value[:count]
+        elif isinstance(value, list):
+            yield from _run_without_gpu_in([one for one in value if isinstance(one, ast.AST)])
+        elif isinstance(value, ast.AST):
+            yield value
+
+
+def _run_without_gpu_in(block: list[Any]) -> Iterator[Any]:
+    """Statements up to one that leaves when a tensor is not on a GPU."""
+    for statement in block:
+        yield statement
+        if isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return | ast.Raise | ast.Continue):
+            tests = statement.test.values if isinstance(statement.test, ast.BoolOp) else [statement.test]
+            if isinstance(getattr(statement.test, "op", ast.Or()), ast.Or) and any(
+                _is_gpu(one, False) for one in tests
+            ):
+                return
+
+
+def _is_gpu(test: ast.expr, wanted: bool = True) -> bool:
+    """Whether an expression is true (or, where not `wanted`, false) on a GPU alone: `device.type == "cuda"`."""
+    match test:
+        case ast.BoolOp(ast.And(), values):
+            return any(_is_gpu(one, wanted) for one in values)
+        case ast.Compare(ast.Attribute(_, "type"), [op], [ast.Constant("cuda")]):
+            return isinstance(op, ast.Eq if wanted else ast.NotEq)
+        case ast.Attribute(_, "is_cuda"):
+            return wanted
+        case ast.Call(function):
+            return wanted and ast.unparse(function).startswith("torch.cuda.")
+    return False
 
 
 def _is_named_number(statement: ast.stmt) -> bool:

@@ -21,6 +21,12 @@ EXAMPLES = [
     ("not", "a = not b", ["a = b"]),
     ("number", "a = b[-1] & 0xFF", ["a = b[-2] & 0xFF", "a = b[-1] & 0xFF + 1"]),
     ("number", "a = f(b, num_stages=1)\nMOST = 4\nraise E(5)", []),
+    (
+        "number",
+        "if a.is_cuda and b[1]:\n    c = 1\nelse:\n    c = 2",
+        ["if a.is_cuda and b[1]:\n    c = 1\nelse:\n    c = 3"],
+    ),
+    ("number", "def f():\n    if device.type != 'cuda':\n        return\n    a = 1", []),
     ("true/false", "a = f(b, c=True)", ["a = f(b, c=False)"]),
     ("min/max", "a = min(b, c)", ["a = max(b, c)"]),
     ("return", "def f(a: int):\n    return a", ["def f(a: int):\n    return None"]),
