@@ -6,23 +6,19 @@ import json
 import math
 import os
 import signal
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# Seconds of test functions, all parameters together, as `python -m tests.mutants --record` writes them.
+# Seconds of test functions with the slowest parameters, as `python -m tests.mutants --record` writes them.
 SECONDS = Path(__file__).with_name("seconds.json")
-# Test functions that take less are not recorded.
-QUICK = 0.5
 # How many modules each test file is from the mutated one, as JSON.
 DISTANCES = "STOF_MUTANT_DISTANCES"
-# The file that `--record` writes.
+# A file that gets a line for each test, `name seconds`.
 RECORD = "STOF_MUTANT_RECORD"
-
-_took: dict[str, float] = defaultdict(float)
 
 
 def recorded() -> dict[str, float]:
@@ -34,16 +30,18 @@ def function_of(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Four times the time of a test counts as much as one more module between."""
+    """Four times the time, or four times the parameters, count as much as one more module between."""
     distances: dict[str, int] = json.loads(os.environ.get(DISTANCES, "{}"))
     if not distances:
         return
-    seconds = recorded()
+    seconds, seen = recorded(), Counter[str]()
 
-    def place(item: pytest.Item) -> tuple[int, int, str]:
+    def place(item: pytest.Item) -> tuple[int, int]:
+        function = function_of(item.nodeid)
         distance = distances[item.nodeid.partition("::")[0]]
-        slowness = math.ceil(math.log(max(1, seconds.get(function_of(item.nodeid), 0)), 4))
-        return distance + slowness, distance, item.nodeid.partition("::")[0]
+        seen[function] += 1
+        levels = [math.log(max(1, value), 4) for value in (seconds.get(function, 0), seen[function])]
+        return distance + sum(map(math.ceil, levels)), distance
 
     items.sort(key=place)
 
@@ -67,10 +65,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _took[function_of(report.nodeid)] += report.duration
-
-
-def pytest_sessionfinish() -> None:
-    if RECORD in os.environ:
-        slow = {name: round(seconds, 1) for name, seconds in sorted(_took.items()) if seconds >= QUICK}
-        Path(os.environ[RECORD]).write_text(json.dumps(slow, indent=0) + "\n")
+    if RECORD in os.environ and report.when == "call":
+        with open(os.environ[RECORD], "a") as file:
+            file.write(f"{function_of(report.nodeid)} {report.duration:.1f}\n")
