@@ -40,7 +40,7 @@ SILENT_ARGUMENTS |= {"other"}
 # Calls whose numbers are how much is computed at once.
 CHUNKING = {"split", "chunk"}
 # Calls that write text for people, or that only tell Triton's compiler what always holds.
-SILENT_CALLS = {"warn", "debug", "info", "warning", "static_assert", "device_assert", "assume"}
+SILENT_CALLS = {"warn", "debug", "info", "warning", "static_assert", "device_assert", "assume", "get_close_matches"}
 # A decimal number above this is a limit on sizes or a tuned figure: one more changes no result.
 LARGEST_NUMBER = 1000
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
 
 # Seconds of test functions with the slowest parameters, as `python -m tests.mutants --record` writes them.
 SECONDS = Path(__file__).with_name("seconds.json")
@@ -19,6 +20,19 @@ SECONDS = Path(__file__).with_name("seconds.json")
 DISTANCES = "STOF_MUTANT_DISTANCES"
 # A file that gets a line for each test, `name seconds`.
 RECORD = "STOF_MUTANT_RECORD"
+
+# The same examples in every run, and a failure ends a test at once: making it smaller takes minutes.
+PROFILE = "mutants"
+settings.register_profile(
+    PROFILE,
+    deadline=None,
+    max_examples=40,
+    derandomize=True,
+    database=None,
+    report_multiple_bugs=False,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 
 
 def recorded() -> dict[str, float]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutants.draw import Mutant
-from tests.mutants.order import DISTANCES, RECORD, SECONDS
+from tests.mutants.order import DISTANCES, PROFILE, RECORD, SECONDS
 from tests.mutants.reach import Imports
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def run_pytest(root: Path, arguments: Sequence[str], limit: float | None, **vari
     caches = {name: str(root.parent / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     environment = os.environ | caches | variables
     environment |= {"XDG_CACHE_HOME": str(root.parent / "cache"), "PYTHONPATH": str(root / "src")}
-    environment |= {"OMP_NUM_THREADS": "1", "STOF_HYPOTHESIS_PROFILE": "ci"}
+    environment |= {"OMP_NUM_THREADS": "1", "STOF_HYPOTHESIS_PROFILE": PROFILE}
     options = ["-q", "-p", "tests.mutants.order", "-p", "no:cacheprovider", "--tb=line", "--show-capture=no"]
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *options, *arguments],
