@@ -81,12 +81,17 @@ class Imports:
                     found[path] = distance
         return found
 
-    def _distance(self, first: str, last: str) -> int | None:
-        seen, edge, steps = {first}, {first}, 0
+    def _distance(self, test: str, module: str) -> int | None:
+        seen, edge, steps = {test}, self._with_helpers({test}), 0
         while edge:
             edge = {target for name in edge for target in self._targets.get(name, ())} - seen
-            if last in edge:
+            if module in edge:
                 return steps
             seen |= edge
             steps += 1
         return None
+
+    def _with_helpers(self, names: set[str]) -> set[str]:
+        """Test modules, and what they import of other test modules."""
+        more = {target for name in names for target in self._targets[name] if target in self.tests} | names
+        return names if more == names else self._with_helpers(more)
