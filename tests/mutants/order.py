@@ -45,12 +45,12 @@ def function_of(nodeid: str) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Four times the time, or four times the parameters, count as much as one more module between."""
-    distances: dict[str, int] = json.loads(os.environ.get(DISTANCES, "{}"))
+    distances: dict[str, float] = json.loads(os.environ.get(DISTANCES, "{}"))
     if not distances:
         return
     seconds, seen = recorded(), Counter[str]()
 
-    def place(item: pytest.Item) -> tuple[int, int]:
+    def place(item: pytest.Item) -> tuple[float, float]:
         function = function_of(item.nodeid)
         distance = distances[item.nodeid.partition("::")[0]]
         seen[function] += 1

@@ -42,12 +42,16 @@ class Outcome:
         return "SURVIVED" if self.complete else f"SURVIVED (time limit of {SECONDS_LIMIT} s)"
 
 
-def reaching_tests(imports: Imports, mutant: Path) -> dict[str, int]:
-    """Test files that reach a module, with their distances, nearest first."""
+def reaching_tests(imports: Imports, mutant: Path) -> dict[str, float]:
+    """Test files that reach a module, nearest first, with their distances: half a step more in another folder."""
     module = ".".join(mutant.relative_to("src").with_suffix("").parts)
-    paths = {path.relative_to(ROOT).as_posix(): steps for path, steps in imports.distances(module).items()}
-    near = {path: steps for path, steps in paths.items() if steps <= FARTHEST and not path.startswith(OTHERS)}
-    return dict(sorted(near.items(), key=lambda found: (found[1], found[0])))
+    folder = Path("tests", *mutant.parts[2:]).parent
+    found = {}
+    for path, steps in imports.distances(module).items():
+        own = path.relative_to(ROOT)
+        if steps <= FARTHEST and not own.as_posix().startswith(OTHERS):
+            found[own.as_posix()] = steps + (0 if folder.is_relative_to(own.parent) else 0.5)
+    return dict(sorted(found.items(), key=lambda one: (one[1], one[0])))
 
 
 @contextlib.contextmanager
@@ -103,7 +107,7 @@ def run_mutant(mutant: Mutant, imports: Imports) -> Outcome:
         mutant.mutate(root)
         # Importing all test files takes longer than most tests: first those that import the module itself.
         for far in (False, True):
-            files = [path for path, distance in distances.items() if (distance > 0) == far]
+            files = [path for path, distance in distances.items() if (distance >= 1) == far]
             if files:
                 given = {DISTANCES: json.dumps(distances)}
                 status, output = run_pytest(root, ["-x", *files], end - time.monotonic(), **given)
