@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutants.draw import Mutant
-from tests.mutants.order import DISTANCES, PROFILE, RECORD, SECONDS
+from tests.mutants.order import DISTANCES, PROFILE, RECORD, SECONDS, function_of
 from tests.mutants.reach import Imports
 
 ROOT = Path(__file__).parents[2]
@@ -97,35 +98,56 @@ def failed_tests(status: int, output: str) -> list[str]:
     return named or [f"no test in particular: pytest ended with {status}"]
 
 
-def run_mutant(mutant: Mutant, imports: Imports) -> Outcome:
-    """Run the tests until one fails."""
-    distances = reaching_tests(imports, mutant.path)
-    if not distances:
+class Runner:
+    """Runs the tests of mutants; a test that fails without a mutant catches none."""
+
+    def __init__(self) -> None:
+        self.imports = Imports(ROOT)
+        self.failing: set[str] = set()
+        self._passing: set[str] = set()
+        self._lock = threading.Lock()
+
+    def run(self, mutant: Mutant) -> Outcome:
+        """Run tests until one fails that does not fail without the mutant."""
+        distances = reaching_tests(self.imports, mutant.path)
+        end = time.monotonic() + SECONDS_LIMIT
+        with copied() as root:
+            mutant.mutate(root)
+            # Importing all test files takes longer than most tests: first those that import the module itself.
+            for far in (False, True):
+                files = [path for path, distance in distances.items() if (distance >= 1) == far]
+                while files:
+                    left_out = [f"--deselect={test}" for test in sorted(self.failing)]
+                    given = {DISTANCES: json.dumps(distances)}
+                    status, output = run_pytest(root, ["-x", *left_out, *files], end - time.monotonic(), **given)
+                    if status is None:
+                        return Outcome(None, complete=False)
+                    if status in (0, 5):  # all passed, or all were left out
+                        break
+                    test = failed_tests(status, output)[0]
+                    if self.passes(test):
+                        return Outcome(test)
         return Outcome(None)
-    end = time.monotonic() + SECONDS_LIMIT
-    with copied() as root:
-        mutant.mutate(root)
-        # Importing all test files takes longer than most tests: first those that import the module itself.
-        for far in (False, True):
-            files = [path for path, distance in distances.items() if (distance >= 1) == far]
-            if files:
-                given = {DISTANCES: json.dumps(distances)}
-                status, output = run_pytest(root, ["-x", *files], end - time.monotonic(), **given)
-                if status is None:
-                    return Outcome(None, complete=False)
-                if status != 0:
-                    return Outcome(failed_tests(status, output)[0])
-    return Outcome(None)
 
-
-def failing_anyway(tests: Iterable[str]) -> list[str]:
-    """Those of `tests` that fail without a mutant."""
-    known = sorted({test for test in tests if test.startswith("tests/")})
-    if not known:
-        return []
-    with copied() as root:
-        status, output = run_pytest(root, known, None)
-    return [] if status == 0 else failed_tests(status or 0, output)
+    def passes(self, test: str) -> bool:
+        """Whether a test, or the import of all, passes without a mutant."""
+        with self._lock:
+            if test in self._passing:
+                return True
+            if test not in self.failing:
+                arguments = [test] if test.startswith("tests/") else ["tests/masks", "--collect-only"]
+                with copied() as root:
+                    status, output = run_pytest(root, arguments, None)
+                    if status == 4:  # no such parameters without the mutant
+                        status, output = run_pytest(root, [function_of(test)], None)
+                if status == 0:
+                    self._passing.add(test)
+                    return True
+                if not test.startswith("tests/"):
+                    raise RuntimeError(f"the tests do not run without a mutant:\n{output[-2000:]}")
+                self.failing.add(test)
+                print(f"fails without a mutant too, and is left out: {test}", flush=True)
+            return False
 
 
 def record() -> int:
