@@ -110,24 +110,25 @@ class Runner:
     def run(self, mutant: Mutant) -> Outcome:
         """Run tests until one fails that does not fail without the mutant."""
         distances = reaching_tests(self.imports, mutant.path)
-        end = time.monotonic() + SECONDS_LIMIT
+        began, complete = time.monotonic(), True
         with copied() as root:
             mutant.mutate(root)
             # Importing all test files takes longer than most tests: first those that import the module itself.
             for far in (False, True):
+                # Half of the time at most, since slow tests near by would leave none for others.
+                end = began + (SECONDS_LIMIT if far else SECONDS_LIMIT / 2)
                 files = [path for path, distance in distances.items() if (distance >= 1) == far]
                 while files:
                     left_out = [f"--deselect={test}" for test in sorted(self.failing)]
                     given = {DISTANCES: json.dumps(distances)}
                     status, output = run_pytest(root, ["-x", *left_out, *files], end - time.monotonic(), **given)
-                    if status is None:
-                        return Outcome(None, complete=False)
-                    if status in (0, 5):  # all passed, or all were left out
+                    if status in (None, 0, 5):  # time is over, all passed, or all were left out
+                        complete &= status is not None
                         break
                     test = failed_tests(status, output)[0]
                     if self.passes(test):
                         return Outcome(test)
-        return Outcome(None)
+        return Outcome(None, complete)
 
     def passes(self, test: str) -> bool:
         """Whether a test, or the import of all, passes without a mutant."""
