@@ -44,14 +44,14 @@ class Outcome:
 
 
 def reaching_tests(imports: Imports, mutant: Path) -> dict[str, float]:
-    """Test files that reach a module, nearest first, with their distances: half a step more in another folder."""
+    """Test files that reach a module, nearest first, with their distances: longer where the folder is another."""
     module = ".".join(mutant.relative_to("src").with_suffix("").parts)
     folder = Path("tests", *mutant.parts[2:]).parent
     found = {}
     for path, steps in imports.distances(module).items():
         own = path.relative_to(ROOT)
         if steps <= FARTHEST and not own.as_posix().startswith(OTHERS):
-            found[own.as_posix()] = steps + (0 if folder.is_relative_to(own.parent) else 0.5)
+            found[own.as_posix()] = steps / 2 if folder.is_relative_to(own.parent) else steps + 0.5
     return dict(sorted(found.items(), key=lambda one: (one[1], one[0])))
 
 
@@ -113,7 +113,7 @@ class Runner:
         began, complete = time.monotonic(), True
         with copied() as root:
             mutant.mutate(root)
-            # Importing all test files takes longer than most tests: first those that import the module itself.
+            # Importing all test files takes longer than most tests: first the nearest.
             for far in (False, True):
                 # Half of the time at most, since slow tests near by would leave none for others.
                 end = began + (SECONDS_LIMIT if far else SECONDS_LIMIT / 2)
