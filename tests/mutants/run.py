@@ -22,8 +22,6 @@ from tests.mutants.order import DISTANCES, PROFILE, RECORD, SECONDS, function_of
 from tests.mutants.reach import Imports
 
 ROOT = Path(__file__).parents[2]
-# Of one mutant's tests.
-SECONDS_LIMIT = 240
 # Test files further away say little about a module, and there are many.
 FARTHEST = 2
 # Kernels on a GPU, kernels that are compiled for minutes and not run, and this check itself.
@@ -40,7 +38,7 @@ class Outcome:
     def __str__(self) -> str:
         if self.test is not None:
             return f"caught by {self.test}"
-        return "SURVIVED" if self.complete else f"SURVIVED (time limit of {SECONDS_LIMIT} s)"
+        return "SURVIVED" if self.complete else "SURVIVED (time limit reached)"
 
 
 def reaching_tests(imports: Imports, mutant: Path) -> dict[str, float]:
@@ -101,7 +99,8 @@ def failed_tests(status: int, output: str) -> list[str]:
 class Runner:
     """Runs the tests of mutants; a test that fails without a mutant catches none."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
         self.imports = Imports(ROOT)
         self.failing: set[str] = set()
         self._passing: set[str] = set()
@@ -116,7 +115,7 @@ class Runner:
             # Importing all test files takes longer than most tests: first the nearest.
             for far in (False, True):
                 # Half of the time at most, since slow tests near by would leave none for others.
-                end = began + (SECONDS_LIMIT if far else SECONDS_LIMIT / 2)
+                end = began + (self.limit if far else self.limit / 2)
                 files = [path for path, distance in distances.items() if (distance >= 1) == far]
                 while files:
                     left_out = [f"--deselect={test}" for test in sorted(self.failing)]
