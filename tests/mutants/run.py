@@ -44,12 +44,12 @@ class Outcome:
 def reaching_tests(imports: Imports, mutant: Path) -> dict[str, float]:
     """Test files that reach a module, nearest first, with their distances: longer where the folder is another."""
     module = ".".join(mutant.relative_to("src").with_suffix("").parts)
-    folder = Path("tests", *mutant.parts[2:]).parent
+    folder = Path("tests", *mutant.parts[2:-1][:1])
     found = {}
     for path, steps in imports.distances(module).items():
         own = path.relative_to(ROOT)
         if steps <= FARTHEST and not own.as_posix().startswith(OTHERS):
-            found[own.as_posix()] = steps / 2 if folder.is_relative_to(own.parent) else steps + 0.5
+            found[own.as_posix()] = steps / 2 if own.parent == folder else steps + 0.5
     return dict(sorted(found.items(), key=lambda one: (one[1], one[0])))
 
 
