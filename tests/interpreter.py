@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+# Of tests that give kernels tensors of the host.
+IN_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter; tests/gpu on GPUs")
+
 
 @contextmanager
 def hasty_interpreter() -> Iterator[None]:

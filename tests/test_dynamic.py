@@ -36,6 +36,7 @@ from stof.masks import Mask
 from stof.masks.runtime import OUT_OF_RANGE, BlockTopK, VerticalSlash
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
+from tests.interpreter import IN_INTERPRETER
 from tests.kernels.test_work import DEVICE, counted
 from tests.selection.fakes import one_stream
 from tests.strategies import dense_masks
@@ -260,6 +261,7 @@ def bad_masks() -> dict[str, tuple[Mask, str]]:
     }
 
 
+@IN_INTERPRETER
 @pytest.mark.parametrize("name", bad_masks())
 def test_bad_numbers_raise_or_flag(name: str) -> None:
     mask, message = bad_masks()[name]
@@ -324,6 +326,7 @@ def test_plans_take_one_kind_of_mask() -> None:
         stof.dynamic_plan(example("dense"), 90, heads=2, density=0.0)
 
 
+@IN_INTERPRETER
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixed lists, one kept call, updates in place, and what `check` says; the kernels in Triton's interpreter."""
@@ -378,6 +381,7 @@ class FakeStream:
         return f"what {self.name} did"
 
 
+@IN_INTERPRETER
 def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for whom, of streams that there are none of here."""
     log: list[str] = []
@@ -475,8 +479,8 @@ def test_messages_of_masks() -> None:
         (lambda: masks.vertical_slash(some, some.to("meta")), DeviceError, "share one device"),
         (lambda: masks.block_topk(some, 1), DtypeError, "block_scores is a float16"),
         (lambda: masks.block_topk(torch.zeros(3), 1), MaskError, "rows, columns"),
-        (lambda: masks.block_topk(torch.zeros(3, 3), 4), MaskError, "at most the number of key blocks, 3; got 4"),
-        (lambda: masks.block_topk(torch.zeros(3, 3), 0), MaskError, "k is between 1"),
+        (lambda: masks.block_topk(torch.zeros(3, 3), 4), MaskError, "between 1 and 3, got 4"),
+        (lambda: masks.block_topk(torch.zeros(3, 3), 0), MaskError, "is between 1 and 3, got 0"),
         (lambda: masks.block_topk(torch.zeros(3, 3), 1, block_size=48), MaskError, "block_size is 16, 32, 64 or 128"),
         (lambda: masks.block_topk(torch.zeros(3, 3), 1).to_dense(64), ShapeError, r"has \[3, 3\] blocks"),
         (lambda: masks.from_bits(some, 40), DtypeError, "words is an int32 tensor"),

@@ -54,7 +54,8 @@ def inputs_of(sizes: str, **more: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def check(found: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor) -> None:
     out, lse = found
-    plain = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    # PyTorch 2.11 divides by the number of key heads, here 0, where queries may have more.
+    plain = scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
     assert (out.shape, out.dtype, out.device) == (plain.shape, plain.dtype, plain.device)
     assert (lse.shape, lse.device) == (out.shape[:-1], out.device)
     assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)

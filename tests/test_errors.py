@@ -199,9 +199,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[StofError], str]] = {
     "plan on another device": (
         lambda: stof.plan(masks.causal(), 8).check_call(META, META),
         DeviceError,
-        r"plan is on cpu, the inputs on meta; move it once with plan.to\('meta'\)",
+        "inputs are meta tensors, which hold no values; give inputs on cpu, or the mask itself",
     ),
-    "plan without data": (lambda: stof.plan(masks.causal(), 8, device="meta"), DeviceError, "got meta"),
+    "plan without data": (lambda: stof.plan(masks.causal(), 8, device="meta"), DeviceError, "'meta' holds none"),
+    "plan moved to no data": (lambda: stof.plan(masks.causal(), 8).to("meta"), DeviceError, "'meta' holds none"),
     "plan without length": (lambda: stof.plan(masks.causal(), 0), ShapeError, "q_len is between 1 and .* got 0"),
     "plan of negative length": (lambda: stof.plan(masks.causal(), 4, -4), ShapeError, "kv_len is between 1.* got -4"),
     "plan of half a length": (lambda: stof.plan(masks.causal(), 4.5), ShapeError, "q_len is an int, got float 4.5"),
@@ -321,6 +322,14 @@ def test_kept_calls_do_not_hide_the_checks() -> None:
         stof.attention(Q, K, V, ready, scale=[1.0])
 
 
+def test_a_plan_on_another_device_says_how_to_move_it() -> None:
+    plan = stof.plan(masks.causal(), 8)
+    plan.device = torch.device("cuda", 0)  # there may be none here
+    with pytest.raises(DeviceError, match=r"plan is on cuda:0, the inputs on cpu; move it once with plan.to\('cpu'\)"):
+        plan.check_call(Q, K)
+    stof.plan_cache.clear()
+
+
 def test_explain() -> None:
     weighed = stof.explain(Q, KG, VG, masks.causal(), softcap=3.0)
     assert {candidate.name for candidate in weighed} == set(IMPLEMENTATIONS)
@@ -338,3 +347,10 @@ def test_backward() -> None:
     out = stof.attention(q, K, V)
     with pytest.raises(UnsupportedError, match=r"forward passes only.*torch.inference_mode\(\)"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense", "cuda:77"])
+def test_plans_are_loaded_on_a_device_of_this_machine(tmp_path: Path, device: str) -> None:
+    stof.plan(masks.causal(), 8).save(tmp_path / "plan")
+    with pytest.raises(DeviceError, match=r"device"):
+        stof.Plan.load(tmp_path / "plan", device)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stof
 from stof import masks, plans
-from stof.errors import UnsupportedError
+from stof.errors import MaskError, ShapeError, UnsupportedError
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig, build_layout
 from stof.plans import Plan, PlanCache
@@ -235,3 +237,47 @@ def test_lists_of_jobs_are_made_on_the_host(implementation: str, layout: LayoutC
     assert found.sizes == expected.sizes
     assert len(found.tensors) == len(expected.tensors)
     assert all(torch.equal(one, other) for one, other in zip(found.tensors, expected.tensors, strict=True))
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_hit_runs_no_operators() -> None:
+    mask = masks.sliding_window(9) | masks.sink_tokens(2)
+    first = stof.plan(mask, 64)
+    with Operators() as seen:
+        assert stof.plan(mask, 64, device="cpu") is first
+        assert seen.names == []
+        assert stof.plan(mask, 64) is first
+    assert len(seen.names) <= 1  # asks for the default device
+
+
+@pytest.mark.parametrize("sizes", [{}, {"batch": 1, "heads": 1}], ids=["unsized", "sized"])
+def test_plans_need_values(sizes: dict[str, int]) -> None:
+    """Those that were made before are found under modes without values, too."""
+    function = masks.from_function(lambda b, h, q, kv: q + h >= kv)
+    ready = stof.plan(masks.causal(), 17)
+    with FakeTensorMode():
+        assert stof.plan(masks.causal(), 17) is ready
+        with pytest.raises(MaskError, match="before FakeTensorMode"):
+            stof.plan(function, 17, **sizes)
+        with pytest.raises(MaskError, match="before FakeTensorMode"):
+            stof.plan(masks.causal(), 18, **sizes)
+
+
+@pytest.mark.parametrize("lengths", [(64.0, 64), (64, 64.0), (True, 64)], ids=str)
+def test_hits_check_lengths(lengths: tuple[Any, Any]) -> None:
+    """Numbers that equal the lengths of a cached plan are no lengths."""
+    stof.plan(masks.causal(), 64, 64)
+    stof.plan(masks.causal(), 1, 64)
+    with pytest.raises(ShapeError, match="is an int"):
+        stof.plan(masks.causal(), *lengths)

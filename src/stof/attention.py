@@ -72,7 +72,8 @@ def plan(
         ShapeError: the mask does not fit the lengths, batch or heads.
         MaskFunctionError: the mask function raised or returned a non-bool.
     """
-    where = usable_device(device) if device is not None else torch.get_default_device()
+    # The default device: `torch.get_default_device` takes as long as all the rest of finding a plan in the cache.
+    where = usable_device(device) if device is not None else torch.empty(0).device
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     return unsized_plan(

@@ -68,6 +68,10 @@ class LayoutError(StofError, ValueError):
         super().__init__(f"the layout does not validate ({len(self.problems)} problem(s)):\n{listed}")
 
 
+class TooLargeError(StofError, RuntimeError):
+    """A mask whose tiles cannot be held in memory, or numbered; the message says how many there are."""
+
+
 class PlanFileError(StofError, ValueError):
     """A plan file that is corrupt, of another version, or does not validate."""
 

@@ -33,7 +33,9 @@ from stof.kernels.triton.work import BoundCall
 from stof.lasting import capturing, lasting, refuse_capture
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.grow import extend_layout
+from stof.layout.head_mask import HeadMask
 from stof.layout.io import load_layout, save_layout
+from stof.layout.limits import allocator_errors, check_tiles
 from stof.layout.survey import Survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
@@ -219,6 +221,11 @@ class Plan:
                 f"stof.plan(mask, {lengths_given[0]}, {lengths_given[1]}), or pass the mask itself"
             )
         if self.device != q.device:
+            if q.is_meta:
+                raise DeviceError(
+                    f"the plan is on {self.device}, and the inputs are meta tensors, which hold no values; give inputs "
+                    f"on {self.device}, or the mask itself in the plan's place: then only shapes are computed"
+                )
             raise DeviceError(
                 f"the plan is on {self.device}, the inputs on {q.device}; move it once with plan.to({str(q.device)!r})"
             )
@@ -465,8 +472,8 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Plan:
-        """Read a saved plan; a file that does not validate raises `PlanFileError`."""
-        layout, extra = load_layout(path, device)
+        """Read a saved plan; a file that does not validate raises `PlanFileError`, no device of here `DeviceError`."""
+        layout, extra = load_layout(path, usable_device(device))
         expected = {"batch": layout.mask_batch, "heads": layout.mask_heads}
         for name, size in expected.items():
             if extra.get(name) not in (("None", str(size)) if size == 1 else (str(size),)):
@@ -591,22 +598,28 @@ def unsized_plan(
 ) -> Plan:
     """`make_plan`, where sizes may be left to the mask, and, where it does not tell them either, to the calls."""
     check_lengths(q_len, kv_len)
-    check_sizes(1 if batch is None else batch, 1 if heads is None else heads)
     if config is not None and not isinstance(config, LayoutConfig):
         raise ArgumentError(f"config is a stof.LayoutConfig or None, got {shown(config)}")
-    if type(torch.empty(0)) is not Tensor:
-        raise MaskError("a plan needs tensors with values; make it before FakeTensorMode, or another mode of its kind")
     if batch is None and (mask.batch != 1 or not mask.depends_on_batch):
         batch = mask.batch
     if heads is None and (mask.heads != 1 or not mask.depends_on_heads):
         heads = mask.heads
-    make = functools.partial(make_plan, device=device, config=config, row_order=row_order)
     if batch is not None and heads is not None:
-        return make(mask, q_len, kv_len, batch=batch, heads=heads)
+        return make_plan(
+            mask, q_len, kv_len, batch=batch, heads=heads, device=device, config=config, row_order=row_order
+        )
+    check_sizes(1 if batch is None else batch, 1 if heads is None else heads)
+    _check_values()
     mask.check(q_len, kv_len)
     mask.dims(batch or 1, heads or 1)
     needed = (batch if mask.depends_on_batch else None, heads if mask.depends_on_heads else None)
+    make = functools.partial(make_plan, device=device, config=config, row_order=row_order)
     return UnsizedPlan(mask, (q_len, kv_len), device, needed, make)
+
+
+def _check_values() -> None:
+    if type(torch.empty(0)) is not Tensor:
+        raise MaskError("a plan needs tensors with values; make it before FakeTensorMode, or another mode of its kind")
 
 
 def make_plan(
@@ -636,20 +649,37 @@ def make_plan(
         if found is not None:
             return found
     refuse_capture(device)
+    _check_values()
     check_lengths(q_len, kv_len)
     mask.check(q_len, kv_len)
-    geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
-    if device.type == "cuda" and config is None and row_order is None:
-        sizes = mask.dims(batch, heads, device)
-        call_sizes = call_sizes_of(mask, sizes)
-        plan = Plan(repr(mask), (q_len, kv_len), sizes, device, call_sizes=call_sizes, geometry=geometry)
-    else:
-        choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
-        layout = choose_layout(mask, q_len, kv_len, batch=batch, heads=heads, device=device, row_order=row_order)
-        plan = Plan.of_layout(layout, repr(mask), geometry)
+    with allocator_errors():
+        plan = _made(mask, q_len, kv_len, batch, heads, device, config, row_order)
     if key is not None:
         if "<" not in mask.key:
             plan.name_after(repr(key))
         plan._in_graphs = _IN_GRAPHS
         plan_cache.put(key, plan)
     return plan
+
+
+def _made(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    batch: int,
+    heads: int,
+    device: torch.device,
+    config: LayoutConfig | None,
+    row_order: Tensor | None,
+) -> Plan:
+    """A new plan; arguments as of `make_plan`, checked."""
+    geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
+    if device.type == "cuda" and config is None and row_order is None:
+        sizes = mask.dims(batch, heads, device)
+        # Whichever layout a call chooses has at least as many tiles.
+        check_tiles(HeadMask(mask, q_len, kv_len, 0, 0, None, device), LayoutConfig(256, 256))
+        call_sizes = call_sizes_of(mask, sizes)
+        return Plan(repr(mask), (q_len, kv_len), sizes, device, call_sizes=call_sizes, geometry=geometry)
+    choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
+    layout = choose_layout(mask, q_len, kv_len, batch=batch, heads=heads, device=device, row_order=row_order)
+    return Plan.of_layout(layout, repr(mask), geometry)

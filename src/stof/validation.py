@@ -59,12 +59,14 @@ def usable_device(device: torch.device | str | int) -> torch.device:
     """A device of this machine.
 
     Raises:
-        DeviceError: no name of a device, or one that PyTorch does not find here.
+        DeviceError: no name of a device, one that PyTorch does not find here, or meta.
     """
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise DeviceError(f"{shown(device)} is no device of PyTorch, such as 'cpu', 'cuda' or 'cuda:1'") from error
+    if where.type == "meta":
+        raise DeviceError("a plan holds data, and device 'meta' holds none; give the device the calls will run on")
     if where.type == "cuda":
         count = torch.cuda.device_count()
         if not torch.cuda.is_available() or (where.index or 0) >= count:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from stof.cli import info
 from stof.cli.main import app
 from stof.selection import IMPLEMENTATIONS, CallSpec, Capabilities, Implementation
+from stof.selection.model import load_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,14 +64,16 @@ def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, driver: str | None) -> None:
 def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch, driver: str | None) -> None:
     _pretend_gpu(monkeypatch, driver)
     report = info.collect()
-    assert report["gpus"] == 2 * [
-        {"name": "Test GPU", "compute_capability": "9.0", "memory_bytes": 141 * 2**30, "multiprocessors": 132}
-    ]
+    notice = load_model("Test GPU").notice()
+    facts = {"compute_capability": "9.0", "memory_bytes": 141 * 2**30, "multiprocessors": 132, "cost_model": notice}
+    assert report["gpus"] == 2 * [{"name": "Test GPU", **facts}]
     assert report["cuda"]["driver"] == driver
     assert "cuda" in report["implementations"][0]["refusals"]
     out = run_info()
     assert "Test GPU (compute capability 9.0, 141.0 GiB, 132 multiprocessors)" in out
     assert (driver or "unknown") in out
+    assert out.count("Test GPU was never tuned") == 1
+    assert "constants of NVIDIA H200" in out
 
 
 def test_refusals_come_from_the_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def run(*words: str) -> Any:
     torch.compiler.reset()
     return CliRunner().invoke(app, ["tune", *words])
+@pytest.mark.slow
 
 
 def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
@@ -169,6 +170,17 @@ def test_charts(tmp_path: Path) -> None:
     assert "1.50x" in page
     assert page.count('class="bar after"') == 2
     assert page.count('<td class="n">2</td>') == 2 * 2  # both segments of a row save 1 us each
+    rejected = SegmentReport("linear 8>8", "", "", "measured: Inductor is faster", 2.0, 76.0)
+    report.segments.append(rejected)
+    page = tuning_html("title", {}, [report])
+    assert "76.0 (rejected)" in page
+    assert page.count('class="bar after"') == 1
+    assert page.count("width:100.0%") == 2  # its time does not make the others small
+    draw_tuning(tmp_path / "c.svg", "title", [report])
+    drawn = (tmp_path / "c.svg").read_text()
+    assert drawn.count("template rejected") == 1
+    assert drawn.count("2.00x") == 1
+    assert "0.03x" not in drawn
     table = SegmentReport("linear 8>6", "linear", "16=;64=cublas", "by the lock")
     page = tuning_html(
         "title", {}, [FusionReport([table, SegmentReport("attention", "", "", "", rest="stof attention")])]

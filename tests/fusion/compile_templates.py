@@ -307,7 +307,7 @@ def compiled(case: Case, record: Recorder, arch: int) -> Compiled:
         shared=kernel.shared,
         estimated=case.config.shared_memory(case.shape, case.dtype.itemsize) if product else 0,
         wgmma=kernel.wgmma,
-        warnings=kernel.losses if record.kernel.is_gluon() else [],
+        warnings=kernel.losses if record.kernel.is_gluon() else kernel.confused,
     )
 
 

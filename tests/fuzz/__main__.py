@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--interpret", action="store_true", help="Triton kernels, in Triton's interpreter")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0 for this one alone")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="leave out cases that begin later")
     given = parser.parse_args()
     if given.case is not None:
         from tests.fuzz.cases import draw_case
@@ -26,13 +27,14 @@ def main() -> int:
     began = time.monotonic()
     numbers = list(range(given.cases)) if given.case is None else [given.case]
     workers = 0 if given.case is not None else given.workers
-    report = run_all(given.seed, numbers, given.device, given.interpret, workers)
+    report = run_all(given.seed, numbers, given.device, given.interpret, workers, given.seconds)
     if workers == 0:
         print("\n".join(report.failures))
     for name, counts in (("calls", report.entries), ("refusals", report.refusals)):
         print(f"{name}: " + ", ".join(f"{key} {count}" for key, count in counts.most_common()))
     seconds = time.monotonic() - began
-    print(f"{report.cases} cases, seed {given.seed}, {len(report.failures)} failures, {seconds:.0f} s")
+    cases = f"{report.cases} of {len(numbers)} cases, seed {given.seed}"
+    print(f"{cases}, {len(report.failures)} failures, {seconds:.0f} s")
     return 1 if report.failures or report.cases < len(numbers) else 0
 
 

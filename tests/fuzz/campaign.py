@@ -6,12 +6,13 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 
-_CHUNK = 250
+_CHUNK = 100
 
 
 @dataclass
@@ -30,8 +31,8 @@ class Report:
         self.failures += other.failures
 
 
-def run_chunk(seed: int, numbers: list[int], device: str, interpret: bool) -> Report:
-    """Run some cases in this process; the rest is left out when the device is lost."""
+def run_chunk(seed: int, numbers: list[int], device: str, interpret: bool, until: float = float("inf")) -> Report:
+    """Run some cases in this process; the rest is left out when the device is lost or at the time `until`."""
     if interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     import torch
@@ -50,6 +51,8 @@ def run_chunk(seed: int, numbers: list[int], device: str, interpret: bool) -> Re
             stack.enter_context(hasty_interpreter())
             stack.enter_context(bfloat16_as_on_a_gpu())
         for number in numbers:
+            if time.time() > until:
+                break
             case = draw_case(seed, number, device, kernels=interpret)
             outcome = run_case(case, device)
             report.cases += 1
@@ -64,17 +67,23 @@ def run_chunk(seed: int, numbers: list[int], device: str, interpret: bool) -> Re
     return report
 
 
-def run_all(seed: int, numbers: list[int], device: str, interpret: bool, workers: int) -> Report:
-    """Run cases in processes of their own, a few hundred each, so that none is left with a broken device."""
+def run_all(
+    seed: int, numbers: list[int], device: str, interpret: bool, workers: int, seconds: float = float("inf")
+) -> Report:
+    """Run cases in processes of their own, a hundred each, so that none is left with a broken device.
+
+    Cases that have not begun after `seconds` are left out.
+    """
+    until = time.time() + seconds
     chunks = [numbers[n : n + _CHUNK] for n in range(0, len(numbers), _CHUNK)]
     total = Report()
     if workers == 0:
         for chunk in chunks:
-            total.add(run_chunk(seed, chunk, device, interpret))
+            total.add(run_chunk(seed, chunk, device, interpret, until))
         return total
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
-        waiting = {pool.submit(run_chunk, seed, chunk, device, interpret): chunk for chunk in chunks}
+        waiting = {pool.submit(run_chunk, seed, chunk, device, interpret, until): chunk for chunk in chunks}
         for done in as_completed(waiting):
             try:
                 found = done.result()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import stof
+
 _LOADER = """
 import sys, torch, stof
 from stof import masks
@@ -54,7 +56,8 @@ def in_another_process(path: str, *inputs: Any) -> Any:
     loader.stdin.flush()
     answer = loader.stdout.readline().strip()
     if answer != "done":
-        raise RuntimeError(f"the process that loads exported programs says: {answer or 'nothing, it died'}")
+        refusal = getattr(stof.errors, answer.split(" ")[0], RuntimeError)
+        raise refusal(f"the process that loads exported programs says: {answer or 'nothing, it died'}")
     return torch.load(result)
 
 

@@ -85,7 +85,7 @@ def test_first_calls_in_a_capture_are_refused(implementation: str | None) -> Non
     """With nothing launched: the capture goes on, and the call can be made after it."""
     q_len = 4 if implementation == "decode" else 1003
     q, k, v = random_inputs(q_len=q_len, kv_len=3000)
-    mask = HEAVY & masks.sliding_window(2000)  # a mask that no other test has met
+    mask = HEAVY | masks.sliding_window(70)  # a mask that no other test has met
     plan = stof.plan(mask, q_len, 3000, device="cuda")
     stof.plan_cache.clear()
     torch.cuda.synchronize()
@@ -129,6 +129,7 @@ def test_a_first_call_of_unaligned_tensors_in_a_capture_is_refused() -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("planned", [False, True])
 def test_reduce_overhead_may_leave_attention_out_of_its_graphs(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that change are no input of a graph, or each would have one recorded and kept."""

@@ -12,7 +12,7 @@ from stof import masks
 from stof.errors import DeviceError
 from stof.layout import LayoutConfig, build_layout, orders, statistics
 from stof.masks import Mask
-from stof.testing import oracle_attention
+from stof.testing import assert_attention, make_inputs, oracle_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -74,6 +74,18 @@ def test_fused_options(bias_shape: tuple[int, ...] | None) -> None:
     expected, expected_lse = oracle_attention(q, k, v, mask.to_dense(200, 300, device="cuda"), bias=bias)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_one_head_under_deterministic_algorithms(dtype: torch.dtype) -> None:
+    """The head stride of a slice of a fused projection is not that of a contiguous tensor."""
+    q, k, v = make_inputs(batch=3, heads=1, q_len=40, head_dim=64, dtype=dtype, memory="packed", device="cuda").qkv
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        out, lse = stof.attention(q, k, v, masks.causal(), implementation="batched", return_lse=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_attention(out, lse, q, k, v, masks.causal().to_dense(40, device="cuda"))
 
 
 def test_permuted_rows() -> None:

@@ -19,7 +19,7 @@ from stof.errors import ArgumentError, MissingDependencyError, ShapeError, Unsup
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
-from transformers import OPTConfig, OPTModel, masking_utils  # noqa: E402
+from transformers import CompileConfig, OPTConfig, OPTModel, StaticCache, masking_utils  # noqa: E402
 
 SIDES = ("right", "left")
 DECODERS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -348,6 +348,14 @@ def test_arguments_of_the_layer_are_honoured() -> None:
     close(_attend(attention_mask=keep, position_bias=bias), want)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 1, 1), (1, 4, 1, 6), (2, 4, 1, 6)], ids=str)
+def test_one_query_under_a_mask_tensor(shape: tuple[int, ...]) -> None:
+    call = {"query": torch.randn(2, 4, 1, 8), "key": torch.randn(2, 4, 6, 8), "value": torch.randn(2, 4, 6, 8)}
+    keep = (torch.rand(shape) < 0.5) | (torch.arange(shape[-1]) == 0)
+    want = nn.functional.scaled_dot_product_attention(*call.values(), attn_mask=keep.expand(2, 4, 1, 6))
+    close(_attend(attention_mask=keep, **call), want.transpose(1, 2))
+
+
 def test_refusals() -> None:
     with pytest.raises(UnsupportedError, match=r"no dropout.*0\.1"):
         _attend(dropout=0.1)
@@ -406,6 +414,63 @@ def test_compiled_decoder_is_one_graph() -> None:
         with torch.no_grad():
             got, want = compiled(**inputs, use_cache=False).logits, model(**inputs, use_cache=False).logits
         close(got[valid], want[valid], atol=3e-5)
+
+
+def graphs_made() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@DENSE_TWINS
+def test_compiled_generation_with_a_static_cache(name: str) -> None:
+    """One graph for all tokens of all calls; two with windows, whose caches count tokens in an int."""
+    build, reference = DECODERS[name]
+    model = build()
+    compiling = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compiling._compile_all_devices = True
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_logits": True, "cache_implementation": "static"}
+    for lengths in ((7, 4, 1), (7, 7, 6)):
+        inputs = models.batch("left", lengths)
+        set_implementation(model, reference)
+        want = model.generate(**inputs, **options, disable_compile=True)
+        set_implementation(model, "stof")
+        before = graphs_made()
+        got = model.generate(**inputs, **options, compile_config=compiling)
+        assert torch.equal(got.sequences, want.sequences)
+        for step, expected in zip(got.logits, want.logits, strict=True):
+            close(step, expected, atol=3e-5)
+        windowed = getattr(model.config, "sliding_window", None) is not None
+        assert graphs_made() - before == (0 if lengths == (7, 7, 6) else 2 if windowed else 1)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_compiled_steps_with_a_static_cache(name: str) -> None:
+    """Prompts in chunks and single tokens of a model that is compiled as a whole: a graph for either, none for more."""
+    model = DECODERS[name][0]()
+    inputs = models.batch("left", (12, 7))
+    ids, valid = inputs["input_ids"], inputs["attention_mask"].bool()
+    places = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        whole = model(**inputs, position_ids=places).logits
+    model.set_attn_implementation("stof")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for attempt in range(2):
+        cache = StaticCache(model.config, 12)
+        cache.early_initialization(2, cache_heads(model), 8, torch.float32, torch.device("cpu"))
+        for start, stop in ((0, 4), (4, 8), *((step, step + 1) for step in range(8, 12))):
+            at = slice(start, stop)
+            fresh = attempt == 0 and start in (0, 8)
+            with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=not fresh):
+                out = compiled(
+                    ids[:, at], attention_mask=valid, position_ids=places[:, at], past_key_values=cache, use_cache=True
+                )
+            close(out.logits[valid[:, at]], whole[:, at][valid[:, at]], atol=3e-5)
+
+
+def cache_heads(model: Any) -> int:
+    return getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
 
 
 def test_missing_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,9 @@ class Assembled:
 
     Kernels have no arrays of their own, so the stack is what was spilled. `losses` is what the assembler says of losses
     of speed, such as wgmma instructions that wait for each other, and barriers of the hardware that are taken twice;
-    `stalls` are loops that lost their pipeline; `narrow` counts reads of 2 bytes, and copies of less than 16 to shared
-    memory; `kept` the predicates that are moved to registers, of kernels whose warps trade these.
+    `stalls` are loops that lost their pipeline; `confused` are matrix descriptors that the assembler may take for each
+    other; `narrow` counts reads of 2 bytes, and copies of less than 16 to shared memory; `kept` the predicates that are
+    moved to registers, of kernels whose warps trade these.
     """
 
     registers: int
@@ -85,6 +86,7 @@ class Assembled:
     wgmma: bool
     losses: list[str]
     stalls: list[str]
+    confused: list[str]
     narrow: int
     kept: int
     seconds: float
@@ -110,6 +112,7 @@ def assemble(source: ASTSource, arch: int, options: dict[str, Any]) -> Assembled
         wgmma="wgmma.mma_async" in ptx,
         losses=[line for line in said.splitlines() if "(C75" in line] + _clashes(ptx),
         stalls=_stalls(kernel.asm["ttgir"], kernel.metadata.num_stages),
+        confused=_confused(ptx),
         narrow=len(re.findall(r"\bld\.global(?:\.\w+|::\w+)*\.[bu]16\b", ptx)) + _narrow_copies(ptx),
         kept=kernel.asm["sass"].count("P2R ") if "setmaxnreg" in ptx else 0,
         seconds=round(seconds, 2),
@@ -120,6 +123,19 @@ def _stalls(ttgir: str, num_stages: int) -> list[str]:
     """Loops of three stages that wait for copies as soon as they have started them: Triton could not pipeline them."""
     stalls = num_stages > 2 and re.search(r"async_wait %.*num = 0", ttgir)
     return ["a loop is not pipelined"] * bool(stalls)
+
+
+def _confused(ptx: str) -> list[str]:
+    """Operands of wgmma at one shared memory address with different descriptors: ptxas 12.8 may confuse them."""
+    made = {
+        name: (base, (int(constant) & (2**64 - 1)) >> 32)
+        for name, base, constant in re.findall(r"\b(?:or|add)\.[bs]64\s+(%rd\d+), (%rd\d+), (-?\d+);", ptx)
+    }
+    used = set(re.findall(r"%rd\d+", " ".join(re.findall(r"wgmma\.mma_async[^\n]*", ptx))))
+    kinds: dict[str, set[int]] = {}
+    for base, kind in (made[name] for name in used & made.keys()):
+        kinds.setdefault(base, set()).add(kind)
+    return ["descriptors of operands at one address differ"] * any(len(found) > 1 for found in kinds.values())
 
 
 def _narrow_copies(ptx: str) -> int:

@@ -424,6 +424,19 @@ def test_key_offsets_past_31_bits(slab: int | None) -> None:
         check((inputs.q, k, v), layout_of(keep, 2, 37, LayoutConfig(2, 16, slab)), config, keep)
 
 
+# Rows that are no multiples of 16 bytes, and tensors that begin at none.
+@pytest.mark.parametrize("memory", MEMORY_LAYOUTS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(1, 5), (31, 5), (5, 31), (80, 5), (128, 24), (72, 40), (64, 16)])
+def test_odd_head_dims(head_dim: int, value_dim: int, memory: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        inputs = make_inputs(
+            batch=2, heads=2, kv_heads=1, q_len=70, head_dim=head_dim, value_dim=value_dim, dtype=dtype, memory=memory
+        )
+        layout = layout_of(masks.causal(), 70, 70, LayoutConfig(64, 64))
+        out, _ = check(inputs.qkv, layout)
+        assert out.shape == (2, 2, 70, value_dim)
+
+
 @pytest.mark.parametrize("strides", [(1, 2**30 + 64), (2**30 + 64, 1)], ids=["columns", "rows"])
 def test_bias_offsets_past_31_bits(strides: tuple[int, int]) -> None:
     inputs = make_inputs(heads=1, q_len=3, head_dim=16, dtype=torch.float16)

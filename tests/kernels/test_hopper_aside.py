@@ -21,6 +21,7 @@ from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.implementations import Options
 from stof.testing import assert_attention
+from tests.interpreter import IN_INTERPRETER
 from tests.kernels.test_hopper_jobs import TILES, check_lists
 from tests.kernels.test_hopper_launch import Twin, check_call, inputs, twin
 from tests.strategies import line_masks
@@ -92,6 +93,7 @@ def test_tiles_of_no_list_are_refused() -> None:
         broken.validate()
 
 
+@IN_INTERPRETER
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("memory_layout", ["bhsd", "bshd", "packed", "transposed"])
 @pytest.mark.parametrize(
@@ -104,6 +106,7 @@ def test_memory(twin: Twin, memory_layout: str, head_dim: int, tile: tuple[int, 
     assert (twin.constants["SLAB"], twin.constants["GROUPS"]) == (tile[1], tile[0] // 64)
 
 
+@IN_INTERPRETER
 @pytest.mark.usefixtures("poisoned_memory", "twin")
 @pytest.mark.parametrize("split_tiles", [0, 1])
 @pytest.mark.parametrize("tile", TILES)
@@ -118,6 +121,7 @@ def test_masks_by_head_and_sequence(tile: tuple[int, int], split_tiles: int) -> 
         check_call(layout, *inputs(q_len=q_len), split_tiles=split_tiles, **options)
 
 
+@IN_INTERPRETER
 @pytest.mark.usefixtures("poisoned_memory", "twin")
 def test_keys_that_no_query_sees() -> None:
     """Lines that are put aside alone: whatever else the keys hold is not read."""

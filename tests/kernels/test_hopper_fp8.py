@@ -22,6 +22,7 @@ from stof.layout import Layout, build_layout
 from stof.layout.orders import named_order
 from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention
 from stof.testing.inputs import spread
+from tests.interpreter import IN_INTERPRETER
 from tests.kernels.test_hopper_jobs import layout_of
 from tests.kernels.test_hopper_launch import Twin
 
@@ -113,6 +114,7 @@ def check_call(
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
+@IN_INTERPRETER
 @pytest.mark.parametrize("config", [WHOLE, ASIDE_TOO], ids=["whole", "aside"])
 @pytest.mark.parametrize("split_tiles", [0, 1])
 def test_values_laid_across(twin: EighthsTwin, config: LayoutConfig, split_tiles: int) -> None:
@@ -121,6 +123,7 @@ def test_values_laid_across(twin: EighthsTwin, config: LayoutConfig, split_tiles
     assert twin.constants["SPLIT"] == (split_tiles > 0)
 
 
+@IN_INTERPRETER
 @pytest.mark.usefixtures("twin")
 def test_lists_of_heads() -> None:
     """Each query head has keys of its own put aside; those of a key head are read where it lies."""
@@ -130,6 +133,7 @@ def test_lists_of_heads() -> None:
     check_call(layout, *inputs(q_len=700, kv_len=700))
 
 
+@IN_INTERPRETER
 @pytest.mark.usefixtures("twin")
 @pytest.mark.parametrize("memory", [*MEMORY_LAYOUTS, "wide rows", "unaligned"])
 def test_memory(memory: str) -> None:
@@ -143,6 +147,7 @@ def test_memory(memory: str) -> None:
     check_call(build_layout(NEAR, 330, 333, WHOLE), (moved[0], moved[1], moved[2]), scales)
 
 
+@IN_INTERPRETER
 @pytest.mark.usefixtures("twin")
 def test_one_batch_entry_whose_stride_is_none_of_words() -> None:
     """A tensor that is contiguous whatever the strides of its dimensions of size 1 are."""
@@ -152,6 +157,7 @@ def test_one_batch_entry_whose_stride_is_none_of_words() -> None:
     check_call(build_layout(NEAR, 330, 333, WHOLE), (q, k, v), scales)
 
 
+@IN_INTERPRETER
 @pytest.mark.parametrize(
     "options",
     [
@@ -170,6 +176,7 @@ def test_options(twin: EighthsTwin, options: dict[str, Any]) -> None:
     assert twin.constants["MODIFIED"] == ("scale" in options or "softcap" in options)
 
 
+@IN_INTERPRETER
 @pytest.mark.usefixtures("twin")
 def test_patterns() -> None:
     """A mask of its own for each batch entry and head, one of them empty, rows and keys of odd numbers."""
@@ -180,6 +187,7 @@ def test_patterns() -> None:
         check_call(layout_of(kept, None), *inputs(q_len=130))
 
 
+@IN_INTERPRETER
 @pytest.mark.usefixtures("twin")
 def test_row_blocks_without_a_tile_read_no_values() -> None:
     """Also where the last keys trade places with columns past the end."""

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import stof
 from stof import masks
 from stof.errors import MaskError, ShapeError
 from stof.masks import Index, Mask
@@ -295,3 +296,34 @@ PINNED_BLOCKS = [[20, 14, 39], [11, 58, 34], [14, 11, 19], [24, 30, 57]]
 def test_a_pattern_that_was_not_called() -> None:
     with pytest.raises(MaskError, match=r"call it, as in masks.causal\(\)"):
         as_mask(masks.causal)
+
+
+def drawn(row_block: int, blocks: int, kv_blocks: int, seed: int) -> list[int]:
+    """Floyd's sampling in Python's integers, with the hash that `random_blocks` promises for every release."""
+
+    def mixed(x: int) -> int:
+        for factor in (0x45D9F3B, 0x2C1B3C6D):
+            x = ((x ^ (x >> 16)) * factor) & 0x7FFFFFFF
+        return x ^ (x >> 15)
+
+    picked: list[int] = []
+    for turn, top in enumerate(range(kv_blocks - min(blocks, kv_blocks), kv_blocks)):
+        key = row_block * 1_000_003 + turn * 7_919 + (seed & 0xFFFF_FFFF) * 104_729
+        draw = mixed(mixed(key & 0x7FFFFFFF) + 0x9E3779B) % (top + 1)
+        picked.append(top if draw in picked else draw)
+    return picked
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 16, 17, 40, 150, 500])
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("seed", [0, 2**31 - 1])
+def test_random_blocks_are_always_the_same(blocks: int, size: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stof.masks.rules._TABLE", 600)  # a few row blocks at a time
+    mask = masks.random_blocks(blocks, block_size=size, seed=seed)
+    q_len, kv_len = 20, 1001
+    expected = torch.zeros(q_len, kv_len, dtype=torch.bool)
+    for row in range(q_len):
+        for block in drawn(row // size, blocks, -(-kv_len // size), seed):
+            expected[row, block * size : (block + 1) * size] = True
+    assert torch.equal(mask.to_dense(q_len, kv_len)[0, 0], expected)
+    assert torch.equal(stof.plan(mask, q_len, kv_len).to_dense()[0, 0], expected)

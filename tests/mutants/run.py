@@ -91,8 +91,10 @@ def run_pytest(root: Path, arguments: Sequence[str], limit: float | None, **vari
 
 
 def failed_tests(status: int, output: str) -> list[str]:
-    """What the summary names; a crash and an import that fails in `conftest.py` have none."""
+    """What the summary names; a signal and an import that fails in `conftest.py` have none."""
     named = re.findall(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
+    if not named and status in (1, 2, 3):
+        raise RuntimeError(f"pytest ended with {status} and names no test:\n{output[-2000:]}")
     return named or [f"no test in particular: pytest ended with {status}"]
 
 

@@ -139,4 +139,4 @@ def test_the_recorded_operator(name: str) -> None:
     """What compilers see: same result through `torch.library`, and fakes of the right shapes."""
     q, k, v = inputs_of(value_dim=24)
     out, lse = torch.ops.stof.masked_attention(q, k, v, "causal()", None, None, 0.25, 0.0, name)
-    assert_attention(out, lse, q, k, v, masks.causal().to_dense(5, 20), scale=0.25)
+    assert_attention(out, lse, q, k, v, masks.causal().to_dense(5, 20, device=DEVICE), scale=0.25)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from stof import LayoutConfig, masks
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection import Choice, candidates
+from stof.selection import model as model_module
 from stof.selection.gpu import geometries, gpu_choices
 from stof.selection.model import (
     DeviceModel,
@@ -304,8 +306,21 @@ def test_models_by_device_name() -> None:
     assert h200.device == "NVIDIA H200"
     assert h200.multiprocessors == 132
     # A device nobody tuned gets the same constants; its own number of multiprocessors comes from `device_model`.
-    assert load_model("NVIDIA Imaginary 9000") == h200
+    other = load_model("NVIDIA Imaginary 9000")
+    assert replace(other, stands_in_for="") == h200
+    assert h200.notice() == ""
+    assert "NVIDIA Imaginary 9000 was never tuned" in other.notice()
+    assert "constants of NVIDIA H200" in other.notice()
     assert model_from_dict(json.loads(json.dumps(model_to_dict(h200)))).kernels.keys() == h200.kernels.keys()
+
+
+def test_a_device_is_tuned_by_the_command_that_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = load_model("NVIDIA H200")
+    monkeypatch.setattr(model_module, "_DATA", tmp_path)
+    _, _, path = replace(h200, stands_in_for="NVIDIA Imaginary 9001").notice().partition("--output ")
+    Path(path.split("`")[0]).write_text(json.dumps(model_to_dict(replace(h200, device="NVIDIA Imaginary 9001"))))
+    assert load_model("NVIDIA Imaginary 9001").device == "NVIDIA Imaginary 9001"
+    assert load_model("NVIDIA Imaginary 9001").notice() == ""
 
 
 @pytest.mark.parametrize(("q_len", "implementation"), [(2048, "block_wise"), (1, "decode"), (16, "decode")])

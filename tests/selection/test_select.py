@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, statistics
 from stof.layout.orders import by_remainder
 from stof.layout.search import CLUSTERED
-from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, candidates, choose, failures, own_layout
+from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, candidates, choose, failures, own_layout, select
 from stof.testing import assert_attention, make_inputs
-from tests.selection.fakes import GPU, Geometry, call_of, fake_gpu
+from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -310,3 +311,27 @@ def test_own_layouts_on_a_cpu_take_the_best_order() -> None:
     given = own(shuffled_window(512), row_order=by_remainder(512, 8))
     assert given.row_order is not None
     assert torch.equal(given.row_order[0].long(), by_remainder(512, 8))
+
+
+def test_a_gpu_that_was_never_tuned_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once in the log, and with each estimate; not on a GPU that was."""
+    properties = SimpleNamespace(
+        name="NVIDIA Imaginary 9000", multi_processor_count=100, shared_memory_per_multiprocessor=200_000
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(select, "shared_memory_limit", lambda device: H200_SHARED)
+    select._log_once.cache_clear()
+    geometry = Geometry(masks.causal(), 512, 512)
+    for _ in range(2):
+        found = candidates(call_of(), GPU, geometry)
+    (record,) = [record for record in caplog.records if record.name == "stof"]
+    assert "NVIDIA Imaginary 9000 was never tuned" in record.getMessage()
+    assert "stof tune --device --output" in record.getMessage()
+    estimated = [candidate for candidate in found if candidate.estimate_us is not None]
+    assert estimated
+    assert all("with the constants of NVIDIA H200 (stof tune --device" in str(candidate) for candidate in estimated)
+    assert not any("constants" in str(candidate) for candidate in found if candidate.estimate_us is None)
+    caplog.clear()
+    properties.name = "NVIDIA H200"
+    assert not any("constants" in str(candidate) for candidate in candidates(call_of(), GPU, geometry))
+    assert not caplog.records

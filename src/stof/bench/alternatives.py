@@ -18,11 +18,11 @@ from stof.layout import statistics
 from stof.layout.search import RowOrders, column_order, find_order
 from stof.masks import Index, Mask, reordered
 from stof.selection import Choice, MaskGeometry, candidates, default_config
-from stof.selection.model import load_model
+from stof.selection.model import DEFAULT_DEVICE, load_model
 from stof.tuning.timing import time_calls
 
 # The GPU that estimates are for where none is present.
-DEFAULT_GPU = "NVIDIA H200"
+DEFAULT_GPU = DEFAULT_DEVICE
 # Alternatives timed on a GPU, best estimates first; query rows compared with float64.
 _MOST_TIMED, _CHECKED_ROWS = 12, 256
 

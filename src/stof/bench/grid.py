@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stof import masks
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, shown
 from stof.masks import Mask
 from stof.masks.index import Index
 from stof.masks.rules import RandomBlocks
@@ -38,12 +38,16 @@ class Shape:
             sizes = [int(part) for part in text.split(",")]
         except ValueError:
             sizes = []
-        if len(sizes) == 4 and min(sizes) > 0:
+        if any(not 0 < size < 2**31 for size in sizes):
+            sizes = []
+        if len(sizes) == 4:
             batch, heads, head_dim, length = sizes
             return Shape(batch, heads, heads, head_dim, length, length)
-        if len(sizes) == 6 and min(sizes) > 0:
+        if len(sizes) == 6:
             return Shape(*sizes)
-        raise ArgumentError(f"a shape is B,H,D,S or B,H,Hkv,D,Sq,Skv in positive numbers, got {text!r}")
+        raise ArgumentError(
+            f"a shape is B,H,D,S or B,H,Hkv,D,Sq,Skv in numbers from 1 to {2**31 - 1}, got {shown(text)}"
+        )
 
     def __str__(self) -> str:
         return f"B{self.batch} H{self.heads}/{self.kv_heads} D{self.head_dim} S{self.q_len}x{self.kv_len}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -102,6 +104,13 @@ def _function(module: str, name: str) -> Callable[[], Any]:
 
 
 def _called(function: Callable[[], Any], text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    try:
+        with contextlib.suppress(ValueError):  # no signature is known: calling it will tell
+            inspect.signature(function).bind()
+    except TypeError as error:
+        raise ArgumentError(
+            f"{text} has to take no arguments and return (model, example inputs); calling it without any: {error}"
+        ) from None
     given = function()
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], nn.Module)):
         raise ArgumentError(f"{text} must return (model, example inputs), it returned a {type(given).__name__}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stof import masks
 from stof.bench.grid import GRID
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, shown
 from stof.masks import Mask
 
 WINDOW, SINKS = 512, 16
@@ -55,8 +55,9 @@ class Case:
             ArgumentError: the text is no case, or there is no such model.
         """
         parts = text.split(",")
-        if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
-            raise ArgumentError(f"a case is model,batch,length,mask, such as bert,8,512,bigbird; got {text!r}")
+        numbers = [part for part in parts[1:3] if part.isdecimal() and len(part) <= 10 and 0 < int(part) < 2**31]
+        if len(parts) != 4 or len(numbers) != 2:
+            raise ArgumentError(f"a case is model,batch,length,mask, such as bert,8,512,bigbird; got {shown(text)}")
         if parts[0] not in MODELS:
             raise ArgumentError(f"unknown model {parts[0]!r}; there are {', '.join(MODELS)}")
         return Case(parts[0], int(parts[1]), int(parts[2]), parts[3])

@@ -38,10 +38,12 @@ def read_results(path: Path) -> Results:
         data = read_json(path)
         rows = [Row(**row) for row in data["rows"]]
         return Results(data["meta"], rows, [NotRun(**entry) for entry in data.get("not_run", [])])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except OSError as error:
+        raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError) as error:
         raise ArgumentError(
-            f"{path} is no result of `stof bench attention`, the only ones there are reports of: "
-            f"{type(error).__name__}: {error}"
+            f"{path} is no result of `stof bench attention --output FILE`, and no others can be read here: "
+            f"{_reason(error)}"
         ) from None
 
 
@@ -149,8 +151,14 @@ def read_rows(path: Path, row: Callable[..., _R]) -> tuple[dict[str, Any], list[
     try:
         data = read_json(path)
         return dict(data["meta"]), [row(**one) for one in data["rows"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"{path} is no result of this benchmark: {type(error).__name__}: {error}") from None
+    except OSError as error:
+        raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(f"{path} is no result of this benchmark: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return f"it has no entry {error}" if isinstance(error, KeyError) else str(error)
 
 
 def write_rows(path: Path, meta: dict[str, Any], rows: Iterable[Any]) -> None:

@@ -11,7 +11,7 @@ from stof.cli.bench_fusion import gemm, layer
 from stof.cli.bench_kernels import kernels
 from stof.cli.bench_models import models, search
 from stof.cli.bench_start import start
-from stof.cli.common import device_of, must_be_writable, table_console
+from stof.cli.common import CheckedCommand, device_of, integers, must_be_writable, names, table_console
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +43,12 @@ _Output = Annotated[Path | None, typer.Option(help="Write the JSON here, after e
 _Merge = Annotated[bool, typer.Option("--merge", help="Keep what the output file holds but is not measured again.")]
 
 
-app.command()(gemm)
-app.command()(layer)
-app.command()(models)
-app.command()(kernels)
-app.command()(search)
-app.command()(start)
+app.command(cls=CheckedCommand)(gemm)
+app.command(cls=CheckedCommand)(layer)
+app.command(cls=CheckedCommand)(models)
+app.command(cls=CheckedCommand)(kernels)
+app.command(cls=CheckedCommand)(search)
+app.command(cls=CheckedCommand)(start)
 
 
 @app.callback()
@@ -56,7 +56,7 @@ def _bench() -> None:
     """Time attention against its peers, after checking every result."""
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def attention(
     masks: Annotated[str, typer.Option(help="Names of grid masks, separated by spaces.")] = _MASKS,
     shapes: Annotated[str, typer.Option(help="B,H,D,S or B,H,Hkv,D,Sq,Skv, separated by spaces.")] = "",
@@ -99,7 +99,7 @@ def attention(
         table_console().print(results_table(rows, f"Masked attention on {device_name(where)}, {name}, ms per call"))
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def decode(
     kv: Annotated[str, typer.Option(help="Cache lengths, separated by spaces.")] = "",
     batch: Annotated[int, typer.Option(min=1)] = 16,
@@ -123,7 +123,7 @@ def decode(
     from stof.tuning.machine import device_name
 
     where, precision = _place(device, dtype)
-    lengths = [int(text) for text in (kv or ("16384 65536" if where.type == "cuda" else "4096")).split()]
+    lengths = integers("--kv", kv or ("16384 65536" if where.type == "cuda" else "4096"))
     shapes = [Shape(batch, heads, kv_heads, head_dim, 1, length) for length in lengths]
     copied = copy_rate(where, rounds)
     grids = [(decode_masks(shape, window), [shape]) for shape in shapes]
@@ -141,7 +141,7 @@ def decode(
     table_console().print(table)
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def launch(
     dtype: _Dtype = "",
     device: _Device = "",
@@ -162,7 +162,7 @@ def launch(
     table_console().print(table)
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def build(
     device: _Device = "",
     length: Annotated[int | None, typer.Option(min=256, help="Tokens of the masks made at run time.")] = None,
@@ -182,6 +182,7 @@ def build(
     from stof.bench.results import provenance, write_json
 
     must_be_writable(output)
+    names("--parts", parts, ("steps", "growth", "known"))
     deadline = time.monotonic() + budget
     where, _ = _place(device, "")
     on_gpu = where.type == "cuda"
@@ -206,7 +207,7 @@ def build(
         console.print(f"wrote {output}")
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def peers() -> None:
     """List the implementations a benchmark can time."""
     from rich.table import Table
@@ -221,7 +222,7 @@ def peers() -> None:
     table_console().print(table)
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def report(
     results: Annotated[Path, typer.Argument(help="JSON that `stof bench attention` wrote.", metavar="FILE")],
     png: Annotated[Path | None, typer.Option(help="Draw the speed-ups here.")] = None,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stof.cli.common import integers
+
 if TYPE_CHECKING:
     import torch
     from rich.table import Table
@@ -67,7 +69,7 @@ def gemm(
     done = {(row.model, row.gemm, row.tokens, row.dtype) for row in held}
     wanted = [
         (one, count)
-        for count in (int(text) for text in tokens.split())
+        for count in integers("--tokens", tokens)
         for one in GEMMS
         if one.model in models.split() and gemms in one.name and (one.model, one.name, count, dtype) not in done
     ]

@@ -1,17 +1,72 @@
-"""What several commands ask for alike: a device, a file to write, a console for tables."""
+"""What commands ask for alike: values of options, a device, a file to write, a console for tables."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+# What a number on a command line may be at most: sizes of tensors, counts and seconds.
+_MOST = 2**31 - 1
 # Characters of a line in a file or a pipe, where rich would cut tables at 80.
 _WIDE = 160
+
+
+class CheckedCommand(TyperCommand):
+    """Refuses empty text and numbers that no option of any command can have, before the command runs."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for param in self.params:
+            source = ctx.get_parameter_source(param.name)
+            if source is not None and source.name == "COMMANDLINE":
+                values = ctx.params.get(param.name)
+                for value in values if isinstance(values, list | tuple) else (values,):
+                    _check_value(param.opts[0], value)
+        return super().invoke(ctx)
+
+
+def _check_value(name: str, value: object) -> None:
+    from stof.errors import ArgumentError, shown
+
+    if isinstance(value, str) and not value.strip():
+        raise ArgumentError(f"{name} is empty; give a value, or leave {name} out for its default")
+    if isinstance(value, int | float) and not 0 <= value <= _MOST:  # not <: a NaN is refused
+        raise ArgumentError(f"{name} is a number from 0 to {_MOST}, got {shown(value)}")
+
+
+def integers(name: str, text: str) -> list[int]:
+    """Positive numbers separated by spaces.
+
+    Raises:
+        ArgumentError: something else, or none.
+    """
+    from stof.errors import ArgumentError, shown
+
+    words = text.split()
+    if not words or not all(word.isdecimal() and len(word) <= 10 and 0 < int(word) <= _MOST for word in words):
+        raise ArgumentError(f"{name} takes numbers from 1 to {_MOST} separated by spaces, got {shown(text)}")
+    return [int(word) for word in words]
+
+
+def names(name: str, text: str, known: Collection[str]) -> list[str]:
+    """Names separated by spaces, "" for none.
+
+    Raises:
+        ArgumentError: one that is not known.
+    """
+    from stof.errors import ArgumentError, shown
+
+    unknown = [word for word in text.split() if word not in known]
+    if unknown:
+        raise ArgumentError(f"{name}: unknown {', '.join(map(shown, unknown))}; there are {', '.join(known)}")
+    return text.split()
 
 
 def device_of(text: str) -> torch.device:

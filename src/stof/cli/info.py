@@ -81,6 +81,8 @@ def _cpu() -> dict[str, Any]:
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
+    from stof.selection.model import load_model
+
     if not torch.cuda.is_available():
         return []
     out = []
@@ -92,6 +94,7 @@ def _gpus() -> list[dict[str, Any]]:
                 "compute_capability": f"{found.major}.{found.minor}",
                 "memory_bytes": found.total_memory,
                 "multiprocessors": found.multi_processor_count,
+                "cost_model": load_model(found.name).notice() or "tuned",
             }
         )
     return out
@@ -157,6 +160,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(_machine_table(report))
     console.print("implementations of attention, in order of preference", style="bold")
     console.print(_implementation_table(report["implementations"]))
+    for notice in dict.fromkeys(gpu["cost_model"] for gpu in report["gpus"] if gpu["cost_model"] != "tuned"):
+        console.print(notice, markup=False, highlight=False, soft_wrap=True, style="yellow")
     for name, extra in report["extras"].items():
         state = "present" if extra["present"] else f"missing {', '.join(extra['missing'])}; {extra['install']}"
         # markup off: the hint has square brackets

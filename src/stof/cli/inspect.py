@@ -188,6 +188,7 @@ def _alternatives(
     import stof
     from stof.bench.alternatives import DEFAULT_GPU, estimated, estimated_reordered, measured
     from stof.bench.grid import Shape
+    from stof.selection.model import load_model
     from stof.tuning.machine import device_name
 
     mask = stof.masks.parse(text)
@@ -201,7 +202,9 @@ def _alternatives(
         found = estimated(mask, shape, torch.float16, name)
         found += estimated_reordered(mask, shape, torch.float16, name) if reorder else []
         found.sort(key=lambda one: (one.estimate_us is None, one.estimate_us or 0.0))
-        listed.append(Times(f"{shape}, float16, {name}", found))
+        model = load_model(name)
+        constants = f", estimated with the constants of {model.device}" if model.stands_in_for else ""
+        listed.append(Times(f"{shape}, float16, {name}{constants}", found))
     if measure:
         dtype = torch.float16 if gpu else torch.float32
         called = f"{shape}, {str(dtype).removeprefix('torch.')}, {device_name(device)}"

@@ -8,10 +8,12 @@ import typer
 from typer.core import TyperGroup
 
 from stof.cli import bench
+from stof.cli.common import CheckedCommand
 from stof.cli.demo import demo
 from stof.cli.info import info
 from stof.cli.inspect import inspect
 from stof.cli.tune import tune
+from stof.cli.verify import verify
 from stof.errors import StofError
 
 
@@ -58,8 +60,9 @@ def _stof(
     del version  # handled by its callback
 
 
-app.command()(demo)
-app.command()(inspect)
-app.command()(info)
-app.command()(tune)
+app.command(cls=CheckedCommand)(demo)
+app.command(cls=CheckedCommand)(inspect)
+app.command(cls=CheckedCommand)(info)
+app.command(cls=CheckedCommand)(tune)
+app.command(cls=CheckedCommand)(verify)
 app.add_typer(bench.app, name="bench")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stof.cli.common import table_console
+from stof.cli.common import names, table_console
 
 if TYPE_CHECKING:
     from stof.bench.selector import Measured
@@ -25,6 +25,7 @@ def tune_device(
 ) -> None:
     """Measure this machine's GPU (`device`), or read measurements; fit the cost model and report how far it is off."""
     import json
+    from dataclasses import replace
 
     import torch
     from rich.console import Console
@@ -33,16 +34,20 @@ def tune_device(
     from stof.bench.polish import polish
     from stof.errors import ArgumentError
     from stof.files import write_atomically
-    from stof.selection.model import load_model, model_to_dict
+    from stof.selection import IMPLEMENTATIONS
+    from stof.selection.model import DEFAULT_DEVICE, load_model, model_to_dict
 
     console = Console(stderr=True)
+    wanted_masks = names("--masks", masks, list(dict.fromkeys(mask for mask, _ in selector.CELLS)))
+    wanted_shapes = names("--shapes", shapes, list(dict.fromkeys(shape for _, shape in selector.CELLS)))
+    names("--only", only, IMPLEMENTATIONS)
     if device:
         if not torch.cuda.is_available():
             raise ArgumentError("stof tune --device needs an NVIDIA GPU, and torch sees none")
         cells = [
             (mask, shape)
             for mask, shape in selector.CELLS
-            if (not masks or mask in masks.split()) and (not shapes or shape in shapes.split())
+            if (not masks or mask in wanted_masks) and (not shapes or shape in wanted_shapes)
         ]
         if measurements is not None and len(measurements) > 1:
             raise ArgumentError("--device writes one file of measurements")
@@ -63,8 +68,13 @@ def tune_device(
         raise ArgumentError(
             "give a MODEL to tune, --device to measure this GPU, or --measurements FILE to fit its times"
         )
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
-    base = load_model(name)
+    base = load_model(torch.cuda.get_device_name() if torch.cuda.is_available() else DEFAULT_DEVICE)
+    if base.stands_in_for:
+        here = torch.cuda.get_device_properties()
+        base = replace(
+            base, device=here.name, multiprocessors=here.multi_processor_count,
+            shared_bytes=here.shared_memory_per_multiprocessor, stands_in_for="",
+        )  # fmt: skip
     torch.set_num_threads(1)  # many tiny tensors
     if check:
         table_console().print(fit.regret_table(rows, base))

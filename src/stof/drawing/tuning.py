@@ -49,10 +49,11 @@ def tuning_html(title: str, facts: Mapping[str, str], reports: Sequence[FusionRe
 
 
 def _graph(report: FusionReport, place: str) -> str:
-    longest = max((time for row in report.segments for time in _times(row)), default=1.0)
+    longest = max((time for row in report.segments for _, time in _drawn(row)), default=1.0)
     rows = []
     for row, count in report.grouped().items():
         cells = [f"{time:.1f}" if time is not None else "" for time in (row.inductor_us, row.template_us)]
+        cells[1] += " (rejected)" * _is_rejected(row)
         saved = _saved(row, count)
         cells += ["" if saved is None else f"{saved:.0f}"]
         figures = "".join(f'<td class="n">{cell}</td>' for cell in cells)
@@ -95,12 +96,20 @@ def _saved(row: SegmentReport, count: int) -> float | None:
     return count * (row.inductor_us - row.template_us)
 
 
+def _is_rejected(row: SegmentReport) -> bool:
+    """Whether a template was measured that does not compute the segment."""
+    return not row.template and row.template_us is not None
+
+
+def _drawn(row: SegmentReport) -> list[tuple[str, float]]:
+    """Kind and time of a row's bars; what was rejected, however slow, has none."""
+    bars = (("before", row.inductor_us), ("after", None if _is_rejected(row) else row.template_us))
+    return [(kind, time) for kind, time in bars if time is not None]
+
+
 def _bars(row: SegmentReport, longest: float) -> str:
-    bars = (("before", row.inductor_us), ("after", row.template_us))
     return "".join(
-        f'<div class="bar {kind}" style="width:{100 * time / longest:.1f}%"></div>'
-        for kind, time in bars
-        if time is not None
+        f'<div class="bar {kind}" style="width:{100 * time / longest:.1f}%"></div>' for kind, time in _drawn(row)
     )
 
 
@@ -135,14 +144,15 @@ def draw_tuning(path: Path, title: str, reports: Sequence[FusionReport]) -> None
     figure = Figure(figsize=(9.5, 1.4 + 0.62 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for which, colour, name in ((0, _BEFORE, "Inductor"), (1, _AFTER, "template")):
-        places = [i + 0.4 * which - 0.2 for i in range(len(rows))]
-        axes.barh(places, [times[which] for _, _, times in rows], height=0.38, color=colour, label=name)
-    for i, (_, _, (before, after)) in enumerate(rows):
-        axes.annotate(f"{before / after:.2f}x", (after, i + 0.2), xytext=(4, 0), textcoords="offset points",
-                      va="center", fontsize=8)  # fmt: skip
+    accepted = [i for i, (row, _, _) in enumerate(rows) if not _is_rejected(row)]
+    for which, colour, name, shown in ((0, _BEFORE, "Inductor", range(len(rows))), (1, _AFTER, "template", accepted)):
+        places = [i + 0.4 * which - 0.2 for i in shown]
+        axes.barh(places, [rows[i][2][which] for i in shown], height=0.38, color=colour, label=name)
+    for i, (row, _, (before, after)) in enumerate(rows):
+        end, text = (0.0, "template rejected") if _is_rejected(row) else (after, f"{before / after:.2f}x")
+        axes.annotate(text, (end, i + 0.2), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [f"{row.operators}  ({count})" for row, count, _ in rows], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first on top, and room for what has no bar
     axes.set_xlabel("microseconds a segment; in brackets how often it occurs")
     axes.set_title(title)
     axes.legend(loc="best", fontsize=8)

@@ -59,8 +59,8 @@ class ModelMask:
 
     Attributes:
         mask: what each query sees, in the coordinates of this call.
-        keep: None, or bool broadcastable to `[B, 1, Sq, Skv]` that also must hold. Used where reading the tensor to
-            plan with it would break a graph or cost more than it saves (compiled code, one-token decoding).
+        keep: None, or bool broadcastable to `[B, heads or 1, Sq, Skv]` that also must hold. Used where reading the
+            tensor to plan with it would break a graph (compiled code), and for the whole mask of a single query.
         shape: `(B, 1, Sq, Skv)` of the call.
         q_offset, kv_offset: position of the first query and of the first key; a tensor where compiled code does not
             know it.
@@ -86,7 +86,6 @@ class ModelMask:
         self.kv_offset = kv_offset
         self.complete = complete
         self._plans: dict[tuple[object, ...], Plan] = {}
-        self._rows: dict[torch.device, Tensor | None] = {}
 
     def narrowed(self, sparse: Mask | None) -> Mask:
         """The mask, intersected with a sparse mask written for whole sequences."""
@@ -114,16 +113,6 @@ class ModelMask:
             found = plan(self.narrowed(sparse), q_len, k.shape[2], batch=batch, heads=heads, device=q.device)
             self._plans[key] = found
         return found
-
-    def one_row(self, batch: int, kv_len: int, device: torch.device) -> Tensor | None:
-        """Bool `[B | 1, 1, 1, Skv]`, what a single query sees; None when it sees everything."""
-        if device not in self._rows:
-            row = None if self.keep is None else self.keep.to(device)
-            if self.mask != FULL:
-                dense = self.mask.to_dense(1, kv_len, batch=batch, device=device)
-                row = dense if row is None else dense & row
-            self._rows[device] = row
-        return self._rows[device]
 
     def to(self, *args: Any, **kwargs: Any) -> ModelMask:
         """Itself on another device, for code that moves a batch of inputs; dtypes do not apply."""

@@ -57,6 +57,20 @@ def check_served(model: nn.Module) -> None:
             setattr(module, _UNREAD, unread[type(module)])
 
 
+def check_can_serve(model: object) -> None:
+    """What `enable` refuses without changing anything.
+
+    Raises:
+        ArgumentError: not a module.
+        UnsupportedError: a part has attention code of its own, or no layer calls the attention interface.
+    """
+    check_module(model)
+    assert isinstance(model, nn.Module)
+    check_served(model)
+    if not any(map(calls_interface, {type(module) for module in model.modules()})):
+        raise UnsupportedError(not_served(type(model).__name__), {})
+
+
 def not_served(names: str) -> str:
     return (
         f"{names} does not run its attention through transformers' attention interface, so stof cannot serve it; use "

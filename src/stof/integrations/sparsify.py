@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from stof.errors import ArgumentError, MaskError
+from stof.errors import ArgumentError, MaskError, StofError
 from stof.integrations.served import calls_interface, check_module
-from stof.masks import Mask
+from stof.masks import PATTERNS, Mask
 from stof.masks.tensors import as_mask
 
 NAME = "stof"
@@ -78,16 +78,23 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
         MaskError: something that is no mask.
     """
     check_module(model)
+    found = layer_masks(model, mask)
     modules = _self_attention(model)
-    if not modules:
+    if mask is not None:
+        for name, module in modules:
+            _check_implementation(module, name)
+    return Sparsified(modules, found)
+
+
+def layer_masks(model: nn.Module, mask: PerLayer) -> list[Mask | None]:
+    """The mask of each self-attention layer, as `sparsify` would set it, which also raises so; nothing is changed."""
+    names = [name for name, _ in _self_attention(model)]
+    if not names:
         raise ArgumentError(
             f"{type(model).__name__} has no self-attention layer that runs through transformers' attention interface; "
             "sparsify() takes a model whose set_attn_implementation() works"
         )
-    if mask is not None:
-        for name, module in modules:
-            _check_implementation(module, name)
-    return Sparsified(modules, _per_layer(mask, [name for name, _ in modules]))
+    return _per_layer(mask, names)
 
 
 def sparse_mask_of(module: nn.Module) -> Mask | None:
@@ -104,14 +111,18 @@ def _per_layer(mask: PerLayer, names: list[str]) -> list[Mask | None]:
         if unknown:
             raise ArgumentError(f"the model has self-attention layers 0 to {count - 1}, the mapping names {unknown}")
         return [_checked(mask.get(number)) for number in range(count)]
+    if any(mask is pattern for pattern in PATTERNS.values()):
+        as_mask(mask)  # refuses it: `masks.padding` would take a layer's number for a length
     if isinstance(mask, Mask | str) or not callable(mask):
         return [_checked(mask)] * count
     try:
         found = [mask(number) for number in range(count)]
-    except TypeError as error:
+    except StofError:
+        raise
+    except Exception as error:  # whatever a user's function raises
         raise ArgumentError(
-            f"a function here takes a layer's number and gives its mask, and this one does not: {error}; a mask "
-            "function goes through stof.masks.from_function first"
+            f"a function here takes a layer's number (0 to {count - 1}) and gives its mask or None, and this one "
+            f"raises {type(error).__name__}: {error}; a mask function goes through stof.masks.from_function first"
         ) from error
     return list(map(_checked, found))
 

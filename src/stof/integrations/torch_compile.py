@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import stof
-from stof.errors import ArgumentError, UnsupportedError
+from stof.errors import ArgumentError, UnsupportedError, shown
 from stof.files import cache_folder
 from stof.fusion.ahead import CompileAhead, settle_caches
 from stof.fusion.choices import Known, choices_path, known_choices, update_choices
@@ -90,17 +90,27 @@ class CompileOptions:
     lock: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if self.effort not in EFFORTS:
-            raise ArgumentError(f"effort {self.effort!r} is none of {', '.join(EFFORTS)}")
-        if self.budget_s is not None and not self.budget_s > 0:
-            raise ArgumentError(f"budget_s must be a positive number of seconds, got {self.budget_s!r}")
+        if not isinstance(self.effort, str) or self.effort not in EFFORTS:
+            raise ArgumentError(f"effort {shown(self.effort)} is none of {', '.join(EFFORTS)}")
+        number = isinstance(self.budget_s, int | float) and not isinstance(self.budget_s, bool)
+        if self.budget_s is not None and not (number and self.budget_s > 0):
+            raise ArgumentError(f"budget_s must be a positive number of seconds, got {shown(self.budget_s)}")
         if self.budget_s is not None and self.effort == "none":
             raise ArgumentError("budget_s limits measuring, and effort 'none' measures nothing; use 'quick' or 'full'")
-        if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != WHOLE:
-            raise ArgumentError(f'cuda_graphs is True, False or "whole", got {self.cuda_graphs!r}')
+        if not isinstance(self.cuda_graphs, bool) and not (
+            isinstance(self.cuda_graphs, str) and self.cuda_graphs == WHOLE
+        ):
+            raise ArgumentError(f'cuda_graphs is True, False or "whole", got {shown(self.cuda_graphs)}')
+        for name in ("report", "progress"):
+            if not isinstance(getattr(self, name), bool) and not callable(getattr(self, name)):
+                raise ArgumentError(f"{name} is True, False or a function, got {shown(getattr(self, name))}")
+        if not isinstance(self.store, bool | str | Path):
+            raise ArgumentError(f"store is True, False or a folder, got {shown(self.store)}")
+        if self.lock is not None and not isinstance(self.lock, str | Path):
+            raise ArgumentError(f"lock is the path of a lock file, got {shown(self.lock)}")
         for name in ("deterministic", "fold", "experimental", "twins"):
             if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"{name} is True or False, got {getattr(self, name)!r}")
+                raise ArgumentError(f"{name} is True or False, got {shown(getattr(self, name))}")
         if self.deterministic and self.effort != "none":
             raise ArgumentError(f"deterministic=True measures nothing; effort {self.effort!r} does")
         if self.lock is not None:
@@ -330,6 +340,7 @@ def optimize(
     Raises:
         UnsupportedError: the model is in training mode, or its attention cannot be served.
         ArgumentError: an unknown option, or a mask without `attention`.
+        MaskError: something that is no mask. A refused model is as it was before.
     """
     parsed = CompileOptions.parse(options)
     if not isinstance(model, nn.Module):
@@ -338,12 +349,21 @@ def optimize(
         raise UnsupportedError("stof.optimize compiles inference only; call model.eval() first", {})
     if mask is not None and not attention:
         raise ArgumentError("a mask needs stof's attention; leave attention=True")
+    for name, value in (("attention", attention), ("pack", pack), ("dynamic", dynamic)):
+        if not isinstance(value, bool) and (name != "dynamic" or value is not None):
+            raise ArgumentError(
+                f"{name} is True or False{', or None' if name == 'dynamic' else ''}, got {shown(value)}"
+            )
     if attention and (mask is not None or _is_transformers(model)):
         from stof.integrations import transformers as hf
 
+        if mask is not None:
+            # A bad mask is refused before the model is changed.
+            hf.check_can_serve(model)
+            found = hf.layer_masks(model, mask)
         hf.enable(model)
         if mask is not None:
-            hf.sparsify(model, mask)
+            hf.sparsify(model, dict(enumerate(found)))
     if pack:
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)

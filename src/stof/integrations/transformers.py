@@ -35,22 +35,23 @@ except ImportError as error:
 from stof.integrations.forwards import hands_mask_on
 from stof.integrations.recognise import recognise, recognise_plain
 from stof.integrations.served import (
-    calls_interface,
+    check_can_serve,
     check_module,
-    check_served,
     check_when_loaded,
     not_served,
     refuse_unread,
 )
-from stof.integrations.sparsify import NAME, Sparsified, sparse_mask_of, sparsify
+from stof.integrations.sparsify import NAME, Sparsified, layer_masks, sparse_mask_of, sparsify
 
 __all__ = [
     "ModelMask",
     "PackedBatch",
     "Sparsified",
     "attention_forward",
+    "check_can_serve",
     "disable",
     "enable",
+    "layer_masks",
     "make_mask",
     "pack",
     "register",
@@ -70,10 +71,7 @@ def enable(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedError: a part of the model has attention code of its own; all are as before.
     """
-    check_module(model)
-    check_served(model)
-    if not any(map(calls_interface, {type(module) for module in model.modules()})):
-        raise UnsupportedError(not_served(type(model).__name__), {})
+    check_can_serve(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [part.config._attn_implementation for part in parts]
     for part in parts:
@@ -162,8 +160,9 @@ def make_mask(
 ) -> ModelMask:
     """The mask function transformers calls once per forward pass; arguments as `masking_utils.sdpa_mask`.
 
-    Padding is read on the host to plan with it, one small copy per forward pass. Compiled code and one-token
-    decoding keep it as a tensor instead: no copy, no graph break, and attention is computed on padded keys too.
+    Padding is read on the host to plan with it, one small copy per forward pass. Compiled code keeps it as a tensor
+    instead: no copy, no graph break, and attention is computed on padded keys too. The mask of a single query is a
+    tensor as a whole.
 
     Args:
         attention_mask: bool `[B, tokens seen]` padding, or a `ModelMask` (a packed batch) to intersect with.
@@ -201,8 +200,12 @@ def make_mask(
         moved = given.mask.with_query_offset(int(q_offset))
         if moved != FULL:
             own = moved if own == FULL else own & moved
+    if q_length == 1 and not compiling and own != FULL:
+        # A tensor has the same graph at every token: generate() hands this mask to compiled code.
+        row = own.to_dense(1, kv_length, batch=batch_size, device=device)
+        own, keep = FULL, row if keep is None else row & keep
     return ModelMask(
-        own,
+        FULL if own == FULL else own,  # one object: compilers guard on identity
         (batch_size, 1, q_length, kv_length),
         keep=keep,
         q_offset=q_offset,
@@ -308,10 +311,9 @@ def attention_forward(
         _check_self_attention(module, mask, query.shape[2], key.shape[2])
     compiling = torch.compiler.is_compiling()
     one_query = query.shape[2] == 1 and sparse is None and softcap is None and s_aux is None
-    if one_query and (not compiling or mask.mask == FULL):
+    if one_query and mask.mask == FULL:
         # One query against a growing cache: a plan for every new length would cost more than it skips.
-        row = mask.keep if compiling else mask.one_row(query.shape[0], key.shape[2], key.device)
-        added = _bias(position_bias, attention_mask, row, query.dtype)
+        added = _bias(position_bias, attention_mask, mask.keep, query.dtype)
         out = nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=added, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -382,8 +384,8 @@ def _as_model_mask(
 def _from_tensor(given: Tensor, shape: tuple[int, int, int, int]) -> ModelMask:
     if given.dtype != torch.bool:
         return ModelMask(FULL, shape)  # additive: it becomes the bias
-    if torch.compiler.is_compiling():
-        return ModelMask(FULL, shape, keep=given)
+    if torch.compiler.is_compiling() or shape[2] == 1:
+        return ModelMask(FULL, shape, keep=given.expand(-1, -1, -1, shape[3]))
     keep = given.expand(-1, -1, shape[2], shape[3])
     # A tensor used as it is keeps its identity, by which layers share its plan.
     return ModelMask(

@@ -129,6 +129,9 @@ def batched_attention(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, heads, q_len, _ = q.shape
     out = torch.zeros_like(q) if v.shape[-1] == q.shape[-1] else q.new_zeros(*q.shape[:-1], v.shape[-1])
+    # The same memory with the strides of a contiguous tensor. Under deterministic algorithms, CUDA's index_put (PyTorch
+    # 2.11) writes to wrong rows if the dimension of a single head has another stride.
+    target = out.squeeze(1).unsqueeze(1) if heads == 1 else out
     lse = torch.full((batch, heads, q_len), -torch.inf, dtype=dtype, device=q.device)
     group = heads // k.shape[1]
     rows_of = layout.pattern_of if len(layout.pattern_of) > 1 else layout.pattern_of * batch
@@ -158,7 +161,7 @@ def batched_attention(
                     result, row_lse = _attend_fused(*part, rows, columns, keep, added, scale)
                 else:
                     result, row_lse = _attend(*part, rows, columns, keep, added, scale, softcap, dtype)
-                out[batches, head_range, rows.flatten()] = result.to(q.dtype)
+                target[batches, head_range, rows.flatten()] = result.to(q.dtype)
                 lse[batches, head_range, rows.flatten()] = row_lse
     if sinks is not None:
         share = torch.sigmoid(lse - sinks.to(dtype).view(1, heads, 1))

@@ -17,6 +17,7 @@ from stof.layout.config import LayoutConfig
 from stof.layout.device.build import device_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
+from stof.layout.limits import check_numbers, check_tiles
 from stof.layout.strips import SPAN, Strip, strip_scores, strips
 from stof.layout.tiles import tiles_of
 from stof.masks.base import Mask, check_lengths, check_sizes
@@ -52,6 +53,7 @@ def build_layout(
     Raises:
         ShapeError: the mask does not fit the lengths, batch or heads, or one of them is below 1.
         ArgumentError: `row_order` is not a permutation.
+        TooLargeError: the layout takes more memory than there is.
     """
     config = LayoutConfig() if config is None else config
     check_lengths(q_len, kv_len)
@@ -59,6 +61,7 @@ def build_layout(
     mask.check(q_len, kv_len)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
     order = checked_order(row_order, q_len, device)
+    check_tiles(HeadMask(mask, q_len, kv_len, 0, 0, order, torch.device(device)), config)
     if order is None and torch.device(device).type == "cuda":
         dims = (mask_batch, mask_heads)
         layout = device_layout(mask, q_len, kv_len, config, dims, _PARTIAL_HUNDREDTHS, torch.device(device))
@@ -217,6 +220,7 @@ def laid_out(
     order: Tensor | None,
 ) -> Layout:
     """The same from the tiles of all masks, one after the other, and the number of each partial tile's bitmap."""
+    check_numbers(config, len(joined.partial), len(bitmaps), bitmaps.device)
     bitmaps, number = _by_first_use(bitmaps, number)
     partial_count = joined.partial_count
     pointers = torch.nn.functional.pad(joined.tile_count.cumsum(0), (1, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from stof.errors import ShapeError
 from stof.layout.head_mask import HeadMask
+from stof.layout.limits import check_strip
 from stof.masks.base import Mask
 from stof.masks.bounds import Range
 from stof.masks.index import Index
@@ -23,6 +25,8 @@ SPAN = 256
 
 # Masks that list no spans are asked about each stretch where there are so many keys that this costs less than it saves.
 ASKED_FROM = 2**13
+# Stretches, or groups of as many stretches each, that one question covers where nothing is known of larger groups.
+ASKED_AT_ONCE = 2**12
 
 
 def strip_scores(device: torch.device) -> int:
@@ -49,10 +53,11 @@ def strips(own: HeadMask, block_m: int) -> Iterator[Strip]:
     mask, q_len, kv_len, order, device = own.mask, own.q_len, own.kv_len, own.order, own.device
     row_blocks = own.row_blocks(block_m)
     most = strip_scores(device)
-    everything = torch.arange(kv_len, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
     batch_index = torch.tensor([own.b], device=device)
     head_index = torch.tensor([own.h], device=device)
-    corner = Index.make(everything[:1], everything[:1], q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
+    corner = Index.make(zero, zero, q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
+    everything: Tensor | None = None
     first = 0
     while first < row_blocks:
         count = min(max(1, most // (block_m * kv_len)), row_blocks - first)
@@ -65,10 +70,16 @@ def strips(own: HeadMask, block_m: int) -> Iterator[Strip]:
                 wider = _stretches(mask, first * block_m, min((first + more) * block_m, q_len), corner)
                 if wider is None or more * block_m * len(wider) * SPAN > most:
                     break
+                # Where keys move along with the rows, more of both evaluates scores far from the diagonal.
+                if 2 * len(wider) > 3 * len(spans) and count * block_m * len(spans) * SPAN >= most // 16:
+                    break
                 count, spans = more, wider
         start, stop = first * block_m, min((first + count) * block_m, q_len)
-        kv, chosen = everything, None
-        if spans is not None:
+        check_strip(own, count * block_m, kv_len if spans is None else len(spans) * SPAN)
+        if spans is None:
+            everything = kv = torch.arange(kv_len, device=device) if everything is None else everything
+            chosen = None
+        else:
             chosen = torch.tensor(spans, device=device)
             kv = (chosen[:, None] * SPAN + torch.arange(SPAN, device=device)).flatten()
             kv = kv[: len(kv) - max(0, (spans[-1] + 1) * SPAN - kv_len)]
@@ -93,20 +104,45 @@ def _stretches(mask: Mask, start: int, stop: int, corner: Index) -> list[int] | 
     """
     kv_len = corner.kv_len
     known = mask.spans(start, stop - 1, kv_len)
-    found: set[int] = set()
     if known is not None:
-        for low, high in known:
-            low, high = max(low, 0), min(high, kv_len)
-            if low < high:
-                found.update(range(low // SPAN, (high - 1) // SPAN + 1))
-    elif kv_len >= ASKED_FROM:
-        first = torch.arange(0, kv_len, SPAN, device=corner.device).view(1, 1, 1, -1)
-        rows = Range(corner.q - corner.q + start, corner.q - corner.q + (stop - 1))
-        columns = Range(first, (first + SPAN - 1).clamp(max=kv_len - 1))
+        ranges = _merged(known, kv_len)
+        few = sum(map(len, ranges)) * SPAN <= 0.9 * kv_len
+        return (list(itertools.chain.from_iterable(ranges)) or [0]) if few else None
+    if kv_len < ASKED_FROM:
+        return None
+    asked = _asked(mask, start, stop, corner)
+    return (asked.tolist() or [0]) if len(asked) * SPAN <= 0.9 * kv_len else None
+
+
+def _merged(known: list[tuple[int, int]], kv_len: int) -> list[range]:
+    """The stretches that key ranges `[start, stop)` overlap: disjoint, in order."""
+    out: list[range] = []
+    for low, high in sorted(known):
+        low, high = max(low, 0), min(high, kv_len)
+        if low >= high:
+            continue
+        first, stop = low // SPAN, (high - 1) // SPAN + 1
+        if out and first <= out[-1].stop:
+            out[-1] = range(out[-1].start, max(stop, out[-1].stop))
+        else:
+            out.append(range(first, stop))
+    return out
+
+
+def _asked(mask: Mask, start: int, stop: int, corner: Index) -> Tensor:
+    """The stretches that may keep something, in order; of many, groups are asked about first."""
+    kv_len = corner.kv_len
+    rows = Range(corner.q - corner.q + start, corner.q - corner.q + (stop - 1))
+    size = SPAN
+    while size * ASKED_AT_ONCE < kv_len:
+        size *= ASKED_AT_ONCE
+    first = torch.arange(0, kv_len, size, device=corner.device)
+    while True:
+        columns = Range(first.view(1, 1, 1, -1), (first + size - 1).clamp(max=kv_len - 1).view(1, 1, 1, -1))
         nothing = mask.over(replace(corner, q=rows, kv=columns)).nothing  # type: ignore[arg-type]
-        found.update((~nothing).expand(first.shape).flatten().nonzero()[:, 0].tolist())
-    else:
-        return None
-    if len(found) * SPAN > 0.9 * kv_len:
-        return None
-    return sorted(found) or [0]
+        first = first[~nothing.expand(1, 1, 1, len(first)).flatten()]
+        if size == SPAN:
+            return torch.div(first, SPAN, rounding_mode="floor")
+        size //= ASKED_AT_ONCE
+        first = (first[:, None] + torch.arange(0, size * ASKED_AT_ONCE, size, device=first.device)).flatten()
+        first = first[first < kv_len]

@@ -45,6 +45,8 @@ class Composite(Mask):
     _batch: int = field(init=False, compare=False, default=1)
     _heads: int = field(init=False, compare=False, default=1)
     _binds_late: bool = field(init=False, compare=False, default=False)
+    _depends_on_batch: bool = field(init=False, compare=False, default=False)
+    _depends_on_heads: bool = field(init=False, compare=False, default=False)
 
     @property
     def varies(self) -> bool:
@@ -53,7 +55,8 @@ class Composite(Mask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "_batch", _agreed([mask.batch for mask in self.masks], "batch sizes"))
         object.__setattr__(self, "_heads", _agreed([mask.heads for mask in self.masks], "numbers of heads"))
-        object.__setattr__(self, "_binds_late", any(mask.binds_late for mask in self.masks))
+        for name in ("binds_late", "depends_on_batch", "depends_on_heads"):
+            object.__setattr__(self, f"_{name}", any(getattr(mask, name) for mask in self.masks))
         super().__post_init__()
 
     def check(self, q_len: int, kv_len: int) -> None:
@@ -79,11 +82,11 @@ class Composite(Mask):
 
     @property
     def depends_on_batch(self) -> bool:
-        return any(mask.depends_on_batch for mask in self.masks)
+        return self._depends_on_batch
 
     @property
     def depends_on_heads(self) -> bool:
-        return any(mask.depends_on_heads for mask in self.masks)
+        return self._depends_on_heads
 
     @property
     def grows(self) -> bool:

@@ -60,6 +60,8 @@ def _integers(what: str, values: object, low: int) -> tuple[int, ...]:
     assert isinstance(values, Sequence)
     if not values:
         raise MaskError(f"{what} is empty; give one value per sequence")
+    if all(type(value) is int for value in values) and low <= min(values) and max(values) < 2**31:
+        return tuple(values)
     return tuple(_integer(what, value, low) for value in values)
 
 

@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -158,8 +159,12 @@ class SinkTokens(Rule):
         return (index.kv < self.tokens) & (index.q >= index.kv)
 
 
-# Entries of a table that answers for rectangles: beyond, they are evaluated.
+# Entries of a table that answers for rectangles: beyond, they are evaluated. Also of a table of blocks that are taken.
 _TABLE = 2**22
+# Random blocks of a row block up to which comparing with each of them is fastest.
+_FEW = 16
+# Random blocks drawn for some row blocks over all there are: beyond, hardly any block is left out.
+_DENSE = 4
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -181,15 +186,23 @@ class RandomBlocks(Rule):
         return False  # blocks are drawn from all there are
 
     def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        row_blocks = torch.arange(first // self.block_size, last // self.block_size + 1, device="cpu")
-        chosen = self.choose(row_blocks, -(-kv_len // self.block_size)).unique().tolist()
-        return [(block * self.block_size, (block + 1) * self.block_size) for block in chosen]
+        size, key_blocks = self.block_size, -(-kv_len // self.block_size)
+        row_blocks = torch.arange(first // size, last // size + 1, device="cpu")
+        if len(row_blocks) * min(self.blocks, key_blocks) > _DENSE * key_blocks:
+            return None
+        chosen = self.choose(row_blocks, key_blocks).unique().tolist()
+        return [(block * size, (block + 1) * size) for block in chosen]
 
     def evaluate(self, index: Index) -> Tensor:
         kv_blocks = -(-index.kv_len // self.block_size)
         row_block = torch.div(index.q, self.block_size, rounding_mode="floor")
         kv_block = torch.div(index.kv, self.block_size, rounding_mode="floor")
         chosen = self.choose(row_block.flatten(), kv_blocks)
+        if chosen.shape[1] > _FEW:
+            chosen = chosen.sort().values.view(*row_block.shape[:3], -1)
+            wanted = torch.broadcast_tensors(row_block, kv_block)[1].contiguous()
+            place = torch.searchsorted(chosen, wanted).clamp_(max=chosen.shape[-1] - 1)
+            return chosen.gather(-1, place) == wanted
         keep = torch.zeros_like(row_block, dtype=torch.bool)
         for column in chosen.unbind(1):
             keep = keep | (column.view_as(row_block) == kv_block)
@@ -212,15 +225,33 @@ class RandomBlocks(Rule):
 
     def choose(self, row_block: Tensor, kv_blocks: int) -> Tensor:
         """Distinct key blocks of each row block `[R, min(blocks, kv_blocks)]` (Floyd's sampling)."""
+        picks = min(self.blocks, kv_blocks)
+        if picks > _FEW and kv_blocks <= picks * picks:
+            parts = row_block.split(max(1, _TABLE // kv_blocks))
+            return torch.cat([self._choose_many(part, kv_blocks, picks) for part in parts])
         picked: list[Tensor] = []
-        for turn, top in enumerate(range(kv_blocks - min(self.blocks, kv_blocks), kv_blocks)):
-            key = row_block * 1_000_003 + turn * 7_919 + (self.seed & 0xFFFF_FFFF) * 104_729
-            draw = torch.remainder(_mix(_mix(key & 0x7FFFFFFF) + 0x9E3779B), top + 1)
+        for turn, top in enumerate(range(kv_blocks - picks, kv_blocks)):
+            draw = self._draw(row_block, turn, top)
             taken = torch.zeros_like(draw, dtype=torch.bool)
             for earlier in picked:
                 taken |= earlier == draw
             picked.append(torch.where(taken, top, draw))
         return torch.stack(picked, dim=1)
+
+    def _choose_many(self, row_block: Tensor, kv_blocks: int, picks: int) -> Tensor:
+        """`choose` with a table of the blocks that are taken, where comparing all pairs of picks costs more."""
+        turns = torch.arange(picks, device=row_block.device)[:, None]
+        draws = self._draw(row_block, turns, turns + (kv_blocks - picks))  # [picks, R]
+        taken = torch.zeros(kv_blocks, len(row_block), dtype=torch.bool, device=row_block.device)
+        for top, draw in enumerate(draws.unsqueeze(1).unbind(0), start=kv_blocks - picks):
+            draw.masked_fill_(taken.gather(0, draw), top)
+            taken.scatter_(0, draw, True)
+        return draws.T
+
+    def _draw(self, row_block: Tensor, turn: int | Tensor, top: int | Tensor) -> Tensor:
+        """Numbers from 0 to `top`, by row block and turn."""
+        key = row_block * 1_000_003 + turn * 7_919 + (self.seed & 0xFFFF_FFFF) * 104_729
+        return torch.remainder(_mix(_mix(key & 0x7FFFFFFF) + 0x9E3779B), top + 1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -290,13 +321,28 @@ class Documents(Rule):
         del mask_batch, mask_heads
         return numbered(self.runs)[:, None]
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
         return sum(length for _, length in self.runs[0])
 
     @property
     def in_order(self) -> bool:
         return self._stops is not None
+
+    @functools.cached_property
+    def _ids(self) -> numpy.ndarray:
+        """int64 `[batch, length]`: the document of each token."""
+        runs = numpy.array(list(itertools.chain.from_iterable(self.runs)), dtype=numpy.int64)
+        return numpy.repeat(runs[:, 0], runs[:, 1]).reshape(len(self.runs), self.length)
+
+    @functools.cached_property
+    def _tables(self) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
+        """Where the runs of each sequence end, and whether each is a document; one more for rows past the last one."""
+        out = []
+        for runs in self.runs:
+            ids, lengths = numpy.array(runs, dtype=numpy.int64).T
+            out.append((lengths.cumsum(), numpy.append(ids >= 0, False)))
+        return out
 
     @functools.cached_property
     def _stops(self) -> list[list[int]] | None:
@@ -325,14 +371,12 @@ class Documents(Rule):
         if self._stops is None:
             return Kept.unknown(index.device)
         number = int(index.b) if len(self.runs) > 1 else 0
-        stops = torch.tensor(self._stops[number], device=index.device)
+        stops, seen = (torch.as_tensor(table, device=index.device) for table in self._tables[number])
         first, last, left, right = (
             torch.searchsorted(stops, end.contiguous(), right=True)
             for x in (index.q, index.kv)
             for end in (Range.of(x).low, Range.of(x).high)
         )
-        # One more for rows past the last document.
-        seen = torch.tensor([doc >= 0 for doc, _ in self.runs[number]] + [False], device=index.device)
         one_row, one_column = first == last, left == right
         nothing = (last < left) | (right < first) | (one_row & ~seen[first]) | (one_column & ~seen[left])
         return Kept(nothing, one_row & one_column & (first == left) & seen[first])
@@ -345,14 +389,8 @@ class Documents(Rule):
             )
 
     def evaluate(self, index: Index) -> Tensor:
-        device = index.device
-        rows = []
-        for runs in self.runs:
-            ids = torch.tensor([run[0] for run in runs], dtype=torch.int64, device=device)
-            counts = torch.tensor([run[1] for run in runs], dtype=torch.int64, device=device)
-            rows.append(torch.repeat_interleave(ids, counts, output_size=self.length))
-        table = torch.stack(rows)
-        b = index.b if len(rows) > 1 else torch.zeros_like(index.b)[:1]
+        table = torch.as_tensor(self._ids, device=index.device)
+        b = index.b if len(table) > 1 else torch.zeros_like(index.b)[:1]
         # Rows past the last document (a query offset beyond it) belong to no document.
         inside = index.q < self.length
         q_doc = table[b, index.q.clamp(max=self.length - 1)]

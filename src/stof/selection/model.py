@@ -24,6 +24,9 @@ from stof.selection.capabilities import CallSpec
 from stof.selection.choice import Choice
 from stof.selection.resources import ON_HOPPER, head_dim_class, occupancy, one_by_one
 
+# The device whose constants stand in for those of devices that were never tuned.
+DEFAULT_DEVICE = "NVIDIA H200"
+_DATA = resources.files("stof.selection") / "data"
 # Query rows the decode implementation takes: with the heads of a group they fill the rows of a matrix product.
 DECODE_ROWS = 16
 # Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 products.
@@ -93,6 +96,7 @@ class DeviceModel:
         bytes_per_us: memory bandwidth.
         row_wise: microseconds of a row, and of one kept key at head_dim 64, of the row-wise kernel, whole machine.
         kernels: by the key of `kernel_key`.
+        stands_in_for: the device these constants are used for, where that was never tuned; else "".
     """
 
     device: str
@@ -102,6 +106,17 @@ class DeviceModel:
     bytes_per_us: float
     row_wise: tuple[float, float]
     kernels: dict[str, KernelTimes]
+    stands_in_for: str = ""
+
+    def notice(self) -> str:
+        """What people are told of constants that are another device's; "" for a device that was tuned."""
+        if not self.stands_in_for:
+            return ""
+        return (
+            f"{self.stands_in_for} was never tuned, so kernels are chosen by times estimated with the constants of "
+            f"{self.device}: results are right, but a faster kernel may be passed over. `stof tune --device --output "
+            f"{_DATA / slug(self.stands_in_for)}.json` measures this GPU, and later processes use what it writes"
+        )
 
 
 def kernel_key(choice: Choice, call: CallSpec) -> str:
@@ -129,17 +144,25 @@ def kernel_key(choice: Choice, call: CallSpec) -> str:
 
 
 def load_model(device: str) -> DeviceModel:
-    """Constants of a device by its name; those of the H200 for one that was never tuned."""
-    return _load(device.lower().replace(" ", "-"))
+    """Constants of a device by its name; for one that was never tuned those of the H200, which say so."""
+    own = _load(slug(device))
+    return own or replace(_tuned(_load(slug(DEFAULT_DEVICE))), stands_in_for=device)
+
+
+def slug(device: str) -> str:
+    """A device's name as a file's."""
+    return device.lower().replace(" ", "-")
+
+
+def _tuned(model: DeviceModel | None) -> DeviceModel:
+    assert model is not None, f"the package's file of {DEFAULT_DEVICE} is missing"
+    return model
 
 
 @functools.cache
-def _load(slug: str) -> DeviceModel:
-    folder = resources.files("stof.selection") / "data"
-    file = folder / f"{slug}.json"
-    if not file.is_file():
-        file = folder / "nvidia-h200.json"
-    return model_from_dict(json.loads(file.read_text(encoding="utf-8")))
+def _load(name: str) -> DeviceModel | None:
+    file = _DATA / f"{name}.json"
+    return model_from_dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
 def model_from_dict(values: dict[str, Any]) -> DeviceModel:

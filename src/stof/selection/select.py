@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import warnings
 from dataclasses import dataclass, replace
 
@@ -31,17 +33,21 @@ class Candidate:
         refusals: why it cannot run; empty when it can.
         choice: how it would run; None when it cannot.
         estimate_us: GPU time by the cost model, None where there is none.
+        constants_of: the device whose constants the estimate uses, where the call's own was never tuned; else "".
     """
 
     name: str
     refusals: tuple[str, ...]
     choice: Choice | None = None
     estimate_us: float | None = None
+    constants_of: str = ""
 
     def __str__(self) -> str:
         if self.refusals:
             return f"{self.name}: refuses ({'; '.join(self.refusals)})"
         cost = "no estimate" if self.estimate_us is None else f"{self.estimate_us:.1f} us estimated"
+        if self.constants_of and self.estimate_us is not None:
+            cost += f" with the constants of {self.constants_of} (stof tune --device measures this GPU; see stof info)"
         return f"{self.choice or self.name}: {cost}"
 
 
@@ -166,8 +172,13 @@ def weighed(choices: list[Choice], call: CallSpec, device: torch.device, geometr
         if reason is not None:
             bad.append(Candidate(choice.implementation, (reason,), choice))
         elif worthwhile(choice, counted, simpler=False):
-            good.append(Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model)))
+            good.append(_estimated(choice, call, counted, model))
     return sorted(good, key=lambda c: (c.estimate_us is None, c.estimate_us or 0.0)) + bad
+
+
+def _estimated(choice: Choice, call: CallSpec, counted: Survey, model: DeviceModel) -> Candidate:
+    constants_of = model.device if model.stands_in_for else ""
+    return Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model), constants_of)
 
 
 def _failure(choice: Choice, call: CallSpec, device: torch.device, geometry: Geometry, limit: int) -> str | None:
@@ -206,12 +217,12 @@ def _weigh(
             elif starves(choice, call, counted):
                 starved.append((choice, counted))
             else:
-                good.append(Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model)))
+                good.append(_estimated(choice, call, counted, model))
     # Wider tiles serve instead, where there are any: a plan with a layout of its own may have none.
     served = {candidate.name for candidate in good}
     for choice, counted in starved:
         if choice.implementation not in served:
-            good.append(Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model)))
+            good.append(_estimated(choice, call, counted, model))
     return good, bad, waste
 
 
@@ -227,14 +238,21 @@ def _contiguous(choice: Choice) -> Choice:
 
 
 def device_model(device: torch.device) -> DeviceModel:
-    """The cost model of a device, with its own number of multiprocessors where it was never tuned."""
+    """The cost model of a device, with its own number of multiprocessors where it was never tuned, which is logged."""
     properties = torch.cuda.get_device_properties(device)
     model = load_model(properties.name)
+    if model.stands_in_for:
+        _log_once(model.notice())
     return replace(
         model,
         multiprocessors=properties.multi_processor_count,
         shared_bytes=properties.shared_memory_per_multiprocessor,
     )
+
+
+@functools.cache
+def _log_once(notice: str) -> None:
+    logging.getLogger("stof").warning("%s", notice)
 
 
 def choose(

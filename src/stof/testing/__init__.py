@@ -10,15 +10,18 @@ Nothing here calls a kernel of STOF: a test that compares against `oracle_attent
 
 from stof.testing.inputs import MEMORY_LAYOUTS, AttentionInputs, make_inputs, spread
 from stof.testing.oracle import ErrorBudget, assert_attention, error_budget, oracle_attention, plain_attention
+from stof.testing.random_calls import RandomCall, random_call
 
 __all__ = [
     "MEMORY_LAYOUTS",
     "AttentionInputs",
     "ErrorBudget",
+    "RandomCall",
     "assert_attention",
     "error_budget",
     "make_inputs",
     "oracle_attention",
     "plain_attention",
+    "random_call",
     "spread",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ COLUMN_MULTIPLE = 16
 # takes 158.0 so, 158.5 with 1024 rows alone, 166.1 with 512 alone, and `is_causal=True` 160.5 in the same run.
 SHARED_ROWS = (1024, 256)
 SHARED_COLUMNS = 384
+
+# Above this many keys, tensors with one element per key leave out long ranges of keys that no tile contains. A range is
+# a multiple of `SPAN` keys.
+COMPACTED_FROM = 2**20
+SPAN = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +64,8 @@ class Schedule:
 
 def make_schedule(layout: Layout) -> Schedule:
     """Derive the schedule; a loop over row blocks, done once per plan."""
-    layout = layout.to("cpu")
-    writer = _Writer()
+    layout, spans = _compacted(layout.to("cpu"))
+    writer = _Writer(spans)
     live = layout.tile_live()
     for pattern in range(layout.patterns):
         used = _used_columns(layout, pattern, live)
@@ -75,6 +80,31 @@ def make_schedule(layout: Layout) -> Schedule:
         pattern_of=layout.pattern_of,
         rows=rows,
     )
+
+
+def _compacted(layout: Layout) -> tuple[Layout, Tensor | None]:
+    """The layout between fewer keys, and where each span of its keys begins among the original ones.
+
+    Columns keep their order, and neighbours stay neighbours: one unused span stands for each range that is left out.
+    """
+    if layout.kv_len <= COMPACTED_FROM:
+        return layout, None
+    starts = torch.cat([layout.tile_base[layout.tile_base >= 0], layout.gathered[layout.gathered >= 0]]).long()
+    last = (layout.kv_len - 1) // SPAN  # ends where the keys end
+    # A tile or slab begins in one span and ends in the same or the next one.
+    ends = torch.cat([starts, starts + layout.config.block_n - 1]).clamp(max=layout.kv_len - 1)
+    used = torch.div(ends, SPAN, rounding_mode="floor").unique()
+    # The span before each one separates it from the range before.
+    held = torch.cat([used, (used - 1).clamp(min=0), torch.tensor([last], device="cpu")]).unique()
+
+    def mapped(columns: Tensor) -> Tensor:
+        span = torch.div(columns.clamp(min=0), SPAN, rounding_mode="floor").long()
+        number = torch.searchsorted(held, span)
+        return torch.where(columns < 0, columns, number * SPAN + torch.remainder(columns, SPAN)).int()
+
+    kv_len = (len(held) - 1) * SPAN + layout.kv_len - last * SPAN
+    compacted = replace(layout, kv_len=kv_len, tile_base=mapped(layout.tile_base), gathered=mapped(layout.gathered))
+    return compacted, held * SPAN
 
 
 def _used_columns(layout: Layout, pattern: int, live: Tensor) -> Tensor:
@@ -175,9 +205,10 @@ def _gathered(layout: Layout, first: int, last: int, rows: int, wanted: Tensor) 
 
 
 class _Writer:
-    """Collects steps; shares equal masks."""
+    """Collects steps; shares equal masks. `spans` as of `_compacted`, to write original columns."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Tensor | None) -> None:
+        self._spans = spans
         self.masks: list[Tensor] = []
         self._steps: dict[int, list[Step]] = {}
         self._columns: list[Tensor] = []
@@ -185,6 +216,8 @@ class _Writer:
         self._seen: dict[bytes, int] = {}
 
     def add(self, pattern: int, rows: tuple[int, int], columns: Tensor, keep: Tensor | None, *, merge: bool) -> None:
+        if self._spans is not None:
+            columns = self._spans[torch.div(columns, SPAN, rounding_mode="floor")] + torch.remainder(columns, SPAN)
         count = len(columns)
         first, number = int(columns[0]) if count else 0, 0
         if count and int(columns[-1]) - first + 1 != count:

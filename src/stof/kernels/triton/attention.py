@@ -64,13 +64,14 @@ def bind_block_wise(
 
     The call takes tensors with the shapes, strides, dtypes and device of those given here.
     """
-    if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-        return _with_contiguous_rows(work, config, scale, softcap)
+    if not _fits(q, 1) or not all(_fits(x, _ROW_UNITS.get(x.dtype, 1)) for x in (k, v)):
+        return _with_copies(work, config, scale, softcap)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     out = empty_output(q, v)
     copy_out = out.stride(3) != 1
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    kv_strides = (*_strides(k), *_strides(v))
+    unit = _ROW_UNITS.get(k.dtype, 1) if any(n % 16 for n in (head_dim, value_dim, *kv_strides)) else 1
     out_strides = out.stride()[:3] if not copy_out else (heads * q_len * value_dim, q_len * value_dim, value_dim)
 
     per_group = heads // kv_heads
@@ -97,17 +98,17 @@ def bind_block_wise(
             work.full_columns, work.row_order if permuted else work.pattern_of,
         ),
         (
-            *strides, *out_strides, *bias_strides,
+            *q.stride()[:3], *[n // unit for n in kv_strides], *out_strides, *bias_strides,
             0 if mask_batch == 1 else mask_heads, 0 if mask_heads == 1 else 1,
-            groups, heads, groups_per_batch, per_group, q_len, head_dim, value_dim, items, side,
-            work.chunks, work.splits, scale if modified else scale * math.log2(math.e), softcap,
+            groups, heads, groups_per_batch, per_group, q_len, head_dim // unit, value_dim // unit,
+            items, side, work.chunks, work.splits, scale if modified else scale * math.log2(math.e), softcap,
         ),
         (
             work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
             work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
             work.splits > 0, work.may_poison, work.shared, work.bases, modified, softcap > 0, bias is not None,
-            stretches, stretches and work.kv_len % STRETCH == 0, sinks is not None, _is_wide(q, k, v, out, bias),
-            k.stride(2) == v.stride(2),
+            stretches, stretches and work.kv_len % STRETCH == 0, sinks is not None, unit,
+            _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
             "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages, takes_turns(q.device),
         ),
         num_warps=config.num_warps,
@@ -122,7 +123,11 @@ def bind_block_wise(
     chunk_size = groups * work.chunks * block_m
     counters_size = groups * work.splits
 
+    copied = _with_copies(work, config, scale, softcap)
+
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        if (k.data_ptr() | v.data_ptr()) & 15:
+            return copied(q, k, v, bias, sinks)
         result = out = empty_output(q, v)
         if copy_out:
             out = torch.empty_like(result, memory_format=torch.contiguous_format)
@@ -140,16 +145,42 @@ def bind_block_wise(
     return call
 
 
-def _with_contiguous_rows(work: Work, config: BlockWiseConfig, scale: float, softcap: float) -> BoundCall:
-    """A call for tensors whose last dimension is not contiguous: it copies them."""
+# Rows of K and V begin and end at multiples of 16 bytes. Copies of less than 4 bytes to shared memory are not
+# asynchronous: Triton then puts K and V at one shared memory address, where the assembler (ptxas 12.8, sm_90) takes the
+# matrix descriptor of one for that of the other. Copies of 4 bytes, as of float32, are asynchronous.
+_ROW_UNITS = {torch.float16: 8, torch.bfloat16: 8}
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Those of the first three dimensions, 0 where a dimension has one entry."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+
+
+def _fits(x: Tensor, unit: int) -> bool:
+    """Whether the kernel can read a tensor: its rows are contiguous, and whole units (elements)."""
+    return (x.stride(3) == 1 or x.shape[3] == 1) and not any(n % unit for n in (x.shape[3], *_strides(x)))
+
+
+def _with_copies(work: Work, config: BlockWiseConfig, scale: float, softcap: float) -> BoundCall:
+    """A call for tensors that the kernel cannot read as they are: it reads copies, padded with zeros to whole units."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         result = empty_output(q, v)
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = (_padded(x, _ROW_UNITS.get(x.dtype, 1)) for x in (q, k, v))
         out, lse = block_wise_attention(q, k, v, work, config, scale=scale, softcap=softcap, bias=bias, sinks=sinks)
-        return (out if out.stride() == result.stride() else result.copy_(out)), lse
+        return result.copy_(out[..., : result.shape[3]]), lse
 
     return call
+
+
+def _padded(x: Tensor, unit: int) -> Tensor:
+    """The tensor if its rows are whole aligned units; else a contiguous copy, its rows padded with zeros to `unit`s."""
+    width = x.shape[3]
+    if _fits(x, unit) and x.data_ptr() % 16 == 0:
+        return x
+    copy = x.new_zeros(*x.shape[:3], -(-width // unit) * unit)
+    copy[..., :width] = x
+    return copy
 
 
 def _is_wide(*tensors: Tensor | None) -> bool:

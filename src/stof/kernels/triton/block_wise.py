@@ -53,6 +53,7 @@ def _step(
     STRETCHES: tl.constexpr,  # the bias is loaded in whole stretches, 16 bytes at once
     PAD_D: tl.constexpr,
     PAD_V: tl.constexpr,
+    UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     SAME_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -65,9 +66,9 @@ def _step(
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_V)
     at = columns.to(tl.int64) if WIDE else columns
-    k_at = at[:, None] * stride_ks
+    k_at = at[:, None] * stride_ks * UNIT
     # One multiplication serves both where K and V lie alike, as they nearly always do.
-    v_at = k_at if SAME_STRIDE else at[:, None] * stride_vs
+    v_at = k_at if SAME_STRIDE else at[:, None] * stride_vs * UNIT
     if PAD_D:
         k = tl.load(k_ptr + k_at + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
     else:
@@ -279,6 +280,7 @@ def block_wise_kernel(
     FULL_STRETCHES: tl.constexpr,  # full tiles' biases lie in stretches, see `Work.stretches`, at aligned offsets
     PARTIAL_STRETCHES: tl.constexpr,  # partial tiles' do, and none reaches past the last key
     HAS_SINKS: tl.constexpr,
+    UNIT: tl.constexpr,  # elements; head_dim, value_dim and the strides of K and V count these
     WIDE: tl.constexpr,
     SAME_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -286,6 +288,9 @@ def block_wise_kernel(
     CHAINED: tl.constexpr,
 ):
     take_turn(CHAINED)
+    # Products with a constant: the compiler knows then that rows begin and end at multiples of it.
+    head_dim = head_dim * UNIT
+    value_dim = value_dim * UNIT
     program = tl.program_id(0)
     batch_of_groups = items * side
     item = (program % batch_of_groups) // side
@@ -345,8 +350,8 @@ def block_wise_kernel(
     out_base = out_ptr + b64 * stride_ob
     q_ptrs = q_base + (head.to(tl.int64) * stride_qh + row * stride_qs)[:, None] + d[None, :]
     q = tl.load(q_ptrs, mask=row_ok[:, None] & (d < head_dim)[None, :] if PAD_D else row_ok[:, None], other=0.0)
-    k_base = k_ptr + b64 * stride_kb + kv_head.to(tl.int64) * stride_kh
-    v_base = v_ptr + b64 * stride_vb + kv_head.to(tl.int64) * stride_vh
+    k_base = k_ptr + (b64 * stride_kb + kv_head.to(tl.int64) * stride_kh) * UNIT
+    v_base = v_ptr + (b64 * stride_vb + kv_head.to(tl.int64) * stride_vh) * UNIT
     bias_row = b64 * stride_bb + head.to(tl.int64) * stride_bh + row.to(tl.int64) * stride_bq
     if FULL_STRETCHES:
         # Strides that are multiples of 8 but not of 16 do not tell by themselves.
@@ -392,7 +397,8 @@ def block_wise_kernel(
             acc, m_i, l_i = _step(
                 q, acc, m_i, l_i, columns, words, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
                 stride_bk, scale, softcap, head_dim, value_dim, True, MODIFIED, HAS_SOFTCAP, HAS_BIAS,
-                PARTIAL_STRETCHES, PAD_D, PAD_V, WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                PARTIAL_STRETCHES, PAD_D, PAD_V, UNIT, WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
+                BLOCK_V,
             )  # fmt: skip
         if HAS_FULL and FULL_GATHERED:
             next_columns = full_columns
@@ -411,7 +417,8 @@ def block_wise_kernel(
             acc, m_i, l_i = _step(
                 q, acc, m_i, l_i, columns, 0, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
                 stride_bk, scale, softcap, head_dim, value_dim, False, MODIFIED, HAS_SOFTCAP, HAS_BIAS,
-                FULL_STRETCHES, PAD_D, PAD_V, WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                FULL_STRETCHES, PAD_D, PAD_V, UNIT, WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
+                BLOCK_V,
             )  # fmt: skip
 
     if SPLIT:
