@@ -197,7 +197,8 @@ class _Finder:
             case ast.AugAssign(a, op, b) if type(op) in ARITHMETIC and not _is_sequence(b):
                 old, new = ARITHMETIC[type(op)]
                 yield from self.between("arithmetic", a, b, re.escape(old), new)
-            case ast.BoolOp(op, values):
+            # Without a GPU no graph is captured, and one operand is what it always is.
+            case ast.BoolOp(op, values) if "capturing" not in ast.unparse(node):
                 old, new = ("and", "or") if isinstance(op, ast.And) else ("or", "and")
                 for a, b in itertools.pairwise(values):
                     yield from self.between("and/or", a, b, rf"\b{old}\b", new)
