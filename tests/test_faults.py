@@ -229,9 +229,9 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", home)
     files._warn_homeless.cache_clear()
+
+
 @pytest.mark.slow
-
-
 def test_without_a_home_folder_optimize_warns_once_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     homeless(monkeypatch)
     model, x = torch.nn.Linear(8, 8).eval(), torch.randn(2, 8)

@@ -64,9 +64,9 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def run(*words: str) -> Any:
     torch.compiler.reset()
     return CliRunner().invoke(app, ["tune", *words])
+
+
 @pytest.mark.slow
-
-
 def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
     own_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,9 +30,9 @@ def test_demo_command(tmp_path: Path) -> None:
         assert wanted in run.stdout
     assert "nan" not in run.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.slow
-
-
 def test_packed_embeddings_are_the_padded_ones() -> None:
     outcomes = jobs.embed_passages(texts.passages(40), torch.device("cpu"), lambda step: None, rounds=1)
     assert len(outcomes) == 2
