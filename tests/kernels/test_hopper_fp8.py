@@ -53,10 +53,10 @@ class EighthsTwin(Twin):
         a.q_desc = scaled(a.q_desc, factors[..., 0])
         shares = factors.shape[1] // a.v_desc.base.shape[1]
         a.v_desc = scaled(lengthwise(a.v_desc), factors[:, ::shares, 1])
-        a.k_slab_desc, a.v_slab_desc = a.k_aside_desc, None
-        if a.v_aside_desc is not None:
-            shares = factors.shape[1] // a.v_aside_desc.base.shape[1]
-            a.v_slab_desc = scaled(lengthwise(a.v_aside_desc), factors[:, ::shares, 1])
+        a.k_slab_desc, a.v_slab_desc = a.k_compacted_desc, None
+        if a.v_compacted_desc is not None:
+            shares = factors.shape[1] // a.v_compacted_desc.base.shape[1]
+            a.v_slab_desc = scaled(lengthwise(a.v_compacted_desc), factors[:, ::shares, 1])
         self.run(launch, a)
 
 

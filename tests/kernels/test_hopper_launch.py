@@ -57,7 +57,7 @@ class Twin:
         """All jobs, dealt out as the kernel's thread blocks do."""
         a.copied = {}
         written = torch.zeros(a.lse_ptr.shape, dtype=torch.int32)
-        jobs = a.jobs_ptr[: launch.grid].tolist()
+        jobs = a.work_list_ptr[: launch.grid].tolist()
         queued, count = jobs[0][12] > launch.grid, jobs[0][12]
         assert queued == a.PERSISTENT
         while jobs:
@@ -69,7 +69,7 @@ class Twin:
                 claimed = int(a.counters_ptr[0])
                 a.counters_ptr[0] = 0 if claimed == count - 1 else claimed + 1
                 if launch.grid + claimed < count:
-                    jobs.append(a.jobs_ptr[launch.grid + claimed].tolist())
+                    jobs.append(a.work_list_ptr[launch.grid + claimed].tolist())
         assert bool((written == 1).all())
         assert not (a.SPLIT or queued) or not bool(a.counters_ptr.any())
 

@@ -128,7 +128,7 @@ def _store_columns(columns_ptr, place, column, ok, PAIRED: tl.constexpr):
 @triton.jit
 @no_type_check
 def refresh_work(
-    jobs_ptr,  # [J + 1, WORK_SIZE] int32
+    work_list_ptr,  # [W + 1, WORK_SIZE] int32
     ranges_ptr,  # [I, RANGE_FIELDS] int32
     columns_ptr,  # [T + 2, SLABS] int32
     jobs,
@@ -138,7 +138,7 @@ def refresh_work(
     """Give jobs the tiles that their items have now: numbers, first bitmap and columns, and what spoils the result."""
     x = tl.program_id(0) * COPY + tl.arange(0, COPY)
     ok = x < jobs
-    job_ptr = jobs_ptr + x * SIZE
+    job_ptr = work_list_ptr + x * SIZE
     range_ptr = ranges_ptr + tl.load(job_ptr + 14, mask=ok, other=0) * RANGE
     begin = tl.load(range_ptr, mask=ok, other=0)
     # Whoever updates a plan while it attends reads nonsense; but a job without a tile would never end.

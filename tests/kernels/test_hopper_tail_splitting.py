@@ -20,7 +20,7 @@ from tests.kernels.test_hopper_launch import Twin, check_call, inputs, twin  # n
 
 
 def last_end(cost: Tensor, blocks: int) -> float:
-    return max(tile_scheduler._play(cost.tolist(), blocks)[1])
+    return max(tile_scheduler._simulate(cost.tolist(), blocks)[1])
 
 
 @given(
@@ -48,7 +48,7 @@ def test_chunks_are_the_jobs(tiles: list[int], blocks: int, weight: float, uncut
         assert list(itertools.pairwise(bounds)) == list(zip(begin[mine].tolist(), end[mine].tolist(), strict=True))
         assert bounds[-1] == count[number]
         assert len(mine) == 1 or not (whole[number] or number < first)
-        assert len(mine) == 1 or int((end - begin)[mine].min()) >= tile_scheduler._LEAST // 2
+        assert len(mine) == 1 or int((end - begin)[mine].min()) >= tile_scheduler._MIN_TILES // 2
     length = end - begin
     parts = torch.bincount(job)[job]
     assert last_end(length * weight + torch.where(parts > 1, 0.0, 0.6), blocks) <= last_end(cost, blocks) + 1e-6
@@ -64,7 +64,7 @@ def test_ends_lie_together(jobs: int, tiles: int) -> None:
     assert 0 < int(cut.sum()) < 300
     uncut, after = last_end(cost, 132), last_end(end - begin + torch.where(cut, tile_scheduler._MERGE_COST, 0.6), 132)
     mean = float(cost.sum()) / 132
-    assert after <= max(1.01 * mean, mean + tile_scheduler._LEAST)
+    assert after <= max(1.01 * mean, mean + tile_scheduler._MIN_TILES)
     assert after < uncut
 
 
