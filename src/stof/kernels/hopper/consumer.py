@@ -89,9 +89,9 @@ def _split_bitmap(bitmap, PAIRED: gl.constexpr):
 @gluon.jit
 @no_type_check
 def out_stage(work_index, Q_STAGES: gl.constexpr):
-    """Return the stage of Q through which the previous work tile's output is stored: its own.
+    """Return the stage of Q in which the previous work tile's output is staged.
 
-    With two stages it is the current work tile's, whose Q is in registers by then.
+    With three stages its own; with two that of the current work tile, whose Q is in registers by then.
     """
     return work_index % 2 if Q_STAGES == 2 else (work_index + Q_STAGES - 1) % Q_STAGES
 
@@ -108,7 +108,7 @@ def advance(kv_state, STAGES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def skip_stages(kv_state, number, v_full, kv_empty, STAGES: gl.constexpr):
-    """Skip `number` pipeline stages: wait until each is full, release it, and return the last state."""
+    """Skip `number` pipeline stages: wait until V of each is full, release it, and return the last state."""
     for _ in range(number):
         kv_state = advance(kv_state, STAGES)
         # A release before the stage is full would count for the tile that was there before.
@@ -156,7 +156,8 @@ def _lazy_tile(
         s = warpgroup_mma(q, keys, no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         if PARTIAL:
-            # Else each bit's predicate would be kept for this in every tile: 27 instructions, one after the other.
+            # Without `reload_by_lane`, ptxas keeps each bit's predicate for this rare branch in every tile: 27 dependent
+            # instructions.
             s = masked(s, reload_by_lane(words), BLOCK_N)
         p, m_i, alpha, sums = probabilities(s, m_i, factor, 0.0, PARTIAL, False, False, False, BLOCK_N)
         l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None]
@@ -306,7 +307,7 @@ def consumer(
                             LAST_MERGES, False, ticket,
                         )  # fmt: skip
                         if Q_STAGES > 1:
-                            # At most the store just issued is under way: the stage before is free.
+                            # Only the store just issued may be pending: release the stage of the output before it.
                             tma.store_wait(1)
                             mbarrier.arrive(
                                 q_empty.index((work_index + 1) % Q_STAGES), count=1, pred=work_index > Q_STAGES - 2

@@ -4,21 +4,27 @@ Thread blocks are persistent and take work tiles from the list of the tile sched
 of one row block, for one batch entry and one head. One producer warp copies Q, K and V to shared memory; each consumer
 warpgroup owns 64 rows of the row block.
 
-Roles, barriers and pipeline stages; "arrive" completes a phase of a barrier, "wait" blocks until it is complete:
+Roles, barriers and pipeline stages. A phase of a "full" barrier completes when the TMA bytes that the producer expects
+have landed, a phase of an "empty" one when all consumer warpgroups (GROUPS) have arrived. `i` counts tiles over all
+work tiles of a thread block. The first copies are issued before the warps specialise; stage 0 of V counts as full.
 
-| barrier         | stages   | producer warp                      | each consumer warpgroup                     |
-|-----------------|----------|------------------------------------|---------------------------------------------|
-| q_full          | Q_STAGES | arrive: TMA of a work tile's Q     | wait before its first QK matmul             |
-| q_empty         | Q_STAGES | wait before the copy of a later Q  | arrive when Q and output staged there done  |
-| k_full          | STAGES   | arrive: TMA of K, and of the bias  | wait before the QK matmul of the tile       |
-| v_full          | STAGES   | arrive: TMA of V                   | wait before the PV matmul of that tile      |
-| kv_empty        | STAGES   | wait before the copy of V of tile i| arrive after QK of tile i + 1 and PV of     |
-|                 |          | (K of tile i + 1 follows there)    | tile i, which share a stage                 |
-| descriptor_full | 3        | arrive: the next work tile         | wait at the end of a work tile              |
-| named, 8 and up | a group  | -                                  | ping-pong: one group issues its matmuls     |
-|                 |          |                                    | while another computes exponentials         |
+| barrier         | stages   | producer warp                        | each consumer warpgroup                      |
+|-----------------|----------|--------------------------------------|----------------------------------------------|
+| q_full          | Q_STAGES | copies Q of a work tile              | wait before the work tile's first QK matmul  |
+| q_empty         | Q_STAGES | wait before it copies the Q that is  | arrive when neither Q nor the output staged  |
+|                 |          | Q_STAGES work tiles later            | in this stage is read any more               |
+| k_full          | STAGES   | copies K of tile i (and the bias)    | wait before QK of tile i                     |
+| v_full          | STAGES   | copies V of tile i to stage i + 1    | wait before PV of tile i                     |
+| kv_empty        | STAGES   | wait before it copies V of tile i;   | arrive after QK of tile i + 1 and PV of      |
+|                 |          | K of tile i + 1 needs no other wait  | tile i, or when it skips the stage           |
+| descriptor_full | 3        | writes the next work tile            | wait at the end of a work tile (PERSISTENT)  |
+| named 8 to 10   | GROUPS   | -                                    | ping-pong: wait on 8 + g, issue QK and PV,   |
+|                 |          |                                      | arrive at 8 + (g + 1) % GROUPS               |
+| named 11 to 13  | GROUPS   | -                                    | votes of a warpgroup (`any_greater`)         |
 
-Stage s holds K of tile i and V of tile i - 1; stage 0 of V starts with zeros.
+A warpgroup that skips a tile releases its stage early; the other warpgroups, which compute it, still hold the stage.
+Descriptors need no "empty" barrier: the producer waits for the release of Q before it is a whole ring ahead.
+Stage i % STAGES holds K of tile i and V of tile i - 1; before the first tile, the consumers write zeros for V.
 
     consumer, tile i:   QK(i) issue | PV(i-1) issue | wait QK | mask, softmax(i) | wait PV | release stage | pack P(i)
 
@@ -119,7 +125,7 @@ def forward_kernel(
     launch_next(USE_PDL)
     if DYNAMIC:
         wait_previous(USE_PDL)
-    # Registers of a producer thread: with 24, its addresses spill.
+    # Registers of a producer thread: 24, but where its addresses would spill 56 or 72.
     PRODUCER: gl.constexpr = 72 if PAIRED else 56 if GROUPS == 1 and D == 128 else 24
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = tile_layout(dtype, BLOCK_N, D, 2)
@@ -131,7 +137,8 @@ def forward_kernel(
         bias_smem = gl.allocate_shared_memory(bias_desc.dtype, [STAGES * GROUPS, 64, BLOCK_N], bias_layout)
     else:
         bias_smem = k_smem
-    # Output is stored through the stage of Q that it was computed from, where Q has several stages.
+    # Output is staged in a stage of Q: of three that of the finished work tile, of two that of the current one, whose Q
+    # is in registers by then.
     if Q_STAGES > 1:
         out_smem = q_smem
     else:
@@ -145,8 +152,8 @@ def forward_kernel(
     descriptors = q_full
     descriptor_full = q_full
     if PERSISTENT:
-        # Only here: otherwise this memory would overlap barriers that are initialised and not used, and those writes
-        # may land later.
+        # Allocated only if used: Triton may reuse the memory of barriers that are initialised but never waited on, and
+        # the initialisation could land after the new owner's write.
         descriptors = gl.allocate_shared_memory(gl.int32, [DESCRIPTOR_STAGES, 32], descriptor_layout())
         descriptor_full = gl.allocate_shared_memory(gl.int64, [DESCRIPTOR_STAGES, 1], mbarrier.MBarrierLayout())
     # A descriptor and the columns of its first tile are one load of 128 bytes. Barriers are initialised while it is

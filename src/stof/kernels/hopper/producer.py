@@ -15,8 +15,8 @@ from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE
 FIELDS = gl.constexpr(WORK_FIELDS)
 SIZE = gl.constexpr(WORK_SIZE)
 COMPACTED_AT = gl.constexpr(ASIDE)
-# Stages of the ring of work-tile descriptors. The producer waits for Q of the work tile three before to be released, so
-# it is never further ahead. The last field of a descriptor is the index of its work tile.
+# Stages of the ring of work-tile descriptors. The producer waits until Q of the work tile Q_STAGES (at most 3) before is
+# released, so it is never further ahead. The last field of a descriptor is the work tile's position in the work list.
 DESCRIPTOR_STAGES = gl.constexpr(3)
 INDEX_FIELD = gl.constexpr(WORK_FIELDS - 1)
 # The next work tile is fetched when so many tiles of this one are left to copy. The atomic takes a microsecond, and a
@@ -118,9 +118,9 @@ def copy_tile(
 
     Args:
         columns: first column of each slab of the tile, one a lane.
-        slab_desc: of slabs; or of compacted columns, for tiles whose first column is `COMPACTED` or more.
-        SLAB: 0 for contiguous tiles, BLOCK_N for whole tiles from either tensor, else columns of a slab; runs of 64
-            columns are copied at once.
+        slab_desc: tensor map of slabs, or of compacted columns.
+        SLAB: 0 for contiguous or evenly spaced tiles; BLOCK_N for whole tiles, of compacted columns if the first column
+            is COMPACTED_AT or more; else columns of a slab. An entry `-1 - c` is a run of 64 columns from c.
         MORE: bytes of other copies that complete on the same barrier.
         TRANSPOSED: tiles are `[D, keys]`; whole tiles only.
     """
@@ -290,7 +290,7 @@ def producer(
                     # Overlaps the wait for a free stage of V.
                     taken = shfl_idx(fetched, 0)
                     if taken == work_count - 1:
-                        # Each thread block takes one number too many, so this is the last; the next launch needs 0.
+                        # Every thread block takes one number past the end, so this is the last one; reset the counter.
                         gl.store(counter_ptr, 0)
                     next_number = gl.minimum(gl.num_programs(0) + taken, work_count)
                     next_work = gl.load(work_list_ptr + next_number * SIZE)

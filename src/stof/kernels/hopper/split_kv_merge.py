@@ -1,14 +1,19 @@
-"""Split-KV merge: chunks of a row block store partial results in global memory, and one of them adds all up.
+"""Split-KV merge: chunks of a row block store partial results in global memory, and one chunk adds all up.
 
-Two ways, each without a race and without waiting for a thread block that may not run yet:
+A partial result is the unnormalised output of 64 rows with its row maxima and row sums. Both ways below give the same
+bits on every run, and reset their counters for the next launch.
 
-- `merge_by_last` (one warpgroup to a thread block): every chunk takes a ticket when it ends and stores its partial
-  result. The chunk with the last ticket waits for the stores of the others, which are under way, and adds them up in
-  chunk order, so the result does not depend on which chunk was last.
-- `merge_pairwise` (several warpgroups): chunks merge in pairs, then pairs of pairs. The first of a pair stores its
-  partial result and goes on; the second adds it to its own. The sum of two parts has the same bits in either order.
+`merge_by_last` (thread blocks of one warpgroup). A chunk takes a ticket with an atomic when its last scores are done,
+and stores its partial result in its epilogue. Every chunk but the last ticket's then releases: each warp adds 1 to a
+second counter (`red.release`). The chunk with the last ticket waits until that counter shows all warps of the others
+(`ld.acquire`), so their stores are visible, and adds up all partial results in chunk order. It cannot deadlock: all
+others hold tickets, and between its ticket and its release a thread block waits only for its own producer.
 
-Counters return to zero, so the next launch finds them as this one did.
+`merge_pairwise` (thread blocks of two or three warpgroups). Chunks merge in a fixed binary tree. Both chunks of a pair
+store their partial results; then each adds 1 to the pair's counter with acquire and release semantics. The chunk that
+finds 1 there is the second: it reads the other's partial result, adds it and continues one level up. The other one is
+done. Nobody waits. A pair is named by its right chunk, which is in this role on one level only, so one counter a chunk
+suffices. The sum of two parts has the same bits in either order.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from triton.experimental.gluon import language as gl
 
 from stof.kernels.hopper.intrinsics import cleared, mul_rn, thread_barrier
 
-# Row maxima and row sums of a chunk: two rows for each of 128 threads, as these hold them.
+# Row maxima and row sums of a chunk: each of 128 threads holds both for two rows.
 MAX_AND_SUM_SIZE = 4 * 128
 _ML_SIZE = gl.constexpr(MAX_AND_SUM_SIZE)
 
@@ -42,7 +47,11 @@ def take_ticket(counter_ptr, parts):
 @gluon.jit
 @no_type_check
 def _is_last(ticket, parts):
-    """Whether the first thread holds the last of `parts` tickets; synchronises the warpgroup."""
+    """Whether the first thread holds the last of `parts` tickets; synchronises the warpgroup.
+
+    All other threads hold ticket 0, which is never the last of two or more. Named barrier 11 is also that of
+    `any_greater` in warpgroup 0: the same 128 threads, one use after the other.
+    """
     answer = gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 t; add.u32 t, $1, 1; setp.eq.u32 p, t, $2; barrier.cta.red.or.pred p, 11, 128, p; "
         "selp.u32 $0, 1, 0, p; }",
@@ -125,7 +134,7 @@ def _load_partial(out_ptr, ml_ptr, number, rows_layout: gl.constexpr, D: gl.cons
     """Load the partial result of a chunk: output `[D / 2, 128]` in register order, row maxima, row sums."""
     number = number.to(gl.int64)
     ml_at = _thread_address(ml_ptr + number * _ML_SIZE) + gl.full([64], 0, gl.int64, layout=rows_layout)
-    # .cg: another multiprocessor wrote it.
+    # .cg: past the L1 cache, as another multiprocessor may have written it.
     m, total = gl.inline_asm_elementwise(
         "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l,l", [ml_at],
         dtype=(gl.float32, gl.float32), is_pure=False, pack=2,
@@ -152,7 +161,7 @@ def _merge(acc, m, total, acc_c, m_c, l_c):
 @gluon.jit
 @no_type_check
 def _merge_all(acc, m, out_ptr, ml_ptr, parts, PREFETCH: gl.constexpr):
-    """Add up all chunks in chunk order and return `(acc, m, total)`."""
+    """Load all partial results, this chunk's included, and add them up in chunk order: `(acc, m, total)`."""
     D: gl.constexpr = acc.shape[1]
     acc_layout: gl.constexpr = acc.type.layout
     rows_layout: gl.constexpr = m.type.layout
@@ -181,8 +190,8 @@ def merge_by_last(
 ):  # fmt: skip
     """Store this chunk's partial result; the chunk with the last ticket merges all and returns `write` as true.
 
-    For thread blocks of one warpgroup. The last chunk waits only for chunks that have ended, so thread blocks need not
-    run at the same time.
+    For thread blocks of one warpgroup; see the top of this file. The last chunk waits only for chunks that hold a
+    ticket, so thread blocks need not run at the same time.
 
     Args:
         slot: of the row block's first chunk. The ticket counter is at `slot`, the counter of stored warps behind it.
@@ -201,6 +210,7 @@ def merge_by_last(
         _wait(counters_ptr + slot + 1, 4 * (parts - 1))
         out_ptr = chunk_out_ptr + slot * (64 * D)
         acc, m, total = _merge_all(acc, m, out_ptr, chunk_ml_ptr + slot * _ML_SIZE, parts, PREFETCH)
+        # A warp that still waits must not find the counter reset.
         thread_barrier()
         gl.store(counters_ptr + slot, 0)
         gl.store(counters_ptr + slot + 1, 0)
@@ -216,8 +226,10 @@ def merge_pairwise(
 ):  # fmt: skip
     """Merge chunks in pairs; returns `(acc, m, total, write)`, `write` true for the one that merged all.
 
-    For several warpgroups, which lack the registers that `merge_by_last` takes. The first of a pair to end stores its
-    partial result; the second, which an atomic counter tells apart, adds it to its own and goes on to the next level.
+    For several warpgroups, which lack the registers that `merge_by_last` takes; see the top of this file.
+
+    Args:
+        slot: of the row block's first chunk and this warpgroup: chunks are GROUPS slots apart.
     """
     D: gl.constexpr = acc.shape[1]
     rows_layout: gl.constexpr = m.type.layout
@@ -242,7 +254,7 @@ def merge_pairwise(
             write = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == 1
             if write:
                 thread_barrier()
-                # .cg: another multiprocessor wrote it.
+                # .cg: past the L1 cache, as another multiprocessor may have written it.
                 m_c = gl.load(chunk_ml_ptr + other_slot * 128 + r, cache_modifier=".cg")
                 l_c = gl.load(chunk_ml_ptr + other_slot * 128 + 64 + r, cache_modifier=".cg")
                 acc_c = gl.load(chunk_out_ptr + other_slot * (64 * D) + at, cache_modifier=".cg")

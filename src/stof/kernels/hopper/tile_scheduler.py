@@ -30,7 +30,7 @@ WORK_FIELDS = 16
 WORK_SIZE = 32
 # For pairs of row blocks, the fields of the first one. Pairs do not need what these fields hold otherwise.
 PAIR_LEFT_OUT, PAIR_BITMAP = 6, 10
-# A work tile that could take this many times what is left until the end goes to the front: estimates are rough.
+# A work tile goes to the front of the list if this many times its estimated cost exceeds the time that is left.
 LATE = 1.5
 # Cost of starting and ending a work tile, in full tiles.
 _START_COST = 0.6
@@ -70,19 +70,19 @@ def work_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
         - 14: for tiles made on the device, the item;
         - 15: used by the kernel, for the index of the work tile.
 
-        For pairs of row blocks, the two fields from `PAIR_LEFT_OUT` on hold how many tiles each row block skips at its
-        begin, and the two from `PAIR_BITMAP` on the bitmaps of their first tiles. Fields 16 to 31 hold the columns of
-        the first tile, so that its copy starts as soon as the descriptor is there.
+        For pairs of row blocks, the two fields from `PAIR_LEFT_OUT` on hold how many tiles of the pair each row block
+        skips in total, and the two from `PAIR_BITMAP` on the bitmaps of their first tiles. Fields 16 to 31 hold the
+        columns of the first tile, so that its copy starts as soon as the descriptor is there.
     """
     mask_batch, mask_heads = lists.pattern_of.shape
     pattern_of = lists.pattern_of.cpu().expand(batch if mask_batch == 1 else mask_batch, -1)
     pattern = pattern_of.expand(-1, heads if mask_heads == 1 else mask_heads).reshape(-1).long()
     item_ptr = lists.item_ptr.long()
     count = item_ptr.diff()[pattern]
-    group = torch.repeat_interleave(torch.arange(len(pattern)), count)
-    item = torch.arange(len(group)) - (count.cumsum(0) - count)[group] + item_ptr[pattern[group]]
+    batch_head = torch.repeat_interleave(torch.arange(len(pattern)), count)
+    item = torch.arange(len(batch_head)) - (count.cumsum(0) - count)[batch_head] + item_ptr[pattern[batch_head]]
     rows = lists.items[item].long()
-    rows[:, 5] += group * lists.chunks
+    rows[:, 5] += batch_head * lists.chunks
     tiles = rows[:, 1:4].clone()
     if lists.paired:
         # A pair takes as long as its warpgroup with more tiles.
@@ -90,22 +90,22 @@ def work_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     cost = work_costs(rows[:, 0], tiles, lists)
     # Groups of `side` heads follow each other, the longest work tiles of each first. A work tile that would still run
     # at the end goes before all groups.
-    together = torch.div(group, side, rounding_mode="floor")
+    together = torch.div(batch_head, side, rounding_mode="floor")
     share = cost.sum() / blocks
     of_heads = torch.zeros(int(together.max()) + 1, dtype=cost.dtype).index_add_(0, together, cost)
     start = (of_heads.cumsum(0) - of_heads)[together] / blocks
     together[(start + LATE * cost > share) & (cost > share / 8)] = -1
     order = torch.argsort(cost, descending=True, stable=True)
     order = order[torch.argsort(together[order], stable=True)]
-    rows, group, item = rows[order], group[order], item[order]
+    rows, batch_head, item = rows[order], batch_head[order], item[order]
     if not lists.ranges.numel() and not lists.paired:
-        rows, group = _with_split_tail(rows, group, cost[order], blocks, lists)
+        rows, batch_head = _with_split_tail(rows, batch_head, cost[order], blocks, lists)
     work = torch.zeros(len(rows) + 1, WORK_SIZE, dtype=torch.int32)
     work[:-1, 0] = rows[:, 0]
-    work[:-1, 1] = torch.div(group, heads, rounding_mode="floor")
-    work[:-1, 2] = group % heads
+    work[:-1, 1] = torch.div(batch_head, heads, rounding_mode="floor")
+    work[:-1, 2] = batch_head % heads
     work[:-1, 3:9] = rows[:, 1:7]
-    work[:-1, 9] = pattern[group]
+    work[:-1, 9] = pattern[batch_head]
     work[:-1, 10] = rows[:, 7]
     work[:-1, 12] = len(rows)
     if lists.ranges.numel():
@@ -158,7 +158,7 @@ def _with_split_tail(rows: Tensor, group: Tensor, cost: Tensor, blocks: int, lis
     return torch.where(split[:, None], torch.stack(chunks, 1), rows), group
 
 
-def split_tail(tiles: Tensor, cost: Tensor, whole: Tensor, blocks: int) -> Tensor:
+def split_tail(tiles: Tensor, cost: Tensor, fixed: Tensor, blocks: int) -> Tensor:
     """Split the last work tiles so that all thread blocks end at about the same time.
 
     Work tiles of one length leave the machine half empty in the last round: 2048 of them on 132 thread blocks take 16
@@ -169,7 +169,7 @@ def split_tail(tiles: Tensor, cost: Tensor, whole: Tensor, blocks: int) -> Tenso
     Args:
         tiles: int64 `[W]`, tiles of each work tile in the order in which thread blocks take them.
         cost: float `[W]`, in full tiles.
-        whole: bool `[W]`, work tiles that cannot be split.
+        fixed: bool `[W]`, chunks of row blocks that are split already; they are not split again.
         blocks: thread blocks that run at once. Their first work tiles are not split.
 
     Returns:
@@ -183,7 +183,7 @@ def split_tail(tiles: Tensor, cost: Tensor, whole: Tensor, blocks: int) -> Tenso
     starts, unsplit_ends = _simulate(costs, blocks)
     share = sum(costs) / blocks
     late = torch.tensor(starts) + cost > share
-    late &= (tiles >= 2 * _MIN_TILES) & ~whole
+    late &= (tiles >= 2 * _MIN_TILES) & ~fixed
     late[:blocks] = False
     split = sorted(late.nonzero()[:, 0].tolist(), key=lambda work: -costs[work])
     if not split:
@@ -244,9 +244,9 @@ def _fill(lengths: list[int], tile_costs: list[float], room: list[float]) -> lis
 def choose_first_tile(item: Tensor, covered: Tensor, full: Tensor) -> Tensor:
     """Return the tile with which each item begins, bool `[T]`: most covered rows, and partial rather than full.
 
-    The kernel scores a tile against the row maxima of the tiles before it, and computes the tile again where these do
-    not serve, as where a row meets its first key. So an item begins with a tile in which every row has a key, if there
-    is one.
+    The kernel takes the scores of a tile against the row maxima of earlier tiles, and computes the tile again where
+    they exceed these by too much, as for the first key of a row. So an item begins with a tile in which every row has
+    a key, if there is one.
 
     Args:
         item: int64 `[T]`, the item of each tile.
