@@ -24,7 +24,10 @@ DRAWN, PIXELS, GAP = 512, 128, 12
 DRAWN_AS = {"grid": "neighborhood_2d(16, 32, 7)"}
 INK = ("#FFFFFF", "#B9CBDB", "#7FA3C4", "#456986", "#12283D")
 COLOURS = dict(zip(KINDS, ("#0072B2", "#E69F00", "#56B4E9", "#D55E00"), strict=True))
-ROW = re.compile(r"^\| !\[[^]]*\]\(images/gallery/(?P<name>[\w-]+)\.svg\) \| `(?P<mask>[^`]+)` \| (?P<figures>.*) \|$")
+BAR = "&#124;"  # "|" within a table
+ROW = re.compile(
+    r"^\| !\[[^]]*\]\(images/gallery/(?P<name>[\w-]+)\.svg\) \| <code>(?P<mask>[^<]+)</code> \| (?P<figures>.*) \|$"
+)
 
 
 def layout_of(mask: str, length: int, block: int) -> Layout:
@@ -73,14 +76,14 @@ def rows() -> list[tuple[str, str, str]]:
     """Name, mask and figures of each row of the gallery's table."""
     lines = (FOLDER / "gallery.md").read_text(encoding="utf-8").splitlines()
     found = filter(None, map(ROW.match, lines))
-    return [(row["name"], row["mask"].replace("\\|", "|"), row["figures"]) for row in found]
+    return [(row["name"], row["mask"].replace(BAR, "|"), row["figures"]) for row in found]
 
 
 def main() -> None:
     for name, mask, _ in rows():
         (FOLDER / "images" / "gallery" / f"{name}.svg").write_text(picture(DRAWN_AS.get(name, mask)), encoding="utf-8")
-        text = mask.replace("|", "\\|")
-        print(f"| ![{name}](images/gallery/{name}.svg) | `{text}` | {figures(mask)} |")
+        text = mask.replace("|", BAR)
+        print(f"| ![{name}](images/gallery/{name}.svg) | <code>{text}</code> | {figures(mask)} |")
 
 
 if __name__ == "__main__":
