@@ -28,6 +28,8 @@ BAR = "&#124;"  # "|" within a table
 ROW = re.compile(
     r"^\| !\[[^]]*\]\(images/gallery/(?P<name>[\w-]+)\.svg\) \| <code>(?P<mask>[^<]+)</code> \| (?P<figures>.*) \|$"
 )
+    r"^\| !\[[^]]*\]\(images/gallery/(?P<name>[\w-]+)\.svg\) \| <code>(?P<mask>[^<]+)</code> \| (?P<figures>.*) \|$"
+)
 
 
 def layout_of(mask: str, length: int, block: int) -> Layout:
@@ -67,7 +69,7 @@ def picture(mask: str) -> str:
     frames = "".join(f'<rect x="{x}" width="{PIXELS}" height="{PIXELS}"/>' for x in (0, PIXELS + GAP))
     drawn = "".join(f'<path fill="{colour}" d="{path}"/>' for colour, path in paths if path)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width + 2} {PIXELS + 2}" width="{2 * width}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width + 2} {PIXELS + 2}" width="{width}" height="{PIXELS}" '
         f'shape-rendering="crispEdges"><g fill="#FFF" stroke="#5B6670">{frames}</g>{drawn}</svg>\n'
     )
 
