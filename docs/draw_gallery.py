@@ -28,8 +28,6 @@ BAR = "&#124;"  # "|" within a table
 ROW = re.compile(
     r"^\| !\[[^]]*\]\(images/gallery/(?P<name>[\w-]+)\.svg\) \| <code>(?P<mask>[^<]+)</code> \| (?P<figures>.*) \|$"
 )
-    r"^\| !\[[^]]*\]\(images/gallery/(?P<name>[\w-]+)\.svg\) \| <code>(?P<mask>[^<]+)</code> \| (?P<figures>.*) \|$"
-)
 
 
 def layout_of(mask: str, length: int, block: int) -> Layout:
@@ -65,11 +63,11 @@ def picture(mask: str) -> str:
     paths = [(INK[level], runs(shade == level, 0)) for level in range(1, len(INK))]
     kind = torch.where(raster.tiles.sum(0) > 0, raster.tiles.argmax(0), -1)
     paths += [(colour, runs(kind == number, PIXELS + GAP)) for number, colour in enumerate(COLOURS.values())]
-    width = 2 * PIXELS + GAP
+    width, height = 2 * PIXELS + GAP + 2, PIXELS + 2
     frames = "".join(f'<rect x="{x}" width="{PIXELS}" height="{PIXELS}"/>' for x in (0, PIXELS + GAP))
     drawn = "".join(f'<path fill="{colour}" d="{path}"/>' for colour, path in paths if path)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width + 2} {PIXELS + 2}" width="{width}" height="{PIXELS}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width} {height}" width="{width}" height="{height}" '
         f'shape-rendering="crispEdges"><g fill="#FFF" stroke="#5B6670">{frames}</g>{drawn}</svg>\n'
     )
 

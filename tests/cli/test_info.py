@@ -134,5 +134,5 @@ def test_another_distribution_of_the_same_name_is_told(monkeypatch: pytest.Monke
         return real(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    assert ("a distribution named stof (9.9) is installed" in run_info()) == installed
+    assert ("a distribution named stof (9.9) is installed beside" in run_info()) == installed
     assert ("pip uninstall stof" in "".join(info.collect()["warnings"])) == installed

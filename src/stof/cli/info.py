@@ -65,9 +65,8 @@ def _warnings() -> list[str]:
     if version is None:
         return []
     return [
-        f"a distribution named {OTHER_DISTRIBUTION} ({version}) is installed; this project's is stof-attention, and "
-        f"both write the folder stof/. Run: pip uninstall {OTHER_DISTRIBUTION}; pip install --force-reinstall --no-deps "
-        "stof-attention"
+        f"a distribution named {OTHER_DISTRIBUTION} ({version}) is installed beside stof-attention, and both write the "
+        f"folder stof/. Run: pip uninstall {OTHER_DISTRIBUTION}; pip install --force-reinstall --no-deps stof-attention"
     ]
 
 
