@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo: $(VENV)/.demo
 	$(BIN)/stof demo
 
-test: lint types unit
+test: lint types unit docs
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -49,7 +49,7 @@ bench: $(VENV)/.dev
 
 # The documentation site, in site/. Building it needs no network.
 docs: $(VENV)/.docs
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
 clean:

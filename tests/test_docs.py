@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import tomllib
@@ -91,6 +92,17 @@ def test_pages_of_the_site_link_within_it() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in SITE)
+
+
+def test_reference_names_exist() -> None:
+    names = [
+        name for page in SITE for name in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), flags=re.MULTILINE)
+    ]
+    assert len(names) > 30
+    for name in names:
+        path, _, last = name.rpartition(".")
+        found = importlib.import_module(name) if name == "stof.errors" else getattr(importlib.import_module(path), last)
+        assert found.__doc__, name
 
 
 def test_user_documentation_stays_short() -> None:
