@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import runpy
 import tomllib
@@ -134,6 +135,31 @@ def test_gallery_draws_what_the_mask_keeps() -> None:
     assert GALLERY["runs"](torch.tensor([[False, True, True], [True, False, True]]), 10) == (
         "M11 0h2v1h-2zM10 1h1v1h-1zM12 1h1v1h-1z"
     )
+
+
+def speed_ups(file: str, time: str, **shape: int) -> dict[str, float]:
+    """Time of the fastest peer over stof's, by mask, in a file of results."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8"))["rows"]
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row[time] and all(row[key] == value for key, value in shape.items()):
+            times.setdefault(row["mask"], {})[row["impl"]] = row[time]
+    return {
+        mask: min(us for impl, us in found.items() if impl != "stof") / found["stof"] for mask, found in times.items()
+    }
+
+
+def test_figures_of_the_first_pages_are_those_of_the_results() -> None:
+    gpu = speed_ups("h200-attention.json", "gpu_us", heads=32, head_dim=128, q_len=8192)
+    cpu = speed_ups("cpu-attention.json", "call_us", heads=12, head_dim=64, q_len=4096)
+    names = {"strided": "strided", "BigBird": "bigbird", "Longformer": "longformer", "causal": "causal", "full": "full"}
+    names["causal window of 512"] = "window512"
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        table = re.findall(r"^\| ([\w ]+) \| ([\d.]+)x \| ([\d.]+)x \|$", page.read_text("utf-8"), flags=re.MULTILINE)
+        assert {name for name, _, _ in table} == set(names), page
+        for name, on_gpu, on_cpu in table:
+            assert gpu[names[name]] == pytest.approx(float(on_gpu), abs=0.006), name
+            assert cpu[names[name]] == pytest.approx(float(on_cpu), abs=0.06 if float(on_cpu) > 2 else 0.006), name
 
 
 def test_documented_versions_are_those_of_the_distribution() -> None:
