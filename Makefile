@@ -4,14 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint types unit fuzz mutants test-transformers bench clean
+.PHONY: demo test test-all lint types unit fuzz mutants test-transformers bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/stof demo
 
 # 8 minutes or less on two cores; `make test-all` has the rest: compile checks of all kernels and GPUs, slow tests, and
 # the newest supported transformers.
-test: lint types unit
+test: lint types unit docs
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -59,8 +59,13 @@ test-transformers: $(VENV)/.dev $(VENV)/.transformers-tests
 bench: $(VENV)/.dev
 	$(BIN)/stof bench attention --device cpu --masks "full causal window512 longformer bigbird strided dilated" --output benchmarks/results/cpu-attention.json
 
+# The documentation site, in site/. Building it needs no network.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -78,6 +83,10 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/.demo
+
+$(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[docs]'
+	touch $@
 
 # Only compile checks use it (tests/kernels/test_compile.py), in a process of their own.
 $(VENV)/.triton-3.6: $(VENV)/.made tests/kernels/triton-3.6.txt

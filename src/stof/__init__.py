@@ -18,7 +18,7 @@ from stof.plans import Plan, plan_cache
 if TYPE_CHECKING:
     from torch import nn
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DynamicPlan",

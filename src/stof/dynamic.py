@@ -31,7 +31,7 @@ from stof.selection.implementations import prepared_tiles, prepared_work
 from stof.streams import Update
 from stof.validation import usable_device
 
-# The tile that leaves room for two programs or more on a multiprocessor at every head_dim (docs/performance.md).
+# The tile of which two programs or more fit a multiprocessor at every head_dim: benchmarks/notes/attention.md.
 _BLOCK = 64
 # What may run a plan on a GPU.
 _KERNELS = ("hopper", "block_wise")

@@ -107,7 +107,7 @@ def test_searches_see_the_same_times() -> None:
 
 
 def test_measured_times_searched_again(tmp_path: Path) -> None:
-    """What docs/fusion.md says of the stages, on the times of an H200 that it says it of."""
+    """What benchmarks/notes/fusion.md says of the stages, on the times of an H200 that it says it of."""
     results = ROOT / "benchmarks" / "results" / "h200-search.json"
     search(replay=results, output=tmp_path / "again.json")
     content, table = read_table(tmp_path / "again.json")

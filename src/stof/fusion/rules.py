@@ -23,7 +23,7 @@ FLOPS_PER_BYTE = 162.0
 # Copied in a microsecond: the measured 4.2 TB/s.
 BYTES_PER_US = 4.2e6
 # A product of fewer operations than that (about 3 us on an H200), its operands counted as what could be computed while
-# they are copied, is mostly launching, waiting for memory and ending: see "Few rows" in docs/fusion.md.
+# they are copied, is mostly launching, waiting for memory and ending: see "Few rows" in benchmarks/notes/fusion.md.
 FEW_FLOPS = 2e9
 # The longest sequence that any template covers.
 LONGEST = 4

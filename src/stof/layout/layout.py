@@ -1,7 +1,7 @@
 """The two-level layout: which tiles each row block computes, and which scores of a tile count.
 
 Source: STOF (arXiv 2506.06095), section 4.1 (BSR + bitmap, "full" and "part" tiles), generalised to gathered
-columns, permuted rows and shared patterns as `docs/architecture.md` describes.
+columns, permuted rows and shared patterns as `docs/explanation/layout.md` describes.
 """
 
 from __future__ import annotations

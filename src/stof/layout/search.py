@@ -49,7 +49,7 @@ def find_order(
 ) -> tuple[str, Tensor] | None:
     """The row order that makes the mask's row blocks densest, as far as cheap methods tell.
 
-    Needs memory for the mask in float32, at most 4096 columns of it, on `device`; times are in `docs/architecture.md`.
+    Needs memory for the mask in float32, at most 4096 columns of it, on `device` (benchmarks/notes/row-orders.md).
 
     Args:
         mask, q_len, kv_len, batch, heads, device: as for `build_layout`. Masks of several heads or batch entries get

@@ -1,4 +1,4 @@
-"""Masks: what may attend to what, as composable values. See `docs/masks.md` for the cookbook."""
+"""Masks: what may attend to what, as composable values. See `docs/how-to/masks.md` for the cookbook."""
 
 from stof.masks.base import Mask
 from stof.masks.functions import from_function

@@ -1,6 +1,6 @@
 """Named masks. Positions are 0-based; `i` is the query position, `j` the key position.
 
-Every function returns a `Mask` value; see `docs/masks.md` for pictures and recipes.
+Every function returns a `Mask` value; see `docs/how-to/masks.md` for pictures and recipes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from stof.selection.resources import (
 
 # (block_m, block_n, warps, stages, registers) worth having, by head_dim class; `stof tune --device` times them all.
 # Three stages keep K and V of two tiles in flight; four warps on 64 rows leave room for two programs or more on a
-# multiprocessor, which hide each other's softmax (docs/performance.md has the sweep).
+# multiprocessor, which hide each other's softmax (benchmarks/notes/attention.md has the sweep).
 _TILES = {
     64: ((64, 64, 4, 3, 128), (64, 128, 4, 3, 168), (64, 32, 4, 3, 0), (64, 32, 4, 3, 96), (128, 128, 4, 3, 0)),
     128: ((64, 64, 4, 3, 0), (64, 32, 4, 3, 168), (128, 128, 8, 3, 0), (128, 64, 8, 4, 0), (64, 64, 4, 2, 0)),

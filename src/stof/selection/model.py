@@ -52,7 +52,7 @@ _L2 = 9.4e6
 _WAVES = 12
 # What PyTorch takes to lay a bias out in other rows, against copying it as it lies: a guess, its reads are scattered.
 _SCATTERED = 4.0
-# The launch that puts keys aside, which the Hopper kernel waits for (an H200, see `docs/performance.md`).
+# The launch that puts keys aside, which the Hopper kernel waits for (an H200, see `benchmarks/notes/attention.md`).
 _ASIDE_US = 1.5
 
 
