@@ -15,8 +15,8 @@ from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE
 FIELDS = gl.constexpr(WORK_FIELDS)
 SIZE = gl.constexpr(WORK_SIZE)
 COMPACTED_AT = gl.constexpr(ASIDE)
-# Stages of the ring of work-tile descriptors. The producer waits until Q of the work tile Q_STAGES (at most 3) before is
-# released, so it is never further ahead. The last field of a descriptor is the work tile's position in the work list.
+# Stages of the ring of work-tile descriptors. The producer waits until Q of the work tile Q_STAGES (at most 3) before
+# is released, so it is never further ahead. The last field of a descriptor is its position in the work list.
 DESCRIPTOR_STAGES = gl.constexpr(3)
 INDEX_FIELD = gl.constexpr(WORK_FIELDS - 1)
 # The next work tile is fetched when so many tiles of this one are left to copy. The atomic takes a microsecond, and a
