@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import stof
+from benchmarks.results_io import read_rows, write_json
 from stof import files, masks
-from stof.bench.results import read_rows, write_json
 from stof.errors import ArgumentError, LockFileError, PlanFileError
 from stof.files import read_checked, read_json, write_atomically, write_checked
 from stof.fusion.choices import Tuned, choices_path, read_choices, update_choices

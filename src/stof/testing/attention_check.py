@@ -1,0 +1,83 @@
+"""The float64 check that comes before every time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stof.kernels.reference import reference_attention
+from stof.testing.problem import Problem
+
+# Largest |out - float64| / max |float64| accepted before a time is given: some 10 units in the last place of what
+# a row of attention averages over. A wrong mask is off by 0.1 or more.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Exact results of some rows of a problem.
+
+    Attributes:
+        rows: int64 `[R]`, the query positions checked, in all batch entries and heads.
+        out: float64 `[B, H, R, D]`.
+    """
+
+    rows: Tensor
+    out: Tensor
+
+    @staticmethod
+    def of(problem: Problem, most_rows: int, bias: Tensor | None = None) -> Expected:
+        """Exact attention in float64 on at most `most_rows` rows: both ends and a random sample (seed 0).
+
+        `bias`: added to the scores, None or `[1, H, Sq, Skv]`.
+        """
+        q_len, device = problem.shape.q_len, problem.device
+        rows = torch.arange(q_len, device=device)
+        if q_len > most_rows:
+            # The ends hold what goes wrong first: global rows, and tiles that stick out.
+            ends = min(64, most_rows // 4)
+            drawn = torch.randperm(q_len - 2 * ends, generator=torch.Generator().manual_seed(0)) + ends
+            some = drawn[: most_rows - 2 * ends].sort().values.to(device)
+            rows = torch.cat((rows[:ends], some, rows[q_len - ends :]))
+        keep = problem.grid_mask.dense(problem.shape, device, rows)
+        out = float64_attention(
+            problem.q[:, :, rows], problem.k, problem.v, keep, None if bias is None else bias[:, :, rows]
+        )
+        return Expected(rows, out)
+
+    def error(self, out: Tensor) -> float:
+        """`relative_error` on the checked rows; infinity when anything in the whole output is not finite."""
+        if not bool(torch.isfinite(out).all()):
+            return float("inf")
+        return relative_error(out[:, :, self.rows], self.out)
+
+
+def float64_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Dense float64 attention, one batch entry and head and 1024 rows at a time to bound memory; `[B, H, Sq, D]`."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    for b in range(q.shape[0]):
+        one = slice(b, b + 1)
+        for head in range(q.shape[1]):
+            key = slice(head // group, head // group + 1)
+            kept = keep if keep.shape[1] == 1 else keep[:, head : head + 1]
+            kept = kept if kept.shape[0] == 1 else kept[one]
+            wide = k[one, key].double(), v[one, key].double()
+            for start in range(0, q.shape[2], 1024):
+                rows = slice(start, start + 1024)
+                queries = q[one, head : head + 1, rows].double()
+                added = None if bias is None else bias[:, head : head + 1, rows].double()
+                scale = q.shape[-1] ** -0.5
+                out[one, head : head + 1, rows] = reference_attention(
+                    queries, *wide, kept[:, :, rows], scale=scale, bias=added
+                )[0]
+    return out
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """`max |out - expected| / max |expected|`; infinity when anything is not finite."""
+    difference = (out.double() - expected).abs().max()
+    error = float(difference / expected.abs().max().clamp_min(1e-300))
+    return error if error == error else float("inf")

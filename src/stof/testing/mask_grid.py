@@ -1,0 +1,205 @@
+"""The masks and shapes of the benchmark grid (docs/architecture.md defines them)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stof import masks
+from stof.errors import ArgumentError, shown
+from stof.masks import Mask
+from stof.masks.index import Index
+from stof.masks.rules import RandomBlocks
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# `(left, right)` in FlashAttention's sense, aligned to the last query and key; None is unbounded.
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention problem: `[batch, heads, q_len, head_dim]` queries, `kv_heads` key heads of `kv_len`."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_len: int
+    kv_len: int
+
+    @staticmethod
+    def parse(text: str) -> Shape:
+        """`B,H,D,S` or `B,H,Hkv,D,Sq,Skv`."""
+        try:
+            sizes = [int(part) for part in text.split(",")]
+        except ValueError:
+            sizes = []
+        if any(not 0 < size < 2**31 for size in sizes):
+            sizes = []
+        if len(sizes) == 4:
+            batch, heads, head_dim, length = sizes
+            return Shape(batch, heads, heads, head_dim, length, length)
+        if len(sizes) == 6:
+            return Shape(*sizes)
+        raise ArgumentError(
+            f"a shape is B,H,D,S or B,H,Hkv,D,Sq,Skv in numbers from 1 to {2**31 - 1}, got {shown(text)}"
+        )
+
+    def __str__(self) -> str:
+        return f"B{self.batch} H{self.heads}/{self.kv_heads} D{self.head_dim} S{self.q_len}x{self.kv_len}"
+
+
+@dataclass(frozen=True)
+class GridMask:
+    """One mask of the grid in every form a peer wants.
+
+    Attributes:
+        name: name in tables and JSON.
+        mask: the STOF value, for a number of queries.
+        mask_mod: the same for FlexAttention, written the way its users would, for `(q_len, kv_len, device)`.
+        dense_like: class for the geometric means (else sparse).
+        causal: `is_causal=True` computes exactly this mask where `q_len == kv_len`.
+        unmasked: no mask at all computes exactly this mask.
+        window: FlashAttention's `window_size` that computes exactly this mask where `q_len == kv_len`.
+        at_end: the queries stand at the end of the cache, so `window` holds for any lengths.
+    """
+
+    name: str
+    mask: Callable[[int], Mask]
+    mask_mod: Callable[[int, int, torch.device], MaskMod]
+    dense_like: bool
+    causal: bool = False
+    unmasked: bool = False
+    window: Window | None = None
+    at_end: bool = False
+
+    def dense(self, shape: Shape, device: torch.device, rows: Tensor | None = None) -> Tensor:
+        """The mask as bool `[1, 1, R, kv_len]` at the query positions `rows` (int64 `[R]`; all by default).
+
+        Evaluated 1024 rows at a time: the int64 positions of a whole `S x S` rectangle would need 2 GB at S = 16384.
+        """
+        rows = torch.arange(shape.q_len, device=device) if rows is None else rows
+        mask, columns = self.mask(shape.q_len), torch.arange(shape.kv_len, device=device)
+        out = torch.empty(1, 1, len(rows), shape.kv_len, dtype=torch.bool, device=device)
+        for start in range(0, len(rows), 1024):
+            strip = slice(start, start + 1024)
+            index = Index.make(rows[strip], columns, q_len=shape.q_len, kv_len=shape.kv_len)
+            out[:, :, strip] = mask.evaluate(index)
+        return out
+
+
+def window_of(length: int) -> int:
+    """`w = 16 * floor(sqrt(S) / 16)`, the half window and number of global tokens at length S, at least 16."""
+    return max(16, 16 * int(math.sqrt(length) // 16))
+
+
+def _longformer_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
+    del kv_len, device
+    w = window_of(q_len)
+    return lambda b, h, q, k: ((q - k).abs() <= w) | (q < w) | (k < w)
+
+
+def random_blocks(q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """BigBird's random key blocks, int64 `[ceil(q_len / 64), 3]` (fewer columns for fewer than 3 key blocks)."""
+    rows = torch.arange(-(-q_len // 64), device=device)
+    return RandomBlocks(3, 64, 0).choose(rows, -(-kv_len // 64))
+
+
+def _bigbird_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
+    chosen = random_blocks(q_len, kv_len, device)
+    table = torch.zeros(len(chosen), -(-kv_len // 64), dtype=torch.bool, device=device).scatter_(1, chosen, True)
+    local = _longformer_mod(q_len, kv_len, device)
+    return lambda b, h, q, k: local(b, h, q, k) | table[q // 64, k // 64]
+
+
+GRID: dict[str, GridMask] = {
+    grid.name: grid
+    for grid in (
+        GridMask(
+            "full",
+            lambda s: masks.full(),
+            lambda s, t, d: lambda b, h, q, k: q >= 0,
+            dense_like=True,
+            unmasked=True,
+            window=(None, None),
+        ),
+        GridMask(
+            "causal",
+            lambda s: masks.causal(),
+            lambda s, t, d: lambda b, h, q, k: q >= k,
+            dense_like=True,
+            causal=True,
+            window=(None, 0),
+        ),
+        GridMask(
+            "window512",
+            lambda s: masks.sliding_window(511),
+            lambda s, t, d: lambda b, h, q, k: (q >= k) & (q - k < 512),
+            dense_like=True,
+            window=(511, 0),
+        ),
+        GridMask(
+            "longformer",
+            lambda s: masks.longformer(window_of(s), window_of(s)),
+            _longformer_mod,
+            dense_like=False,
+        ),
+        GridMask(
+            "bigbird",
+            lambda s: masks.bigbird(window_of(s), window_of(s)),
+            _bigbird_mod,
+            dense_like=False,
+        ),
+        GridMask(
+            "strided",
+            lambda s: masks.strided(128, 128, 8),
+            lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k < 128) | (k % 128 >= 120)),
+            dense_like=False,
+        ),
+        GridMask(
+            "dilated",
+            lambda s: masks.dilated_window(2047, dilation=16),
+            lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k) % 16 == 0) & (q - k < 2048),
+            dense_like=False,
+        ),
+    )
+}
+
+
+def grid_mask(name: str) -> GridMask:
+    """The grid's mask of that name.
+
+    Raises:
+        ArgumentError: no such mask; lists those there are.
+    """
+    if name not in GRID:
+        raise ArgumentError(f"unknown benchmark mask {name!r}; there are {', '.join(GRID)}")
+    return GRID[name]
+
+
+def decode_masks(shape: Shape, window: int) -> list[GridMask]:
+    """What the queries at the end of a cache see: its last `window` keys counting themselves, and everything."""
+    offset = shape.kv_len - shape.q_len
+    return [
+        GridMask(
+            f"decode-window{window}",
+            lambda s: masks.sliding_window(window - 1).with_query_offset(offset),
+            lambda s, t, d: lambda b, h, q, k: (q + offset >= k) & (q + offset - k < window),
+            dense_like=False,
+            window=(window - 1, 0),
+            at_end=True,
+        ),
+        GridMask(
+            "decode-dense",
+            lambda s: masks.full(),
+            lambda s, t, d: lambda b, h, q, k: q >= 0,
+            dense_like=True,
+            unmasked=True,
+            window=(None, None),
+            at_end=True,
+        ),
+    ]
