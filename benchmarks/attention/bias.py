@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import stof
+from benchmarks.failures import first_line
+from benchmarks.peers.mask_formats import mask_mod
 from benchmarks.results_io import provenance
 from stof.calibration.measure import BIAS, cell_bias, cell_mask
-from stof.testing.attention_check import TOLERANCE, Expected
+from stof.testing.attention_check import TOLERANCE, Expected, Problem
 from stof.testing.mask_grid import Shape
-from stof.testing.problem import Problem, first_line
 from stof.tuning.timing import time_calls
 
 CELLS = (
@@ -58,8 +59,8 @@ def flex(problem: Problem, bias: Tensor) -> Callable[[], Tensor]:
     q_len, kv_len = problem.shape.q_len, problem.shape.kv_len
     block_mask = None
     if not problem.grid_mask.unmasked:
-        mask_mod = problem.grid_mask.mask_mod(q_len, kv_len, problem.device)
-        block_mask = create_block_mask(mask_mod, None, None, q_len, kv_len, device=str(problem.device))
+        keep = mask_mod(problem.grid_mask, q_len, kv_len, problem.device)
+        block_mask = create_block_mask(keep, None, None, q_len, kv_len, device=str(problem.device))
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(problem.q, problem.k, problem.v, score_mod=add, block_mask=block_mask)
 

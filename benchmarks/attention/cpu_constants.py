@@ -16,8 +16,9 @@ from rich.console import Console
 import stof
 from benchmarks.attention.run import run_attention
 from benchmarks.cli.attention import results_table
-from benchmarks.peers import PEERS, Call, Peer, Problem
+from benchmarks.peers import PEERS, Call, Peer
 from stof.kernels.cpu import grouping, schedule
+from stof.testing.attention_check import Problem
 from stof.testing.mask_grid import Shape, grid_mask
 from stof.tuning.machine import device_name
 

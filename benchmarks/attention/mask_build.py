@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import stof
+from benchmarks.peers.mask_formats import mask_mod
 from stof import LayoutConfig, masks
 from stof.dynamic import DynamicPlan
 from stof.errors import ArgumentError
@@ -178,7 +179,7 @@ def known_masks(device: torch.device, small: bool, names: Sequence[str] = ()) ->
 
 def _of_grid(name: str, length: int, device: torch.device) -> Known:
     grid = GRID[name]
-    return Known(name, length, grid.mask(length), grid.mask_mod(length, length, device))
+    return Known(name, length, grid.mask(length), mask_mod(grid, length, length, device))
 
 
 def _dense(length: int, device: torch.device) -> Known:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from stof.testing.attention_check import TOLERANCE, Expected
+from benchmarks.failures import first_line
+from benchmarks.peers.interface import Call, Peer
+from stof.testing.attention_check import TOLERANCE, Expected, Problem
 from stof.testing.mask_grid import GridMask, Shape
-from stof.testing.problem import Call, Peer, Problem, first_line
 from stof.tuning.timing import time_calls
 
 

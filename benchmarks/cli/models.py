@@ -91,8 +91,8 @@ def _run_each(
     wanted: Sequence[tuple[Case, str]], plan: Plan, file: RowFile[Row], until: float, say: Callable[[str], object]
 ) -> bool:
     """Run ways until a moment, and keep the row of each at once; whether the device was lost on the way."""
+    from benchmarks.failures import device_problem
     from benchmarks.models.compare import Subject, run_way
-    from stof.testing.problem import device_problem
 
     subjects: dict[Case, Subject] = {}
     for place, (case, impl) in enumerate(wanted):

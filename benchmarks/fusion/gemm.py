@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.failures import first_line
 from stof.fusion.templates import GemmConfig, configs, run, twins, unfit
 from stof.fusion.templates.norms import Norm
 from stof.testing.attention_check import relative_error
-from stof.testing.problem import first_line
 from stof.tuning.timing import chain_us, sustained_us, time_calls
 
 EPS = 1e-5

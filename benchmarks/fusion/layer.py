@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.failures import first_line
 from benchmarks.fusion.gemm import EPS, Row, summaries
 from stof.fusion.templates import twins
-from stof.testing.problem import first_line
 from stof.tuning.timing import time_calls
 
 # Fusing must not cost accuracy: cosine to the float32 layer.

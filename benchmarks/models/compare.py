@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stof
+from benchmarks.failures import first_line
+from benchmarks.models.attention_peers import with_attention
 from stof.errors import ArgumentError
-from stof.testing.models import CAUSAL, Case, build, inputs_of, mask_of, with_attention
-from stof.testing.problem import first_line
+from stof.testing.models import CAUSAL, Case, build, inputs_of, mask_of
 from stof.tuning.timing import wall_us
 
 # Below this the outputs are not those of the model, unless half precision alone takes it there: see `lowest_cosine`.

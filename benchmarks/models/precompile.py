@@ -19,10 +19,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import IO, Any
 
+from benchmarks.failures import first_line
 from benchmarks.models.compare import AUTOTUNE, PEERS, prepared
 from stof.errors import StofError
 from stof.testing.models import Case, build, inputs_of
-from stof.testing.problem import first_line
 
 # Processes of Inductor that compile kernels, for each of ours.
 _COMPILERS = 4

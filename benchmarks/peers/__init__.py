@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from benchmarks.peers.cute import CUTE_PEERS
+from benchmarks.peers.interface import Call, Peer
 from benchmarks.peers.pytorch import TORCH_PEERS
 from stof.errors import ArgumentError
-from stof.testing.problem import Call, Peer, Problem
 
-__all__ = ["PEERS", "Call", "Peer", "Problem", "peer"]
+__all__ = ["PEERS", "Call", "Peer", "peer"]
 
 PEERS: dict[str, Peer] = {peer.name: peer for peer in (*TORCH_PEERS, *CUTE_PEERS)}
 

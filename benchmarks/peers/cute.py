@@ -13,8 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.failures import first_line
+from benchmarks.peers.interface import Call, Peer
 from benchmarks.peers.mask_formats import block_lists, intervals
-from stof.testing.problem import Call, Peer, Problem, first_line
+from stof.testing.attention_check import Problem
 
 
 @cache

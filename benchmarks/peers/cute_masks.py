@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stof.testing.mask_grid import Shape, random_blocks, window_of
+from benchmarks.peers.mask_formats import random_blocks
+from stof.testing.mask_grid import Shape, window_of
 
 cutlass: Any = importlib.import_module("cutlass")
 cute: Any = importlib.import_module("cutlass.cute")

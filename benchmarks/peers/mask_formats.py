@@ -1,12 +1,59 @@
-"""Masks in the forms that peers take: sorted key intervals of each row, and lists of blocks."""
+"""Masks in the forms that peers take: functions of positions, sorted key intervals of each row, and lists of blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from stof.masks.rules import RandomBlocks
+from stof.testing.mask_grid import GridMask, window_of
+
+# FlexAttention's form: whether the score at `(batch, head, query, key)` is kept.
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def mask_mod(grid_mask: GridMask, q_len: int, kv_len: int, device: torch.device) -> MaskMod:
+    """A mask of the grid, or of `decode_masks`, written the way FlexAttention's users would."""
+    if grid_mask.unmasked:
+        return lambda b, h, q, k: q >= 0
+    if grid_mask.at_end:
+        offset, left = kv_len - q_len, grid_mask.window and grid_mask.window[0]
+        assert left is not None
+        return lambda b, h, q, k: (q + offset >= k) & (q + offset - k <= left)
+    return _MASK_MODS[grid_mask.name](q_len, kv_len, device)
+
+
+def _longformer_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
+    del kv_len, device
+    w = window_of(q_len)
+    return lambda b, h, q, k: ((q - k).abs() <= w) | (q < w) | (k < w)
+
+
+def random_blocks(q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """BigBird's random key blocks, int64 `[ceil(q_len / 64), 3]` (fewer columns for fewer than 3 key blocks)."""
+    rows = torch.arange(-(-q_len // 64), device=device)
+    return RandomBlocks(3, 64, 0).choose(rows, -(-kv_len // 64))
+
+
+def _bigbird_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
+    chosen = random_blocks(q_len, kv_len, device)
+    table = torch.zeros(len(chosen), -(-kv_len // 64), dtype=torch.bool, device=device).scatter_(1, chosen, True)
+    local = _longformer_mod(q_len, kv_len, device)
+    return lambda b, h, q, k: local(b, h, q, k) | table[q // 64, k // 64]
+
+
+_MASK_MODS: dict[str, Callable[[int, int, torch.device], MaskMod]] = {
+    "causal": lambda s, t, d: lambda b, h, q, k: q >= k,
+    "window512": lambda s, t, d: lambda b, h, q, k: (q >= k) & (q - k < 512),
+    "longformer": _longformer_mod,
+    "bigbird": _bigbird_mod,
+    "strided": lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k < 128) | (k % 128 >= 120)),
+    "dilated": lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k) % 16 == 0) & (q - k < 2048),
+}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stof
-from stof.testing.problem import Call, Peer, Problem
+from benchmarks.peers.interface import Call, Peer
+from benchmarks.peers.mask_formats import mask_mod
+from stof.testing.attention_check import Problem
 
 
 def _always(problem: Problem) -> str | None:
@@ -137,9 +139,9 @@ def _prepare_flex(problem: Problem, block: int = 128, mode: str | None = None) -
 
     shape, block_mask = problem.shape, None
     if not problem.grid_mask.unmasked:
-        mask_mod = problem.grid_mask.mask_mod(shape.q_len, shape.kv_len, problem.device)
+        keep = mask_mod(problem.grid_mask, shape.q_len, shape.kv_len, problem.device)
         block_mask = create_block_mask(
-            mask_mod, None, None, shape.q_len, shape.kv_len, device=problem.device, BLOCK_SIZE=block
+            keep, None, None, shape.q_len, shape.kv_len, device=problem.device, BLOCK_SIZE=block
         )
     # Tiles must divide the mask's blocks, and the default ones are 128 rows high.
     options: FlexKernelOptions | None = {"BLOCK_M": block, "BLOCK_N": block} if block < 128 else None

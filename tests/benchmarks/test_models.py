@@ -18,14 +18,16 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from benchmarks.cli import models as bench_models
+from benchmarks.models import attention_peers
 from benchmarks.models import compare as model_race
 from benchmarks.models import precompile as model_warm
+from benchmarks.models.attention_peers import flex_mask, with_attention
 from benchmarks.models.compare import COMPILED, KEY, Plan, Row, impls_of, in_order, run_case, speedups
 from benchmarks.models.kernel_profile import GAPS, LONGEST, Ran, Share, by_kind, kind_of, shares
 from benchmarks.results_io import RowFile
 from stof.errors import ArgumentError, StofError
 from stof.testing import models
-from stof.testing.models import Case, flex_mask, mask_of, with_attention
+from stof.testing.models import Case, mask_of
 
 CPU = torch.device("cpu")
 PLAN = Plan(CPU, torch.float32, rounds=1)
@@ -40,7 +42,8 @@ TINY: dict[str, Any] = {
 @pytest.mark.parametrize("mask", models.MASKS)
 @pytest.mark.parametrize("model", ["bert", "gpt2"])
 def test_masks_are_the_same_in_every_form(model: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "WINDOW", 20)
+    for module in (models, attention_peers):
+        monkeypatch.setattr(module, "WINDOW", 20)
     case = Case(model, 1, 256, mask)
     value, blocks = mask_of(case), flex_mask(case, CPU)
     q, k = torch.arange(256)[:, None], torch.arange(256)[None]
@@ -188,7 +191,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_device_that_is_lost_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An illegal access fails every further call of its process: the failure is kept, what is left is for another."""
-    from stof.testing import problem
+    from benchmarks import failures
 
     path, ran = tmp_path / "models.json", []
 
@@ -200,8 +203,8 @@ def test_a_device_that_is_lost_ends_the_run(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(model_race, "run_way", run_way)
     monkeypatch.setattr(model_race.Subject, "of", lambda *_: None)
     asked: dict[str, Any] = {"cases": "bert,1,128,full", "impls": "stof default-sdpa default-flex", "output": path}
-    real = problem.device_problem
-    monkeypatch.setattr(problem, "device_problem", lambda device: "lost" if len(ran) == 2 else real(device))
+    real = failures.device_problem
+    monkeypatch.setattr(failures, "device_problem", lambda device: "lost" if len(ran) == 2 else real(device))
     with pytest.raises(typer.Exit) as ended:
         bench_models.models(**asked)
     assert ended.value.exit_code == 3

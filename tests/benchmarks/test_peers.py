@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.decode import needed_bytes
-from benchmarks.peers import PEERS, Problem, cute
-from benchmarks.peers.mask_formats import BlockLists, block_lists, intervals
+from benchmarks.peers import PEERS, cute
+from benchmarks.peers.mask_formats import BlockLists, block_lists, intervals, mask_mod
 from benchmarks.peers.pytorch import _bias, _repeated
+from stof.testing.attention_check import Problem
 from stof.testing.mask_grid import GRID, GridMask, Shape, decode_masks, grid_mask
 
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ def test_dense_form_is_the_mask(name: str, shape: str) -> None:
     assert torch.equal(given.keep, expected)
     rows = torch.tensor([3, 0, 150])
     assert torch.equal(given.grid_mask.dense(sizes, CPU, rows), expected[:, :, rows])
-    mod = given.grid_mask.mask_mod(sizes.q_len, sizes.kv_len, CPU)
+    mod = mask_mod(given.grid_mask, sizes.q_len, sizes.kv_len, CPU)
     zero = torch.zeros((), dtype=torch.int64)
     got = mod(zero, zero, torch.arange(sizes.q_len)[:, None], torch.arange(sizes.kv_len)[None])
     assert torch.equal(got.expand(expected.shape[2:]), expected[0, 0])
@@ -211,7 +212,7 @@ def test_decode_forms_agree(number: int) -> None:
     torch.testing.assert_close(PEERS["stof"].prepare(given)(), out)
     torch.testing.assert_close(PEERS["sdpa"].prepare(given)(), out)
     zero = torch.zeros((), dtype=torch.int64)
-    got = grid.mask_mod(1, 300, CPU)(zero, zero, zero, torch.arange(300))
+    got = mask_mod(grid, 1, 300, CPU)(zero, zero, zero, torch.arange(300))
     assert torch.equal(got.expand(300), given.keep[0, 0, 0])
     assert grid.window == ((127, 0) if number == 0 else (None, None))
     assert PEERS["sdpa-sliced"].missing(problem("causal")) is not None

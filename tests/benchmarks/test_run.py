@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.run import NotRun, Row, run_attention
-from benchmarks.peers import PEERS, Peer, Problem, peer
+from benchmarks.peers import PEERS, Peer, peer
+from benchmarks.peers.mask_formats import mask_mod
 from benchmarks.results_io import write_results
 from stof.errors import ArgumentError
-from stof.testing.attention_check import Expected, float64_attention, relative_error
+from stof.testing.attention_check import Expected, Problem, float64_attention, relative_error
 from stof.testing.mask_grid import GRID, Shape, grid_mask, window_of
 from stof.tuning.timing import time_calls
 
@@ -50,7 +51,7 @@ def test_mask_mod_is_the_same_mask(name: str) -> None:
     grid = grid_mask(name)
     rows, columns = torch.arange(length)[:, None], torch.arange(length)[None]
     zero = torch.zeros((), dtype=torch.int64)
-    got = grid.mask_mod(length, length, CPU)(zero, zero, rows, columns).expand(length, length)
+    got = mask_mod(grid, length, length, CPU)(zero, zero, rows, columns).expand(length, length)
     assert torch.equal(got, grid.mask(length).to_dense(length)[0, 0])
 
 

@@ -17,9 +17,8 @@ from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout.survey import survey
 from stof.selection import Choice
 from stof.selection.model import DeviceModel, KernelTimes, estimate, kernel_key
-from stof.testing.attention_check import Expected
+from stof.testing.attention_check import Expected, Problem
 from stof.testing.mask_grid import Shape
-from stof.testing.problem import Problem
 
 MASKS = {
     "causal": masks.causal(),

@@ -17,9 +17,8 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection import CallSpec, Choice
 from stof.selection.implementations import IMPLEMENTATIONS, Options
-from stof.testing.attention_check import TOLERANCE, Expected
+from stof.testing.attention_check import TOLERANCE, Expected, Problem
 from stof.testing.mask_grid import GridMask, Shape, decode_masks, grid_mask
-from stof.testing.problem import Problem
 from stof.tuning.timing import time_calls
 
 if TYPE_CHECKING:

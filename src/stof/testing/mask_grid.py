@@ -13,9 +13,7 @@ from stof import masks
 from stof.errors import ArgumentError, shown
 from stof.masks import Mask
 from stof.masks.index import Index
-from stof.masks.rules import RandomBlocks
 
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # `(left, right)` in FlashAttention's sense, aligned to the last query and key; None is unbounded.
 Window = tuple[int | None, int | None]
 
@@ -55,12 +53,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class GridMask:
-    """One mask of the grid in every form a peer wants.
+    """One mask of the grid.
 
     Attributes:
         name: name in tables and JSON.
-        mask: the STOF value, for a number of queries.
-        mask_mod: the same for FlexAttention, written the way its users would, for `(q_len, kv_len, device)`.
+        mask: the mask, for a number of queries.
         dense_like: class for the geometric means (else sparse).
         causal: `is_causal=True` computes exactly this mask where `q_len == kv_len`.
         unmasked: no mask at all computes exactly this mask.
@@ -70,7 +67,6 @@ class GridMask:
 
     name: str
     mask: Callable[[int], Mask]
-    mask_mod: Callable[[int, int, torch.device], MaskMod]
     dense_like: bool
     causal: bool = False
     unmasked: bool = False
@@ -97,75 +93,16 @@ def window_of(length: int) -> int:
     return max(16, 16 * int(math.sqrt(length) // 16))
 
 
-def _longformer_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
-    del kv_len, device
-    w = window_of(q_len)
-    return lambda b, h, q, k: ((q - k).abs() <= w) | (q < w) | (k < w)
-
-
-def random_blocks(q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """BigBird's random key blocks, int64 `[ceil(q_len / 64), 3]` (fewer columns for fewer than 3 key blocks)."""
-    rows = torch.arange(-(-q_len // 64), device=device)
-    return RandomBlocks(3, 64, 0).choose(rows, -(-kv_len // 64))
-
-
-def _bigbird_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
-    chosen = random_blocks(q_len, kv_len, device)
-    table = torch.zeros(len(chosen), -(-kv_len // 64), dtype=torch.bool, device=device).scatter_(1, chosen, True)
-    local = _longformer_mod(q_len, kv_len, device)
-    return lambda b, h, q, k: local(b, h, q, k) | table[q // 64, k // 64]
-
-
 GRID: dict[str, GridMask] = {
     grid.name: grid
     for grid in (
-        GridMask(
-            "full",
-            lambda s: masks.full(),
-            lambda s, t, d: lambda b, h, q, k: q >= 0,
-            dense_like=True,
-            unmasked=True,
-            window=(None, None),
-        ),
-        GridMask(
-            "causal",
-            lambda s: masks.causal(),
-            lambda s, t, d: lambda b, h, q, k: q >= k,
-            dense_like=True,
-            causal=True,
-            window=(None, 0),
-        ),
-        GridMask(
-            "window512",
-            lambda s: masks.sliding_window(511),
-            lambda s, t, d: lambda b, h, q, k: (q >= k) & (q - k < 512),
-            dense_like=True,
-            window=(511, 0),
-        ),
-        GridMask(
-            "longformer",
-            lambda s: masks.longformer(window_of(s), window_of(s)),
-            _longformer_mod,
-            dense_like=False,
-        ),
-        GridMask(
-            "bigbird",
-            lambda s: masks.bigbird(window_of(s), window_of(s)),
-            _bigbird_mod,
-            dense_like=False,
-        ),
-        GridMask(
-            "strided",
-            lambda s: masks.strided(128, 128, 8),
-            lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k < 128) | (k % 128 >= 120)),
-            dense_like=False,
-        ),
-        GridMask(
-            "dilated",
-            lambda s: masks.dilated_window(2047, dilation=16),
-            lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k) % 16 == 0) & (q - k < 2048),
-            dense_like=False,
-        ),
+        GridMask("full", lambda s: masks.full(), dense_like=True, unmasked=True, window=(None, None)),
+        GridMask("causal", lambda s: masks.causal(), dense_like=True, causal=True, window=(None, 0)),
+        GridMask("window512", lambda s: masks.sliding_window(511), dense_like=True, window=(511, 0)),
+        GridMask("longformer", lambda s: masks.longformer(window_of(s), window_of(s)), dense_like=False),
+        GridMask("bigbird", lambda s: masks.bigbird(window_of(s), window_of(s)), dense_like=False),
+        GridMask("strided", lambda s: masks.strided(128, 128, 8), dense_like=False),
+        GridMask("dilated", lambda s: masks.dilated_window(2047, dilation=16), dense_like=False),
     )
 }
 
@@ -188,7 +125,6 @@ def decode_masks(shape: Shape, window: int) -> list[GridMask]:
         GridMask(
             f"decode-window{window}",
             lambda s: masks.sliding_window(window - 1).with_query_offset(offset),
-            lambda s, t, d: lambda b, h, q, k: (q + offset >= k) & (q + offset - k < window),
             dense_like=False,
             window=(window - 1, 0),
             at_end=True,
@@ -196,7 +132,6 @@ def decode_masks(shape: Shape, window: int) -> list[GridMask]:
         GridMask(
             "decode-dense",
             lambda s: masks.full(),
-            lambda s, t, d: lambda b, h, q, k: q >= 0,
             dense_like=True,
             unmasked=True,
             window=(None, None),
