@@ -1,6 +1,6 @@
 """Put measured choices into the package: what `stof tune MODEL --store DIR` left in `DIR/choices-DEVICE.json`.
 
-`python benchmarks/package_choices.py FILE... [--only TEXT] [--to DIR]`. Entries go into `src/stof/fusion/data`, in the
+`python -m benchmarks.package_configs FILE... [--only TEXT] [--to DIR]`. Entries go into `src/stof/fusion/data`, in the
 place of older ones for the same shapes; later files go before earlier ones. One line for each that is new or changed.
 """
 

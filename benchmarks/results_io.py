@@ -42,7 +42,7 @@ def read_results(path: Path) -> Results:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise ArgumentError(
-            f"{path} is no result of `stof bench attention --output FILE`, and no others can be read here: "
+            f"{path} is no result of `python -m benchmarks attention --output FILE`, and no others can be read here: "
             f"{_reason(error)}"
         ) from None
 

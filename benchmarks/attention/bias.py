@@ -1,6 +1,6 @@
 """Attention with a bias for every score, against PyTorch's: SDPA with mask and bias as one tensor, and FlexAttention.
 
-`python benchmarks/biases.py [--cells TEXT] [--impls TEXT] [--json FILE]`, on a GPU, in float16. The bias is
+`python -m benchmarks.attention.bias [--cells TEXT] [--impls TEXT] [--json FILE]`, on a GPU, in float16. The bias is
 `[1, H, S, S]`, normally distributed. Every result is checked against float64 before it is timed; lines are printed as
 they are found.
 """

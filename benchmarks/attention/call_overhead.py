@@ -1,4 +1,4 @@
-"""`stof bench launch`: what an eager call costs the host, on problems too small to keep the device busy."""
+"""`python -m benchmarks launch`: what an eager call costs the host, on problems too small to keep the device busy."""
 
 from __future__ import annotations
 

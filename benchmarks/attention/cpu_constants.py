@@ -2,7 +2,7 @@
 
 Row-block heights, rows that share columns, what widths are rounded up to, and columns gathered at once, on masks of the
 benchmark grid at B1 H12 D64 S4096 in float32. Comments in `selection/select.py` and `kernels/cpu/` quote what
-`python benchmarks/cpu_choices.py` printed.
+`python -m benchmarks.attention.cpu_constants` printed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`stof bench decode`: one query against a long cache, as bytes a second beside what a plain copy reaches."""
+"""`python -m benchmarks decode`: one query against a long cache, as bytes a second beside what a plain copy reaches."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Attention of 8-bit tensors beside 16 bits: errors against float64, and times.
 
-`python benchmarks/fp8.py [--lengths 8192 16384] [--json FILE]`, on a Hopper GPU. One sequence of 32 heads of 128,
-standard normal. Errors are root mean squares over root mean squares, of the first two heads: of each dtype's inputs
-against float64 of the unrounded ones, and (`fp8 kernel`) of the 8-bit kernel against float64 of what its inputs stand
-for. A result that is off by more than `WRONG` has no time. Times are of GPU work with a cold L2 cache; 8-bit calls lay
-V across in theirs, and `quantise` is what rounding q, k and v beforehand takes.
+`python -m benchmarks.attention.fp8 [--lengths 8192 16384] [--json FILE]`, on a Hopper GPU. One sequence of 32 heads of
+128, standard normal. Errors are root mean squares over root mean squares, of the first two heads: of each dtype's
+inputs against float64 of the unrounded ones, and (`fp8 kernel`) of the 8-bit kernel against float64 of what its inputs
+stand for. A result that is off by more than `WRONG` has no time. Times are of GPU work with a cold L2 cache; 8-bit
+calls lay V across in theirs, and `quantise` is what rounding q, k and v beforehand takes.
 """
 
 from __future__ import annotations

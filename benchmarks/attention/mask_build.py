@@ -1,4 +1,4 @@
-"""`stof bench build`: what compiling a mask costs, once and in every step, after checking what it computes."""
+"""`python -m benchmarks build`: what compiling a mask costs, once and in every step, after it is checked."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The least time that attention could take in every cell of a result file, and how near calls come to it.
 
-`python benchmarks/floors.py measure --json FILE` measures on a GPU what floors are made of: a copy's bytes a second, a
-kernel that does nothing, and a call of one tile a head. `python benchmarks/floors.py table RESULTS FILE` prints a table
-of floors, without a GPU. A floor is the largest of three:
+`python -m benchmarks.attention.roofline measure --json FILE` measures on a GPU what floors are made of: a copy's bytes
+a second, a kernel that does nothing, and a call of one tile a head. `python -m benchmarks.attention.roofline table
+RESULTS FILE` prints a table of floors, without a GPU. A floor is the largest of three:
 
 - *start*: a call of one tile a head;
 - *matrix*: scores of the layout that wastes least, of all that a GPU could use, at the rate of the fastest call under a

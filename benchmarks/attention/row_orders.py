@@ -1,9 +1,9 @@
 """How close to what masks need their layouts compute, with the rows' own order and with the one that is found.
 
-`python benchmarks/orders.py [--length 4096] [--json FILE]` prints computed over needed scores (64-row blocks, columns
-gathered singly) for masks as tensors: in their own order, with rows and columns shuffled alike, and independently; the
-row order found for each, and the time to find it. Then the time of attention under the shuffled masks: estimated for an
-H200, and measured where there is a GPU. `docs/architecture.md` quotes both tables.
+`python -m benchmarks.attention.row_orders [--length 4096] [--json FILE]` prints computed over needed scores (64-row
+blocks, columns gathered singly) for masks as tensors: in their own order, with rows and columns shuffled alike, and
+independently; the row order found for each, and the time to find it. Then the time of attention under the shuffled
+masks: estimated for an H200, and measured where there is a GPU. `docs/architecture.md` quotes both tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`stof bench attention`: same mask and inputs for everyone, checked against float64 before any timing."""
+"""`python -m benchmarks attention`: same mask and inputs for everyone, checked against float64 before any timing."""
 
 from __future__ import annotations
 

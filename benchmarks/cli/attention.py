@@ -1,4 +1,4 @@
-"""`stof bench`: attention against its peers on a grid of masks, decoding, launch cost, products, and reports."""
+"""`python -m benchmarks`: attention against its peers on a grid of masks, decoding, call overhead, and reports."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def attention(
     masks: Annotated[str, typer.Option(help="Names of grid masks, separated by spaces.")] = _MASKS,
     shapes: Annotated[str, typer.Option(help="B,H,D,S or B,H,Hkv,D,Sq,Skv, separated by spaces.")] = "",
     impls: Annotated[
-        str, typer.Option(help="Implementations, separated by spaces; `stof bench peers` lists them.")
+        str, typer.Option(help="Implementations, separated by spaces; `python -m benchmarks peers` lists them.")
     ] = "",
     dtype: _Dtype = "",
     device: _Device = "",
@@ -224,7 +224,7 @@ def peers() -> None:
 
 @app.command(cls=CheckedCommand)
 def report(
-    results: Annotated[Path, typer.Argument(help="JSON that `stof bench attention` wrote.", metavar="FILE")],
+    results: Annotated[Path, typer.Argument(help="JSON that `python -m benchmarks attention` wrote.", metavar="FILE")],
     png: Annotated[Path | None, typer.Option(help="Draw the speed-ups here.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`stof bench gemm` and `stof bench layer`: kernel templates against PyTorch's compiler."""
+"""`python -m benchmarks gemm` and `python -m benchmarks layer`: kernel templates against PyTorch's compiler."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def layer(
     batch: Annotated[int, typer.Option(min=1)] = 8,
     length: Annotated[int, typer.Option(min=1)] = 512,
     gemms: Annotated[
-        Path | None, typer.Option(help="Results of `stof bench gemm`: each product's best is used.")
+        Path | None, typer.Option(help="Results of `python -m benchmarks gemm`: each product's best is used.")
     ] = None,
     autotuned: Annotated[bool, typer.Option("--autotuned", help="Inductor's max-autotune as a second peer.")] = False,
     dtype: _Dtype = "float16",

@@ -1,4 +1,4 @@
-"""`stof bench kernels`: where the GPU time of whole models goes."""
+"""`python -m benchmarks kernels`: where the GPU time of whole models goes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NAME_WIDTH = 90
 
 def kernels(
     cases: Annotated[
-        str, typer.Option(help="As for `stof bench models`.")
+        str, typer.Option(help="As for `python -m benchmarks models`.")
     ] = "bert,8,512,bigbird gpt2,8,1024,window+sinks llama,1,4096,window+sinks",
-    impls: Annotated[str, typer.Option(help="As for `stof bench models`.")] = "stof-whole",
+    impls: Annotated[str, typer.Option(help="As for `python -m benchmarks models`.")] = "stof-whole",
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "float16",
     budget: Annotated[float | None, typer.Option(help="Seconds after which nothing further is started.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the JSON here, into what it holds of this commit.")] = None,

@@ -1,4 +1,4 @@
-"""`stof bench models`, `stof bench search`: whole models against torch.compile, and the searches for their schemes."""
+"""`python -m benchmarks models` and `search`: whole models against torch.compile, and searches for their schemes."""
 
 from __future__ import annotations
 

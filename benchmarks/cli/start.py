@@ -1,4 +1,4 @@
-"""`stof bench start`: how long until a compiled model answers, in a first process and in those after it."""
+"""`python -m benchmarks start`: how long until a compiled model answers, in a first process and in those after it."""
 
 from __future__ import annotations
 

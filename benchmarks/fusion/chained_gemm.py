@@ -1,8 +1,9 @@
 """Two products with a narrow value between them in one kernel: adapters and low-rank updates.
 
-`python benchmarks/chains.py [--seconds 40] [--store DIR] [--json FILE]`, on a GPU. Every configuration is checked
-against float64 before it is timed. One line for each case: Inductor's code for all of it, two calls of `stof::linear`
-with their defaults, and the fastest chain; GPU time of CUDA-graph replays, cold L2. Times are kept in `--store`.
+`python -m benchmarks.fusion.chained_gemm [--seconds 40] [--store DIR] [--json FILE]`, on a GPU. Every configuration is
+checked against float64 before it is timed. One line for each case: Inductor's code for all of it, two calls of
+`stof::linear` with their defaults, and the fastest chain; GPU time of CUDA-graph replays, cold L2. Times are kept in
+`--store`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """RMSNorms and rotary embeddings as part of LLaMA-1B's products, against Inductor and templates without them.
 
-`python benchmarks/norms.py products|models [--tokens 4096] [--layers 4] [--json FILE]`, on a GPU.
+`python -m benchmarks.fusion.fused_norms products|models [--tokens 4096] [--layers 4] [--json FILE]`, on a GPU.
 
 products: a sum, its norm, and the product of query, key and value with its rotations, or of gate and up with its gate,
 as one compiled function: by Inductor alone, the product by a template, the norm folded, and rotated as well; and with

@@ -200,7 +200,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def configs_from(rows: Iterable[Row], model: str, tokens: int) -> dict[str, str | None]:
-    """The fastest configuration of each product in results of `stof bench gemm`; None where Inductor was faster.
+    """The fastest configuration of each product in results of `benchmarks gemm`; None where Inductor was faster.
 
     Products that were not measured get the default.
     """

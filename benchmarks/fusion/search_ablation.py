@@ -235,16 +235,18 @@ def _places(space: Space) -> Iterator[tuple[int, int]]:
 
 
 def read_table(path: Path) -> tuple[dict[str, Any], Table]:
-    """A file of `stof bench search`: all it holds, and the times among it.
+    """A file of `python -m benchmarks search`: all it holds, and the times among it.
 
     Raises:
-        ArgumentError: there is no such file, or it is not one of `stof bench search`.
+        ArgumentError: there is no such file, or it is not one of `python -m benchmarks search`.
     """
     try:
         data = read_json(path)
         return {"case": str(data["case"]), **data}, Table.from_json(data["table"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"{path} is no result of `stof bench search`: {type(error).__name__}: {error}") from None
+        raise ArgumentError(
+            f"{path} is no result of `python -m benchmarks search`: {type(error).__name__}: {error}"
+        ) from None
 
 
 def compare(table: Table, seeds: int = SEEDS, shares: Sequence[float] = SHARES) -> list[Row]:

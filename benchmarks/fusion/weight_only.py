@@ -1,8 +1,9 @@
 """LLaMA-1B's products with few rows and weights of 8-bit values, against Inductor and against 16-bit weights in cuBLAS.
 
-`python benchmarks/quantised.py [--rows "1 16 64"] [--stored int8] [--seconds 40] [--json FILE]`, on a GPU. Every
-configuration is checked against float64 before it is timed; GPU time of CUDA-graph replays, cold L2. Inductor's code
-is what it makes of `F.linear(x, values.to(x.dtype)) * scale`. Times are kept in a folder (`--store`), to go on later.
+`python -m benchmarks.fusion.weight_only [--rows "1 16 64"] [--stored int8] [--seconds 40] [--json FILE]`, on a GPU.
+Every configuration is checked against float64 before it is timed; GPU time of CUDA-graph replays, cold L2. Inductor's
+code is what it makes of `F.linear(x, values.to(x.dtype)) * scale`. Times are kept in a folder (`--store`), to go on
+later.
 """
 
 from __future__ import annotations

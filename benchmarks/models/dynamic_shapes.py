@@ -1,7 +1,8 @@
 """A model compiled once for any length: what each new length costs, and that nothing is compiled for it.
 
-`python benchmarks/lengths.py [--layers 4] [--json FILE]`, on a GPU. LLaMA-1B's layers in float16 by backend "stof" with
-dynamic=True; for each length the first call, later calls and eager. Lines are printed as they are found.
+`python -m benchmarks.models.dynamic_shapes [--layers 4] [--json FILE]`, on a GPU. LLaMA-1B's layers in float16 by
+backend "stof" with dynamic=True; for each length the first call, later calls and eager. Lines are printed as they are
+found.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One file of `stof bench models` from several: those of GPUs that shared the cases, or of runs that went on later.
+"""One file of `python -m benchmarks models` from several: of GPUs that shared the cases, or of runs that went on later.
 
-`python benchmarks/merge_models.py FILE... --to benchmarks/results/h200-models.json [--commit COMMIT]`. All files are of
-one device, one version of everything and one commit; COMMIT is that of all of them where they ran in a copy, which does
-not know its own. Of a way that several files have, the last with a time counts. What the target held is replaced: name
-it among the files to keep it. Prints how many times as fast each case is as the best of its peers, and each of our ways
-as our attention under Inductor's CUDA graphs without templates: what fusion alone gains.
+`python -m benchmarks.models.merge_models FILE... --to benchmarks/results/h200-models.json [--commit COMMIT]`. All files
+are of one device, one version of everything and one commit; COMMIT is that of all of them where they ran in a copy,
+which does not know its own. Of a way that several files have, the last with a time counts. What the target held is
+replaced: name it among the files to keep it. Prints how many times as fast each case is as the best of its peers, and
+each of our ways as our attention under Inductor's CUDA graphs without templates: what fusion alone gains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def merged(paths: list[Path], commit: str | None = None) -> tuple[dict[str, Any]
     """Provenance and rows of all files.
 
     Raises:
-        ArgumentError: a file is no result of `stof bench models`, or files of different states.
+        ArgumentError: a file is no result of `python -m benchmarks models`, or files of different states.
     """
     metas: list[dict[str, Any]] = []
     found: dict[tuple[Any, ...], Row] = {}

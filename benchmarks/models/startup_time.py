@@ -50,7 +50,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Ask:
-    """What is started; as for `bench.load.load`, and options of the backend."""
+    """What is started; as for `stof.calibration.model_loading.load`, and options of the backend."""
 
     model: str
     batch: int

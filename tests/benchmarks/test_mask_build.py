@@ -1,4 +1,4 @@
-"""`stof bench build`: it checks before it times, and writes what it found."""
+"""`python -m benchmarks build`: it checks before it times, and writes what it found."""
 
 from __future__ import annotations
 

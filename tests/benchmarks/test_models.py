@@ -1,4 +1,4 @@
-"""`stof bench models`, `stof bench kernels`: same masks in every form, no time for what is wrong, stops lose little."""
+"""`python -m benchmarks models` and `kernels`: same masks in every form, wrong results have no time, stops lose little."""
 
 from __future__ import annotations
 

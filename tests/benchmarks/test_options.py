@@ -49,7 +49,7 @@ def test_results_that_are_none(tmp_path: Path) -> None:
     assert told.strip().endswith("nofile.json: No such file or directory")
     (tmp_path / "other.json").write_text("{}")
     told = refused("report", str(tmp_path / "other.json"))
-    assert "is no result of `stof bench attention --output FILE`" in told
+    assert "is no result of `python -m benchmarks attention --output FILE`" in told
     assert "it has no entry 'rows'" in told
 
 

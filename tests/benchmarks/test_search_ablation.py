@@ -1,4 +1,4 @@
-"""`stof bench search`: everything is measured once, in pieces if need be, and all searches see the same times."""
+"""`python -m benchmarks search`: everything is measured once, in pieces if need be; all searches see the same times."""
 
 from __future__ import annotations
 
@@ -125,5 +125,5 @@ def test_measured_times_searched_again(tmp_path: Path) -> None:
 def test_files_that_are_no_results(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text('{"rows": []}')
-    with pytest.raises(ArgumentError, match="no result of `stof bench search`"):
+    with pytest.raises(ArgumentError, match="no result of `python -m benchmarks search`"):
         read_table(path)

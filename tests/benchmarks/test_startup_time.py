@@ -1,4 +1,4 @@
-"""`stof bench start`: a second process compiles nothing."""
+"""`python -m benchmarks start`: a second process compiles nothing."""
 
 from __future__ import annotations
 

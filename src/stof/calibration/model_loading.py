@@ -34,12 +34,12 @@ def load(text: str, batch: int, length: int, mask: str, device: torch.device, dt
     """The model that `text` names.
 
     Args:
-        text: one of `bench.models.MODELS` (random weights), `module:function` with a function that returns the model
+        text: one of `testing.models.MODELS` (random weights), `module:function` with a function that returns the model
             and its example inputs (a tuple, a mapping of keywords, or one tensor), or a folder that
             `save_pretrained` wrote.
         batch, length: of random tokens; a function of the user's brings its own inputs.
         mask: "full" for the model's own, a mask as text ("sliding_window(256)"), or, for models of that list, a name of
-            `bench.models.MASKS`.
+            `testing.models.MASKS`.
 
     Raises:
         ArgumentError: no such model, or what it gives is none.
