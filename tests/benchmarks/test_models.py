@@ -1,4 +1,4 @@
-"""`python -m benchmarks models` and `kernels`: same masks in every form, wrong results have no time, stops lose little."""
+"""`python -m benchmarks models` and `kernels`: same masks in every form, no time for wrong results, stops lose little."""
 
 from __future__ import annotations
 
