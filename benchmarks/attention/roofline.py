@@ -27,6 +27,7 @@ from rich.console import Console
 import stof
 from benchmarks.attention.decode import copy_rate
 from benchmarks.attention.report import CLASSES, Cell, cells_of, time_of
+from benchmarks.attention.run import Row
 from benchmarks.results_io import provenance, read_results, write_json
 from stof.calibration.layout_alternatives import estimated
 from stof.testing import assert_attention
@@ -88,7 +89,7 @@ def floor(cell: Cell, rate: float, copied: float, start: float) -> tuple[float, 
 
 def table(results: Path, measurements: Path) -> str:
     """A line for every cell in which a peer was timed beside STOF, and the geometric means of both classes."""
-    found = read_results(results)
+    found = read_results(results, Row)
     cells = [cell for cell in cells_of(found.rows, found.not_run) if cell.mask in GRID]
     known = json.loads(measurements.read_text())
     lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]

@@ -89,7 +89,7 @@ def run_attention(
         budget: seconds after which no further cell is started, None for no limit.
         timed: False to stop after the check.
         on_cell: gets each cell's lines as soon as they are known.
-        done: the `key` of measurements there are already; cells with nothing else to measure are left out.
+        done: values of `KEY` of measurements there are already; cells with nothing else to measure are left out.
 
     Raises:
         ContextLostError: a kernel destroyed the CUDA context; the cells before have been given to `on_cell`.
@@ -172,11 +172,6 @@ def _run_cell(
 def _where(grid_mask: GridMask, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     """`KEY` without the implementation, in its order."""
     return {"mask": grid_mask.name, **asdict(shape), "dtype": str(dtype).removeprefix("torch.")}
-
-
-def key(entry: Row | NotRun) -> tuple[Any, ...]:
-    """Mask, sizes, dtype and implementation: what makes two lines of a file the same measurement."""
-    return tuple(getattr(entry, name) for name in KEY)
 
 
 def _prepare_and_check(peer: Peer, problem: Problem, expected: Expected) -> tuple[Call, float, float] | str:

@@ -229,11 +229,11 @@ def report(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:
     """Table of a result file: STOF against its best peer in every cell, and geometric means by class."""
-    from benchmarks.attention.plot import draw_speedups
-    from benchmarks.attention.report import cells_of, markdown, reasons, summaries, summary_line
+    from benchmarks.attention.report import cells_of, draw_speedups, markdown, reasons, summaries, summary_line
+    from benchmarks.attention.run import Row
     from benchmarks.results_io import read_results
 
-    found = read_results(results)
+    found = read_results(results, Row)
     cells = cells_of(found.rows, found.not_run)
     title = f"{found.meta.get('device')}, torch {found.meta.get('torch')}, commit {found.meta.get('commit')}"
     if as_markdown:
@@ -282,21 +282,20 @@ def _race(
     from rich.console import Console
     from rich.text import Text
 
-    from benchmarks.attention.run import ContextLostError, run_attention
+    from benchmarks.attention.run import KEY, ContextLostError, Row, run_attention
     from benchmarks.peers import peer
-    from benchmarks.results_io import Recorder
+    from benchmarks.results_io import RowFile
 
     must_be_writable(output)
     console = Console(stderr=True)
     contenders = [peer(name) for name in impls.split()]
-    recorder = None if output is None else Recorder(output, where, merge)
-    done = recorder.done() if recorder is not None and resume else set()
+    file = RowFile(output, where, Row, KEY, keep=merge, mixed=True)
+    done = file.done() if resume else set()
     rows: list[Row] = []
 
     def on_cell(found: list[Row], not_run: list[NotRun]) -> None:
         rows.extend(found)
-        if recorder is not None:
-            recorder.add(found, not_run)
+        file.add(found, not_run)
 
     try:
         for masks, shapes in grids:

@@ -132,7 +132,7 @@ def layer(
 
     from benchmarks.fusion.gemm import Row
     from benchmarks.fusion.layer import FUSED, PEERS, configs_from, layer_shape, run_layer
-    from benchmarks.results_io import provenance, read_rows, write_json
+    from benchmarks.results_io import provenance, read_results, write_json
     from stof.errors import ArgumentError
     from stof.tuning.machine import device_name
 
@@ -140,7 +140,7 @@ def layer(
         raise ArgumentError(f"model is bert or llama, got {model!r}")
     device, precision = gpu(dtype)
     shape = layer_shape(model, batch, length)
-    configs = configs_from([] if gemms is None else read_rows(gemms, Row)[1], model, batch * length)
+    configs = configs_from([] if gemms is None else read_results(gemms, Row).rows, model, batch * length)
     peers = list(PEERS)[: 2 if autotuned else 1]
     rows = run_layer(shape, configs, device, precision, rounds, peers)
     if output is not None:

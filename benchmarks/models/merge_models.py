@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models.compare import ATTENTION, COMPILED, KEY, OURS, Row
-from benchmarks.results_io import read_rows, state, write_rows
+from benchmarks.results_io import read_results, state, write_results
 from stof.errors import ArgumentError
 
 STATE = ("device", "torch", "triton", "stof", "commit")
@@ -30,9 +30,9 @@ def merged(paths: list[Path], commit: str | None = None) -> tuple[dict[str, Any]
     metas: list[dict[str, Any]] = []
     found: dict[tuple[Any, ...], Row] = {}
     for path in paths:
-        meta, rows = read_rows(path, Row)
-        metas.append(meta | {"commit": commit or meta.get("commit")})
-        for row in rows:
+        results = read_results(path, Row)
+        metas.append(results.meta | {"commit": commit or results.meta.get("commit")})
+        for row in results.rows:
             key = tuple(getattr(row, name) for name in KEY)
             if row.ms is not None or key not in found or found[key].ms is None:
                 found[key] = row
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--commit", help="of the code that ran, where files do not know it")
     given = parser.parse_args()
     meta, rows = merged(given.files, given.commit)
-    write_rows(given.to, meta, rows)
+    write_results(given.to, meta, rows)
     for line in summary(rows):
         print(line)
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.models.compare import Row
 from benchmarks.models.merge_models import main, merged, summary
-from benchmarks.results_io import read_rows, write_rows
+from benchmarks.results_io import read_results, write_results
 from stof.errors import ArgumentError
 
 META = {"device": "My GPU", "torch": "2.11", "triton": "3.6", "stof": "0.1", "commit": "abc", "date": "2026-01-01"}
@@ -20,7 +20,7 @@ def timed(impl: str, ms: float | None, model: str = "bert") -> Row:
 
 
 def file(path: Path, *rows: Row, **meta: Any) -> Path:
-    write_rows(path, META | meta, rows)
+    write_results(path, META | meta, rows)
     return path
 
 
@@ -41,7 +41,7 @@ def test_files_of_one_state_become_one(tmp_path: Path, monkeypatch: pytest.Monke
     target = tmp_path / "all.json"
     monkeypatch.setattr("sys.argv", ["merge_models.py", str(one), str(three), "--to", str(target)])
     main()
-    assert len(read_rows(target, Row)[1]) == 3
+    assert len(read_results(target, Row).rows) == 3
 
 
 @pytest.mark.parametrize("other", [{"commit": "abd"}, {"device": "Another"}, {"torch": "2.13"}, {"commit": None}])

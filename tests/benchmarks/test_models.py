@@ -1,4 +1,4 @@
-"""`python -m benchmarks models` and `kernels`: same masks in every form, no time for wrong results, stops lose little."""
+"""`benchmarks models` and `kernels`: same masks in every form, no time for what is wrong, stops lose little."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def test_results_that_are_none(tmp_path: Path) -> None:
     assert told.strip().endswith("nofile.json: No such file or directory")
     (tmp_path / "other.json").write_text("{}")
     told = refused("report", str(tmp_path / "other.json"))
-    assert "is no result of `python -m benchmarks attention --output FILE`" in told
-    assert "it has no entry 'rows'" in told
+    assert "is no result of this benchmark's --output FILE" in told
+    assert "it has no entry 'meta'" in told
 
 
 def test_every_command_checks_its_values() -> None:

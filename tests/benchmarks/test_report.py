@@ -12,11 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.attention.plot import draw_speedups
-from benchmarks.attention.report import cells_of, line, markdown, reasons, summaries, summary_line
-from benchmarks.attention.run import NotRun, Row
+from benchmarks.attention.report import cells_of, draw_speedups, line, markdown, reasons, summaries, summary_line
+from benchmarks.attention.run import KEY, NotRun, Row
 from benchmarks.cli.attention import app
-from benchmarks.results_io import Recorder, read_results, write_results
+from benchmarks.results_io import RowFile, provenance, read_results, write_results
 from stof.errors import ArgumentError
 from stof.tuning.timing import host_us
 
@@ -95,49 +94,47 @@ def test_wrong_and_missing_are_visible() -> None:
 
 def test_files_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    write_results(path, SYNTHETIC, CPU, NOT_RUN)
-    found = read_results(path)
+    write_results(path, provenance(CPU), SYNTHETIC, NOT_RUN)
+    found = read_results(path, Row)
     assert (found.rows, found.not_run) == (SYNTHETIC, NOT_RUN)
-    write_results(path, SYNTHETIC, CPU)
+    write_results(path, provenance(CPU), SYNTHETIC)
     assert set(json.loads(path.read_text())) == {"meta", "rows"}
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_merging_replaces_what_is_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    first = Recorder(path, CPU, merge=False)
+    first = RowFile(path, CPU, Row, KEY, mixed=True)
     first.add([row("stof", 10.0), row("flex", 40.0)], [missing("flash-4", "no")])
     first.add([row("stof", 20.0, length=2048)], [])
-    assert len(read_results(path).rows) == 3  # after every cell
-    second = Recorder(path, CPU, merge=True)
+    assert len(read_results(path, Row).rows) == 3  # after every cell
+    second = RowFile(path, CPU, Row, KEY, mixed=True)
     second.add([row("stof", 5.0), row("flash-4", 7.0)], [missing("flex", "broke")])
-    found = read_results(path)
+    found = read_results(path, Row)
     assert {(r.impl, r.q_len): r.gpu_us for r in found.rows} == {
         ("stof", 2048): 20.0,
         ("stof", 1024): 5.0,
         ("flash-4", 1024): 7.0,
     }
     assert [entry.impl for entry in found.not_run] == ["flex"]
-    Recorder(path, CPU, merge=False).add([row("sdpa", 1.0)], [])
-    assert [r.impl for r in read_results(path).rows] == ["sdpa"]
 
 
 def test_merging_refuses_other_devices_and_other_files(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    write_results(path, SYNTHETIC, CPU)
+    write_results(path, provenance(CPU), SYNTHETIC)
     path.write_text(path.read_text().replace('"device": "', '"device": "another '))
     with pytest.raises(ArgumentError, match="another"):
-        Recorder(path, CPU, merge=True)
+        RowFile(path, CPU, Row, KEY, mixed=True)
     path.write_text("[]")
     with pytest.raises(ArgumentError, match="no result"):
-        Recorder(path, CPU, merge=True)
+        RowFile(path, CPU, Row, KEY, mixed=True)
     with pytest.raises(ArgumentError, match=r"cannot read .*nothing\.json: No such file"):
-        read_results(tmp_path / "nothing.json")
+        read_results(tmp_path / "nothing.json", Row)
 
 
 def test_report_command_prints_and_draws(tmp_path: Path) -> None:
     path, picture = tmp_path / "results.json", tmp_path / "pictures" / "speedup.png"
-    write_results(path, SYNTHETIC, CPU, NOT_RUN)
+    write_results(path, provenance(CPU), SYNTHETIC, NOT_RUN)
     shown = run("report", str(path), "--png", str(picture))
     assert "3.00x" in shown
     assert "sparse: 1.22x over the best peer (geometric mean of 2 cells)" in shown
@@ -156,27 +153,29 @@ def test_attention_command_writes_and_merges(tmp_path: Path) -> None:
     common = ["--device", "cpu", "--shapes", "1,2,2,16,96,96", "--rounds", "1", "--output", str(path)]
     run("attention", "--masks", "causal dilated", "--impls", "stof sdpa", *common)
     shown = run("attention", "--masks", "causal", "--impls", "sdpa-native flash-4", *common, "--merge")
-    found = read_results(path)
+    found = read_results(path, Row)
     assert {(r.mask, r.impl) for r in found.rows} == {
         ("causal", "stof"), ("causal", "sdpa"), ("dilated", "stof"), ("dilated", "sdpa"), ("causal", "sdpa-native"),
     }  # fmt: skip
     assert [(e.impl, e.reason) for e in found.not_run] == [("flash-4", "runs on CUDA devices only")]
     assert "sdpa-native" in shown
+    run("attention", "--masks", "causal", "--impls", "sdpa", *common)
+    assert [r.impl for r in read_results(path, Row).rows] == ["sdpa"]
 
 
 def test_resume_leaves_out_what_is_there(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     common = ["--device", "cpu", "--shapes", "1,1,16,64", "--rounds", "1", "--output", str(path)]
     run("attention", "--masks", "causal", "--impls", "stof flash-4", *common)
-    first = read_results(path).rows[0]
+    first = read_results(path, Row).rows[0]
     shown = run("attention", "--masks", "causal strided", "--impls", "stof flash-4", *common, "--resume")
     assert "strided" in shown
     assert "causal" not in shown
-    found = read_results(path)
+    found = read_results(path, Row)
     assert [row.mask for row in found.rows] == ["causal", "strided"]
     assert found.rows[0] == first
     run("attention", "--masks", "causal", "--impls", "stof sdpa", *common, "--resume")
-    assert {row.impl for row in read_results(path).rows if row.mask == "causal"} == {"stof", "sdpa"}
+    assert {row.impl for row in read_results(path, Row).rows if row.mask == "causal"} == {"stof", "sdpa"}
 
 
 def test_check_only_writes_nothing(tmp_path: Path) -> None:
@@ -194,7 +193,7 @@ def test_decode_command(tmp_path: Path) -> None:
     )
     assert "decode-window64" in shown
     assert "decode-dense" in shown
-    cells = cells_of(read_results(path).rows)
+    cells = cells_of(read_results(path, Row).rows)
     assert [cell.kind for cell in cells] == ["decode", "decode"]
     assert {cell.density for cell in cells} == {0.25, 1.0}
     assert cells[0].shape == "B2 H4/2 D16 S1x256"

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.attention.run import NotRun, Row, run_attention
 from benchmarks.peers import PEERS, Peer, peer
 from benchmarks.peers.mask_formats import mask_mod
-from benchmarks.results_io import write_results
+from benchmarks.results_io import provenance, write_results
 from stof.errors import ArgumentError
 from stof.testing.attention_check import Expected, Problem, float64_attention, relative_error
 from stof.testing.mask_grid import GRID, Shape, grid_mask, window_of
@@ -154,7 +154,7 @@ def test_oracle_is_dense_attention() -> None:
 def test_json_has_the_agreed_keys(tmp_path: Path) -> None:
     rows, _ = run([peer("stof"), peer("sdpa")], masks="longformer strided", shape="1,1,16,256")
     path = tmp_path / "results" / "cpu.json"
-    write_results(path, rows, CPU)
+    write_results(path, provenance(CPU), rows)
     written = json.loads(path.read_text())
     assert set(written["meta"]) == {"device", "torch", "triton", "stof", "commit", "date"}
     assert len(written["rows"]) == 4
