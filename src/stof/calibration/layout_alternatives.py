@@ -14,11 +14,11 @@ from stof.calibration.measure import call_of, runner
 from stof.errors import KernelError
 from stof.layout import statistics
 from stof.layout.search import RowOrders, column_order, find_order
-from stof.masks import Index, Mask, reordered
+from stof.masks import Mask, reordered
 from stof.selection import Choice, MaskGeometry, candidates, default_config
 from stof.selection.model import DEFAULT_DEVICE, load_model
-from stof.testing.attention_check import TOLERANCE, Expected, float64_attention
-from stof.testing.mask_grid import Shape
+from stof.testing.attention_check import TOLERANCE, Expected, Problem
+from stof.testing.mask_grid import GridMask, Shape
 from stof.tuning.timing import time_calls
 
 # The GPU that estimates are for where none is present.
@@ -109,8 +109,8 @@ def measured(
         only: on a CUDA device, those of `estimated` to time; default the 12 best.
         rounds: timed rounds; medians are reported.
     """
-    inputs = _inputs(shape, dtype, device)
-    expected = _expected(mask, inputs)
+    problem = Problem.draw(GridMask("given", lambda q_len: mask, dense_like=False), shape, device, dtype)
+    expected = Expected.of(problem, _CHECKED_ROWS)
     if device.type == "cuda":
         chosen = (
             estimated(mask, shape, dtype, torch.cuda.get_device_name(device))[:_MOST_TIMED] if only is None else only
@@ -122,7 +122,7 @@ def measured(
     notes = dict.fromkeys(range(len(listed)), "")
     for number, (_, plan, choice) in enumerate(listed):
         try:
-            call = runner(inputs, plan, choice)
+            call = runner((problem.q, problem.k, problem.v), plan, choice)
             error = expected.error(call())
         except KernelError as failure:
             notes[number] = str(failure)
@@ -138,34 +138,6 @@ def measured(
         us = None if timing is None else timing.call_us if timing.gpu_us is None else timing.gpu_us
         out.append(replace(alternative, measured_us=us, note=notes[number]))
     return sorted(out, key=lambda a: (a.measured_us is None, a.measured_us or 0.0))
-
-
-def _inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-
-    def drawn(heads: int, length: int) -> Tensor:
-        size = (shape.batch, heads, length, shape.head_dim)
-        return torch.randn(size, generator=generator, device=device).to(dtype)
-
-    return drawn(shape.heads, shape.q_len), drawn(shape.kv_heads, shape.kv_len), drawn(shape.kv_heads, shape.kv_len)
-
-
-def _expected(mask: Mask, inputs: tuple[Tensor, Tensor, Tensor]) -> Expected:
-    """Exact attention on some rows, each batch entry and head under its own mask."""
-    q, k, v = inputs
-    batch, heads = mask.dims(q.shape[0], q.shape[1], q.device)
-    generator = torch.Generator("cpu").manual_seed(0)
-    rows = torch.randperm(q.shape[2], generator=generator)[:_CHECKED_ROWS].sort().values.to(q.device)
-    index = Index.make(
-        rows,
-        torch.arange(k.shape[2], device=q.device),
-        q_len=q.shape[2],
-        kv_len=k.shape[2],
-        b=torch.arange(batch, device=q.device),
-        h=torch.arange(heads, device=q.device),
-    )
-    keep = mask.evaluate(index).expand(batch, heads, len(rows), k.shape[2])
-    return Expected(rows, float64_attention(q[:, :, rows], k, v, keep))
 
 
 def _on_gpu(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from stof.selection.implementations import IMPLEMENTATIONS, Options
 from stof.testing.attention_check import TOLERANCE, Expected, Problem
 from stof.testing.mask_grid import GridMask, Shape, decode_masks, grid_mask
 from stof.tuning.timing import time_calls
-
-if TYPE_CHECKING:
-    pass
 
 # Candidates whose estimate is this many times the best one's are not worth measuring.
 _WORTH_MEASURING = 2.5

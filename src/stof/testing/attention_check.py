@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from stof.kernels.reference import reference_attention
 from stof.testing.mask_grid import GridMask, Shape
+from stof.testing.oracle import oracle_attention
 
 # Largest |out - float64| / max |float64| accepted before a time is given: some 10 units in the last place of what
 # a row of attention averages over. A wrong mask is off by 0.1 or more.
@@ -50,7 +50,7 @@ class Problem:
 
     @cached_property
     def keep(self) -> Tensor:
-        """The dense mask, bool `[1, 1, Sq, Skv]`; evaluated once for all peers that want it."""
+        """The dense mask, bool, `[1, 1, Sq, Skv]` for masks of the grid; evaluated once for all peers that want it."""
         return self.grid_mask.dense(self.shape, self.device)
 
     @staticmethod
@@ -93,9 +93,8 @@ class Expected:
             some = drawn[: most_rows - 2 * ends].sort().values.to(device)
             rows = torch.cat((rows[:ends], some, rows[q_len - ends :]))
         keep = problem.grid_mask.dense(problem.shape, device, rows)
-        out = float64_attention(
-            problem.q[:, :, rows], problem.k, problem.v, keep, None if bias is None else bias[:, :, rows]
-        )
+        bias = None if bias is None else bias[:, :, rows]
+        out, _ = oracle_attention(problem.q[:, :, rows], problem.k, problem.v, keep, bias=bias)
         return Expected(rows, out)
 
     def error(self, out: Tensor) -> float:
@@ -103,28 +102,6 @@ class Expected:
         if not bool(torch.isfinite(out).all()):
             return float("inf")
         return relative_error(out[:, :, self.rows], self.out)
-
-
-def float64_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Dense float64 attention, one batch entry and head and 1024 rows at a time to bound memory; `[B, H, Sq, D]`."""
-    group = q.shape[1] // k.shape[1]
-    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    for b in range(q.shape[0]):
-        one = slice(b, b + 1)
-        for head in range(q.shape[1]):
-            key = slice(head // group, head // group + 1)
-            kept = keep if keep.shape[1] == 1 else keep[:, head : head + 1]
-            kept = kept if kept.shape[0] == 1 else kept[one]
-            wide = k[one, key].double(), v[one, key].double()
-            for start in range(0, q.shape[2], 1024):
-                rows = slice(start, start + 1024)
-                queries = q[one, head : head + 1, rows].double()
-                added = None if bias is None else bias[:, head : head + 1, rows].double()
-                scale = q.shape[-1] ** -0.5
-                out[one, head : head + 1, rows] = reference_attention(
-                    queries, *wide, kept[:, :, rows], scale=scale, bias=added
-                )[0]
-    return out
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

@@ -74,16 +74,18 @@ class GridMask:
     at_end: bool = False
 
     def dense(self, shape: Shape, device: torch.device, rows: Tensor | None = None) -> Tensor:
-        """The mask as bool `[1, 1, R, kv_len]` at the query positions `rows` (int64 `[R]`; all by default).
+        """The mask as bool `[B or 1, H or 1, R, kv_len]` at the query positions `rows` (int64 `[R]`; all by default).
 
         Evaluated 1024 rows at a time: the int64 positions of a whole `S x S` rectangle would need 2 GB at S = 16384.
         """
         rows = torch.arange(shape.q_len, device=device) if rows is None else rows
         mask, columns = self.mask(shape.q_len), torch.arange(shape.kv_len, device=device)
-        out = torch.empty(1, 1, len(rows), shape.kv_len, dtype=torch.bool, device=device)
+        batch, heads = mask.dims(shape.batch, shape.heads, device)
+        where = {"b": torch.arange(batch, device=device), "h": torch.arange(heads, device=device)}
+        out = torch.empty(batch, heads, len(rows), shape.kv_len, dtype=torch.bool, device=device)
         for start in range(0, len(rows), 1024):
             strip = slice(start, start + 1024)
-            index = Index.make(rows[strip], columns, q_len=shape.q_len, kv_len=shape.kv_len)
+            index = Index.make(rows[strip], columns, q_len=shape.q_len, kv_len=shape.kv_len, **where)
             out[:, :, strip] = mask.evaluate(index)
         return out
 
