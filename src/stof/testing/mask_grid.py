@@ -1,4 +1,4 @@
-"""The masks and shapes of the benchmark grid (docs/architecture.md defines them)."""
+"""The masks and shapes of the benchmark grid."""
 
 from __future__ import annotations
 
