@@ -4,11 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types unit fuzz test-transformers bench clean
+.PHONY: demo test test-all lint types unit fuzz mutants test-transformers bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/stof demo
 
+# 8 minutes or less on two cores; `make test-all` has the rest: compile checks of all kernels and GPUs, slow tests, and
+# the newest supported transformers.
 test: lint types unit
 
 lint: $(VENV)/.dev
@@ -18,20 +20,30 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# Tested with the oldest and the newest supported transformers (constraints.txt, tests/integrations/transformers-5.23.txt).
+# One thread per worker: the workers already fill the cores. Idle workers take tests from the others: a few take minutes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+unit: $(VENV)/.dev
+	$(PYTEST) -m "not slow"
+
+# The oldest supported transformers is in constraints.txt, the newest in tests/integrations/transformers-5.23.txt.
 HF_TESTS := $(addprefix tests/integrations/test_,transformers.py unusual_models.py refused_models.py given_masks.py packing.py model_mask.py)
 
-# One thread per worker: the workers already fill the cores. Whoever is done takes tests from the others: a few take
-# minutes.
-unit: $(VENV)/.dev $(VENV)/.triton-3.6 $(VENV)/.transformers-5.23
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
-	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/transformers-5.23 $(BIN)/python -m pytest -n auto --dist worksteal $(HF_TESTS)
+test-all: $(VENV)/.dev $(VENV)/.triton-3.6 $(VENV)/.transformers-5.23
+	$(PYTEST) -m slow
+	PYTHONPATH=$(abspath $(VENV))/transformers-5.23 $(PYTEST) $(HF_TESTS)
 
 # Random calls against float64: make fuzz N=10000 SEED=1 FUZZ="--device cuda" (or --interpret, for Triton's kernels).
 N ?= 2000
 SEED ?= 0
 fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N) --seed $(SEED) $(FUZZ)
+
+# Wrong code in one line, which the tests that import it must notice in 93 % of all mutants: make mutants N=30 SEED=1
+# (an hour).
+mutants: N = 30
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutants --count $(N) --seed $(SEED)
 
 # Tests of transformers' own with stof in place of "sdpa", from a source checkout of the installed version:
 # make test-transformers TRANSFORMERS=DIR. Its packages do not have them.

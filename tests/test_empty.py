@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import stof
 from stof import masks
 from stof.attention import masked_attention_op
+from stof.errors import ShapeError
 from stof.kernels.fp8 import FP8
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import make_inputs
@@ -84,6 +85,12 @@ def test_a_plan_of_any_batch() -> None:
     q, k, v = inputs_of("batch")
     check(stof.attention(q, k, v, plan, return_lse=True), q, k, v)
     assert torch.equal(stof.attention(*full, plan), expected)
+
+
+def test_a_mask_of_other_sizes_is_refused() -> None:
+    for mask in (masks.per_head([masks.causal()] * 3), masks.padding([1, 2, 3])):
+        with pytest.raises(ShapeError, match="of 3, the inputs have 2"):
+            stof.attention(*inputs_of("queries", batch=2), mask)
 
 
 def test_eight_bits() -> None:

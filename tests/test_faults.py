@@ -231,6 +231,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     files._warn_homeless.cache_clear()
 
 
+@pytest.mark.slow
 def test_without_a_home_folder_optimize_warns_once_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     homeless(monkeypatch)
     model, x = torch.nn.Linear(8, 8).eval(), torch.randn(2, 8)

@@ -66,6 +66,7 @@ def run(*words: str) -> Any:
     return CliRunner().invoke(app, ["tune", *words])
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
     own_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

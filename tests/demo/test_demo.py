@@ -32,6 +32,7 @@ def test_demo_command(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_packed_embeddings_are_the_padded_ones() -> None:
     outcomes = jobs.embed_passages(texts.passages(40), torch.device("cpu"), lambda step: None, rounds=1)
     assert len(outcomes) == 2

@@ -79,6 +79,7 @@ def test_one_compilation_for_all_sizes(family: str, dynamic: bool | None, monkey
     assert reports[-1].notes == []
 
 
+@pytest.mark.slow
 def test_lengths_of_several_buckets_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor adds guards of its own when it generates code."""
     compilations, first = Compilations(monkeypatch, inductor=True), 0

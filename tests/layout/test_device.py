@@ -58,6 +58,7 @@ def tall_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_source, "_SCORES_RUN", 2**16)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tall_pieces")
 @given(data=st.data(), config=configs)
 @settings(max_examples=15)

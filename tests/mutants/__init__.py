@@ -1,0 +1,1 @@
+"""Mutation check: do the tests fail when one line of the package is wrong?"""
