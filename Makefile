@@ -57,7 +57,7 @@ test-transformers: $(VENV)/.dev $(VENV)/.transformers-tests
 
 # The figures of the README's table on this machine's CPU (about 4 minutes).
 bench: $(VENV)/.dev
-	$(BIN)/stof bench attention --device cpu --masks "full causal window512 longformer bigbird strided dilated" --output benchmarks/results/cpu-attention.json
+	$(BIN)/python -m benchmarks attention --device cpu --masks "full causal window512 longformer bigbird strided dilated" --output benchmarks/results/cpu-attention.json
 
 # The documentation site, in site/. Building it needs no network.
 docs: $(VENV)/.docs

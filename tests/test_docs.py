@@ -51,17 +51,21 @@ def test_make_targets_exist() -> None:
         assert {"test", "docs"} <= named <= targets
 
 
-def test_stof_commands_parse() -> None:
-    """Each `stof ...` line of a shell block names a command and options that exist."""
+@pytest.mark.parametrize("program", ["stof", "python -m benchmarks"])
+def test_commands_in_shell_blocks_parse(program: str) -> None:
+    """Each such line of a shell block names a command and options that exist."""
     from typer.main import get_command
 
-    from stof.cli.main import app
+    from benchmarks.cli.attention import app as benchmarks
+    from stof.cli.main import app as stof
 
     lines = [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
-    commands = [line.split("#")[0].split() for line in lines if line.startswith("stof ")]
+    commands = [line.split("#")[0].removeprefix(program).split() for line in lines if line.startswith(program + " ")]
     assert commands
     for words in commands:
-        command = get_command(app)
+        command = get_command(stof if program == "stof" else benchmarks)
+        assert words[0] in command.commands
+        words.insert(0, program)
         while hasattr(command, "commands") and len(words) > 1 and words[1] in command.commands:
             command, words = command.commands[words[1]], words[1:]
         known = {option for parameter in command.params for option in parameter.opts}

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import stof
+from benchmarks.results_io import read_results, write_json
 from stof import files, masks
-from stof.bench.results import read_rows, write_json
 from stof.errors import ArgumentError, LockFileError, PlanFileError
 from stof.files import read_checked, read_json, write_atomically, write_checked
 from stof.fusion.choices import Tuned, choices_path, read_choices, update_choices
@@ -173,7 +173,7 @@ def test_odd_json_is_no_lock_and_no_result(tmp_path: Path, name: str) -> None:
     with pytest.raises(LockFileError, match="not a usable lock file"):
         read_lock(path)
     with pytest.raises(ArgumentError, match="is no result"):
-        read_rows(path, dict)
+        read_results(path, dict)
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:

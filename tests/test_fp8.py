@@ -12,7 +12,6 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.attention import masked_attention_op
-from stof.bench.grid import grid_mask
 from stof.errors import ArgumentError, DeviceError, DtypeError, KernelError, ShapeError, UnsupportedError
 from stof.kernels.fp8 import FP8, Scales
 from stof.kernels.triton.work import BoundCall
@@ -21,6 +20,7 @@ from stof.selection.implementations import Options
 from stof.selection.model import load_model
 from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention
 from stof.testing.inputs import spread
+from stof.testing.mask_grid import grid_mask
 from tests.selection.fakes import GPU, Geometry, call_of
 
 ON_CPU = [name for name, impl in IMPLEMENTATIONS.items() if impl.capabilities.devices != ("cuda",)]

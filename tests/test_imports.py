@@ -27,15 +27,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("validation", "caching", "plans", "dynamic"),
     ("attention",),
     ("__init__",),  # `import stof`: the public operator
-    ("fusion", "drawing", "bench"),
+    ("fusion", "drawing"),
     ("integrations",),
+    ("calibration",),
     ("demo",),
     ("cli", "__main__"),
 )
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 # A leaf below everything: measuring and storing know nothing of attention.
 TUNING = "tuning"
-# For tests, and for `stof verify`.
+# For tests, and for commands that check what they time.
 TESTING = "testing"
 
 
@@ -57,7 +58,7 @@ MODULES = modules()
 
 
 def imports(path: Path) -> list[tuple[int, str]]:
-    """`(line, module)` of every import of stof's own modules, wherever in the file it stands."""
+    """`(line, module)` of every import of stof's own modules and of the benchmarks, wherever in the file it stands."""
     found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -69,7 +70,7 @@ def imports(path: Path) -> list[tuple[int, str]]:
                 # `from stof import masks` imports a module, `from stof.masks import Mask` a name.
                 full = f"{base}.{alias.name}"
                 found.append((node.lineno, full if full in MODULES else base))
-    return [(line, name) for line, name in found if name.split(".")[0] == "stof"]
+    return [(line, name) for line, name in found if name.split(".")[0] in ("stof", "benchmarks")]
 
 
 def test_every_unit_has_its_layer() -> None:
@@ -86,7 +87,7 @@ def test_import_direction(name: str) -> None:
         if other in (unit, "errors"):
             continue
         if other == TESTING:
-            allowed = name == "stof.cli.verify"
+            allowed = unit in ("calibration", "cli")
         elif unit == TESTING:
             allowed = RANK.get(other, 99) < RANK["attention"]
         elif unit == TUNING:
@@ -98,6 +99,11 @@ def test_import_direction(name: str) -> None:
         if not allowed:
             problems.append(f"{MODULES[name]}:{line}: {unit} imports {target}")
     assert not problems, "\n".join(problems)
+
+
+def test_the_package_never_imports_benchmarks() -> None:
+    found = {name for name, path in MODULES.items() if any(at.startswith("benchmarks") for _, at in imports(path))}
+    assert found == set()
 
 
 def test_errors_import_nothing_of_ours() -> None:
@@ -124,7 +130,7 @@ def test_import_loads_torch_only() -> None:
     packages = {name.split(".")[0] for name in extra}
     foreign = packages - set(sys.stdlib_module_names) - {"stof", "torch"}
     assert foreign == set()
-    heavy = {"fusion", "integrations", "cli", "bench", "demo", "drawing", TESTING, TUNING}
+    heavy = {"fusion", "integrations", "cli", "calibration", "demo", "drawing", TESTING, TUNING}
     assert not {name for name in extra if name.startswith("stof.") and name.split(".")[1] in heavy}
 
 

@@ -1,4 +1,4 @@
-"""What commands ask for alike: devices, files, tables in a pipe."""
+"""What commands ask for alike: devices and files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from stof.cli.common import device_of
 from stof.cli.main import app
 from stof.errors import ArgumentError
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-attention.json"
-
 
 def test_devices() -> None:
     assert device_of("cpu") == torch.device("cpu")
@@ -23,7 +21,7 @@ def test_devices() -> None:
             device_of(wrong)
 
 
-@pytest.mark.parametrize("command", [["demo", "--device", "cuda:99"], ["bench", "attention", "--device", "nosuch"]])
+@pytest.mark.parametrize("command", [["demo", "--device", "cuda:99"], ["verify", "--device", "nosuch"]])
 def test_a_device_that_is_not_there(command: list[str]) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
@@ -39,11 +37,3 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, ["tune", "--measurements", str(tmp_path / "other.json"), "--check"])
         assert done.exit_code == 2
         assert "no measurements" in done.output.replace("\n", " ")
-
-
-def test_tables_in_a_pipe_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    done = CliRunner().invoke(app, ["bench", "report", str(RESULTS)])
-    assert done.exit_code == 0
-    assert "\u2026" not in done.output
-    assert "dense-like" in done.output

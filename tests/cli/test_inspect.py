@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -199,8 +200,14 @@ def test_a_corrupt_plan_file_is_an_error(tmp_path: Path) -> None:
 def test_version_and_help() -> None:
     assert stof_command("--version").stdout.split() == ["stof", stof.__version__]
     out = stof_command("--help").stdout
-    assert all(name in out for name in ("inspect", "info", "bench", "demo"))
-    assert "attention" in stof_command("bench", "--help").stdout
+    assert all(name in out for name in ("inspect", "info", "tune", "demo"))
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("attention", "--masks", "full causal")], ids=" ".join)
+def test_benchmarks_are_run_from_the_sources(words: tuple[str, ...]) -> None:
+    told = stof_command("bench", *words, code=2).stderr
+    assert shlex.join(("python", "-m", "benchmarks", *words)) in told
+    assert len(told.strip().splitlines()) == 1
 
 
 def test_the_command_line_itself_imports_nothing_heavy() -> None:

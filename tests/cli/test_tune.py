@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import stof
-from stof.bench.load import load
+from stof.calibration.model_loading import load
 from stof.cli.main import app
 from stof.cli.tune_model import View
 from stof.errors import ArgumentError

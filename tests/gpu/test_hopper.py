@@ -16,7 +16,6 @@ from torch import Tensor
 
 import stof
 from stof import LayoutConfig, masks
-from stof.bench.grid import grid_mask
 from stof.errors import UnsupportedError
 from stof.kernels.hopper.tile_lists import padded_width
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
@@ -28,6 +27,7 @@ from stof.selection import IMPLEMENTATIONS, failures
 from stof.selection.gpu import _HOPPER_BIAS_TILES, _HOPPER_TILES
 from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
+from stof.testing.mask_grid import grid_mask
 from tests.strategies import dense_masks
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

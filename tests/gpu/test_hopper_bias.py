@@ -12,10 +12,10 @@ from torch import Tensor
 
 import stof
 from stof import masks
-from stof.bench.grid import grid_mask
 from stof.errors import ArgumentError, UnsupportedError
 from stof.masks.tensors import as_mask
 from stof.testing import assert_attention
+from stof.testing.mask_grid import grid_mask
 from tests.gpu.test_hopper import (
     BIAS_STAGES,
     HALVES,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import stof
 from stof import LayoutConfig, masks
-from stof.bench.grid import grid_mask
 from stof.kernels.fp8 import Scales
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
@@ -25,6 +24,7 @@ from stof.selection.implementations import Options
 from stof.selection.resources import FP8_STAGES
 from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention
 from stof.testing.inputs import spread
+from stof.testing.mask_grid import grid_mask
 from tests.strategies import dense_masks
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import masks
-from stof.bench.grid import grid_mask
 from stof.errors import UnfitLayoutError
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 from stof.layout import Layout
@@ -20,6 +19,7 @@ from stof.selection import IMPLEMENTATIONS
 from stof.selection.gpu import _PAIRED_STAGES
 from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention
+from stof.testing.mask_grid import grid_mask
 from tests.gpu.test_hopper import GRID, HALVES, HOPPER, layout_of, random_inputs
 from tests.strategies import dense_masks
 

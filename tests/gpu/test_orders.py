@@ -7,10 +7,10 @@ import torch
 
 import stof
 from stof import masks
-from stof.bench.alternatives import estimated, measured
-from stof.bench.grid import Shape
+from stof.calibration.layout_alternatives import estimated, measured
 from stof.layout.search import CLUSTERED, computed, find_order
 from stof.testing import assert_attention, make_inputs
+from stof.testing.mask_grid import Shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import LayoutConfig, masks
-from stof.bench.grid import grid_mask
 from stof.errors import LayoutError, UnfitLayoutError
 from stof.kernels.hopper.tile_lists import ASIDE, make_tile_lists
 from stof.kernels.triton.work import BlockWiseConfig
@@ -21,6 +20,7 @@ from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.implementations import Options
 from stof.testing import assert_attention
+from stof.testing.mask_grid import grid_mask
 from tests.interpreter import IN_INTERPRETER
 from tests.kernels.test_hopper_jobs import TILES, check_lists
 from tests.kernels.test_hopper_launch import Twin, check_call, inputs, twin

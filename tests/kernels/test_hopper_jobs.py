@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import LayoutConfig, masks
-from stof.bench.grid import grid_mask
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
 from stof.kernels.hopper.tile_lists import ASIDE, RUN, TileLists, make_tile_lists
@@ -22,6 +21,7 @@ from stof.kernels.hopper.tile_scheduler import LATE, WORK_FIELDS, WORK_SIZE, chu
 from stof.layout import Layout, build_layout
 from stof.layout.orders import named_order
 from stof.masks.tensors import as_mask
+from stof.testing.mask_grid import grid_mask
 from tests.strategies import dense_masks
 
 GRID = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")

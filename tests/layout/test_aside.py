@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
-from stof.bench.grid import grid_mask
 from stof.errors import ArgumentError
 from stof.layout import aside, build_layout, statistics
 from stof.layout.grow import extend_layout
 from stof.layout.io import load_layout, save_layout
 from stof.masks.tensors import as_mask
+from stof.testing.mask_grid import grid_mask
 from tests.strategies import line_masks, row_orders
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

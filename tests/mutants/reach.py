@@ -17,10 +17,10 @@ def modules_in(root: Path, package: str) -> dict[str, Path]:
 
 
 class Imports:
-    """The import graph of the package and of its tests."""
+    """The import graph of the package, the benchmarks and the tests."""
 
     def __init__(self, root: Path) -> None:
-        self.source = modules_in(root / "src", "stof")
+        self.source = modules_in(root / "src", "stof") | modules_in(root, "benchmarks")
         self.tests = modules_in(root, "tests")
         self._trees = {
             name: ast.parse(path.read_text(encoding="utf-8")) for name, path in (self.source | self.tests).items()

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from stof import LayoutConfig, masks
-from stof.bench import fit, selector
-from stof.bench.grid import Shape, grid_mask
+from stof.calibration import least_squares as fit
+from stof.calibration import measure as selector
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.masks import Mask
 from stof.selection import Choice, candidates, choose, failures
 from stof.selection.gpu import gpu_choices
 from stof.selection.model import aside_us, estimate, kernel_key, load_model
+from stof.testing.mask_grid import Shape, grid_mask
 from tests.selection.fakes import GPU, Geometry, call_of, fake_gpu
 
 ASIDE = LayoutConfig(64, 64, 1, aside=True)

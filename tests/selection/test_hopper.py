@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from stof import LayoutConfig, masks
-from stof.bench.grid import grid_mask
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import blocks_per_sm, make_tile_lists, padded_width
 from stof.kernels.triton.work import BlockWiseConfig
@@ -21,6 +20,7 @@ from stof.masks import Mask
 from stof.selection import IMPLEMENTATIONS, Choice, candidates, choose, failures
 from stof.selection.gpu import _CHUNK_KEYS, _CHUNK_KEYS_OF_ONE, _HOPPER_L2_SHARE, fits, gpu_choices, starves
 from stof.selection.model import kernel_key
+from stof.testing.mask_grid import grid_mask
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 
 

@@ -7,7 +7,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperCommand
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from stof.errors import StofError
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +20,28 @@ if TYPE_CHECKING:
 _MOST = 2**31 - 1
 # Characters of a line in a file or a pipe, where rich would cut tables at 80.
 _WIDE = 160
+
+
+class Commands(TyperGroup):
+    """Reports STOF's own errors, whose messages say what to do, and files' in red and without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except StofError as error:
+            _show_error(str(error))
+        except OSError as error:
+            if error.filename is None or isinstance(error, BrokenPipeError):
+                raise
+            _show_error(f"cannot read or write {error.filename}: {error.strerror}")
+
+
+def _show_error(text: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(f"error: {text}", style="red"), soft_wrap=True)
+    raise typer.Exit(2) from None
 
 
 class CheckedCommand(TyperCommand):

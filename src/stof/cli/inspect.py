@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from stof.bench.alternatives import Alternative
+    from stof.calibration.layout_alternatives import Alternative
     from stof.drawing import DrawStyle
     from stof.layout import Layout, LayoutConfig, LayoutStatistics
     from stof.plans import Plan
@@ -186,9 +186,9 @@ def _alternatives(
     import torch
 
     import stof
-    from stof.bench.alternatives import DEFAULT_GPU, estimated, estimated_reordered, measured
-    from stof.bench.grid import Shape
+    from stof.calibration.layout_alternatives import DEFAULT_GPU, estimated, estimated_reordered, measured
     from stof.selection.model import load_model
+    from stof.testing.mask_grid import Shape
     from stof.tuning.machine import device_name
 
     mask = stof.masks.parse(text)

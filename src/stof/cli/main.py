@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import shlex
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
-from stof.cli import bench
-from stof.cli.common import CheckedCommand
+from stof.cli.common import CheckedCommand, Commands
 from stof.cli.demo import demo
 from stof.cli.info import info
 from stof.cli.inspect import inspect
 from stof.cli.tune import tune
 from stof.cli.verify import verify
-from stof.errors import StofError
-
-
-class Commands(TyperGroup):
-    """Reports STOF's own errors, whose messages say what to do, and files' in red and without a traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except StofError as error:
-            _show_error(str(error))
-        except OSError as error:
-            if error.filename is None or isinstance(error, BrokenPipeError):
-                raise
-            _show_error(f"cannot read or write {error.filename}: {error.strerror}")
-
-
-def _show_error(text: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(stderr=True).print(Text(f"error: {text}", style="red"), soft_wrap=True)
-    raise typer.Exit(2) from None
-
+from stof.errors import ArgumentError
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
@@ -65,4 +41,14 @@ app.command(cls=CheckedCommand)(inspect)
 app.command(cls=CheckedCommand)(info)
 app.command(cls=CheckedCommand)(tune)
 app.command(cls=CheckedCommand)(verify)
-app.add_typer(bench.app, name="bench")
+
+
+@app.command(
+    cls=CheckedCommand,
+    hidden=True,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+)
+def bench(context: typer.Context) -> None:
+    """Name the command that runs benchmarks, which the package does not contain."""
+    command = shlex.join(("python", "-m", "benchmarks", *context.args))
+    raise ArgumentError(f"benchmarks are run from a checkout of the sources, by {command}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stof.cli.common import names, table_console
 
 if TYPE_CHECKING:
-    from stof.bench.selector import Measured
+    from stof.calibration.measure import Measured
 
 
 def tune_device(
@@ -30,23 +30,23 @@ def tune_device(
     import torch
     from rich.console import Console
 
-    from stof.bench import fit, selector
-    from stof.bench.polish import polish
+    from stof.calibration import least_squares, measure
+    from stof.calibration.constant_refinement import polish
     from stof.errors import ArgumentError
     from stof.files import write_atomically
     from stof.selection import IMPLEMENTATIONS
     from stof.selection.model import DEFAULT_DEVICE, load_model, model_to_dict
 
     console = Console(stderr=True)
-    wanted_masks = names("--masks", masks, list(dict.fromkeys(mask for mask, _ in selector.CELLS)))
-    wanted_shapes = names("--shapes", shapes, list(dict.fromkeys(shape for _, shape in selector.CELLS)))
+    wanted_masks = names("--masks", masks, list(dict.fromkeys(mask for mask, _ in measure.CELLS)))
+    wanted_shapes = names("--shapes", shapes, list(dict.fromkeys(shape for _, shape in measure.CELLS)))
     names("--only", only, IMPLEMENTATIONS)
     if device:
         if not torch.cuda.is_available():
             raise ArgumentError("stof tune --device needs an NVIDIA GPU, and torch sees none")
         cells = [
             (mask, shape)
-            for mask, shape in selector.CELLS
+            for mask, shape in measure.CELLS
             if (not masks or mask in wanted_masks) and (not shapes or shape in wanted_shapes)
         ]
         if measurements is not None and len(measurements) > 1:
@@ -56,12 +56,12 @@ def tune_device(
 
         def keep(new: Sequence[Measured]) -> None:
             if file is not None:
-                write_atomically(file, json.dumps(selector.to_json(selector.replaced(old, new))))
+                write_atomically(file, json.dumps(measure.to_json(measure.replaced(old, new))))
 
-        new = selector.measure(
+        new = measure.measure(
             cells, workers, budget, lambda line: console.print(line, style="dim", markup=False), only, keep
         )
-        rows = selector.replaced(old, new)
+        rows = measure.replaced(old, new)
     elif measurements:
         rows = [row for file in measurements for row in _read(file)]
     else:
@@ -77,14 +77,14 @@ def tune_device(
         )  # fmt: skip
     torch.set_num_threads(1)  # many tiny tensors
     if check:
-        table_console().print(fit.regret_table(rows, base))
+        table_console().print(least_squares.regret_table(rows, base))
         return
     if not device or not measurements or output is not None:  # else only measured, to be fitted elsewhere
-        fitted = polish(rows, [fit.fit(rows, base), base])
-        errors, left_out = fit.leave_one_out(rows, base)
-        quality = {"fit": fit.summary(*fit.self_check(rows, fitted))}
-        quality["leave_one_mask_out"] = fit.summary(errors, left_out)
-        table_console().print(fit.regret_table(rows, fitted))
+        fitted = polish(rows, [least_squares.fit(rows, base), base])
+        errors, left_out = least_squares.leave_one_out(rows, base)
+        quality = {"fit": least_squares.summary(*least_squares.self_check(rows, fitted))}
+        quality["leave_one_mask_out"] = least_squares.summary(errors, left_out)
+        table_console().print(least_squares.regret_table(rows, fitted))
         for kind, line in quality.items():
             console.print(f"{kind}: {line}")
         if output is not None:
@@ -100,7 +100,7 @@ def _read(file: Path) -> list[Measured]:
         ArgumentError: it holds something else.
         OSError: it cannot be read.
     """
-    from stof.bench.selector import from_json
+    from stof.calibration.measure import from_json
     from stof.errors import ArgumentError
     from stof.files import read_json
 

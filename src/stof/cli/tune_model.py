@@ -98,7 +98,7 @@ def tune_model(wanted: Wanted) -> None:
     import torch
     from rich.console import Console
 
-    from stof.bench.load import load
+    from stof.calibration.model_loading import load
     from stof.errors import ArgumentError
     from stof.fusion.lock import read_lock
 

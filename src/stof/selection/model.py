@@ -37,13 +37,14 @@ _GUESS_PENALTY = 1.5
 # not hopeless (`h200-selector-bias.json`, of the kernel as it was). The Hopper kernel's: up to 1.7.
 _BIAS_COST, _NARROW_BIAS_COST, _HOPPER_BIAS_COST = 1.45, 6.0, 1.6
 # And what it makes of that, for Triton's, where rows of the bias are not contiguous: T5 at 8 x 512 tokens took 191 us a
-# layer (heads last; `stof bench kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were. Odd rows: a guess.
+# layer (heads last; `python -m benchmarks kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were. Odd rows:
+# a guess.
 _SCATTERED_BIAS_COST = 3.0
 # A row by itself: what it costs at least (a guess), and each key that one program reads after the other (an H200: one
 # query, 4096 keys, 32 heads in 88 us).
 _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
-# Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/fp8.py` took 1123 us under a
-# full mask of 8192 tokens on an H200, V laid across included, where they rest on 1571.
+# Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/attention/fp8.py` took 1123 us
+# under a full mask of 8192 tokens on an H200, V laid across included, where they rest on 1571.
 _FP8_TILE = 0.73
 # Bytes of tiles that thread blocks get from an H200's L2 cache in a microsecond, if that alone were to bind: not a rate
 # that was seen (tiles got 8 million at best); of 8.3 to 10 million the one with the best picks among measurements.

@@ -54,7 +54,8 @@ def default_config(device: torch.device) -> LayoutConfig:
     """Block sizes of a plan's own layout, which pictures, files and the CPU use; `refined_config` may improve on them.
 
     On the CPU 64 rows are fastest on Longformer and BigBird masks at S = 4096, and within 3 % of the best height on
-    strided and causal ones (2 cores, fp32; benchmarks/cpu_choices.py). Calls on a GPU get the layout of their choice.
+    strided and causal ones (2 cores, fp32; benchmarks/attention/cpu_constants.py). Calls on a GPU get the layout of
+    their choice.
     """
     del device
     return LayoutConfig(block_m=64, block_n=64, slab=1)
@@ -65,7 +66,7 @@ def refined_config(layout: Layout) -> LayoutConfig:
 
     Where every row block keeps a contiguous range of columns, half the rows cost nothing to gather and waste less at
     the ends: a causal window of 512 takes 42.7 ms with 32 rows, 44.9 with 64 (S = 4096, H = 12, D = 64, fp32, 2 cores;
-    benchmarks/cpu_choices.py). Below 5 % waste there is nothing to gain.
+    benchmarks/attention/cpu_constants.py). Below 5 % waste there is nothing to gain.
     """
     config = layout.config
     if layout.device.type != "cpu" or layout.tiles == 0 or statistics(layout).computed_over_needed < 1.05:

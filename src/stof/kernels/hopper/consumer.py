@@ -156,7 +156,7 @@ def _lazy_tile(
         s = warpgroup_mma(q, keys, no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         if PARTIAL:
-            # Without `reload_by_lane`, ptxas keeps each bit's predicate for this rare branch in every tile, which takes 27
+            # Without `reload_by_lane`, ptxas keeps each bit's predicate for this rare branch in every tile: 27 more
             # dependent instructions.
             s = masked(s, reload_by_lane(words), BLOCK_N)
         p, m_i, alpha, sums = probabilities(s, m_i, factor, 0.0, PARTIAL, False, False, False, BLOCK_N)

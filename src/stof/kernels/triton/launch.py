@@ -1,7 +1,7 @@
 """Launching Triton kernels: once through the JIT, then straight from the compiled kernel.
 
 Triton's own call path binds, specialises and hashes every argument. An eager attention call took 52 us of host time
-through it and took 15 without (`stof bench launch`, an H200 machine; others are up to twice as slow).
+through it and took 15 without (`python -m benchmarks launch`, an H200 machine; others are up to twice as slow).
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Ready(NamedTuple):
 class _EncodedMaps:
     """Tensor maps as a compiled kernel takes them, kept by address.
 
-    Encoding one takes some 2 us of an eager call's 25 (`stof bench launch`, an H200 machine); a call has four or more.
+    Encoding one takes some 2 us of an eager call's 25 (`python -m benchmarks launch`, an H200 machine); a call has four or more.
     """
 
     def __init__(self, windows: tuple[TensorWindow | None, ...], metadata: list[Any]) -> None:

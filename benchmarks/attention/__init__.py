@@ -1,0 +1,1 @@
+"""Attention, masks and eager calls, each beside its peers."""

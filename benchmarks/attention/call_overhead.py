@@ -1,0 +1,44 @@
+"""`python -m benchmarks launch`: what an eager call costs the host, on problems too small to keep the device busy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import stof
+from stof import masks
+from stof.tuning.timing import host_us
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Host time in microseconds of one eager call."""
+
+    name: str
+    us: float
+
+
+def launch_times(device: torch.device, dtype: torch.dtype, calls: int) -> list[Launch]:
+    """Median host time of `stof.attention` with a ready plan, and of PyTorch's attention on the same inputs.
+
+    The problem is one sequence of 128 tokens (16 on the CPU, where the computation itself is in the time).
+    """
+    length, heads, head_dim = (16, 1, 16) if device.type == "cpu" else (128, 4, 64)
+    q, k, v = (torch.randn(1, heads, length, head_dim, dtype=dtype, device=device) for _ in range(3))
+    window = masks.sliding_window(length // 4)
+    keep = window.to_dense(length, device=device)
+    plan, causal = (stof.plan(mask, length, device=device) for mask in (window, masks.causal()))
+    contenders = {
+        "stof.attention, sliding window": lambda: stof.attention(q, k, v, plan),
+        "stof.attention, causal": lambda: stof.attention(q, k, v, causal),
+        "scaled_dot_product_attention, dense mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=keep),
+        "scaled_dot_product_attention, is_causal": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and dtype.itemsize == 2:
+        contenders["stof.attention, causal, Hopper kernel"] = lambda: stof.attention(
+            q, k, v, causal, implementation="hopper"
+        )
+    with torch.no_grad():
+        return [Launch(name, us) for name, us in host_us(contenders, device, calls=calls).items()]

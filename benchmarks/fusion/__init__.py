@@ -1,0 +1,1 @@
+"""Fused operators beside code of PyTorch's compiler, and the searches for them."""

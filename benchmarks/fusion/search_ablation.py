@@ -1,0 +1,278 @@
+"""The searches for a fusion scheme compared on one layer: how near to the best each comes, with how many measurements.
+
+Every segment and configuration is measured once and remembered, on disk too, so that all searches see the same times
+and a long comparison can be made in pieces. The times are written with the results: whoever has the file can run all
+searches again, without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from benchmarks.fusion.layer import LayerShape, plain_layer, weights_of
+from stof.errors import ArgumentError
+from stof.files import read_json
+from stof.fusion.baselines import exhaustive, random_search
+from stof.fusion.lower import GraphOrder
+from stof.fusion.normalise import normalise
+from stof.fusion.scheme import Scheme
+from stof.fusion.search import Outcome, outcome, stage_one, two_stage
+from stof.fusion.space import Budget, Candidate, Meter, Space
+from stof.fusion.store import Contents, Entry, Store, segment_key
+from stof.fusion.tune import Ahead, GraphSpace, TimeClaim, kind_of
+
+# Of the exhaustive search's measurements, what the others may take.
+SHARES = (0.1, 0.2)
+SEEDS = 20
+
+
+class Closing(Ahead, Protocol):
+    """What compiles early, in processes that are to be ended."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What a template covers, and all that was measured of it.
+
+    Attributes:
+        label: the operators in words.
+        places: where it is, `(first operator, end)`; alike ones are one segment.
+        times: microseconds of Inductor's code (None) and of each configuration, in the order in which they are
+            candidates; `math.inf` for one that does not run.
+        floors: what a configuration takes at the least, as the search knows before it measures.
+    """
+
+    label: str
+    places: tuple[tuple[int, int], ...]
+    times: Mapping[Candidate | None, float]
+    floors: Mapping[Candidate, float]
+
+
+@dataclass(frozen=True)
+class Table:
+    """All that a search of one graph could measure: one entry of `intensive` and `classes` an operator."""
+
+    intensive: tuple[bool, ...]
+    classes: tuple[str, ...]
+    longest: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def space(self) -> Space:
+        """What the searches search; measuring is looking up."""
+        at = {place: segment for segment in self.segments for place in segment.places}
+
+        def key(start: int, stop: int) -> Hashable:
+            return at[start, stop].places if (start, stop) in at else (start, stop)
+
+        def candidates(start: int, stop: int) -> list[Candidate]:
+            return [c for c in at[start, stop].times if c is not None] if (start, stop) in at else []
+
+        def measure(start: int, stop: int, asked: Sequence[Candidate | None]) -> list[float]:
+            return [at[start, stop].times[candidate] for candidate in asked]
+
+        def floor(start: int, stop: int, candidate: Candidate) -> float:
+            return at[start, stop].floors[candidate]
+
+        return Space(self.intensive, self.classes, key, candidates, measure, self.longest, floor=floor, kind=kind_of)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        return {
+            "intensive": self.intensive,
+            "classes": self.classes,
+            "longest": self.longest,
+            "segments": [
+                {
+                    "label": segment.label,
+                    "places": segment.places,
+                    "inductor_us": segment.times[None],
+                    "candidates": [
+                        [*candidate, None if math.isinf(us) else us, segment.floors[candidate]]
+                        for candidate, us in segment.times.items()
+                        if candidate is not None
+                    ],
+                }
+                for segment in self.segments
+            ],
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Table:
+        """A table as it was written."""
+        segments = []
+        for one in data["segments"]:
+            times: dict[Candidate | None, float] = {None: one["inductor_us"]}
+            floors: dict[Candidate, float] = {}
+            for template, config, us, floor in one["candidates"]:
+                times[template, config] = math.inf if us is None else us
+                floors[template, config] = floor
+            places = tuple((start, stop) for start, stop in one["places"])
+            segments.append(Segment(one["label"], places, times, floors))
+        return Table(tuple(data["intensive"]), tuple(data["classes"]), data["longest"], tuple(segments))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One search: microseconds it saves on the layer, of those that can be saved, and the measurements it took.
+
+    Attributes:
+        search: which.
+        share: of all measurements, how many it might take.
+        saved_us, worst_us: mean and least over seeds of what its choice saves.
+        best_us: what the best choice saves.
+        measurements, all_measurements: that it took (mean), and that there are.
+    """
+
+    search: str
+    share: float
+    saved_us: float
+    worst_us: float
+    best_us: float
+    measurements: int
+    all_measurements: int
+
+
+def layer_graph(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> fx.GraphModule:
+    """Dynamo's graph of a layer that is written as models write it."""
+    graphs: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    weights = weights_of(shape, device, dtype)
+    x = torch.randn(shape.batch, shape.length, shape.hidden, device=device).to(dtype)
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(plain_layer(shape), backend=keep, dynamic=False, fullgraph=True)(x, weights)
+    return graphs[0]
+
+
+def measured(
+    gm: fx.GraphModule,
+    timer: TimeClaim,
+    store: Store | None,
+    seconds: float,
+    ahead: Closing | None = None,
+    *,
+    experimental: bool = False,
+) -> tuple[Table | None, int]:
+    """Measure all that `store` lacks, for `seconds`, and how many times that gave; no table before all are there.
+
+    `ahead` compiles all of it from the start, and is closed when it is done. `experimental` as for the backend.
+    """
+    operators = [replace(o, chainable=experimental) for o in normalise(gm.graph)]
+    graph = GraphSpace(operators, GraphOrder(gm.graph), timer, ahead=ahead)
+    held = store.load().segments if store is not None else {}
+    found = {key: (places, dict(held.get(segment_key(key), Entry()).times)) for key, places in _segments(graph).items()}
+    try:
+        taken = _measure(graph, found, store, time.monotonic() + seconds)
+    finally:
+        if ahead is not None:
+            ahead.close()
+    segments = []
+    for places, times in found.values():
+        candidates = graph.candidates(*places[0])
+        if any(candidate not in times for candidate in (None, *candidates)):
+            return None, taken
+        floors = {candidate: graph.floor(*places[0], candidate) for candidate in candidates}
+        ordered = {candidate: times[candidate] for candidate in (None, *candidates)}
+        segments.append(Segment(graph.label(*places[0]), tuple(places), ordered, floors))
+    space = graph.space()
+    return Table(tuple(space.intensive), tuple(map(str, space.classes)), space.longest, tuple(segments)), taken
+
+
+_Found = dict[Hashable, tuple[list[tuple[int, int]], dict[Candidate | None, float]]]
+
+
+def _measure(graph: GraphSpace, found: _Found, store: Store | None, end: float) -> int:
+    """Fill in what is missing until `end`; the number of times taken."""
+    missing = {
+        key: [candidate for candidate in (None, *graph.candidates(*places[0])) if candidate not in times]
+        for key, (places, times) in found.items()
+    }
+    graph.prepare([(*found[key][0][0], some) for key, some in missing.items()])
+    taken = 0
+    # Inductor's code first: it compiles here while the candidates compile elsewhere.
+    for inductor in (True, False):
+        for key, (places, times) in found.items():
+            new = [candidate for candidate in missing[key] if (candidate is None) == inductor]
+            if not new or time.monotonic() > end:
+                continue
+            times |= dict(zip(new, graph.measure(*places[0], new), strict=True))
+            taken += len(new)
+            if store is not None:
+                store.update(Contents({segment_key(key): Entry(times)}))
+    return taken
+
+
+def _segments(graph: GraphSpace) -> dict[Hashable, list[tuple[int, int]]]:
+    """The places of all segments that templates cover, by their keys."""
+    found: dict[Hashable, list[tuple[int, int]]] = {}
+    for start, stop in _places(graph.space()):
+        if graph.candidates(start, stop):
+            found.setdefault(graph.key(start, stop), []).append((start, stop))
+    return found
+
+
+def _places(space: Space) -> Iterator[tuple[int, int]]:
+    for start in range(space.size):
+        for stop in range(start + 1, min(start + space.longest, space.size) + 1):
+            yield start, stop
+
+
+def read_table(path: Path) -> tuple[dict[str, Any], Table]:
+    """A file of `python -m benchmarks search`: all it holds, and the times among it.
+
+    Raises:
+        ArgumentError: there is no such file, or it is not one of `python -m benchmarks search`.
+    """
+    try:
+        data = read_json(path)
+        return {"case": str(data["case"]), **data}, Table.from_json(data["table"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(
+            f"{path} is no result of `python -m benchmarks search`: {type(error).__name__}: {error}"
+        ) from None
+
+
+def compare(table: Table, seeds: int = SEEDS, shares: Sequence[float] = SHARES) -> list[Row]:
+    """Every search on what was measured: the exhaustive one, then the others with each share of its measurements.
+
+    All start with every operator by itself. Means are over `seeds` of those searches that draw.
+    """
+    space = table.space
+    best = exhaustive(space, Meter(space))
+    start = Scheme(space.size, tuple(range(1, space.size)))
+    us, steps = best.saved_us, best.measurements
+    rows = [Row("exhaustive", 1.0, us, us, us, steps, steps)]
+    for share in shares:
+        limit = int(share * steps)
+
+        def drawn(meter: Meter, seed: int, schemes: int = 100 * limit) -> Outcome:
+            return random_search(space, meter, schemes=schemes, seed=seed)
+
+        searches: dict[str, Callable[[Meter, int], Outcome]] = {
+            "two stages": lambda meter, seed: two_stage(space, meter, start, seed=seed),
+            "stage 1 alone": lambda meter, seed: outcome(meter, stage_one(space, meter, start)),
+            "random": drawn,
+        }
+        for name, search in searches.items():
+            found = [search(Meter(space, Budget(measurements=limit)), seed) for seed in range(seeds)]
+            saved = [one.saved_us for one in found]
+            taken = round(fmean(one.measurements for one in found))
+            rows.append(Row(name, share, fmean(saved), min(saved), us, taken, steps))
+    return rows

@@ -1,0 +1,1 @@
+"""Whole models beside torch.compile."""

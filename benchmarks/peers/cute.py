@@ -1,0 +1,139 @@
+"""Peers written in CuTe DSL that need their own wheels: FlashAttention-4 and cuDNN frontend's FlexAttention.
+
+Both want `[B, S, H, D]`; their inputs are copied to that layout once, untimed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.failures import first_line
+from benchmarks.peers.interface import Call, Peer
+from benchmarks.peers.mask_formats import block_lists, intervals
+from stof.testing.attention_check import Problem
+
+
+@cache
+def _import_failure(module: str, package: str) -> str | None:
+    """Why `module` of the distribution `package` cannot be used, or None; tried once."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a half-installed peer may raise anything; the race goes on and names the reason
+        return f"{package} is not usable here: {first_line(error)}"
+    return None
+
+
+def _unusable(problem: Problem, module: str, package: str) -> str | None:
+    if problem.device.type != "cuda":
+        return "runs on CUDA devices only"
+    if not problem.half:
+        return "takes float16 and bfloat16 only"
+    return _import_failure(module, package)
+
+
+def _sequence_major(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (problem.q, problem.k, problem.v))
+    return q, k, v
+
+
+def _flash4_missing(problem: Problem) -> str | None:
+    return _unusable(problem, "flash_attn.cute.interface", "flash-attn-4")
+
+
+def _runs_natively(problem: Problem) -> bool:
+    return problem.grid_mask.unmasked or (problem.grid_mask.window is not None and problem.aligned)
+
+
+def _flash4_blocks_missing(problem: Problem, head_dims: int = 256) -> str | None:
+    if _runs_natively(problem):
+        return "flash-4 runs this mask without blocks"
+    if problem.shape.head_dim > head_dims:
+        return f"these blocks need head_dim <= {head_dims}"
+    return _flash4_missing(problem)
+
+
+def _flash4_arguments(problem: Problem, block: tuple[int, int]) -> dict[str, Any]:
+    """How FlashAttention-4 is told this mask: its own window arguments, else a mask_mod with lists of blocks."""
+    if _runs_natively(problem):
+        return {"window_size": problem.grid_mask.window or (None, None)}
+    sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
+    masks = importlib.import_module("benchmarks.peers.cute_masks")
+    mask_mod, aux_tensors = masks.mask_mod(problem.grid_mask.name, problem.shape, problem.device)
+    lists = block_lists(problem.keep[0, 0], *block)
+    tensors = sparsity.BlockSparseTensorsTorch(
+        mask_block_cnt=lists.partial_count[None, None],
+        mask_block_idx=lists.partial_index[None, None],
+        full_block_cnt=lists.full_count[None, None],
+        full_block_idx=lists.full_index[None, None],
+        block_size=lists.block,
+    )
+    return {"mask_mod": mask_mod, "aux_tensors": aux_tensors, "block_sparse_tensors": tensors}
+
+
+def _prepare_flash4(problem: Problem, block: tuple[int, int] = (128, 128)) -> Call:
+    attend = importlib.import_module("flash_attn.cute.interface").flash_attn_func
+    arguments = _flash4_arguments(problem, block)
+    q, k, v = _sequence_major(problem)
+
+    def call() -> Tensor:
+        out: Tensor = attend(q, k, v, **arguments)[0]
+        return out.transpose(1, 2)
+
+    return call
+
+
+def _cudnn_missing(problem: Problem) -> str | None:
+    return _unusable(problem, "cudnn.flex_attention", "nvidia-cudnn-frontend")
+
+
+def _prepare_cudnn_flex(problem: Problem) -> Call:
+    api = importlib.import_module("cudnn.flex_attention")
+    q, k, v = _sequence_major(problem)
+    rows = intervals(problem.keep[0, 0])  # [F, Sq], the same for every sequence
+    printed = io.StringIO()  # it prints the time of every compilation, the last ones at the first call
+    with contextlib.redirect_stdout(printed):
+        plan = api.create_mask_plan(
+            rows.repeat(1, problem.shape.batch)[None].contiguous(), q, k, v, build_backward=False
+        )
+
+    def call() -> Tensor:
+        out: Tensor = api.flex_attn_func(q, k, v, mask_plan=plan)
+        return out.transpose(1, 2)
+
+    with contextlib.redirect_stdout(printed):
+        call()
+    return call
+
+
+CUTE_PEERS = (
+    Peer(
+        "flash-4",
+        "FlashAttention-4: its own causal and window modes, else mask_mod with 128x128 block sparsity",
+        _flash4_missing,
+        _prepare_flash4,
+    ),
+    Peer(
+        "flash-4-64",
+        "FlashAttention-4, mask_mod with 64x64 block sparsity",
+        _flash4_blocks_missing,
+        partial(_prepare_flash4, block=(64, 64)),
+    ),
+    Peer(
+        "flash-4-192",
+        "FlashAttention-4, mask_mod with 192x128 block sparsity (its default tile up to head_dim 64)",
+        partial(_flash4_blocks_missing, head_dims=64),
+        partial(_prepare_flash4, block=(192, 128)),
+    ),
+    Peer(
+        "cudnn-flex",
+        "cuDNN frontend's FlexAttention with interval masks",
+        _cudnn_missing,
+        _prepare_cudnn_flex,
+    ),
+)

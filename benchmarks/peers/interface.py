@@ -1,0 +1,30 @@
+"""What is timed: one implementation of a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stof.testing.attention_check import Problem
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One implementation under test.
+
+    Attributes:
+        name: the `impl` of its JSON rows.
+        summary: one line for `python -m benchmarks peers` and tables.
+        missing: why it cannot run this problem here, or None.
+        prepare: everything done once per mask and shape (timed as `build_us`); returns the call to time, whose
+            result is `[B, H, Sq, D]` (any strides).
+    """
+
+    name: str
+    summary: str
+    missing: Callable[[Problem], str | None]
+    prepare: Callable[[Problem], Call]

@@ -1,0 +1,129 @@
+"""`python -m benchmarks search`: everything is measured once, in pieces if need be; all searches see the same times."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cli.models import search
+from benchmarks.fusion.layer import LayerShape
+from benchmarks.fusion.search_ablation import SHARES, Segment, Table, compare, layer_graph, measured, read_table
+from stof.errors import ArgumentError
+from stof.fusion import claims
+from stof.fusion.claims import Claim
+from stof.fusion.space import Candidate
+from stof.fusion.store import Store
+from stof.fusion.templates.registry import Template
+
+ROOT = Path(__file__).parents[2]
+SHAPE = LayerShape("bert", 1, 8, 32, 64, 4, 4)
+
+
+class Timer:
+    """Made-up times by template and configuration."""
+
+    def __init__(self) -> None:
+        self.failures: dict[Candidate, str] = {}
+        self.asked: list[tuple[Claim, str | None]] = []
+
+    def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+        self.asked += [(claim, config) for config in configs]
+        base = 10.0 * len(claim.operators)
+        times = [base if config is None else base * (1.1 - 0.01 * (len(config) * 7 % 31)) for config in configs]
+        return [math.inf if config == "ccc" else us for config, us in zip(configs, times, strict=True)]
+
+
+class Ahead:
+    """Notes what it is told to compile."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.waited: list[str] = []
+        self.closed = False
+
+    def start(self, claim: Claim, configs: Sequence[str]) -> None:
+        self.started += configs
+
+    def wait(self, claim: Claim, configs: Sequence[str]) -> None:
+        self.waited += configs
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_everything_is_measured_once_and_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "no_kernel", lambda device, dtype, serving: "")
+    monkeypatch.setattr(Template, "configs", lambda self, problem, serving: ["c" * i for i in range(40)])
+    gm = layer_graph(SHAPE, torch.device("cpu"), torch.float32)
+    idle = Ahead()
+    assert measured(gm, Timer(), Store(tmp_path, {}), -1.0, idle) == (None, 0)
+    assert idle.started
+    assert idle.closed
+    first, ahead = Timer(), Ahead()
+    table, taken = measured(gm, first, Store(tmp_path, {}), 100.0, ahead)
+    assert table is not None
+    assert taken == len(first.asked) == sum(len(segment.times) for segment in table.segments)
+    assert ahead.started == ahead.waited
+    # Inductor's code comes first, while the others compile.
+    codes = [config for _, config in first.asked]
+    assert codes[: len(table.segments)] == [None] * len(table.segments)
+    again, nothing = Timer(), Ahead()
+    assert measured(gm, again, Store(tmp_path, {}), 100.0, nothing) == (table, 0)
+    assert again.asked == []
+    assert nothing.started == []
+    # Query, key and value are alike.
+    assert [segment.places[:3] for segment in table.segments if len(segment.places) > 1] == [((0, 1), (1, 2), (2, 3))]
+    written = json.loads(json.dumps(table.to_json()))
+    assert Table.from_json(written) == table
+
+
+def test_searches_see_the_same_times() -> None:
+    """Two segments contest an operator; one configuration in forty is the best of its segment."""
+
+    def text(i: int) -> str:
+        return f"64x64x64,4w,{i}s,tile"
+
+    left, right = ({("linear", text(i)): 30.0 - 10 * math.cos(i) for i in range(40)} for _ in range(2))
+    right |= {("linear", text(17)): 4.0, ("linear", text(3)): math.inf}
+    segments = [
+        Segment(name, (place,), {None: 25.0, **times}, dict.fromkeys(times, 0.0))
+        for name, place, times in (("left", (0, 2), left), ("right", (1, 3), right))
+    ]
+    table = Table((True, False, True), ("0", "1", "2"), 3, tuple(segments))
+    rows = compare(table, seeds=4, shares=(0.2, 1.0))
+    assert [row.search for row in rows] == ["exhaustive", *["two stages", "stage 1 alone", "random"] * 2]
+    best = rows[0]
+    assert (best.saved_us, best.measurements) == (21.0, 82)
+    for row in rows[1:]:
+        assert row.measurements <= row.share * 82
+        assert row.worst_us <= row.saved_us <= row.best_us == 21.0
+    assert rows[1].saved_us >= rows[2].saved_us
+    assert compare(table, seeds=4, shares=(0.2, 1.0)) == rows
+
+
+def test_measured_times_searched_again(tmp_path: Path) -> None:
+    """What benchmarks/notes/fusion.md says of the stages, on the times of an H200 that it says it of."""
+    results = ROOT / "benchmarks" / "results" / "h200-search.json"
+    search(replay=results, output=tmp_path / "again.json")
+    content, table = read_table(tmp_path / "again.json")
+    assert table == read_table(results)[1]
+    rows = {(row["search"], row["share"]): row for row in content["rows"]}
+    best = rows["exhaustive", 1.0]
+    for share in SHARES:
+        two, one, drawn = (rows[name, share] for name in ("two stages", "stage 1 alone", "random"))
+        assert two["measurements"] <= share * best["measurements"]
+        assert one["saved_us"] < two["saved_us"] <= best["saved_us"]
+        assert drawn["saved_us"] < 0.8 * two["saved_us"]
+    assert rows["two stages", 0.2]["saved_us"] > 0.9 * best["saved_us"]
+
+
+def test_files_that_are_no_results(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"rows": []}')
+    with pytest.raises(ArgumentError, match="no result of `python -m benchmarks search`"):
+        read_table(path)

@@ -1,0 +1,135 @@
+"""Fitting the cost model: synthetic times give back the constants they were made with, and no regret."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from stof import LayoutConfig, attention, masks
+from stof.calibration import least_squares as fit
+from stof.calibration import measure as selector
+from stof.cli.tune_device import tune_device
+from stof.kernels.triton.work import BlockWiseConfig
+from stof.layout.survey import survey
+from stof.selection import Choice
+from stof.selection.model import DeviceModel, KernelTimes, estimate, kernel_key
+from stof.testing.attention_check import Expected, Problem
+from stof.testing.mask_grid import Shape
+
+MASKS = {
+    "causal": masks.causal(),
+    "full": masks.full(),
+    "window": masks.sliding_window(300),
+    "longformer": masks.longformer(40, 40),
+    "strided": masks.strided(64, 64, 8),
+}
+LAYOUT = LayoutConfig(64, 64)
+CHOICES = [Choice("block_wise", LAYOUT, None, BlockWiseConfig(4, 3, 128, split_tiles=split)) for split in (0, 8)]
+TRUTH = KernelTimes(item=5.0, partial=1.5, full=0.8, merge=2.5, collect=0.3, solo=0.5)
+
+
+def model_with(times: KernelTimes) -> DeviceModel:
+    key = kernel_key(CHOICES[0], selector.call_of(Shape.parse("1,12,64,512"), torch.float16))
+    return DeviceModel("test", 132, 233_472, 2.0, 4.5e6, (2e-4, 1e-4), {key: times})
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[selector.Measured]:
+    rows = []
+    for name, mask in MASKS.items():
+        for batch, length in ((1, 512), (2, 1024), (8, 1024), (16, 2048)):
+            shape = Shape.parse(f"{batch},12,64,{length}")
+            counted = survey(mask, length, length, [LAYOUT])
+            counts = counted.counts[LAYOUT]
+            for choice in CHOICES:
+                us = estimate(choice, selector.call_of(shape, torch.float16), counted, model_with(TRUTH))
+                assert us is not None
+                sizes = f"{batch},12,12,64,{length},{length}"
+                kept = float(counted.kept.sum())
+                row = (name, sizes, "float16", choice, us, counts.partial.tolist(), counts.full.tolist(), kept)
+                rows.append(selector.Measured(*row))
+    return rows
+
+
+def test_fit_gives_back_the_constants(measured: list[selector.Measured]) -> None:
+    start = KernelTimes(item=3.0, partial=1.0, full=1.0, merge=1.0, collect=0.2, solo=0.9)
+    fitted = fit.fit(measured, model_with(start))
+    errors, regrets = fit.self_check(measured, fitted)
+    assert max(errors) < 0.1
+    assert max(regret.share for regret in regrets) < 0.05
+    (times,) = fitted.kernels.values()
+    assert times.full == pytest.approx(TRUTH.full, rel=0.15)
+    assert times.partial == pytest.approx(TRUTH.partial, rel=0.15)
+
+
+def test_leaving_a_mask_out(measured: list[selector.Measured]) -> None:
+    some = [row for row in measured if row.mask in ("causal", "window", "longformer")]
+    errors, regrets = fit.leave_one_out(some, model_with(replace(TRUTH, item=4.0)))
+    assert len(errors) == len(some)
+    assert {regret.mask for regret in regrets} == {row.mask for row in some}
+    assert "regret" in fit.summary(errors, regrets)
+
+
+def test_measurements_survive_json(measured: list[selector.Measured]) -> None:
+    assert selector.from_json(json.loads(json.dumps(selector.to_json(measured)))) == measured
+
+
+def test_new_measurements_replace_those_of_the_same_candidates(measured: list[selector.Measured]) -> None:
+    new = [replace(row, us=7.0) for row in measured[:3]]
+    rows = selector.replaced(measured, new)
+    assert len(rows) == len(measured)
+    assert [row.us for row in rows[-3:]] == [7.0] * 3
+    assert rows[:-3] == measured[3:]
+
+
+def test_every_cell_is_kept_as_soon_as_it_is_measured(
+    measured: list[selector.Measured], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run that is killed loses one cell; what a file holds of others stays."""
+    cells = list(dict.fromkeys(row.cell for row in measured))
+    path = tmp_path / "rows" / "measured.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(selector.to_json(measured)))
+
+    def cell(mask: str, shape: Shape, *rest: object) -> list[selector.Measured]:
+        if mask == cells[-1][0]:
+            raise KeyboardInterrupt
+        sizes = f"{shape.batch},{shape.heads},{shape.kv_heads},{shape.head_dim},{shape.q_len},{shape.kv_len}"
+        return [replace(row, us=7.0) for row in measured if row.cell == (mask, sizes, "float16")]
+
+    monkeypatch.setattr(selector, "measure_cell", cell)
+    monkeypatch.setattr(selector, "CELLS", [(mask, shape) for mask, shape, _ in cells])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        tune_device(True, [path], None, "", "", "", None, 1, False)
+    rows = selector.from_json(json.loads(path.read_text()))
+    assert len(rows) == len(measured)
+    assert {row.cell for row in rows if row.us == 7.0} == {cell for cell in cells if cell[0] != cells[-1][0]}
+
+
+def test_cells_can_be_drawn() -> None:
+    for mask, sizes in selector.CELLS:
+        shape = Shape.parse(sizes)
+        assert selector.cell_mask(mask, shape).name == mask.removesuffix(selector.BIAS)
+
+
+def test_cells_with_a_bias() -> None:
+    """What is measured is checked against attention with that bias, and fitted to kernels that take one."""
+    shape = Shape.parse("2,2,16,40")
+    problem = Problem.draw(selector.cell_mask("causal+bias", shape), shape, torch.device("cpu"), torch.float32)
+    assert selector.cell_bias("causal", problem) is None
+    bias = selector.cell_bias("causal+bias", problem)
+    assert bias is not None
+    assert bias.shape == (1, 2, 40, 40)
+    out = attention(problem.q, problem.k, problem.v, problem.grid_mask.mask(40), bias=bias)
+    assert Expected.of(problem, 64, bias).error(out) < 1e-5
+    assert Expected.of(problem, 16, bias).error(out) < 1e-5
+    assert Expected.of(problem, 64).error(out) > 0.1
+    choice = Choice("block_wise")
+    row = selector.Measured("causal+bias", "2,2,2,16,40,40", "float16", choice, 1.0, [[0]], [[0]], 1.0)
+    assert selector.call_of_row(row).has_bias
+    assert not selector.call_of_row(replace(row, mask="causal")).has_bias
