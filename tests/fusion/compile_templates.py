@@ -33,7 +33,7 @@ from stof.fusion.templates import (
     triton_gemm,
     triton_norm,
 )  # fmt: skip
-from stof.fusion.templates.config import PART, ROW_SCALED, GemmShape
+from stof.fusion.templates.config import ROW_SCALED, GemmShape
 from stof.fusion.templates.norms import Norm
 from stof.fusion.templates.run import Product, Rotary
 from tests.kernels.assemble import ARCHS, assemble
@@ -84,7 +84,6 @@ class Case:
     dtype: torch.dtype
     config: GemmConfig
     archs: tuple[int, ...]
-    squares: bool = False
 
 
 _SOME = (
@@ -120,11 +119,8 @@ def cases(every: bool) -> Iterator[Case]:
     floats = replace(stored, stored="float8_e4m3fn")
     layer = GemmShape("norm_linear", 100, 768, 768, norm="layer", scaled=True, bias=True)
 
-    def case(
-        name: str, shape: GemmShape, text: str, archs: tuple[int, ...] = (90,), dtype: torch.dtype = half,
-        squares: bool = False,
-    ) -> Case:  # fmt: skip
-        return Case(name, shape, dtype, GemmConfig.parse(text), archs, squares)
+    def case(name: str, shape: GemmShape, text: str, archs: tuple[int, ...] = (90,), dtype: torch.dtype = half) -> Case:
+        return Case(name, shape, dtype, GemmConfig.parse(text), archs)
 
     for text in [str(config) for config in configs(plain, half, (9, 0)) if str(config) != "cublas"] if every else _SOME:
         yield case("gelu", plain, text)
@@ -146,16 +142,6 @@ def cases(every: bool) -> Iterator[Case]:
         yield case("row scale swiglu", folded, text)
     yield case("row scale swiglu", folded, "64x64x64,4w,4s,tile", ARCHS)
     yield case("residual", added, "128x128x64,8w,4s,persistent", (90, 120), bfloat)
-    before = GemmShape("linear", 4096, 2048, 2048, residual=True)
-    for text in (_SOME[0], "128x128x64,6s,pingpong", "256x128x64,6s,together", "128x256x64,5s,together"):
-        yield case("squares", before, text, squares=True)
-        yield case("squares of", folded, text, squares=True)
-    for text in ("128x128x64,8w,4s,persistent", "128x256x64,8w,3s,persistent,halves", "192x128x64,5s,together"):
-        yield case("squares", before, text, dtype=bfloat, squares=True)
-    yield case("squares of", turning, _SOME[0], squares=True)
-    for text in ("128x128x64,8w,3s,tile", "64x128x32,4w,3s,tile,split2"):
-        yield case("squares", before, text, ARCHS, squares=True)
-    yield case("squares of", turning, "64x64x64,4w,4s,tile", ARCHS, squares=True)
     yield case("transposed", turned, "128x256x64,8w,3s,persistent")
     yield case("residual", added, "64x64x64,4w,4s,tile,split4", ARCHS, bfloat)
     for text in ("64x64x128,4w,3s,tile,split5", "64x64x64,4w,4s,tile"):
@@ -205,19 +191,10 @@ def product_of(case: Case) -> Product:
         torch.empty(shape.m, shape.n, dtype=dtype) if shape.residual else None,
         shape.activation,
         norm,
-        _row_scale(case),
+        torch.empty(shape.m) if shape.template in ROW_SCALED and shape.norm else None,
         Rotary(angles, angles, shape.turned, shape.head_dim) if shape.head_dim else None,
         torch.empty(rows, dtype=dtype) if shape.stored else None,
-        -(-shape.k // PART) if case.squares and shape.template in ROW_SCALED else 0,
     )
-
-
-def _row_scale(case: Case) -> Tensor | None:
-    """Row factors, or sums of squares of parts of the rows to compute them from."""
-    shape = case.shape
-    if shape.template not in ROW_SCALED or not shape.norm:
-        return None
-    return torch.empty(-(-shape.k // PART), shape.m) if case.squares else torch.empty(shape.m)
 
 
 def norm_of(case: Case, width: int) -> Norm:
@@ -246,9 +223,7 @@ def recorded(case: Case) -> list[Recorder]:
         elif case.shape.template == "linear_norm":
             run.compute_normed(product_of(case), case.config, norm_of(case, case.shape.n))
         else:
-            sums = case.squares and case.shape.template == "linear"
-            squares = torch.empty(-(-case.shape.n // PART), case.shape.m) if sums else None
-            run.compute(product_of(case), case.config, squares)
+            run.compute(product_of(case), case.config)
     return [one for one in recorders if one.given is not None]
 
 

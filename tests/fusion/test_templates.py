@@ -50,12 +50,12 @@ def tensors(
     return made
 
 
-def check(product: run.Product, text: str, twin: Callable[..., Any], squares: Tensor | None = None) -> Tensor:
+def check(product: run.Product, text: str, twin: Callable[..., Any]) -> Tensor:
     """Compute, compare with the twin in float64, bounded by the twin's own error; `twin(convert)` converts tensors."""
     config = GemmConfig.parse(text)
     capability = torch.cuda.get_device_capability() if ON_GPU else (9, 0)
     assert not unfit(config, product.shape, product.x.dtype, capability)
-    out = run.compute(product, config, squares)
+    out = run.compute(product, config)
     dtype = product.x.dtype
     expected = twin(lambda t: t.double())
     budget = error_budget(twin(lambda t: t), expected, dtype)

@@ -181,9 +181,7 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
         arguments |= {"norm_weight": None, "rstd": None}
     if turned is not None:
         arguments |= {"cos": turned.cos, "sin": turned.sin, "turned": turned.turned, "head_dim": turned.head_dim}
-    # What has a default is for lowering to give: see `lower.handed_on`.
-    schema = template.operator._schema.arguments
-    names = [argument.name for argument in schema if argument.name != "config" and not argument.has_default_value()]
+    names = [argument.name for argument in template.operator._schema.arguments if argument.name != "config"]
     asked = _problem(template, linear, arguments)
     if 0 in (asked.shape.m, asked.shape.n, asked.shape.k):
         return f"a product of {asked.shape.m} x {asked.shape.k} and {asked.shape.k} x {asked.shape.n} takes no time"

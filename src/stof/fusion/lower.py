@@ -18,8 +18,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from stof.fusion.claims import Claim, Refusal, RowFactors
-from stof.fusion.nodes import through_identities, writes, written_floats
-from stof.fusion.templates.ops import linear_squares
+from stof.fusion.nodes import writes, written_floats
 
 
 @dataclass(frozen=True)
@@ -29,29 +28,6 @@ class Choice:
     claim: Claim
     config: str = ""
     why: str = ""
-
-
-def handed_on(choices: Iterable[Choice], order: GraphOrder) -> dict[Claim, Claim]:
-    """The claims that take their rows' squares from another claim's product, and that claim.
-
-    An RMSNorm folded into a product needs one number a row of what it reads. Where that is another template's result,
-    its kernel has the values at hand when it writes them, and nobody reads them again for that.
-    """
-    choices = list(choices)
-    givers = {c.claim.results[-1]: c.claim for c in choices if c.claim.template.sums_squares(c.claim.problem, c.config)}
-    found: dict[Claim, Claim] = {}
-    for choice in choices:
-        claim = choice.claim
-        giver = givers.get(through_identities(claim.arguments["x"]))
-        if giver is None or not any(isinstance(value, RowFactors) for value in claim.arguments.values()):
-            continue
-        spot = order.insertion(claim)
-        # What writes to the rows in between changes their squares.
-        if isinstance(spot, fx.Node) and not order.writes_between(
-            order.place[giver.results[-1]], order.place[spot], floats=True
-        ):
-            found[claim] = giver
-    return found
 
 
 class GraphOrder:
@@ -93,17 +69,10 @@ def lower(graph: fx.Graph, choices: Iterable[Choice]) -> None:
     placed.sort(key=lambda pair: (order.place[pair[0]], order.place[pair[1].claim.results[0]]))
     # All calls go in before anything is taken out, so that every spot is still there; a call that reads another
     # segment's result is redirected with all its other readers.
-    givers = handed_on((choice for _, choice in placed), order)
-    squares: dict[Claim, fx.Node] = {}
     calls: list[list[fx.Node]] = []
     for spot, choice in placed:
         with graph.inserting_before(spot):
-            if choice.claim in givers.values():
-                results, squares[choice.claim] = _insert_giver(graph, choice)
-            else:
-                giver = givers.get(choice.claim)
-                results = _insert(graph, choice, None if giver is None else squares[giver])
-        calls.append(results)
+            calls.append(_insert(graph, choice))
     for (_, choice), results in zip(placed, calls, strict=True):
         for before, after in zip(choice.claim.results, results, strict=True):
             before.replace_all_uses_with(after)
@@ -116,36 +85,19 @@ def lower(graph: fx.Graph, choices: Iterable[Choice]) -> None:
             graph.erase_node(node)
 
 
-def _insert(graph: fx.Graph, choice: Choice, squares: fx.Node | None) -> list[fx.Node]:
-    """The nodes of a claim's call, one for each result; with `squares` of its rows where another call has them."""
+def _insert(graph: fx.Graph, choice: Choice) -> list[fx.Node]:
+    """Insert the call of a claim's operator; return one node for each of its results."""
     claim = choice.claim
-    arguments, like = _arguments(graph, claim), claim.results[-1]
-    rest: tuple[Any, ...] = ()
+    arguments, like = dict(claim.arguments), claim.results[-1]
+    if claim.transposed:
+        arguments["weight"] = call(graph, like, "call_method", "t", (arguments["weight"],))
     for name, value in arguments.items():
-        if isinstance(value, RowFactors) and squares is None:
+        if isinstance(value, RowFactors):
             arguments[name] = _row_factors(graph, like, arguments["x"], value.eps)
-        elif isinstance(value, RowFactors):
-            arguments[name], rest = None, (squares, value.eps)
-    out = call(graph, like, "call_function", claim.template.operator, (*arguments.values(), choice.config, *rest))
+    out = call(graph, like, "call_function", claim.template.operator, (*arguments.values(), choice.config))
     if len(claim.results) == 1:
         return [out]
     return [call(graph, like, "call_function", getitem, (out, i)) for i in range(len(claim.results))]
-
-
-def _insert_giver(graph: fx.Graph, choice: Choice) -> tuple[list[fx.Node], fx.Node]:
-    """The same of a product that leaves its rows' squares, and the node that has them."""
-    arguments, like = _arguments(graph, choice.claim), choice.claim.results[-1]
-    target = linear_squares._opoverload
-    out = call(graph, like, "call_function", target, (*arguments.values(), choice.config))
-    result, squares = (call(graph, like, "call_function", getitem, (out, i)) for i in range(2))
-    return [result], squares
-
-
-def _arguments(graph: fx.Graph, claim: Claim) -> dict[str, Any]:
-    arguments = dict(claim.arguments)
-    if claim.transposed:
-        arguments["weight"] = call(graph, claim.results[-1], "call_method", "t", (arguments["weight"],))
-    return arguments
 
 
 def _row_factors(graph: fx.Graph, like: fx.Node, x: fx.Node, eps: float) -> fx.Node:

@@ -15,7 +15,7 @@ from stof.fusion.biases import lay_out_biases, scattered_biases
 from stof.fusion.bucket_search import by_buckets
 from stof.fusion.choices import Choices, Known, choices_path, update_choices
 from stof.fusion.claims import claims, without_kernel
-from stof.fusion.lower import Choice, GraphOrder, copy_graph, handed_on, lower
+from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
 from stof.fusion.merge import merge_products
 from stof.fusion.normalise import normalise
 from stof.fusion.operators import NORMS, Kind
@@ -121,10 +121,6 @@ def fuse(
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
     look_up = known if replay is None else lock_known(graph, replay.lock)
     report.segments = [_row(graph, segment, chosen.get(segment.start), meter, look_up) for segment in scheme.segments]
-    givers = set(handed_on(chosen.values(), order).values())
-    report.segments = [
-        replace(row, squares=row.start in chosen and chosen[row.start].claim in givers) for row in report.segments
-    ]
     if chosen:
         _apply(gm, list(chosen.values()), report)
     # After all else, so that choices hold for every GPU's graph.

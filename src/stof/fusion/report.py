@@ -25,7 +25,6 @@ class SegmentReport:
         reason: why.
         inductor_us, template_us: measured microseconds, None where nothing was measured.
         rest: what computes it where no template does.
-        squares: whether its kernel leaves the sums of squares that the norm after it needs.
         start: its first operator; segments that differ in nothing else are equal.
     """
 
@@ -36,7 +35,6 @@ class SegmentReport:
     inductor_us: float | None = None
     template_us: float | None = None
     rest: str = "Inductor"
-    squares: bool = False
     start: int = field(default=0, compare=False)
 
     @property
@@ -44,11 +42,10 @@ class SegmentReport:
         """What computes it, in a few words; a table of configurations as how many there are."""
         if not self.template:
             return self.rest
-        name = f"{self.template}{' with row statistics' * self.squares}"
         configs = set(table(self.config).values()) if "=" in self.config else {self.config}
         if len(configs) > 1:
-            return f"{name}, {len(configs)} configurations by rows"
-        return f"{name} {configs.pop() or '(default)'}"
+            return f"{self.template}, {len(configs)} configurations by rows"
+        return f"{self.template} {configs.pop() or '(default)'}"
 
 
 @dataclass
@@ -86,8 +83,7 @@ class FusionReport:
     def take_back(self, reason: str) -> None:
         """Leave all segments to Inductor after all."""
         self.segments = [
-            replace(row, template="", config="", reason=reason, squares=False) if row.template else row
-            for row in self.segments
+            replace(row, template="", config="", reason=reason) if row.template else row for row in self.segments
         ]
 
     def grouped(self) -> dict[SegmentReport, int]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from stof.fusion.choices import Known, Tuned
 from stof.fusion.claims import Claim, claims
-from stof.fusion.lower import Choice, GraphOrder, handed_on
+from stof.fusion.lower import Choice, GraphOrder
 from stof.fusion.operators import NORMS, Kind, Operator
 from stof.fusion.scheme import MAX_COMPUTE_INTENSIVE, Scheme
 from stof.fusion.sizes import size_hint
@@ -84,26 +84,6 @@ def pays(claim: Claim, following: Operator | None = None) -> bool:
     return saved * FLOPS_PER_BYTE >= flops * (1 / claim.template.share - 1)
 
 
-def next_joined(
-    claim: Claim,
-    config: str,
-    operators: Sequence[Operator],
-    rest: range,
-    order: GraphOrder,
-    serving: Serving,
-    known: Known = lambda text: None,
-) -> Operator | None:
-    """The first operator to read what a claim computes, `rest` being those behind it.
-
-    None where that is a norm folded into a product that takes its rows' squares from the claim's.
-    """
-    following = reader(claim, operators[rest.start :])
-    if not _joins_next(claim, following) or not claim.template.sums_squares(claim.problem, config) or not rest:
-        return following
-    behind, _ = _choice_at(operators, rest, order, serving, known)
-    return following if behind is None or not handed_on([Choice(claim, config), behind], order) else None
-
-
 def _saved_us(claim: Claim, tuned: Tuned, following: Operator | None) -> float:
     """What was measured to be saved, less what Inductor saves itself: it was timed without what is `following`."""
     shared = _bytes(claim.operators[-1]) / BYTES_PER_US if _joins_next(claim, following) else 0.0
@@ -173,13 +153,12 @@ def _choice_at(
     measured: Choice | None = None
     saved = 0.0
     for length in range(min(LONGEST, len(rest)), 0, -1):
-        after = range(at + length, rest.stop)
         for claim in claims(operators[at : at + length], serving)[0]:
             if not isinstance(order.insertion(claim), fx.Node):
                 continue
+            following = reader(claim, operators[at + length :])
             tuned, configs = known(bucket(claim, serving)), claim.template.configs(claim.problem, serving)
             if tuned is not None and tuned.config in configs:
-                following = next_joined(claim, tuned.config, operators, after, order, serving, known)
                 if _saved_us(claim, tuned, following) > saved:
                     # Of other numbers of rows nothing is known.
                     rows = claim.problem.shape.m
@@ -187,8 +166,7 @@ def _choice_at(
                     saved = _saved_us(claim, tuned, following)
                     measured = Choice(claim, config, "measured faster before")
             # Without a default, only what was measured is faster than Inductor.
-            # By rule as if nothing handed squares on: unmeasured, that does not pay ("Row statistics" in the docs).
-            elif by_rule is None and "" in configs and pays(claim, reader(claim, operators[after.start :])):
+            elif by_rule is None and "" in configs and pays(claim, following):
                 reason = "a small product" if small(claim.problem.shape, claim.problem.dtype.itemsize) else ""
                 by_rule = Choice(claim, why=f"{reason or 'saves memory traffic'}, by rule")
     return measured or by_rule, saved

@@ -1,6 +1,6 @@
 """Kernel templates: matrix products together with what surrounds them.
 
-`ops` registers `torch.ops.stof.linear`, `linear_squares`, `norm_linear`, `gated_linear` and `linear_norm`, `row_scaled`
+`ops` registers `torch.ops.stof.linear`, `norm_linear`, `gated_linear` and `linear_norm`, `row_scaled`
 `rms_linear`, `rms_gated_linear` and `rotary_linear`, `scaled` `scaled_linear`, `chain` `chain_linear`; `config` says
 how they run.
 """
@@ -8,7 +8,7 @@ how they run.
 from stof.fusion.templates.candidates import configs
 from stof.fusion.templates.chain import chain_linear
 from stof.fusion.templates.config import GemmConfig, GemmShape, unfit
-from stof.fusion.templates.ops import gated_linear, linear, linear_norm, linear_squares, norm_linear
+from stof.fusion.templates.ops import gated_linear, linear, linear_norm, norm_linear
 from stof.fusion.templates.row_scaled import rms_gated_linear, rms_linear, rotary_linear
 from stof.fusion.templates.scaled import scaled_linear
 
@@ -20,7 +20,6 @@ __all__ = [
     "gated_linear",
     "linear",
     "linear_norm",
-    "linear_squares",
     "norm_linear",
     "rms_gated_linear",
     "rms_linear",

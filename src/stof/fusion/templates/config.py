@@ -45,8 +45,6 @@ _ROWS_KEPT, _WEIGHT_KEPT = 2**24, 24 * 2**20
 _DEEP = 2048
 # Of a chain: what lies between has room in a program's registers.
 MOST_INNER = 256
-# Columns of a result whose squares are added up by themselves, one sum for each row.
-PART = 128
 
 
 def whole(columns: int) -> int:
@@ -213,13 +211,6 @@ class GemmConfig:
     def lag(self) -> int:
         """together: steps that the second consumer is behind the first, as far as the columns' stages reach."""
         return self.stages - self.row_stages
-
-    @property
-    def sums_squares(self) -> bool:
-        """Whether the kernel can leave sums of squares: a tile, and what leaves it at once, has whole parts."""
-        width = self.block_n // (2 if self.halves else 1)
-        whole_parts = width == PART if self.kind == "pingpong" else width % PART == 0
-        return whole_parts and self.kind in ("tile", "persistent", *GLUON)
 
     def piece(self, shape: GemmShape, itemsize: int) -> int:
         """Columns of the output that leave a consumer at once: all of a tile where the stages leave room for it."""

@@ -114,7 +114,7 @@ def _write(
     out, staged, c_desc, residual_desc, bar, row, column, fill, FETCHED: gl.constexpr, OTHERS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """A piece of a tile: the residual added, rounded, out. Returns it as it was rounded.
+    """A piece of a tile: the residual added, rounded, out.
 
     `fill` counts the residuals that came to this place, for the barrier; FETCHED: this one is on its way. OTHERS:
     pieces in other places, which may still be leaving.
@@ -129,33 +129,19 @@ def _write(
     else:
         tma.store_wait(OTHERS)
         _barrier()
-    rounded = out.to(staged.dtype)
-    staged.store(rounded)
+    staged.store(out.to(staged.dtype))
     fence_async_shared()
     _barrier()
     tma.async_copy_shared_to_global(c_desc, [row, column], staged)
-    return rounded
-
-
-@gluon.jit
-@no_type_check
-def row_factors(row_scale_ptr, r, rows, depth, eps, PARTS: gl.constexpr):
-    """What rows `r` are multiplied by; see `write_tile`."""
-    if PARTS == 0:
-        return gl.load(row_scale_ptr + r, mask=r < rows, other=0.0)
-    total = gl.load(row_scale_ptr + r, mask=r < rows, other=0.0)
-    for part in gl.static_range(1, PARTS):
-        total += gl.load(row_scale_ptr + part * rows + r, mask=r < rows, other=0.0)
-    return gl.rsqrt(total / depth + eps)
 
 
 @gluon.jit
 @no_type_check
 def write_tile(
-    acc, c_smem, place, c_desc, residual_desc, bars, bias_ptr, row_scale_ptr, depth, eps, squares_ptr, row, first, rows,
-    columns, number, PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr, SCALE_PARTS: gl.constexpr, PART: gl.constexpr, cos_ptr=None,
-    sin_ptr=None, positions=0, turned=0, HEAD_DIM: gl.constexpr = 0,
+    acc, c_smem, place, c_desc, residual_desc, bars, bias_ptr, row_scale_ptr, row, first, rows, columns, number,
+    PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr, cos_ptr=None, sin_ptr=None, positions=0,
+    turned=0, HEAD_DIM: gl.constexpr = 0,
 ):  # fmt: skip
     """Products of a tile become its part of the result, in as many pieces as a place in `c_smem` takes.
 
@@ -163,10 +149,7 @@ def write_tile(
     place: where in `c_smem` the first piece goes. PLACES: 1 when all pieces go there, the first one's residual being
     on its way; else the places this consumer has, one for each piece and all residuals on their way. number: tiles
     that this consumer has written.
-    row_scale_ptr: HAS_SCALE, factors of the rows; with SCALE_PARTS, so many sums of squares of a row's parts instead,
-    `[SCALE_PARTS, rows]`, and the factors are `1 / sqrt(sum / depth + eps)`.
-    squares_ptr: PART > 0, where sums of squares of so many columns of the result go, `[parts, rows]`; columns that do
-    not exist are zero.
+    row_scale_ptr: HAS_SCALE, factors of the rows.
     HEAD_DIM: of heads that are rotated in the first `turned` columns, 0 for none; see `rotated`.
     """
     ROWS: gl.constexpr = acc.shape[0]
@@ -178,7 +161,7 @@ def write_tile(
     acc_layout: gl.constexpr = acc.type.layout
     if HAS_SCALE:
         r = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout))
-        acc = acc * row_factors(row_scale_ptr, r, rows, depth, eps, SCALE_PARTS)[:, None]
+        acc = acc * gl.load(row_scale_ptr + r, mask=r < rows, other=0.0)[:, None]
     if HAS_BIAS:
         j = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_layout))
         inside = first + j % WIDTH
@@ -190,9 +173,6 @@ def write_tile(
             acc = rotated(acc, cos_ptr, sin_ptr, row, rows, positions, HEAD_DIM)
     if GATED:
         acc, up = halves(acc)
-    gl.static_assert(PART == 0 or PIECE <= PART)
-    piece_rows: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16]))
-    squares = gl.zeros([ROWS], gl.float32, layout=piece_rows)
     for quarter in gl.static_range(PIECES):
         gl.static_assert(PIECES <= 4)
         part = acc
@@ -211,13 +191,5 @@ def write_tile(
             out = out * other
         at = place + quarter if OWN else place
         fill = number if OWN else number * PIECES + quarter
-        out = _write(out, c_smem.index(at), c_desc, residual_desc, bars.index(at), row, first + quarter * PIECE, fill,
-                     OWN or quarter == 0, PLACES - 1, HAS_RESIDUAL)  # fmt: skip
-        if PART > 0:
-            out = out.to(gl.float32)
-            squares += gl.sum(out * out, 1)
-            if (quarter + 1) * PIECE % PART == 0:
-                r = row + gl.arange(0, ROWS, layout=piece_rows)
-                part = (first + quarter * PIECE) // PART
-                gl.store(squares_ptr + part * rows + r, squares, mask=(r < rows) & (part * PART < columns))
-                squares = gl.zeros([ROWS], gl.float32, layout=piece_rows)
+        _write(out, c_smem.index(at), c_desc, residual_desc, bars.index(at), row, first + quarter * PIECE, fill,
+               OWN or quarter == 0, PLACES - 1, HAS_RESIDUAL)  # fmt: skip

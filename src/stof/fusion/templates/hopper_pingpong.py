@@ -78,12 +78,12 @@ def _consumer(
     shared, NUMBER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr,
-    SCALE_PARTS: gl.constexpr, PART: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of those that compute: every other tile."""
     (
-        a_smem, b_smem, c_smem, full, empty, turn, residual_full, c_desc, residual_desc, bias_ptr, row_scale_ptr, depth,
-        eps, squares_ptr, cos_ptr, sin_ptr, positions, turned, tiles_m, tiles_n, k_tiles, rows, columns,
+        a_smem, b_smem, c_smem, full, empty, turn, residual_full, c_desc, residual_desc, bias_ptr, row_scale_ptr,
+        cos_ptr, sin_ptr, positions, turned, tiles_m, tiles_n, k_tiles, rows, columns,
     ) = shared  # fmt: skip
     dtype: gl.constexpr = a_smem.dtype
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -118,9 +118,9 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         write_tile(
-            acc, c_smem, NUMBER, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr, depth, eps, squares_ptr,
+            acc, c_smem, NUMBER, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr,
             m * ROWS, n * WIDTH, rows, columns, number // 2, 1, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
-            SCALE_PARTS, PART, cos_ptr, sin_ptr, positions, turned, HEAD_DIM,
+            cos_ptr, sin_ptr, positions, turned, HEAD_DIM,
         )  # fmt: skip
         number += 2
     tma.store_wait(0)
@@ -135,8 +135,6 @@ def pingpong_gemm_kernel(
     residual_desc,
     bias_ptr,
     row_scale_ptr,
-    eps,
-    squares_ptr,
     rows,
     columns,
     depth,
@@ -156,14 +154,12 @@ def pingpong_gemm_kernel(
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     HAS_SCALE: gl.constexpr,
-    SCALE_PARTS: gl.constexpr,
-    PART: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
     """`C[m, n] = act(scale[m] * (A @ B.T)[m, n] + bias[n]) + residual[m, n]`, or act(gate) * up.
 
     ROWS: of a tile, 64 or 128. GATED: BLOCK_N columns of products, half of them gate, half up; `columns` counts the
-    output's. PIECE: columns of the output that leave at once. SCALE_PARTS, PART: see `write_tile`. HEAD_DIM: of heads
+    output's. PIECE: columns of the output that leave at once. HEAD_DIM: of heads
     that are rotated in the first `turned` columns, whole tiles of them; 0 for none.
     """
     dtype: gl.constexpr = a_desc.dtype
@@ -193,15 +189,15 @@ def pingpong_gemm_kernel(
     tiles_n = gl.cdiv(columns, WIDTH)
     k_tiles = gl.cdiv(depth, BLOCK_K)
     shared = (
-        a_smem, b_smem, c_smem, full, empty, turn, residual_full, c_desc, residual_desc, bias_ptr, row_scale_ptr, depth,
-        eps, squares_ptr, cos_ptr, sin_ptr, positions, turned, tiles_m, tiles_n, k_tiles, rows, columns,
+        a_smem, b_smem, c_smem, full, empty, turn, residual_full, c_desc, residual_desc, bias_ptr, row_scale_ptr,
+        cos_ptr, sin_ptr, positions, turned, tiles_m, tiles_n, k_tiles, rows, columns,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_consumer, (shared, 0, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP_M, GATED, TRANSPOSED, ACTIVATION, HAS_BIAS,
-                         HAS_RESIDUAL, HAS_SCALE, SCALE_PARTS, PART, HEAD_DIM)),
+                         HAS_RESIDUAL, HAS_SCALE, HEAD_DIM)),
             (_consumer, (shared, 1, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP_M, GATED, TRANSPOSED, ACTIVATION, HAS_BIAS,
-                         HAS_RESIDUAL, HAS_SCALE, SCALE_PARTS, PART, HEAD_DIM)),
+                         HAS_RESIDUAL, HAS_SCALE, HEAD_DIM)),
             (_producer, (a_desc, b_desc, a_smem, b_smem, full, empty, tiles_m, tiles_n, k_tiles, columns, ROWS,
                          BLOCK_N, BLOCK_K, STAGES, GROUP_M, GATED, TRANSPOSED)),
         ],

@@ -111,12 +111,12 @@ def _consumer(
     shared, NUMBER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
     A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr,
     TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    HAS_SCALE: gl.constexpr, SCALE_PARTS: gl.constexpr, PART: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of those that compute: its share of the rows of every tile."""
     (
         a_smem, b_smem, side_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc,
-        bias_ptr, row_scale_ptr, depth, eps, squares_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
+        bias_ptr, row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
     ) = shared  # fmt: skip
     dtype: gl.constexpr = a_smem.dtype
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -175,15 +175,14 @@ def _consumer(
         mbarrier.arrive(a_empty.index(FIRST + stage_before(a_stage, A_STAGES)), count=1)
         mbarrier.arrive(b_empty.index(stage_before(b_stage, B_STAGES)), count=1)
         write_tile(
-            acc, c_smem, PLACE, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr, depth, eps, squares_ptr,
+            acc, c_smem, PLACE, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr,
             row, first, rows, columns, number, PLACES, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
-            SCALE_PARTS, PART,
         )  # fmt: skip
         if SIDE > 0:
             write_tile(
-                side, c_smem, PLACE + PLACES - 1, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr, depth,
-                eps, squares_ptr, row, first + WIDTH, rows, columns, number, PLACES, False, ACTIVATION, HAS_BIAS,
-                HAS_RESIDUAL, HAS_SCALE, SCALE_PARTS, PART,
+                side, c_smem, PLACE + PLACES - 1, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr,
+                row, first + WIDTH, rows, columns, number, PLACES, False, ACTIVATION, HAS_BIAS,
+                HAS_RESIDUAL, HAS_SCALE,
             )  # fmt: skip
         number += 1
     tma.store_wait(0)
@@ -199,8 +198,6 @@ def together_gemm_kernel(
     residual_desc,
     bias_ptr,
     row_scale_ptr,
-    eps,
-    squares_ptr,
     rows,
     columns,
     depth,
@@ -220,8 +217,6 @@ def together_gemm_kernel(
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     HAS_SCALE: gl.constexpr,
-    SCALE_PARTS: gl.constexpr,
-    PART: gl.constexpr,
 ):
     """As `pingpong_gemm_kernel`, with tiles of CONSUMERS (2 or 3) times ROWS rows.
 
@@ -229,7 +224,6 @@ def together_gemm_kernel(
     at most B_STAGES - 2, as the second consumer gives a stage back while it works on the next, and 0 for three.
     """
     gl.static_assert(CONSUMERS == 2 or LAG == 0)
-    gl.static_assert(SIDE == 0 or PART == 0)
     dtype: gl.constexpr = a_desc.dtype
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     a_smem = gl.allocate_shared_memory(dtype, [CONSUMERS * A_STAGES, ROWS, BLOCK_K], shared_layout(dtype, BLOCK_K))
@@ -269,7 +263,7 @@ def together_gemm_kernel(
     k_tiles = gl.cdiv(depth, BLOCK_K)
     shared = (
         a_smem, b_smem, side_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc,
-        bias_ptr, row_scale_ptr, depth, eps, squares_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
+        bias_ptr, row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
     )  # fmt: skip
     copies = (
         a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n,
@@ -279,9 +273,9 @@ def together_gemm_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
-                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, SCALE_PARTS, PART)),
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
                 (_consumer, (shared, 1, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
-                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, SCALE_PARTS, PART)),
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
                 (_producer, (copies, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, LAG, GROUP_M, GATED,
                              TRANSPOSED)),
             ],
@@ -292,11 +286,11 @@ def together_gemm_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (shared, 0, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
-                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, SCALE_PARTS, PART)),
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
                 (_consumer, (shared, 1, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
-                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, SCALE_PARTS, PART)),
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
                 (_consumer, (shared, 2, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
-                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, SCALE_PARTS, PART)),
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
                 (_producer, (copies, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, LAG, GROUP_M, GATED,
                              TRANSPOSED)),
             ],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof.errors import ArgumentError
 from stof.fusion.templates import run, twins
-from stof.fusion.templates.config import ACTIVATIONS, NORMS, PART
+from stof.fusion.templates.config import ACTIVATIONS, NORMS
 from stof.fusion.templates.norms import Norm, can_normalise
 
 
@@ -48,42 +48,6 @@ def _linear_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, config: str
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-@torch.library.custom_op("stof::linear_squares", mutates_args=())
-def linear_squares(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, config: str
-) -> tuple[Tensor, Tensor]:
-    """`stof::linear`, and sums of squares of its rows: what an RMSNorm that follows needs to know of them.
-
-    Args:
-        x, weight, bias, residual, activation, config: as for `stof::linear`. A configuration whose tiles are not made
-            of whole parts leaves the sums to PyTorch.
-
-    Returns:
-        `[..., N]` in x's dtype, and `[parts, ...]` in float32 (float64 for float64 x): one sum for every `config.PART`
-        columns, of the values as they were rounded.
-
-    Raises:
-        ArgumentError: an unknown activation, or text that is no configuration.
-    """
-    known(activation)
-    call = run.product("linear", x, weight, bias, residual, activation)
-    chosen = run.choose(call, config)
-    if chosen is None or not chosen.sums_squares:
-        out = twins.linear(x, weight, bias, residual, activation) if chosen is None else run.compute(call, chosen)
-        return out, twins.row_squares(out)
-    squares = torch.empty(-(-call.shape.n // PART), call.shape.m, dtype=torch.float32, device=x.device)
-    return run.compute(call, chosen, squares), squares.view(-1, *call.lead)
-
-
-@linear_squares.register_fake
-def _linear_squares_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, config: str
-) -> tuple[Tensor, Tensor]:
-    parts = -(-weight.shape[0] // PART)
-    squares = x.new_empty(parts, *x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
-    return x.new_empty(*x.shape[:-1], weight.shape[0]), squares
 
 
 @torch.library.custom_op("stof::norm_linear", mutates_args=())

@@ -12,7 +12,7 @@ import torch
 from stof.errors import ArgumentError
 from stof.fusion.operators import NORMS, Kind
 from stof.fusion.templates import chain, ops, row_scaled, scaled, twins
-from stof.fusion.templates.buckets import bucket_of, in_bucket
+from stof.fusion.templates.buckets import bucket_of
 from stof.fusion.templates.candidates import configs
 from stof.fusion.templates.config import GemmConfig, GemmShape, default, unfit, unserved
 
@@ -126,16 +126,6 @@ class Template:
         usual = self._usual(problem)
         others = [str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual]
         return [*(twin if usual is None else [""]), *others]
-
-    def sums_squares(self, problem: Problem, config: str) -> bool:
-        """Whether `stof::linear_squares` may take this template's place, and leaves the sums without another pass."""
-        if self.name != "linear":
-            return False
-        if problem.device.type != "cuda":
-            return True  # the twin computes them
-        own = in_bucket(config, problem.shape.m)
-        runs = GemmConfig.parse(own) if own else self._usual(problem)
-        return runs is not None and runs.sums_squares
 
     def _usual(self, problem: Problem) -> GemmConfig | None:
         """The default of the bucket's largest product."""

@@ -14,7 +14,7 @@ from stof.cache_keys import settled
 from stof.fusion.templates import config as configuration
 from stof.fusion.templates import twins
 from stof.fusion.templates.buckets import bucket_of, in_bucket, nearest_first
-from stof.fusion.templates.config import GATED, GLUON, PART, STORED, GemmConfig, GemmShape, unfit
+from stof.fusion.templates.config import GATED, GLUON, STORED, GemmConfig, GemmShape, unfit
 from stof.fusion.templates.machine import chained, machine, programs
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
 
@@ -39,8 +39,7 @@ class Product(NamedTuple):
 
     x `[M, K]`; weight `[N, K]` (gated: `[2 N, K]`), contiguous in either direction; bias `[N]` or `[2 N]`; residual
     `[M, N]`; lead: the result's shape but for its last dimension; row_scale: the norm's 1 / deviation of every row,
-    float32 `[M]`, where the caller has it, or `[parts, M]`, sums of squares of parts of the rows to compute it from;
-    scale: factors of the columns, `[N]`, for a weight of 8-bit values.
+    float32 `[M]`, where the caller has it; scale: factors of the columns, `[N]`, for a weight of 8-bit values.
     """
 
     x: Tensor
@@ -67,13 +66,8 @@ def product(
     row_scale: Tensor | None = None,
     rotary: Rotary | None = None,
     scale: Tensor | None = None,
-    parts: int = 0,
 ) -> Product:
-    """View (or, where strides are too odd, copy) the tensors of a call for the kernels.
-
-    Args:
-        parts: row_scale has sums of squares of so many parts of every row; 0: factors.
-    """
+    """View (or, where strides are too odd, copy) the tensors of a call for the kernels."""
     k = x.shape[-1]
     n = weight.shape[0] // (2 if template in GATED else 1)
     rows = x.shape[:-1].numel()  # of tensors without elements, reshape cannot tell
@@ -102,7 +96,7 @@ def product(
         aligned=all(width * x.element_size() % 16 == 0 for width in (n, k)) and all(map(_aligned, read)),
     )
     if row_scale is not None:
-        row_scale = row_scale.reshape((parts, rows) if parts else (rows,)).contiguous()
+        row_scale = row_scale.reshape(rows).contiguous()
     scale = None if scale is None else scale.reshape(-1).contiguous()
     return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary, scale)
 
@@ -144,14 +138,8 @@ def compute_normed(call: Product, config: GemmConfig, norm: Norm) -> tuple[Tenso
     return h.view(*call.lead, call.shape.n), normed.view(*call.lead, call.shape.n)
 
 
-def compute(call: Product, config: GemmConfig, squares: Tensor | None = None) -> Tensor:
-    """Run a product; result `[..., N]`, contiguous.
-
-    Args:
-        squares: where sums of squares of the result's rows go, `[parts, M]` of float32, by a configuration that
-            `sums_squares`; None for nowhere.
-    """
-    assert squares is None or config.sums_squares
+def compute(call: Product, config: GemmConfig) -> Tensor:
+    """Run a product; result `[..., N]`, contiguous."""
     mean, rstd = None, call.row_scale
     if call.norm is not None and rstd is None:
         if config.kind == "tile" or (config.kind in GLUON and call.shape.commutes):
@@ -163,13 +151,13 @@ def compute(call: Product, config: GemmConfig, squares: Tensor | None = None) ->
     else:
         out = call.x.new_empty(call.shape.m, call.shape.n)
         if config.kind == "tile":
-            _tile(call, config, out, None, mean, rstd, squares)
+            _tile(call, config, out, None, mean, rstd)
         elif config.kind == "persistent":
-            _persistent(call, config, out, squares)
+            _persistent(call, config, out)
         elif config.kind == "tilelang":
             _tilelang(call, config, out)
         else:
-            _hopper(call, config, out, rstd, squares)
+            _hopper(call, config, out, rstd)
     return out.view(*call.lead, call.shape.n)
 
 
@@ -187,7 +175,6 @@ def _tile(
     partial: Tensor | None,
     mean: Tensor | None,
     rstd: Tensor | None,
-    squares: Tensor | None = None,
 ) -> None:
     """Into `out`; or with `partial` `[splits, M, N]` into that, for another kernel to add up."""
     from stof.fusion.templates.triton_gemm import tile_gemm_kernel
@@ -207,7 +194,6 @@ def _tile(
         None if norm is None else norm.weight, None if norm is None else norm.bias, partial, counters,
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
         0 if call.residual is None else call.residual.stride(0), *_positions(call), call.scale,
-        0.0 if norm is None else float(norm.eps), squares,
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
         GROUP_M=config.walked(shape, x.element_size()), SPLITS=config.split,
         EVEN_N=shape.n % width == 0, EVEN_K=shape.k % config.block_k == 0, MERGE=merge,
@@ -217,12 +203,12 @@ def _tile(
         NORM="none" if norm is None else norm.kind,
         HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
         HAS_NORM_BIAS=norm is not None and norm.bias is not None, HEAD_DIM=shape.head_dim,
-        SCALED=call.scale is not None, SCALE_PARTS=_parts(rstd), PART=0 if squares is None else PART,
+        SCALED=call.scale is not None,
         num_warps=config.warps, num_stages=config.stages, **chained(x),
     )  # fmt: skip
 
 
-def _persistent(call: Product, config: GemmConfig, out: Tensor, squares: Tensor | None) -> None:
+def _persistent(call: Product, config: GemmConfig, out: Tensor) -> None:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from stof.fusion.templates.triton_gemm import persistent_gemm_kernel
@@ -238,16 +224,16 @@ def _persistent(call: Product, config: GemmConfig, out: Tensor, squares: Tensor 
     resident = config.resident(shape, out.element_size()) * programs(out)
     settled(persistent_gemm_kernel)[(min(tiles, resident),)](
         a_desc, b_desc, c_desc, call.bias, call.residual, shape.m, shape.n, shape.k,
-        0 if call.residual is None else call.residual.stride(0), squares,
+        0 if call.residual is None else call.residual.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
         GROUP_M=config.walked(shape, out.element_size()), GATED=shape.gated,
         TRANSPOSED=shape.transposed, ACTIVATION=call.activation, FAST=out.device.type == "cuda",
         HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None, SUBTILES=2 if config.halves else 1,
-        PART=0 if squares is None else PART, num_warps=config.warps, num_stages=config.stages, **chained(out),
+        num_warps=config.warps, num_stages=config.stages, **chained(out),
     )  # fmt: skip
 
 
-def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None, squares: Tensor | None) -> None:
+def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None) -> None:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -269,14 +255,13 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None,
     x = boxes(call.x, [rows, config.block_k])
     given = (
         boxes(out, [rows, piece]), None if call.residual is None else boxes(call.residual, [rows, piece]),
-        call.bias, rstd, 0.0 if call.norm is None else float(call.norm.eps), squares, shape.m, shape.n, shape.k,
+        call.bias, rstd, shape.m, shape.n, shape.k,
     )  # fmt: skip
     common = {
         "ROWS": rows, "BLOCK_N": config.block_n - config.side, "BLOCK_K": config.block_k,
         "GROUP_M": config.walked(shape, size), "PIECE": piece,
         "GATED": shape.gated, "TRANSPOSED": shape.transposed, "ACTIVATION": call.activation,
         "HAS_BIAS": call.bias is not None, "HAS_RESIDUAL": call.residual is not None, "HAS_SCALE": rstd is not None,
-        "SCALE_PARTS": _parts(rstd), "PART": 0 if squares is None else PART,
     }  # fmt: skip
     grid = (min(-(-shape.m // config.block_m) * -(-shape.n // width), programs(out)),)
     if pingpong:
@@ -294,11 +279,6 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None,
             A_STAGES=config.row_stages, B_STAGES=config.stages, CONSUMERS=config.consumers, LAG=config.lag, **common,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
-
-
-def _parts(rstd: Tensor | None) -> int:
-    """How many sums of squares of a row's parts kernels compute its factor from; 0 where they are given factors."""
-    return rstd.shape[0] if rstd is not None and rstd.dim() == 2 else 0
 
 
 def _tilelang(call: Product, config: GemmConfig, out: Tensor) -> None:

@@ -59,31 +59,6 @@ def _epilogue(
 
 @triton.jit
 @no_type_check
-def _row_factors(rstd_ptr, row, rows, depth, eps, PARTS: tl.constexpr):
-    """What rows are multiplied by; with PARTS, from so many sums of squares of a row's parts, `[PARTS, rows]`."""
-    factors = tl.load(rstd_ptr + row)
-    if PARTS > 0:
-        for part in tl.static_range(1, PARTS):
-            factors += tl.load(rstd_ptr + part * rows + row)
-        factors = 1.0 / tl.sqrt(factors / depth + eps)
-    return factors
-
-
-@triton.jit
-@no_type_check
-def _leave_squares(rounded, squares_ptr, r, first, rows, columns, PART: tl.constexpr):
-    """Sums of squares of each PART columns of a piece of the result, into `[parts, rows]`; `first` is its column."""
-    PARTS: tl.constexpr = rounded.shape[1] // PART
-    n = first + tl.arange(0, rounded.shape[1])
-    x = tl.where((n < columns)[None, :], rounded.to(tl.float32), 0.0)
-    squares = tl.sum(tl.reshape(x * x, [rounded.shape[0], PARTS, PART]), 2)
-    part = first // PART + tl.arange(0, PARTS)
-    kept = (r < rows)[:, None] & (part * PART < columns)[None, :]
-    tl.store(squares_ptr + part[None, :] * rows + r[:, None], squares, mask=kept)
-
-
-@triton.jit
-@no_type_check
 def _warm_weights(
     b_ptr, column, columns, first, last, depth, stride_bn, stride_bk, up_offset,
     BLOCK_N: tl.constexpr, GATED: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -130,8 +105,6 @@ def tile_gemm_kernel(
     positions,
     turned,
     scale_ptr,
-    eps,
-    squares_ptr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -151,8 +124,6 @@ def tile_gemm_kernel(
     HAS_NORM_BIAS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SCALED: tl.constexpr,
-    SCALE_PARTS: tl.constexpr,
-    PART: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """`C = act(norm(A) @ B.T + bias) + residual`, or act(gate) * up: one program a tile, or SPLITS over its depth.
@@ -163,7 +134,6 @@ def tile_gemm_kernel(
     step beyond the depth. HEAD_DIM: of heads that are rotated in the first `turned` columns, whole tiles of them; 0 for
     none. SCALED: B is of 8-bit values, and `scale_ptr` has a factor for each column of the result. Tensor cores take
     their left operand from registers as well, so that is B, converted there, and the product is that of B and A.T.
-    SCALE_PARTS: `rstd_ptr` has sums of squares instead, see `_row_factors`. PART: see `_leave_squares`; 0 for none.
     """
     program = tl.program_id(0)
     split = program % SPLITS
@@ -264,7 +234,7 @@ def tile_gemm_kernel(
         tl.store(partial_ptr + split.to(tl.int64) * rows * columns + place, acc, mask=kept)
     elif write:
         if SCALE_AFTER:
-            rstd = _row_factors(rstd_ptr, row, rows, depth, eps, SCALE_PARTS)
+            rstd = tl.load(rstd_ptr + row)
             acc = acc * rstd[:, None]
             up = up * rstd[:, None]
         if SCALED:
@@ -275,10 +245,7 @@ def tile_gemm_kernel(
             # Whole tiles are rotated, or none of their columns.
             if n_tile * BLOCK_N < turned:
                 out = _rotated(out, cos_ptr, sin_ptr, r, rows, positions, HEAD_DIM)
-        out = out.to(c_ptr.dtype.element_ty)
-        tl.store(c_ptr + place, out, mask=kept)
-        if PART > 0:
-            _leave_squares(out, squares_ptr, r, n_tile * BLOCK_N, rows, columns, PART)
+        tl.store(c_ptr + place, out.to(c_ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -293,7 +260,6 @@ def persistent_gemm_kernel(
     columns,
     depth,
     stride_rm,
-    squares_ptr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -305,7 +271,6 @@ def persistent_gemm_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     SUBTILES: tl.constexpr,
-    PART: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """`C = act(A @ B.T + bias) + residual`, or act(gate) * up: programs stay and walk the tiles.
@@ -349,19 +314,13 @@ def persistent_gemm_kernel(
                              GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
             left = left.to(dtype)
             c_desc.store([first_row, first], left)
-            if PART > 0:
-                _leave_squares(left, squares_ptr, r, first, rows, columns, PART)
             right = _epilogue(right, right_up, bias_ptr, residual_ptr, r, n + HALF, rows, columns, stride_rm,
                               GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
             right = right.to(dtype)
             c_desc.store([first_row, first + HALF], right)
-            if PART > 0:
-                _leave_squares(right, squares_ptr, r, first + HALF, rows, columns, PART)
         else:
             n = first + tl.arange(0, BLOCK_N)
             out = _epilogue(acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
                              GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
             out = out.to(dtype)
             c_desc.store([first_row, first], out)
-            if PART > 0:
-                _leave_squares(out, squares_ptr, r, first, rows, columns, PART)

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stof.fusion.templates.config import PART
-
 
 def activated(x: Tensor, activation: str) -> Tensor:
     """`act(x)`; activation is one of `config.ACTIVATIONS`."""
@@ -31,17 +29,6 @@ def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str,
 def row_factors(x: Tensor, eps: float) -> Tensor:
     """What an RMSNorm multiplies the rows of x `[..., K]` by: `[...]`, in float32 at least."""
     return torch.rsqrt(x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1) + eps)
-
-
-def row_squares(x: Tensor) -> Tensor:
-    """Sums of squares of every `PART` columns of x `[..., N]`: `[parts, ...]`, in float32 at least."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.stack([part.square().sum(-1) for part in wide.split(PART, -1)])
-
-
-def factors_of(squares: Tensor, width: int, eps: float) -> Tensor:
-    """The same as `row_factors` of rows of that width, whose sums of squares `[parts, ...]` are given."""
-    return torch.rsqrt(squares.sum(0) / width + eps)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str) -> Tensor:
@@ -70,48 +57,33 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     return activated(gate, activation) * up
 
 
-def _factored(x: Tensor, rstd: Tensor | None, norm_weight: Tensor | None, squares: Tensor | None, eps: float) -> Tensor:
-    if rstd is None:
-        assert squares is not None
-        rstd = factors_of(squares, x.shape[-1], eps)
+def _factored(x: Tensor, rstd: Tensor, norm_weight: Tensor | None) -> Tensor:
     rows = x.to(rstd.dtype) * rstd.unsqueeze(-1)
     return (rows if norm_weight is None else rows * norm_weight).to(x.dtype)
 
 
-def linear_squares(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
-) -> tuple[Tensor, Tensor]:
-    """`linear`, and the sums of squares of its rows, part by part."""
-    out = linear(x, weight, bias, residual, activation)
-    return out, row_squares(out)
-
-
 def rms_linear(
     x: Tensor,
-    rstd: Tensor | None,
+    rstd: Tensor,
     norm_weight: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
 ) -> Tensor:
-    """`act((rstd * x * norm_weight) @ weight.T + bias)`, rstd `[...]` one factor a row, or made of its squares."""
-    return linear(_factored(x, rstd, norm_weight, squares, eps), weight, bias, None, activation)
+    """`act((rstd * x * norm_weight) @ weight.T + bias)`, rstd `[...]` one factor a row."""
+    return linear(_factored(x, rstd, norm_weight), weight, bias, None, activation)
 
 
 def rms_gated_linear(
     x: Tensor,
-    rstd: Tensor | None,
+    rstd: Tensor,
     norm_weight: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
 ) -> Tensor:
     """`act(n @ gate.T) * (n @ up.T)` with n = rstd * x * norm_weight."""
-    return gated_linear(_factored(x, rstd, norm_weight, squares, eps), weight, bias, activation)
+    return gated_linear(_factored(x, rstd, norm_weight), weight, bias, activation)
 
 
 def rotary_linear(
@@ -124,12 +96,9 @@ def rotary_linear(
     sin: Tensor,
     turned: int,
     head_dim: int,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
 ) -> Tensor:
     """`norm(x) @ weight.T + bias`, the heads of the first `turned` columns rotated by cos and sin."""
-    normed = rstd is not None or squares is not None
-    out = linear(_factored(x, rstd, norm_weight, squares, eps) if normed else x, weight, bias, None, "none")
+    out = linear(_factored(x, rstd, norm_weight) if rstd is not None else x, weight, bias, None, "none")
     heads = out[..., :turned].unflatten(-1, (-1, head_dim))
     first, second = heads.chunk(2, -1)
     tables = [table.reshape(-1, head_dim) for table in (cos, sin)]
