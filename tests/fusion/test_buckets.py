@@ -30,6 +30,7 @@ from stof.fusion.templates.registry import Serving, Template
 from tests.fusion.graphs import calls, capture, fuse
 
 WIDTH = 8
+OTHER = "64x64x32,4w,3s,tile"
 
 
 class Model(nn.Module):
@@ -52,12 +53,12 @@ def test_a_bucket_is_a_power_of_two_less_than_twice_its_rows(rows: int) -> None:
 
 
 def test_text_of_several_configurations() -> None:
-    text = written({4096: "cublas", 16: "16x32x128,4w,3s,tile", 64: ""})
-    assert text == "16=16x32x128,4w,3s,tile;64=;4096=cublas"
+    text = written({4096: OTHER, 16: "16x32x128,4w,3s,tile", 64: ""})
+    assert text == "16=16x32x128,4w,3s,tile;64=;4096=64x64x32,4w,3s,tile"
     found = [in_bucket(text, rows) for rows in (1, 16, 17, 64, 2049, 4096, 4097)]
-    assert found == ["16x32x128,4w,3s,tile"] * 2 + ["", "", "cublas", "cublas", ""]
-    assert in_bucket("cublas", 5) == "cublas"
-    for wrong in ("24=cublas", "8=cublas", "16=cublas;", "x=cublas", "16=;16=cublas"):
+    assert found == ["16x32x128,4w,3s,tile"] * 2 + ["", "", OTHER, OTHER, ""]
+    assert in_bucket(OTHER, 5) == OTHER
+    for wrong in (f"24={OTHER}", f"8={OTHER}", f"16={OTHER};", f"x={OTHER}", f"16=;16={OTHER}"):
         with pytest.raises(ArgumentError, match="names no configurations of buckets"):
             in_bucket(wrong, 16)
     with pytest.raises(ArgumentError, match="is no configuration"):
@@ -81,14 +82,14 @@ def test_one_configuration_for_all_rows_of_a_bucket(n: int, k: int, monkeypatch:
         rows = {bucket, bucket // 2 + 1, bucket * 3 // 4}
         call = run.product("linear", torch.empty(bucket, k, dtype=torch.float16), weight, None, None, "none")
         assert {chosen(m) for m in rows} == {str(default(call.shape, torch.float16, (9, 0), 132))}
-        text = written({bucket: "64x64x64,4w,4s,tile", 4096: "cublas"})
+        text = written({bucket: "64x64x64,4w,4s,tile", 4096: OTHER})
         assert {chosen(m, text) for m in rows} == {"64x64x64,4w,4s,tile"}
         assert chosen(2 * bucket, text) == chosen(2 * bucket)
     # float32 has no default: the nearest bucket's configuration that serves, rather than the twin.
     tile = "64x64x64,4w,3s,tile"
-    text = written({16: "64x128x64,5s,pingpong", 32: "", 64: tile, 1024: "cublas"})
+    text = written({16: "64x128x64,5s,pingpong", 32: "", 64: tile, 1024: OTHER})
     found = [chosen(rows, text, torch.float32) for rows in (10, 32, 64, 128, 256, 300, 1024, 4096)]
-    assert found == [tile] * 4 + ["cublas"] * 4
+    assert found == [tile] * 4 + [OTHER] * 4
     assert chosen(64, "", torch.float32) == chosen(64, "64x128x64,5s,pingpong", torch.float32) == "None"
 
 
@@ -138,16 +139,16 @@ class Timer:
     def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
         rows = claim.problem.shape.m
         self.rows.append(rows)
-        times = {None: 9.0 * len(claim.operators), "": 5.0, "cublas": 400 / rows, "64x64x64,4w,4s,tile": rows / 100}
+        times = {None: 9.0 * len(claim.operators), "": 5.0, OTHER: 400 / rows, "64x64x64,4w,4s,tile": rows / 100}
         return [times[config] for config in configs]
 
 
 def test_each_bucket_gets_its_fastest_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = ["", "cublas", "64x64x64,4w,4s,tile"]
+    listed = ["", OTHER, "64x64x64,4w,4s,tile"]
     monkeypatch.setattr(Template, "configs", lambda self, problem, serving: listed)
     model = Model().eval()
     text = written(
-        dict.fromkeys((16, 32, 64, 128), "64x64x64,4w,4s,tile") | dict.fromkeys((256, 512, 1024, 2048), "cublas")
+        dict.fromkeys((16, 32, 64, 128), "64x64x64,4w,4s,tile") | dict.fromkeys((256, 512, 1024, 2048), OTHER)
     )
     for timer in (Timer(), Timer()):  # the second search finds everything in the store
         search = Search(timer, 600, 3, store=Store(tmp_path, {"device": "x"}))
@@ -161,12 +162,12 @@ def test_each_bucket_gets_its_fastest_configuration(tmp_path: Path, monkeypatch:
     # A graph of fixed size asks for its own bucket alone, and finds what was measured for it.
     search = Search(timer, 600, 3, store=Store(tmp_path, {"device": "x"}))
     report = fuse(capture(model, torch.randn(4, 64, WIDTH)), search)
-    assert [row.config for row in report.segments if row.template] == ["cublas"] * 2
+    assert [row.config for row in report.segments if row.template] == [OTHER] * 2
     assert timer.rows == []
 
 
 def test_a_spent_budget_leaves_buckets_to_their_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Template, "configs", lambda self, problem, serving: ["", "cublas", "64x64x64,4w,4s,tile"])
+    monkeypatch.setattr(Template, "configs", lambda self, problem, serving: ["", OTHER, "64x64x64,4w,4s,tile"])
     timer = Timer()
     gm = capture(Model().eval(), torch.randn(4, 64, WIDTH), dynamic=True)
     monkeypatch.setattr(pipeline, "Budget", lambda seconds: Budget(seconds, measurements=16))

@@ -29,6 +29,7 @@ from stof.fusion.templates.registry import Template
 from stof.integrations.torch_compile import CompileOptions
 from tests.fusion.graphs import RMSNorm, calls, capture
 from tests.fusion.test_measure import Model, Table
+from tests.fusion.test_template_ops import GONE
 
 LINEAR = Table(linear=0.5, linear_norm=0.9)
 NORMS = Table(linear=0.9, linear_norm=0.5)
@@ -168,7 +169,7 @@ def test_every_entry_of_a_table_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
     assert {row.config for row in found.segments if row.reason == "by the lock"} == {kept}
     assert set(asked) == {TILE}
     for configuration, reason in (
-        (f"linear {WIDE} for 64 rows: ", "TMA needs compute capability 9.0"),
+        (f"linear {WIDE} for 64 rows: ", "written for compute capability 9.0"),
         ("linear 24x64x64,4w,4s,tile for 1024 rows: ", "tile sizes are powers of two"),
         ("linear fast for 2048 rows: ", "'fast' is no configuration"),
     ):
@@ -184,6 +185,25 @@ def test_every_entry_of_a_table_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
     # Text that is no table is told as well, and ends nothing.
     lock.graphs[key] = replace(locked, segments=tuple(replace(one, config="24=fast") for one in locked.segments))
     assert "names no configurations" in fuse(open_graph(), twins=True, replay=Replay(lock, "here", check)).notes[0]
+
+
+@pytest.mark.parametrize("gone", GONE)
+def test_kinds_of_earlier_versions_are_told_and_left_to_the_rules(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, _, expected = tuned(LINEAR)
+    ((key, locked),) = lock.graphs.items()
+    lock.choices = {text: replace(one, config=gone) for text, one in lock.choices.items()}
+    for config in (gone, written({16: gone})):
+        lock.graphs[key] = replace(locked, segments=tuple(replace(one, config=config) for one in locked.segments))
+        with monkeypatch.context() as patched:
+            on_a_gpu(patched)
+            found, called = apply(lock)
+        assert "by the lock" not in {row.reason for row in found.segments}
+        assert called == expected
+        assert len(found.notes) == len(locked.segments)
+        assert all("is no configuration; expected" in note and note.endswith("rules decide") for note in found.notes)
+    # Of a graph that the lock does not have, its choices are asked.
+    found, _ = apply(lock, rows=4)
+    assert gone not in {row.config for row in found.segments}
 
 
 def test_a_lock_folds_where_it_was_made_so(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def version(config: str, bucket: str = "linear 4x8x6") -> FusionReport:
 
 @pytest.mark.parametrize(("times", "kept"), [((10.0, 20.0), True), ((20.0, 10.0), False), ((10.0, 10.0), False)])
 def test_the_faster_of_two_models_stays(times: tuple[float, float], kept: bool) -> None:
-    report, told = version("cublas"), []
+    report, told = version("64x64x64,4w,4s,tile"), []
 
     def settle(taken: Mapping[str, float]) -> str:
         winner, final = decide({SEARCHED: report}, taken)
@@ -196,7 +196,7 @@ def test_the_faster_of_two_models_stays(times: tuple[float, float], kept: bool) 
     ],
 )
 def test_a_search_makes_nothing_slower_than_the_rules(times: dict[str, float], winner: str) -> None:
-    searched, ruled = version("cublas"), version("")
+    searched, ruled = version("64x64x64,4w,4s,tile"), version("")
     searched.measurements = 7
     assert differing(searched, ruled) == {"linear 4x8x6"}
     found, report = decide({SEARCHED: searched, RULED: ruled}, times)
@@ -204,7 +204,7 @@ def test_a_search_makes_nothing_slower_than_the_rules(times: dict[str, float], w
     assert "9 us with those by rule" in report.notes[-1]
     assert report.whole_us == (9.0, times[PLAIN])
     assert report.measurements == 7
-    assert "of cublas" in report.notes
+    assert "of 64x64x64,4w,4s,tile" in report.notes
     if winner == RULED:
         assert report is ruled
         assert list(report.choices) == ["linear 9x9x9"]  # what lost is not told to others
@@ -241,8 +241,9 @@ def test_what_computes_a_segment_in_words() -> None:
 
     assert by("", "") == "stof attention"
     assert by("linear", "") == by("linear", "16=;32=") == "linear (default)"
-    assert by("linear", "cublas") == by("linear", "16=cublas") == "linear cublas"
-    assert by("linear", "16=cublas;32=;64=64x64x32,4w,3s,tile") == "linear, 3 configurations by rows"
+    tile = "16x32x128,4w,3s,tile"
+    assert by("linear", tile) == by("linear", f"16={tile}") == f"linear {tile}"
+    assert by("linear", f"16={tile};32=;64=64x64x32,4w,3s,tile") == "linear, 3 configurations by rows"
 
 
 def test_attention_of_ours_is_not_inductors() -> None:

@@ -232,7 +232,7 @@ def test_configurations(stored: str, capability: tuple[int, int]) -> None:
         assert (default(shape, torch.float16, capability, 132) is None) == missing
         assert bool(found) != missing
         assert {config.kind for config in found} <= {"tile"}
-        assert unfit(GemmConfig("cublas"), shape, torch.float16, capability)
+        assert unfit(GemmConfig.parse("64x64x64,4s,pingpong"), shape, torch.float16, capability)
         assert unfit(GemmConfig.parse("64x64x64,4w,3s,tile"), shape, torch.float32, capability)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from stof.bench.check import relative_error
 from stof.bench.problem import first_line
 from stof.fusion.templates import GemmConfig, configs, run, twins, unfit
+from stof.fusion.templates.config import KINDS, kind_in
 from stof.fusion.templates.norms import Norm
 from stof.tuning.timing import chain_us, sustained_us, time_calls
 
@@ -30,14 +31,12 @@ BARE, INDUCTOR, AUTOTUNED = "gemm alone", "inductor", "inductor max-autotune"
 _MODES = {INDUCTOR: "default", AUTOTUNED: "max-autotune-no-cudagraphs"}
 # Candidates to try for every shape when time is short: one or two of every kind.
 QUICK = (
-    "cublas",
     "128x128x64,5s,pingpong",
     "64x128x64,7s,pingpong",
     "64x256x64,4s,pingpong",
     "256x128x64,6s,together",
     "128x256x64,5s,together",
     "128x192x64,5s,together",
-    "128x256x64,8w,3s,persistent,halves",
     "128x128x64,8w,3s,tile",
     "128x64x64,4w,4s,tile",
     "64x64x64,4w,4s,tile",
@@ -244,7 +243,7 @@ def run_gemm(
             if name == BARE:
                 calls[0]()
             else:
-                error, problem = check(calls[0], poisoned=name not in _MODES and name != "cublas")
+                error, problem = check(calls[0], poisoned=name not in _MODES)
         except Exception as failure:  # whatever a compiler or a kernel raises must not end the race
             problem = first_line(failure)
             torch.cuda.synchronize(device)
@@ -361,13 +360,13 @@ def summaries(rows: Iterable[Row]) -> list[Summary]:
             cells.setdefault((row.model, row.gemm, row.tokens, row.chain, row.sustained), {})[row.impl] = row.us
     found = []
     for (model, gemm, tokens, *_), times in cells.items():
-        ours = {name: us for name, us in times.items() if name not in (BARE, *_MODES)}
+        ours = {name: us for name, us in times.items() if kind_in(name) in KINDS}
         peers = [times[name] for name in _MODES if name in times]
         if BARE in times and peers and ours:
             best = min(ours, key=lambda name: ours[name])
             by_kind: dict[str, float] = {}
             for name, us in ours.items():
-                kind = GemmConfig.parse(name).kind
+                kind = kind_in(name)
                 by_kind[kind] = min(us, by_kind.get(kind, us))
             found.append(Summary(model, gemm, tokens, times[BARE], min(peers), best, ours[best], by_kind))
     return found

@@ -17,7 +17,7 @@ from stof.fusion.lower import GraphOrder
 from stof.fusion.operators import Operator, in_words
 from stof.fusion.rules import LONGEST, bucket
 from stof.fusion.space import Candidate, Space, Wanted
-from stof.fusion.templates.config import GemmConfig
+from stof.fusion.templates.config import GemmConfig, kind_in
 from stof.fusion.templates.registry import Serving
 from stof.fusion.templates.roofline import floor_us
 
@@ -176,4 +176,4 @@ class GraphSpace:
 
 def kind_of(candidate: Candidate) -> str:
     """The kind of kernel that a candidate's configuration names; "" for a default."""
-    return GemmConfig.parse(candidate[1]).kind if candidate[1] else ""
+    return kind_in(candidate[1])

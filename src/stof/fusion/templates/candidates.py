@@ -16,19 +16,18 @@ def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -
         tall = config.block_m > 16 and config.block_m >= 4 * shape.m
         wide = config.block_n > 32 and config.block_n >= 4 * shape.n * (2 if shape.gated else 1)
         # Splitting pays where the tiles alone leave most of a device idle.
-        tiles = -(-shape.m // config.block_m) * -(-shape.n // config.block_n) if config.block_m else 1
+        tiles = -(-shape.m // config.block_m) * -(-shape.n // config.block_n)
         idle = config.split == 1 or tiles * config.split <= 512
         # Fewer programs than that leave nine tenths of a large GPU idle; small tiles do not.
         small = config.block_m * config.block_n <= 64 * 64
         few = tiles * config.split < 13 and not small
-        many = tiles > 2048 and small and config.kind != "cublas"
+        many = tiles > 2048 and small
         if not (tall or wide or few or many) and idle and not unfit(config, shape, dtype, capability):
             found.append(config)
     return found
 
 
 _CANDIDATES = (
-    GemmConfig("cublas"),
     GemmConfig("pingpong", 128, 128, 64, stages=5),
     GemmConfig("pingpong", 128, 128, 64, stages=6),
     GemmConfig("pingpong", 64, 256, 64, stages=4),
@@ -44,10 +43,6 @@ _CANDIDATES = (
     GemmConfig("together", 128, 192, 64, stages=4),
     GemmConfig("together", 192, 128, 64, stages=5),
     GemmConfig("together", 192, 128, 64, stages=4),
-    GemmConfig("persistent", 128, 256, 64, warps=8, stages=3),
-    GemmConfig("persistent", 128, 256, 64, warps=8, stages=3, halves=True),
-    GemmConfig("persistent", 128, 128, 64, warps=8, stages=4),
-    GemmConfig("persistent", 128, 128, 64, warps=4, stages=3, halves=True),
     GemmConfig("tilelang", 128, 128, 64, warps=8, stages=4),
     GemmConfig("tilelang", 128, 256, 64, warps=8, stages=3),
     GemmConfig("tilelang", 64, 128, 64, warps=4, stages=4),
@@ -66,7 +61,6 @@ _CANDIDATES = (
     GemmConfig("tile", 64, 64, 64, warps=4, stages=6, split=5),
     GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=3),
     GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=5),
-    GemmConfig("persistent", 64, 64, 128, warps=4, stages=3),
     GemmConfig("tile", 64, 32, 128, warps=4, stages=4),
     GemmConfig("tile", 64, 32, 128, warps=4, stages=4, split=2),
     GemmConfig("tile", 64, 32, 128, warps=4, stages=4, split=4),

@@ -22,9 +22,8 @@ TEMPLATES = (
 GATED = ("gated_linear", "rms_gated_linear")
 # They may be given an RMSNorm's row factors, whose weight is folded into the product's.
 ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
-# tile: portable Triton. persistent: Triton, TMA. pingpong, together: Gluon on Hopper. tilelang: TileLang, where it is
-# installed. cublas: PyTorch's own product.
-KINDS = ("tile", "persistent", "pingpong", "together", "tilelang", "cublas")
+# tile: portable Triton. pingpong, together: Gluon on Hopper. tilelang: TileLang, where it is installed.
+KINDS = ("tile", "pingpong", "together", "tilelang")
 GLUON = ("pingpong", "together")
 HALVES = (torch.float16, torch.bfloat16)
 # What weights may be stored as, and the least compute capability that converts it.
@@ -35,8 +34,6 @@ _LEAST_CAPABILITY = (8, 0)
 # Shared memory that one program may have, in bytes, by compute capability; what is not listed has the least of them.
 _SHARED = {(8, 0): 166_912, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
 _LEAST_SHARED = 101_376
-# What all programs on a multiprocessor of the GPUs with TMA have together.
-_SHARED_BY_ALL = 233_472
 # Barriers, and what the compiler aligns.
 _SHARED_REST = 2048
 # Bytes of x that Hopper's L2 (50 MB) keeps while all of a weight passes, and of a weight that it keeps itself.
@@ -111,42 +108,36 @@ class GemmConfig:
         stages: steps in flight (together: of the columns).
         split: programs that share a tile's depth (tile only), or the columns of a chain's rows.
         group: rows of tiles that are walked side by side, 0 for as many as suit the shape (`walked`).
-        halves: the result leaves in halves, one written while the other is computed (persistent only).
     """
 
     kind: str
-    block_m: int = 0
-    block_n: int = 0
-    block_k: int = 0
+    block_m: int
+    block_n: int
+    block_k: int
     warps: int = 4
     stages: int = 3
     split: int = 1
     group: int = 0
-    halves: bool = False
 
     def __str__(self) -> str:
-        if self.kind == "cublas":
-            return self.kind
         parts = [f"{self.block_m}x{self.block_n}x{self.block_k}"]
         parts += [f"{self.warps}w"] * (self.kind not in GLUON)
         parts += [f"{self.stages}s", self.kind]
         parts += [f"split{self.split}"] * (self.split > 1) + [f"group{self.group}"] * (self.group > 0)
-        return ",".join(parts + ["halves"] * self.halves)
+        return ",".join(parts)
 
     @staticmethod
     def parse(text: str) -> GemmConfig:
-        """Read `"128x256x64,8w,3s,persistent"`, `"64x64x64,4w,4s,tile,split4"`, `"cublas"`, ...
+        """Read `"128x128x64,5s,pingpong"`, `"64x64x64,4w,4s,tile,split4"`, ...
 
         Raises:
             ArgumentError: the text is none.
         """
         found = _PATTERN.fullmatch(text)
-        if text == "cublas":
-            return GemmConfig("cublas")
         if found is None:
             raise ArgumentError(
-                f"{text!r} is no configuration; expected 'cublas' or MxNxK[,Ww],Ss,kind[,splitP][,groupG][,halves] "
-                f"with kind one of {', '.join(KINDS[:-1])}, such as '128x256x64,8w,3s,persistent'"
+                f"{text!r} is no configuration; expected MxNxK[,Ww],Ss,kind[,splitP][,groupG] with kind one of "
+                f"{', '.join(KINDS)}, such as '128x128x64,8w,3s,tile'"
             )
         return GemmConfig(
             found["kind"],
@@ -157,7 +148,6 @@ class GemmConfig:
             stages=int(found["stages"]),
             split=int(found["split"] or 1),
             group=int(found["group"] or 0),
-            halves=found["halves"] is not None,
         )
 
     def shared_memory(self, shape: GemmShape, itemsize: int) -> int:
@@ -170,10 +160,6 @@ class GemmConfig:
         if self.kind in ("tile", "tilelang"):
             return self.stages * (self.block_m * itemsize + self.block_n * shape.weight_size(itemsize)) * self.block_k
         loads = self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
-        if self.kind == "persistent":
-            # The result on its way out; a residual is read in rows and goes the same way to the accumulator's order.
-            tile = self.block_m * width * itemsize // (2 if self.halves else 1)
-            return loads + tile * (1 + shape.residual)
         if self.kind == "together":
             loads = (self.row_stages * self.block_m + self.stages * self.block_n) * self.block_k * itemsize
         outputs = 2 if self.kind == "pingpong" else 1
@@ -219,15 +205,16 @@ class GemmConfig:
         whole = self.kind == "pingpong" and loads + 2 * self.block_m * width * itemsize <= _SHARED[9, 0] - _SHARED_REST
         return width if whole else min(width, 64)
 
-    def resident(self, shape: GemmShape, itemsize: int) -> int:
-        """Persistent programs that a multiprocessor holds: the second computes during the first one's epilogue."""
-        return 2 if self.warps <= 4 and 2 * (self.shared_memory(shape, itemsize) + 1024) <= _SHARED_BY_ALL else 1
-
 
 _PATTERN = re.compile(
-    r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(,(?P<warps>\d+)w)?,(?P<stages>\d+)s,(?P<kind>tilelang|tile|persistent|pingpong|together)"
-    r"(,split(?P<split>\d+))?(,group(?P<group>\d+))?(?P<halves>,halves)?"
+    r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(,(?P<warps>\d+)w)?,(?P<stages>\d+)s,(?P<kind>tilelang|tile|pingpong|together)"
+    r"(,split(?P<split>\d+))?(,group(?P<group>\d+))?"
 )
+
+
+def kind_in(text: str) -> str:
+    """Return the kind that a recorded configuration names, one of an earlier version too; "" for a default."""
+    return next((part for part in text.split(",") if part.isalpha()), "")
 
 
 def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[str]:
@@ -242,8 +229,6 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         return [f"{config.kind} does not multiply {dtype} by {shape.stored} on compute capability {capability}"]
     if shape.inner and (config.kind != "tile" or dtype not in HALVES or shape.inner > MOST_INNER):
         return [f"{config.kind} does not chain products of {dtype} with {shape.inner} columns between them"]
-    if config.kind == "cublas":
-        return _unfit_for_cublas(shape)
     found = []
     tall = config.kind == "together" and config.block_m == 192
     sizes = (64 if tall else config.block_m, config.block_n - config.side, config.block_k)
@@ -255,8 +240,6 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append("gate and up are powers of two wide")
     if config.warps not in (1, 2, 4, 8, 16) or not 1 <= config.stages <= 8 or config.group < 0 or config.split < 1:
         found.append("1 to 16 warps (a power of two), 1 to 8 stages, split from 1 up")
-    if config.halves and config.kind != "persistent":
-        found.append("halves are for persistent programs")
     if config.split > 1 and config.kind != "tile":
         found.append("only plain tiles are split along their depth")
     steps = -(-shape.n // config.block_n) if shape.inner else max(1, shape.k // config.block_k)
@@ -275,8 +258,8 @@ def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: 
         found.append("the accumulator is larger than the registers")
     if config.kind == "tilelang":
         found += _unfit_for_tilelang(shape)
-    elif config.kind != "tile":
-        found += _unfit_for_tma(config, shape, capability)
+    elif config.kind in GLUON:
+        found += _unfit_for_hopper(config, shape, capability)
     return found
 
 
@@ -289,14 +272,10 @@ def _unfit_for_tilelang(shape: GemmShape) -> list[str]:
     return found
 
 
-def _unfit_for_tma(config: GemmConfig, shape: GemmShape, capability: tuple[int, int]) -> list[str]:
+def _unfit_for_hopper(config: GemmConfig, shape: GemmShape, capability: tuple[int, int]) -> list[str]:
     found = []
-    if capability < (9, 0):
-        found.append("TMA needs compute capability 9.0")
     if not shape.aligned:
         found.append("TMA needs addresses and row strides that are multiples of 16 bytes")
-    if config.kind == "persistent":
-        return found
     if capability != (9, 0):
         found.append("written for compute capability 9.0")
     rows = config.block_m if config.kind == "pingpong" else config.block_m // config.consumers
@@ -310,19 +289,6 @@ def _unfit_for_tma(config: GemmConfig, shape: GemmShape, capability: tuple[int, 
         found.append("gate and up must lie below each other")
     if config.block_n < (128 if shape.gated else 64):
         found.append("a piece of the result has 64 columns (gated: of 128 columns of products)")
-    return found
-
-
-def _unfit_for_cublas(shape: GemmShape) -> list[str]:
-    found = []
-    if shape.gated:
-        found.append("cuBLAS has no gated epilogue")
-    if shape.activation not in ("none", "relu", "gelu_tanh"):
-        found.append(f"cuBLAS has no {shape.activation} epilogue")
-    if shape.residual and shape.activation != "none":
-        found.append("cuBLAS adds a residual only to plain products")
-    if shape.activation != "none" and not shape.bias:
-        found.append("PyTorch reaches cuBLAS's activations only through a bias")
     return found
 
 

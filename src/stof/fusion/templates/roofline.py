@@ -24,10 +24,10 @@ def floor_us(
     """Microseconds that a product's tiles take at the least, on the multiprocessor that has most of them.
 
     A tile multiplies at the tensor cores' rate, and reads its rows and columns from the L2 meanwhile; whichever takes
-    longer bounds it. Epilogues, launches and latencies come on top. 0 for cuBLAS, whose tiles are its own, and for
-    chains, which have two kinds.
+    longer bounds it. Epilogues, launches and latencies come on top. 0 for chains,
+    whose two products have tiles of their own.
     """
-    if config.kind == "cublas" or shape.inner:
+    if shape.inner:
         return 0.0
     width = config.block_n // 2 if shape.gated else config.block_n
     programs = -(-shape.m // config.block_m) * -(-shape.n // width) * config.split

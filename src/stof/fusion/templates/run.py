@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stof.cache_keys import settled
@@ -146,18 +145,13 @@ def compute(call: Product, config: GemmConfig) -> Tensor:
             mean, rstd = row_statistics(call.x, call.norm)
         else:
             call = call._replace(x=normalise(call.x, call.norm), norm=None)
-    if config.kind == "cublas":
-        out = _cublas(call)
+    out = call.x.new_empty(call.shape.m, call.shape.n)
+    if config.kind == "tile":
+        _tile(call, config, out, None, mean, rstd)
+    elif config.kind == "tilelang":
+        _tilelang(call, config, out)
     else:
-        out = call.x.new_empty(call.shape.m, call.shape.n)
-        if config.kind == "tile":
-            _tile(call, config, out, None, mean, rstd)
-        elif config.kind == "persistent":
-            _persistent(call, config, out)
-        elif config.kind == "tilelang":
-            _tilelang(call, config, out)
-        else:
-            _hopper(call, config, out, rstd)
+        _hopper(call, config, out, rstd)
     return out.view(*call.lead, call.shape.n)
 
 
@@ -205,31 +199,6 @@ def _tile(
         HAS_NORM_BIAS=norm is not None and norm.bias is not None, HEAD_DIM=shape.head_dim,
         SCALED=call.scale is not None,
         num_warps=config.warps, num_stages=config.stages, **chained(x),
-    )  # fmt: skip
-
-
-def _persistent(call: Product, config: GemmConfig, out: Tensor) -> None:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    from stof.fusion.templates.triton_gemm import persistent_gemm_kernel
-
-    shape = call.shape
-    width = config.block_n // 2 if shape.gated else config.block_n
-    tiles = -(-shape.m // config.block_m) * -(-shape.n // width)
-    stored = call.weight.t() if shape.transposed else call.weight
-    b_box = [config.block_k, width] if shape.transposed else [width, config.block_k]
-    a_desc = TensorDescriptor(call.x, *_extent(call.x), [config.block_m, config.block_k])
-    b_desc = TensorDescriptor(stored, *_extent(stored), b_box)
-    c_desc = TensorDescriptor(out, *_extent(out), [config.block_m, width // 2 if config.halves else width])
-    resident = config.resident(shape, out.element_size()) * programs(out)
-    settled(persistent_gemm_kernel)[(min(tiles, resident),)](
-        a_desc, b_desc, c_desc, call.bias, call.residual, shape.m, shape.n, shape.k,
-        0 if call.residual is None else call.residual.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
-        GROUP_M=config.walked(shape, out.element_size()), GATED=shape.gated,
-        TRANSPOSED=shape.transposed, ACTIVATION=call.activation, FAST=out.device.type == "cuda",
-        HAS_BIAS=call.bias is not None, HAS_RESIDUAL=call.residual is not None, SUBTILES=2 if config.halves else 1,
-        num_warps=config.warps, num_stages=config.stages, **chained(out),
     )  # fmt: skip
 
 
@@ -293,18 +262,6 @@ def _positions(call: Product) -> tuple[Tensor | None, Tensor | None, int, int]:
     if call.rotary is None:
         return None, None, 0, 0
     return call.rotary.cos, call.rotary.sin, call.rotary.cos.shape[0], call.rotary.turned
-
-
-def _cublas(call: Product) -> Tensor:
-    weight = call.weight.t()
-    if call.activation != "none":
-        # Reaches cuBLASLt's epilogue; the GELU is the tanh form.
-        gelu = call.activation == "gelu_tanh"
-        return torch.ops.aten._addmm_activation(call.bias, call.x, weight, use_gelu=gelu)
-    if call.residual is None:
-        return F.linear(call.x, call.weight, call.bias)
-    out = torch.addmm(call.residual, call.x, weight)
-    return out if call.bias is None else out.add_(call.bias)
 
 
 def _agree(call: Product) -> bool:

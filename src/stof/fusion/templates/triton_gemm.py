@@ -1,4 +1,4 @@
-"""Matrix products with prologue and epilogue in Triton: plain tiles, and persistent programs that copy by TMA."""
+"""GEMM with prologue and epilogue in Triton: one program a tile."""
 
 from __future__ import annotations
 
@@ -246,81 +246,3 @@ def tile_gemm_kernel(
             if n_tile * BLOCK_N < turned:
                 out = _rotated(out, cos_ptr, sin_ptr, r, rows, positions, HEAD_DIM)
         tl.store(c_ptr + place, out.to(c_ptr.dtype.element_ty), mask=kept)
-
-
-@triton.jit(do_not_specialize=["rows"])
-@no_type_check
-def persistent_gemm_kernel(
-    a_desc,
-    b_desc,
-    c_desc,
-    bias_ptr,
-    residual_ptr,
-    rows,
-    columns,
-    depth,
-    stride_rm,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    GATED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    FAST: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """`C = act(A @ B.T + bias) + residual`, or act(gate) * up: programs stay and walk the tiles.
-
-    The loops over tiles and over depth are one (flatten), so that the copies for the next tile are under way during
-    this one's epilogue. With two SUBTILES a half of the tile is written while the other is computed.
-    """
-    take_turn(CHAINED)
-    tiles_m = tl.cdiv(rows, BLOCK_M)
-    tiles_n = tl.cdiv(columns, BLOCK_N)
-    k_tiles = tl.cdiv(depth, BLOCK_K)
-    dtype = c_desc.dtype
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        m, n_tile = tile_place(tile, tiles_m, tiles_n, GROUP_M)
-        first_row = m * BLOCK_M
-        first = n_tile * BLOCK_N
-        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        up = acc
-        for step in range(k_tiles):
-            a = a_desc.load([first_row, step * BLOCK_K])
-            if TRANSPOSED:
-                b = b_desc.load([step * BLOCK_K, first])
-            else:
-                b = b_desc.load([first, step * BLOCK_K]).T
-            acc = tl.dot(a, b, acc)
-            if GATED:
-                if TRANSPOSED:
-                    more = b_desc.load([step * BLOCK_K, columns + first])
-                else:
-                    more = b_desc.load([columns + first, step * BLOCK_K]).T
-                up = tl.dot(a, more, up)
-        r = first_row + tl.arange(0, BLOCK_M)
-        if SUBTILES == 2:
-            HALF: tl.constexpr = BLOCK_N // 2
-            left, right = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, HALF]), [0, 2, 1]))
-            left_up, right_up = left, right
-            if GATED:
-                left_up, right_up = tl.split(tl.permute(tl.reshape(up, [BLOCK_M, 2, HALF]), [0, 2, 1]))
-            n = first + tl.arange(0, HALF)
-            left = _epilogue(left, left_up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
-                             GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
-            left = left.to(dtype)
-            c_desc.store([first_row, first], left)
-            right = _epilogue(right, right_up, bias_ptr, residual_ptr, r, n + HALF, rows, columns, stride_rm,
-                              GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
-            right = right.to(dtype)
-            c_desc.store([first_row, first + HALF], right)
-        else:
-            n = first + tl.arange(0, BLOCK_N)
-            out = _epilogue(acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
-                             GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
-            out = out.to(dtype)
-            c_desc.store([first_row, first], out)
