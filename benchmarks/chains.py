@@ -18,9 +18,9 @@ from torch import Tensor, fx
 
 from stof.bench.results import provenance, write_json
 from stof.bench.search import measured
-from stof.fusion.ahead import CompileAhead
-from stof.fusion.measure import SegmentTimer
-from stof.fusion.store import default_store
+from stof.fusion.measure.async_compile import CompileAhead
+from stof.fusion.measure.segment_timer import SegmentTimer
+from stof.fusion.records.store import default_store
 from stof.fusion.templates import chain_linear, linear
 from stof.tuning.timing import time_calls
 

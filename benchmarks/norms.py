@@ -26,7 +26,7 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.bench.results import provenance
-from stof.fusion.templates import twins
+from stof.fusion.templates import reference
 from stof.testing.oracle import error_budget
 from stof.tuning.timing import time_calls, wall_us
 
@@ -54,15 +54,15 @@ def projected(given: Given, way: str, config: str) -> tuple[Tensor, ...]:
     x, y, scale, weight, cos, sin = given
     h = x + y
     if way in ("plain", "template"):
-        normed = twins.normalised(h, scale, None, "rms", EPS)
+        normed = reference.normalised(h, scale, None, "rms", EPS)
         if way == "plain":
             return h, *rotary(F.linear(normed, weight), cos, sin)
         return h, *rotary(torch.ops.stof.linear(normed, weight, None, None, "none", config), cos, sin)
     if way == "rotated":
-        normed = twins.normalised(h, scale, None, "rms", EPS)
+        normed = reference.normalised(h, scale, None, "rms", EPS)
         turn = (cos, sin, TURNED, HEAD_DIM, config)
         return h, *cut(torch.ops.stof.rotary_linear(normed, None, None, weight, None, *turn))
-    rstd = twins.row_factors(h, EPS)
+    rstd = reference.row_factors(h, EPS)
     if way == "folded":
         return h, *rotary(torch.ops.stof.rms_linear(h, rstd, scale, weight, None, "none", config), cos, sin)
     turn = (cos, sin, TURNED, HEAD_DIM, config)
@@ -74,11 +74,11 @@ def gated(given: Given, way: str, config: str) -> tuple[Tensor, ...]:
     x, y, scale, weight = given
     h = x + y
     if way == "folded":
-        rstd = twins.row_factors(h, EPS)
+        rstd = reference.row_factors(h, EPS)
         return h, torch.ops.stof.rms_gated_linear(h, rstd, scale, weight, None, "silu", config)
-    normed = twins.normalised(h, scale, None, "rms", EPS)
+    normed = reference.normalised(h, scale, None, "rms", EPS)
     if way == "plain":
-        return h, twins.gated_linear(normed, weight, None, "silu")
+        return h, reference.gated_linear(normed, weight, None, "silu")
     return h, torch.ops.stof.gated_linear(normed, weight, None, "silu", config)
 
 

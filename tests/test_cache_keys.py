@@ -18,9 +18,9 @@ PROGRAM = """
 import gc
 from triton.runtime.jit import JITCallable
 from stof.cache_keys import settled
-from stof.fusion.templates.hopper_pingpong import pingpong_gemm_kernel
-from stof.fusion.templates.hopper_together import together_gemm_kernel
-from stof.fusion.templates.triton_gemm import tile_gemm_kernel
+from stof.fusion.templates.hopper.pingpong import pingpong_gemm_kernel
+from stof.fusion.templates.hopper.cooperative import together_gemm_kernel
+from stof.fusion.templates.triton.gemm import tile_gemm_kernel
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.block_wise import block_wise_kernel
 from stof.layout.device.counting import count_slabs

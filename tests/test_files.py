@@ -18,9 +18,9 @@ from stof import files, masks
 from stof.bench.results import read_rows, write_json
 from stof.errors import ArgumentError, LockFileError, PlanFileError
 from stof.files import read_checked, read_json, write_atomically, write_checked
-from stof.fusion.choices import Tuned, choices_path, read_choices, update_choices
-from stof.fusion.lock import Lock, read_lock
-from stof.fusion.store import Contents, Entry, Store
+from stof.fusion.records.choices import Tuned, choices_path, read_choices, update_choices
+from stof.fusion.records.lock_file import Lock, read_lock
+from stof.fusion.records.store import Contents, Entry, Store
 
 # Writing
 
@@ -221,7 +221,7 @@ def test_choices_of_another_version_are_left_alone(tmp_path: Path, monkeypatch: 
     theirs = {}
     for version in (1, 3):
         with monkeypatch.context() as patched:
-            patched.setattr("stof.fusion.choices.VERSION", version)
+            patched.setattr("stof.fusion.records.choices.VERSION", version)
             path = choices_path(tmp_path, "a")
             update_choices(path, "a", TUNED)
             theirs[path] = path.read_bytes()
@@ -234,7 +234,7 @@ def test_choices_of_another_version_are_left_alone(tmp_path: Path, monkeypatch: 
 
 def test_stores_of_another_version_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("stof.fusion.store.VERSION", 99)
+        patched.setattr("stof.fusion.records.store.VERSION", 99)
         path = Store(tmp_path, {}).path
     path.write_text("theirs", encoding="utf-8")
     Store(tmp_path, {}).update(CONTENTS)

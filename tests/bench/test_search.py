@@ -14,10 +14,10 @@ from stof.bench.layer import LayerShape
 from stof.bench.search import SHARES, Segment, Table, compare, layer_graph, measured, read_table
 from stof.cli.bench_models import search
 from stof.errors import ArgumentError
-from stof.fusion import claims
-from stof.fusion.claims import Claim
-from stof.fusion.space import Candidate
-from stof.fusion.store import Store
+from stof.fusion.planner import match
+from stof.fusion.planner.match import Claim
+from stof.fusion.planner.search_space import Candidate
+from stof.fusion.records.store import Store
 from stof.fusion.templates.registry import Template
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ class Ahead:
 
 
 def test_everything_is_measured_once_and_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "no_kernel", lambda device, dtype, serving: "")
+    monkeypatch.setattr(match, "no_kernel", lambda device, dtype, serving: "")
     monkeypatch.setattr(Template, "configs", lambda self, problem, serving: ["c" * i for i in range(40)])
     gm = layer_graph(SHAPE, torch.device("cpu"), torch.float32)
     idle = Ahead()

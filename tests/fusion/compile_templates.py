@@ -22,20 +22,12 @@ from torch import Tensor
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stof.fusion.templates import (
-    GemmConfig,
-    chain,
-    configs,
-    hopper_pingpong,
-    hopper_together,
-    run,
-    triton_chain,
-    triton_gemm,
-    triton_norm,
-)  # fmt: skip
-from stof.fusion.templates.config import ROW_SCALED, GemmShape
+from stof.fusion.templates import GemmConfig, chain, configs, launch
+from stof.fusion.templates.gemm_config import ROW_SCALED, GemmShape
+from stof.fusion.templates.hopper import cooperative, pingpong
+from stof.fusion.templates.launch import Product, Rotary
 from stof.fusion.templates.norms import Norm
-from stof.fusion.templates.run import Product, Rotary
+from stof.fusion.templates.triton import chained_gemm, gemm, row_norm
 from tests.kernels.assemble import ARCHS, assemble
 
 _TYPES = {
@@ -179,7 +171,7 @@ def product_of(case: Case) -> Product:
     norm = norm_of(case, shape.k) if shape.template == "norm_linear" else None
     norm = Norm("rms", None, None, 1e-5) if shape.template in ROW_SCALED and shape.norm else norm
     angles = torch.empty(shape.m, shape.head_dim, dtype=dtype)
-    return run.product(
+    return launch.product(
         shape.template,
         torch.empty(shape.m, shape.k, dtype=dtype),
         weight,
@@ -202,11 +194,11 @@ def norm_of(case: Case, width: int) -> Norm:
 def recorded(case: Case) -> list[Recorder]:
     """What the launching code passes on: a product's kernel, and a norm's before it."""
     names = {
-        triton_gemm: ("tile_gemm_kernel",),
-        triton_norm: ("row_norm_kernel", "merged_norm_kernel", "row_statistics_kernel"),
-        hopper_pingpong: ("pingpong_gemm_kernel",),
-        hopper_together: ("together_gemm_kernel",),
-        triton_chain: ("chain_kernel",),
+        gemm: ("tile_gemm_kernel",),
+        row_norm: ("row_norm_kernel", "merged_norm_kernel", "row_statistics_kernel"),
+        pingpong: ("pingpong_gemm_kernel",),
+        cooperative: ("together_gemm_kernel",),
+        chained_gemm: ("chain_kernel",),
     }
     recorders: list[Recorder] = []
     with contextlib.ExitStack() as patched:
@@ -217,9 +209,9 @@ def recorded(case: Case) -> list[Recorder]:
         if case.shape.inner:
             chain.compute(chain_of(case), case.config)
         elif case.shape.template == "linear_norm":
-            run.compute_normed(product_of(case), case.config, norm_of(case, case.shape.n))
+            launch.compute_normed(product_of(case), case.config, norm_of(case, case.shape.n))
         else:
-            run.compute(product_of(case), case.config)
+            launch.compute(product_of(case), case.config)
     return [one for one in recorders if one.given is not None]
 
 

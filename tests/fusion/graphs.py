@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from stof.fusion import pipeline
-from stof.fusion.normalise import normalise
-from stof.fusion.operators import Operator
+from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.operators import Operator
 from stof.fusion.pipeline import Search
-from stof.fusion.report import FusionReport
+from stof.fusion.records.report import FusionReport
 
 
 def capture(function: Callable[..., Any], *args: Any, dynamic: bool = False, **kwargs: Any) -> fx.GraphModule:

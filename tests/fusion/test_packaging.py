@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stof.errors import ArgumentError
-from stof.fusion.choices import Tuned, choices_path, read_choices, update_choices
+from stof.fusion.records.choices import Tuned, choices_path, read_choices, update_choices
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "package_choices.py"))
 package = SCRIPT["package"]

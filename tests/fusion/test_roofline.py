@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stof.fusion.templates.config import KINDS, GemmConfig, GemmShape, kind_in
+from stof.fusion.templates.gemm_config import KINDS, GemmConfig, GemmShape, kind_in
 from stof.fusion.templates.registry import Problem
 from stof.fusion.templates.roofline import floor_us
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stof.errors import ArgumentError
-from stof.fusion.layers import Repetition, find_layers
-from stof.fusion.scheme import Scheme
+from stof.fusion.graph.repeated_layers import Repetition, find_layers
+from stof.fusion.graph.scheme import Scheme
 from tests.fusion.graphs import operators
 
 
@@ -85,12 +85,12 @@ def test_keys_are_equal_in_every_process() -> None:
     code = """
 import torch
 from torch import nn
-from stof.fusion.lower import GraphOrder
-from stof.fusion.normalise import normalise
-from stof.fusion.scheme import Scheme
-from stof.fusion.store import segment_key
+from stof.fusion.passes.lower_segments import GraphOrder
+from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.records.store import segment_key
 from stof.fusion.templates.registry import Serving
-from stof.fusion.tune import GraphSpace
+from stof.fusion.planner.graph_space import GraphSpace
 from tests.fusion.graphs import capture
 embed, layer = nn.Embedding(7, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
 gm = capture(lambda i: torch.cumsum(layer(embed(i)) + torch.arange(8.0), 0).tril(), torch.arange(3))

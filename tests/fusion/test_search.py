@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stof.fusion.baselines import exhaustive, random_search
-from stof.fusion.layers import find_layers
-from stof.fusion.progress import Progress
-from stof.fusion.scheme import Scheme
-from stof.fusion.search import outcome, stage_one, stage_two, two_stage
-from stof.fusion.space import Budget, Candidate, Meter, Space, Wanted
+from stof.fusion.graph.repeated_layers import find_layers
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.planner.baselines import exhaustive, random_search
+from stof.fusion.planner.progress import Progress
+from stof.fusion.planner.search_space import Budget, Candidate, Meter, Space, Wanted
+from stof.fusion.planner.two_stage_search import outcome, stage_one, stage_two, two_stage
 
 # One letter an operator: C and D are compute-intensive.
 Table = dict[str, dict[str, float]]

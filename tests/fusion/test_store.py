@@ -17,9 +17,9 @@ import torch
 
 from stof import files
 from stof.files import cache_folder, write_checked
-from stof.fusion import store as store_module
-from stof.fusion.choices import Tuned, choices_path, read_choices, update_choices
-from stof.fusion.store import Contents, Entry, Result, Store, default_store, segment_key
+from stof.fusion.records import store as store_module
+from stof.fusion.records.choices import Tuned, choices_path, read_choices, update_choices
+from stof.fusion.records.store import Contents, Entry, Result, Store, default_store, segment_key
 
 RESULT = Result(3, ((0, 2, "linear", ""), (4, 6, "linear", "64x64x64,4w,4s,tile")))
 ENTRY = Entry({None: 3.5, ("linear", ""): 2.0, ("linear", "64x64x32,4w,3s,tile"): math.inf}, 4)

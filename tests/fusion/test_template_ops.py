@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof.errors import ArgumentError
-from stof.fusion.rotation import COLUMNS, HEAD_DIMS
+from stof.fusion.planner.match_rotary import COLUMNS, HEAD_DIMS
 from stof.fusion.templates import (
     GemmConfig,
     GemmShape,
@@ -25,7 +25,7 @@ from stof.fusion.templates import (
     rms_linear,
     unfit,
 )
-from stof.fusion.templates.config import KINDS, TEMPLATES, default, kind_in
+from stof.fusion.templates.gemm_config import KINDS, TEMPLATES, default, kind_in
 
 # Kinds of earlier versions: stores, choices and locks may name them.
 GONE = ("cublas", "128x128x64,8w,4s,persistent", "128x256x64,8w,3s,persistent,halves")

@@ -14,15 +14,16 @@ pytest.importorskip("transformers")
 
 import stof
 from stof import masks
-from stof.fusion import rules, templates
-from stof.fusion.ahead import CompileAhead
-from stof.fusion.claims import claims
-from stof.fusion.lock import Lock
-from stof.fusion.measure import SegmentTimer, check
-from stof.fusion.normalise import normalise
+from stof.fusion import templates
+from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.measure.async_compile import CompileAhead
+from stof.fusion.measure.segment_timer import SegmentTimer, check
 from stof.fusion.pipeline import Search, fuse
-from stof.fusion.report import FusionReport
-from stof.fusion.templates.config import GemmConfig
+from stof.fusion.planner import heuristics
+from stof.fusion.planner.match import claims
+from stof.fusion.records.lock_file import Lock
+from stof.fusion.records.report import FusionReport
+from stof.fusion.templates.gemm_config import GemmConfig
 from stof.fusion.templates.registry import Serving
 from tests.fusion.graphs import calls, capture, products
 
@@ -85,7 +86,7 @@ def test_models_by_rule(family: str, dtype: torch.dtype, cuda_graphs: bool) -> N
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_folded_model(dtype: torch.dtype, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small products would take the norms after them.
-    monkeypatch.setattr(rules, "FEW_FLOPS", 0.0)
+    monkeypatch.setattr(heuristics, "FEW_FLOPS", 0.0)
     torch.compiler.reset()
     module, ids = model("llama"), torch.randint(1, 30000, (2, 200), device="cuda")
     with torch.no_grad():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stof.fusion.templates import GemmConfig, run, twins
+from stof.fusion.templates import GemmConfig, launch, reference
 from stof.fusion.templates.norms import Norm
 from tests.fusion.test_templates import (
     HALVES,
@@ -68,15 +68,14 @@ def test_chains_of_kernels_that_take_turns() -> None:
 
     def chain(x: Tensor, texts: tuple[str, ...]) -> Tensor:
         for text in texts * 8:
-            product = run.product("linear_norm", x, t["weight"], t["bias"], t["residual"], "none")
-            x = run.compute_normed(product, GemmConfig.parse(text), norm)[1]
+            product = launch.product("linear_norm", x, t["weight"], t["bias"], t["residual"], "none")
+            x = launch.compute_normed(product, GemmConfig.parse(text), norm)[1]
         return x
 
     plain = t["x"]
     for _ in range(8):
-        plain = twins.linear_norm(plain, t["weight"], t["bias"], t["residual"], t["scale"], t["shift"], "layer", 1e-5)[
-            1
-        ]
+        vectors = (t["residual"], t["scale"], t["shift"])
+        plain = reference.linear_norm(plain, t["weight"], t["bias"], *vectors, "layer", 1e-5)[1]
     for texts in (
         ("64x32x128,4w,4s,tile,split2",),
         ("64x64x128,4w,3s,tile",),

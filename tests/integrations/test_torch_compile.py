@@ -19,9 +19,9 @@ pytest.importorskip("transformers")
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
-from stof.fusion.claims import Claim
-from stof.fusion.progress import Progress
-from stof.fusion.race import PLAIN, RULED, SEARCHED
+from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED
+from stof.fusion.planner.match import Claim
+from stof.fusion.planner.progress import Progress
 from stof.integrations import torch_compile
 from stof.integrations.torch_compile import CompileOptions, FusionReport, stof_backend
 from tests.integrations import models

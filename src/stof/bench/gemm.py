@@ -15,8 +15,8 @@ from torch import Tensor
 
 from stof.bench.check import relative_error
 from stof.bench.problem import first_line
-from stof.fusion.templates import GemmConfig, configs, run, twins, unfit
-from stof.fusion.templates.config import KINDS, kind_in
+from stof.fusion.templates import GemmConfig, configs, launch, reference, unfit
+from stof.fusion.templates.gemm_config import KINDS, kind_in
 from stof.fusion.templates.norms import Norm
 from stof.tuning.timing import chain_us, sustained_us, time_calls
 
@@ -161,18 +161,18 @@ def twin(gemm: Gemm, given: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...]
     """What is computed, in plain PyTorch: a function and its arguments."""
     x, weight, bias, residual = given.x, given.weight, given.bias, given.residual
     if gemm.template == "norm_linear":
-        return twins.norm_linear, (x, *given.vectors, weight, bias, gemm.norm, EPS, gemm.activation)
+        return reference.norm_linear, (x, *given.vectors, weight, bias, gemm.norm, EPS, gemm.activation)
     if gemm.template == "gated_linear":
-        return twins.gated_linear, (x, weight, bias, gemm.activation)
+        return reference.gated_linear, (x, weight, bias, gemm.activation)
     if gemm.template == "linear":
-        return twins.linear, (x, weight, bias, residual, gemm.activation)
-    return twins.linear_norm, (x, weight, bias, residual, *given.vectors, gemm.norm, EPS)
+        return reference.linear, (x, weight, bias, residual, gemm.activation)
+    return reference.linear_norm, (x, weight, bias, residual, *given.vectors, gemm.norm, EPS)
 
 
-def product_of(gemm: Gemm, given: Inputs) -> run.Product:
+def product_of(gemm: Gemm, given: Inputs) -> launch.Product:
     """The product as the templates' launching code takes it; a norm after it is not part of it."""
     norm = Norm(gemm.norm, *given.vectors, EPS) if gemm.template == "norm_linear" else None
-    return run.product(gemm.template, given.x, given.weight, given.bias, given.residual, gemm.activation, norm)
+    return launch.product(gemm.template, given.x, given.weight, given.bias, given.residual, gemm.activation, norm)
 
 
 def calls_of(gemm: Gemm, givens: Sequence[Inputs], name: str) -> list[Callable[[], Any]]:
@@ -188,9 +188,9 @@ def calls_of(gemm: Gemm, givens: Sequence[Inputs], name: str) -> list[Callable[[
         return [partial(compiled, *twin(gemm, given)[1]) for given in givens]
     config = GemmConfig.parse(name)
     if gemm.template != "linear_norm":
-        return [partial(run.compute, product_of(gemm, given), config) for given in givens]
+        return [partial(launch.compute, product_of(gemm, given), config) for given in givens]
     return [
-        partial(run.compute_normed, product_of(gemm, given), config, Norm(gemm.norm, *given.vectors, EPS))
+        partial(launch.compute_normed, product_of(gemm, given), config, Norm(gemm.norm, *given.vectors, EPS))
         for given in givens
     ]
 

@@ -21,14 +21,14 @@ from torch import fx
 from stof.bench.layer import LayerShape, plain_layer, weights_of
 from stof.errors import ArgumentError
 from stof.files import read_json
-from stof.fusion.baselines import exhaustive, random_search
-from stof.fusion.lower import GraphOrder
-from stof.fusion.normalise import normalise
-from stof.fusion.scheme import Scheme
-from stof.fusion.search import Outcome, outcome, stage_one, two_stage
-from stof.fusion.space import Budget, Candidate, Meter, Space
-from stof.fusion.store import Contents, Entry, Store, segment_key
-from stof.fusion.tune import Ahead, GraphSpace, TimeClaim, kind_of
+from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.passes.lower_segments import GraphOrder
+from stof.fusion.planner.baselines import exhaustive, random_search
+from stof.fusion.planner.graph_space import Ahead, GraphSpace, TimeClaim, kind_of
+from stof.fusion.planner.search_space import Budget, Candidate, Meter, Space
+from stof.fusion.planner.two_stage_search import Outcome, outcome, stage_one, two_stage
+from stof.fusion.records.store import Contents, Entry, Store, segment_key
 
 # Of the exhaustive search's measurements, what the others may take.
 SHARES = (0.1, 0.2)

@@ -157,9 +157,9 @@ def search(
     from stof.bench.results import provenance, write_json
     from stof.bench.search import compare, layer_graph, measured, read_table
     from stof.errors import ArgumentError
-    from stof.fusion.ahead import CompileAhead
-    from stof.fusion.measure import SegmentTimer
-    from stof.fusion.store import default_store
+    from stof.fusion.measure.async_compile import CompileAhead
+    from stof.fusion.measure.segment_timer import SegmentTimer
+    from stof.fusion.records.store import default_store
     from stof.tuning.machine import device_name
 
     console = Console(width=100)

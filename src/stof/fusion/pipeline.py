@@ -11,28 +11,28 @@ from functools import partial
 import torch
 from torch import fx
 
-from stof.fusion.biases import lay_out_biases, scattered_biases
-from stof.fusion.bucket_search import by_buckets
-from stof.fusion.choices import Choices, Known, choices_path, update_choices
-from stof.fusion.claims import claims, without_kernel
-from stof.fusion.lower import Choice, GraphOrder, copy_graph, lower
-from stof.fusion.merge import merge_products
-from stof.fusion.normalise import normalise
-from stof.fusion.operators import NORMS, Kind
-from stof.fusion.patches import multiply_patches, patch_embeddings
-from stof.fusion.progress import Progress
-from stof.fusion.propagate import propagate
-from stof.fusion.replay import Replay, lock_known, replayed
-from stof.fusion.report import FusionReport, SegmentReport
-from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, reader, suggested
-from stof.fusion.scheme import Scheme
-from stof.fusion.search import two_stage
-from stof.fusion.sizes import is_symbolic
-from stof.fusion.space import Budget, Meter
-from stof.fusion.store import Contents, Entry, Result, Store, segment_key
-from stof.fusion.templates.buckets import in_bucket
+from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.operators import NORMS, Kind
+from stof.fusion.graph.propagate import propagate
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.graph.symbolic_shapes import is_symbolic
+from stof.fusion.passes.attention_bias_layout import lay_out_biases, scattered_biases
+from stof.fusion.passes.horizontal_fusion import merge_products
+from stof.fusion.passes.lower_segments import Choice, GraphOrder, copy_graph, lower
+from stof.fusion.passes.patch_embedding import multiply_patches, patch_embeddings
+from stof.fusion.planner.graph_space import Ahead, GraphSpace, TimeClaim
+from stof.fusion.planner.heuristics import LONGEST, apart, bucket, joined, pays, reader, suggested
+from stof.fusion.planner.lock_replay import Replay, lock_known, replayed
+from stof.fusion.planner.match import claims, without_kernel
+from stof.fusion.planner.progress import Progress
+from stof.fusion.planner.row_bucket_search import by_buckets
+from stof.fusion.planner.search_space import Budget, Meter
+from stof.fusion.planner.two_stage_search import two_stage
+from stof.fusion.records.choices import Choices, Known, choices_path, update_choices
+from stof.fusion.records.report import FusionReport, SegmentReport
+from stof.fusion.records.store import Contents, Entry, Result, Store, segment_key
 from stof.fusion.templates.registry import Serving
-from stof.fusion.tune import Ahead, GraphSpace, TimeClaim
+from stof.fusion.templates.row_buckets import in_bucket
 
 # Seconds after which a search that goes on writes down what it has.
 _KEEP_EVERY = 5.0
@@ -43,7 +43,7 @@ class Search:
     """How a graph's scheme is searched for; without one, the rules decide.
 
     Attributes:
-        time_claim: measures (`stof.fusion.measure.SegmentTimer`).
+        time_claim: measures (`stof.fusion.measure.segment_timer.SegmentTimer`).
         seconds: when to stop.
         per_segment: configurations drawn for each segment in a round of stage 2.
         progress: called after each measurement.

@@ -18,20 +18,20 @@ from torch import Tensor, fx, nn
 import stof
 from stof.errors import ArgumentError, UnsupportedError, shown
 from stof.files import cache_folder
-from stof.fusion.ahead import CompileAhead, settle_caches
-from stof.fusion.choices import Known, choices_path, known_choices, update_choices
-from stof.fusion.lock import read_lock
-from stof.fusion.lower import copy_module
-from stof.fusion.measure import SegmentTimer, check
-from stof.fusion.nodes import changes_inputs
+from stof.fusion.graph.nodes import changes_inputs
+from stof.fusion.measure.async_compile import CompileAhead, settle_caches
+from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, Race, decide, differing
+from stof.fusion.measure.segment_timer import SegmentTimer, check
+from stof.fusion.passes.lower_segments import copy_module
+from stof.fusion.passes.weight_packing import pack_weights, unpack_weights
 from stof.fusion.pipeline import Search, fuse, rewrite_biases, rewrite_patches
-from stof.fusion.progress import Progress
-from stof.fusion.race import PLAIN, RULED, SEARCHED, Race, decide, differing
-from stof.fusion.replay import Replay
-from stof.fusion.report import FusionReport
-from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
-from stof.fusion.weights import pack_weights, unpack_weights
-from stof.integrations.whole_calls import WholeCalls
+from stof.fusion.planner.lock_replay import Replay
+from stof.fusion.planner.progress import Progress
+from stof.fusion.records.choices import Known, choices_path, known_choices, update_choices
+from stof.fusion.records.lock_file import read_lock
+from stof.fusion.records.report import FusionReport
+from stof.fusion.records.store import Contents, Store, default_store, segment_key, source_digest
+from stof.integrations.cuda_graph_runner import WholeCalls
 from stof.masks import Mask
 from stof.tuning.machine import device_name
 from stof.tuning.timing import replayed_us, wall_us
@@ -329,7 +329,7 @@ def optimize(
         mask: a sparse mask for the self-attention layers of a Hugging Face model (`hf.sparsify`); None leaves them to
             the model's own mask.
         attention: let stof compute the attention of a Hugging Face model; other models choose theirs themselves.
-        pack: pack the weights of query, key and value and of gate and up projection (`stof.fusion.weights`).
+        pack: pack the weights of query, key and value and of gate and up projection (`passes.weight_packing`).
         dynamic: as in `torch.compile`.
         options: of the backend, see `CompileOptions`.
 

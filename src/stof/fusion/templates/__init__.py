@@ -7,7 +7,7 @@ how they run.
 
 from stof.fusion.templates.candidates import configs
 from stof.fusion.templates.chain import chain_linear
-from stof.fusion.templates.config import GemmConfig, GemmShape, unfit
+from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, unfit
 from stof.fusion.templates.ops import gated_linear, linear, linear_norm, norm_linear
 from stof.fusion.templates.row_scaled import rms_gated_linear, rms_linear, rotary_linear
 from stof.fusion.templates.scaled import scaled_linear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stof.fusion.templates.config import GemmConfig, GemmShape, unfit
+from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, unfit
 
 
 def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[GemmConfig]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.cache_keys import settled
-from stof.fusion.templates.machine import chained
+from stof.fusion.templates.device_properties import chained
 
 # Widest row that one program normalises.
 _WIDEST_ROW = 16384
@@ -37,7 +37,7 @@ def can_normalise(width: int, like: Tensor) -> bool:
 
 def row_statistics(x: Tensor, norm: Norm) -> tuple[Tensor | None, Tensor]:
     """Mean (None for RMSNorm) and 1 / deviation of every row of x `[M, K]`, float32 `[M]`."""
-    from stof.fusion.templates.triton_norm import row_statistics_kernel
+    from stof.fusion.templates.triton.row_norm import row_statistics_kernel
 
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if norm.kind == "layer" else None
@@ -50,7 +50,7 @@ def row_statistics(x: Tensor, norm: Norm) -> tuple[Tensor | None, Tensor]:
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
     """RMSNorm or LayerNorm over the last dimension of x `[..., K]`, whose rows are contiguous; contiguous."""
-    from stof.fusion.templates.triton_norm import row_norm_kernel
+    from stof.fusion.templates.triton.row_norm import row_norm_kernel
 
     rows = x.view(-1, x.shape[-1])
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -66,7 +66,7 @@ def merge_and_normalise(
     partial: Tensor, bias: Tensor | None, residual: Tensor | None, norm: Norm, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`(h, norm(h))` in `dtype`, `[M, N]`; h is the sum of partial `[splits, M, N]` (float32), bias and residual."""
-    from stof.fusion.templates.triton_norm import merged_norm_kernel
+    from stof.fusion.templates.triton.row_norm import merged_norm_kernel
 
     splits, rows, width = partial.shape
     h = torch.empty(rows, width, dtype=dtype, device=partial.device)

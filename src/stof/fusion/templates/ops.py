@@ -2,8 +2,8 @@
 
 Every operator takes a configuration as text (`GemmConfig`, or one for each bucket of rows: `buckets.written`). An empty
 one, or one that does not fit the tensors of a call, means the default for their shape; a CPU, and whatever no kernel
-serves, gets the twin in `twins.py`. Results are contiguous. Statistics, products and epilogues are computed in float32
-and rounded once.
+serves, gets plain PyTorch (`reference.py`). Results are contiguous. Statistics, products and epilogues are computed in
+float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError
-from stof.fusion.templates import run, twins
-from stof.fusion.templates.config import ACTIVATIONS, NORMS
+from stof.fusion.templates import launch, reference
+from stof.fusion.templates.gemm_config import ACTIVATIONS, NORMS
 from stof.fusion.templates.norms import Norm, can_normalise
 
 
@@ -38,9 +38,9 @@ def linear(
         ArgumentError: an unknown activation, or text that is no configuration.
     """
     known(activation)
-    call = run.product("linear", x, weight, bias, residual, activation)
-    chosen = run.choose(call, config)
-    return twins.linear(x, weight, bias, residual, activation) if chosen is None else run.compute(call, chosen)
+    call = launch.product("linear", x, weight, bias, residual, activation)
+    chosen = launch.choose(call, config)
+    return reference.linear(x, weight, bias, residual, activation) if chosen is None else launch.compute(call, chosen)
 
 
 @linear.register_fake
@@ -81,11 +81,11 @@ def norm_linear(
         ArgumentError: an unknown activation or norm, or text that is no configuration.
     """
     known(activation, norm)
-    call = run.product("norm_linear", x, weight, bias, None, activation, Norm.of(norm, norm_weight, norm_bias, eps))
-    chosen = run.choose(call, config) if can_normalise(x.shape[-1], x) else None
+    call = launch.product("norm_linear", x, weight, bias, None, activation, Norm.of(norm, norm_weight, norm_bias, eps))
+    chosen = launch.choose(call, config) if can_normalise(x.shape[-1], x) else None
     if chosen is None:
-        return twins.norm_linear(x, norm_weight, norm_bias, weight, bias, norm, eps, activation)
-    return run.compute(call, chosen)
+        return reference.norm_linear(x, norm_weight, norm_bias, weight, bias, norm, eps, activation)
+    return launch.compute(call, chosen)
 
 
 @norm_linear.register_fake
@@ -120,9 +120,9 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     """
     known(activation)
     paired(weight)
-    call = run.product("gated_linear", x, weight, bias, None, activation)
-    chosen = run.choose(call, config)
-    return twins.gated_linear(x, weight, bias, activation) if chosen is None else run.compute(call, chosen)
+    call = launch.product("gated_linear", x, weight, bias, None, activation)
+    chosen = launch.choose(call, config)
+    return reference.gated_linear(x, weight, bias, activation) if chosen is None else launch.compute(call, chosen)
 
 
 @gated_linear.register_fake
@@ -159,14 +159,14 @@ def linear_norm(
         ArgumentError: an unknown norm, or text that is no configuration.
     """
     known("none", norm)
-    call = run.product("linear_norm", x, weight, bias, residual, "none")
-    chosen = run.choose(call, config)
+    call = launch.product("linear_norm", x, weight, bias, residual, "none")
+    chosen = launch.choose(call, config)
     if chosen is None:
-        return twins.linear_norm(x, weight, bias, residual, norm_weight, norm_bias, norm, eps)
+        return reference.linear_norm(x, weight, bias, residual, norm_weight, norm_bias, norm, eps)
     if can_normalise(call.shape.n, x):
-        return run.compute_normed(call, chosen, Norm.of(norm, norm_weight, norm_bias, eps))
-    h = run.compute(call, chosen)
-    return h, twins.normalised(h, norm_weight, norm_bias, norm, eps)
+        return launch.compute_normed(call, chosen, Norm.of(norm, norm_weight, norm_bias, eps))
+    h = launch.compute(call, chosen)
+    return h, reference.normalised(h, norm_weight, norm_bias, norm, eps)
 
 
 @linear_norm.register_fake

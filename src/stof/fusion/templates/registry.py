@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from stof.errors import ArgumentError
-from stof.fusion.operators import NORMS, Kind
-from stof.fusion.templates import chain, ops, row_scaled, scaled, twins
-from stof.fusion.templates.buckets import bucket_of
+from stof.fusion.graph.operators import NORMS, Kind
+from stof.fusion.templates import chain, ops, reference, row_scaled, scaled
 from stof.fusion.templates.candidates import configs
-from stof.fusion.templates.config import GemmConfig, GemmShape, default, unfit, unserved
+from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, default, unfit, unserved
+from stof.fusion.templates.row_buckets import bucket_of
 
 # What the break-even table of docs/fusion.md asks for at K = 1024.
 _ASSUMED_SHARE = 0.76
@@ -166,13 +166,13 @@ TEMPLATES: tuple[Template, ...] = (
     Template(
         "scaled_linear",
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
-        twins.scaled_linear,
+        reference.scaled_linear,
         passes=2,
     ),
     Template(
         "linear",
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
-        twins.linear,
+        reference.linear,
         passes=2,
         share=0.92,  # BERT's up-projection with GELU, 4096 tokens, H200: 35.4 us, cuBLAS without 32.8
     ),
@@ -180,17 +180,21 @@ TEMPLATES: tuple[Template, ...] = (
     Template(
         "rms_linear",
         (Slot(_RMS_NORM), Slot(_LINEAR), Slot(_ACTIVATION, optional=True)),
-        twins.rms_linear,
+        reference.rms_linear,
         passes=1,
         share=_PLAIN_SHARE,
     ),
     Template(
-        "rms_gated_linear", (Slot(_RMS_NORM), Slot(_LINEAR), Slot(_GATE)), twins.rms_gated_linear, passes=2, share=1.0
+        "rms_gated_linear",
+        (Slot(_RMS_NORM), Slot(_LINEAR), Slot(_GATE)),
+        reference.rms_gated_linear,
+        passes=2,
+        share=1.0,
     ),
     Template(
         "rotary_linear",
         (Slot(_RMS_NORM, optional=True), Slot(_LINEAR), Slot(_ROTARY), Slot(_ROTARY, optional=True)),
-        twins.rotary_linear,
+        reference.rotary_linear,
         passes=2,
         share=_PLAIN_SHARE,
     ),
@@ -198,16 +202,16 @@ TEMPLATES: tuple[Template, ...] = (
     Template(
         "norm_linear",
         (Slot(_NORM), Slot(_LINEAR), Slot(_ACTIVATION, optional=True)),
-        twins.norm_linear,
+        reference.norm_linear,
         passes=1,
     ),
     # LLaMA-1B's, 4096 tokens, H200: 379 us, cuBLAS without the gate 399.
-    Template("gated_linear", (Slot(_LINEAR), Slot(_GATE)), twins.gated_linear, passes=2, share=1.0),
+    Template("gated_linear", (Slot(_LINEAR), Slot(_GATE)), reference.gated_linear, passes=2, share=1.0),
     # The norm reads the sum again; what is saved is writing the product.
     Template(
         "linear_norm",
         (Slot(_LINEAR), Slot(_RESIDUAL, optional=True), Slot(_NORM)),
-        twins.linear_norm,
+        reference.linear_norm,
         passes=1,
         share=0.69,  # BERT's down-projection, residual and LayerNorm, 4096 tokens, H200: 41.1 us, cuBLAS without 28.3
     ),
@@ -215,7 +219,7 @@ TEMPLATES: tuple[Template, ...] = (
     Template(
         "chain_linear",
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_LINEAR), Slot(_RESIDUAL, optional=True)),
-        twins.chain_linear,
+        reference.chain_linear,
         passes=2,
         by_rule=False,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stof.fusion.templates.config import GemmConfig, GemmShape
+from stof.fusion.templates.gemm_config import GemmConfig, GemmShape
 
 # Operations on 16-bit values that a multiprocessor's tensor cores do in a cycle, by compute capability; others are
 # taken for the fastest.

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError
-from stof.fusion.templates import run, twins
-from stof.fusion.templates.config import HALVES
-from stof.fusion.templates.folding import folded
+from stof.fusion.templates import launch, reference
+from stof.fusion.templates.folded_weights import folded
+from stof.fusion.templates.gemm_config import HALVES
 from stof.fusion.templates.norms import Norm
 from stof.fusion.templates.ops import known, paired
 
@@ -47,7 +47,7 @@ def rms_linear(
     out = _served(call, config)
     if out is not None:
         return out
-    return twins.rms_linear(x, rstd, norm_weight, weight, bias, activation)
+    return reference.rms_linear(x, rstd, norm_weight, weight, bias, activation)
 
 
 @rms_linear.register_fake
@@ -83,7 +83,7 @@ def rms_gated_linear(
     out = _served(call, config)
     if out is not None:
         return out
-    return twins.rms_gated_linear(x, rstd, norm_weight, weight, bias, activation)
+    return reference.rms_gated_linear(x, rstd, norm_weight, weight, bias, activation)
 
 
 @rms_gated_linear.register_fake
@@ -125,11 +125,11 @@ def rotary_linear(
     if turned % head_dim or head_dim % 2 or turned > weight.shape[0]:
         raise ArgumentError(f"{turned} columns of {weight.shape[0]} cannot be heads of {head_dim} that are rotated")
     tables = [table.reshape(-1, head_dim).contiguous() for table in (cos, sin)]
-    rotary = run.Rotary(tables[0], tables[1], turned, head_dim)
+    rotary = launch.Rotary(tables[0], tables[1], turned, head_dim)
     call = _row_scaled("rotary_linear", x, rstd, norm_weight, weight, bias, "none", rotary)
     out = _served(call, config)
     if out is None:
-        return twins.rotary_linear(x, rstd, norm_weight, weight, bias, cos, sin, turned, head_dim)
+        return reference.rotary_linear(x, rstd, norm_weight, weight, bias, cos, sin, turned, head_dim)
     return out
 
 
@@ -148,8 +148,8 @@ def _row_scaled(
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
-    rotary: run.Rotary | None = None,
-) -> run.Product | None:
+    rotary: launch.Rotary | None = None,
+) -> launch.Product | None:
     """A product with folded weights and scaled rows; None where there is no kernel for it, or folding is not exact."""
     if x.device.type != "cuda" or x.dtype not in HALVES or any(
         t is not None and (t.device, t.dtype) != (x.device, x.dtype) for t in (norm_weight, weight, bias)
@@ -159,10 +159,10 @@ def _row_scaled(
     if whole is None:
         return None
     norm = None if rstd is None else Norm("rms", None, None, 0.0)
-    return run.product(template, x, whole, bias, None, activation, norm, rstd, rotary)
+    return launch.product(template, x, whole, bias, None, activation, norm, rstd, rotary)
 
 
-def _served(call: run.Product | None, config: str) -> Tensor | None:
+def _served(call: launch.Product | None, config: str) -> Tensor | None:
     """The product by a kernel; None where there is none for it."""
-    chosen = None if call is None else run.choose(call, config)
-    return None if call is None or chosen is None else run.compute(call, chosen)
+    chosen = None if call is None else launch.choose(call, config)
+    return None if call is None or chosen is None else launch.compute(call, chosen)

@@ -1,0 +1,179 @@
+"""A graph's search space: operators, template matches and timers, for `planner.two_stage_search`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from stof.fusion.graph.operators import Operator, in_words
+from stof.fusion.graph.repeated_layers import find_layers
+from stof.fusion.passes.lower_segments import GraphOrder
+from stof.fusion.planner.heuristics import LONGEST, bucket
+from stof.fusion.planner.match import Claim, claims
+from stof.fusion.planner.search_space import Candidate, Space, Wanted
+from stof.fusion.records.choices import Choices, Known, Tuned
+from stof.fusion.templates.gemm_config import GemmConfig, kind_in
+from stof.fusion.templates.registry import Serving
+from stof.fusion.templates.roofline import floor_us
+
+
+class TimeClaim(Protocol):
+    """Measures; `stof.fusion.measure.segment_timer.SegmentTimer` is one. `failures` says why candidates had no time."""
+
+    failures: dict[Candidate, str]
+
+    def __call__(self, claim: Claim, configs: Sequence[str | None]) -> Sequence[float]:
+        """Microseconds of a claim's segment with each configuration; None is Inductor's code.
+
+        inf is a failure, nan a time that could not be told.
+        """
+
+
+class Ahead(Protocol):
+    """Compiles early; `stof.fusion.measure.async_compile.CompileAhead` is one."""
+
+    def start(self, claim: Claim, configs: Sequence[str]) -> None:
+        """Begin to compile a claim's configurations."""
+
+    def wait(self, claim: Claim, configs: Sequence[str]) -> None:
+        """Until they are compiled."""
+
+
+@dataclass
+class GraphSpace:
+    """The segments of one graph, what templates claim them, and how they are compiled and measured."""
+
+    operators: Sequence[Operator]
+    order: GraphOrder
+    time_claim: TimeClaim | None
+    serving: Serving = Serving.KERNELS
+    ahead: Ahead | None = None
+    known: Known = lambda bucket: None
+
+    def __post_init__(self) -> None:
+        self.signatures = [operator.signature() for operator in self.operators]
+        self.layers = find_layers(self.signatures)
+        self._claims: dict[tuple[int, int], dict[str, Claim]] = {}
+        self._candidates: dict[tuple[int, int], list[Candidate]] = {}
+        self._keys: dict[tuple[int, int], Hashable] = {}
+
+    def claims(self, start: int, stop: int) -> dict[str, Claim]:
+        """Claims of a segment that the graph lets through, by template."""
+        found = self._claims.get((start, stop))
+        if found is None:
+            served = claims(self.operators[start:stop], self.serving)[0] if stop - start <= LONGEST else []
+            found = {c.template.name: c for c in served if isinstance(self.order.insertion(c), fx.Node)}
+            self._claims[start, stop] = found
+        return found
+
+    def candidates(self, start: int, stop: int) -> list[Candidate]:
+        """Every configuration of every template that claims a segment; first what is known to be good, or defaults."""
+        found = self._candidates.get((start, stop))
+        if found is None:
+            served = self.claims(start, stop).values()
+            lists = [[(c.template.name, config) for config in self._configs(c)] for c in served]
+            found = [candidate for one in lists for candidate in one[:1]] + [
+                candidate for one in lists for candidate in one[1:]
+            ]
+            self._candidates[start, stop] = found
+        return found
+
+    def _configs(self, claim: Claim) -> list[str]:
+        configs, tuned = claim.template.configs(claim.problem, self.serving), self.known(bucket(claim, self.serving))
+        if tuned is None or tuned.config not in configs:
+            return configs
+        return [tuned.config, *(config for config in configs if config != tuned.config)]
+
+    def choices(self, times: Callable[[int, int], Mapping[Candidate | None, float]]) -> Choices:
+        """Of each template and shape that has been measured, the fastest configuration."""
+        found: Choices = {}
+        for start, stop in self._segments():
+            served = self.claims(start, stop)
+            taken = times(start, stop) if served else {}
+            for name, claim in served.items() if 0 < taken.get(None, math.inf) < math.inf else ():
+                own = {c[1]: us for c, us in taken.items() if c is not None and c[0] == name and 0 < us < math.inf}
+                if own:
+                    best = min(own, key=own.__getitem__)
+                    found[bucket(claim, self.serving)] = Tuned(best, own[best], taken[None])
+        return found
+
+    def _segments(self) -> list[tuple[int, int]]:
+        places = range(len(self.operators))
+        return [(i, j) for i in places for j in range(i + 1, min(i + LONGEST, len(places)) + 1)]
+
+    def key(self, start: int, stop: int) -> Hashable:
+        """Signatures of the operators, problems of the claims and who serves: equal segments of all layers are one."""
+        key = self._keys.get((start, stop))
+        if key is None:
+            problems = tuple(claim.problem.text() for claim in self.claims(start, stop).values())
+            key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems, self.serving.name)
+        return key
+
+    def bucket_key(self, start: int, stop: int, claim: Claim) -> Hashable:
+        """The key that a graph of fixed sizes would have for a segment, at a claim's sizes."""
+        signatures = tuple(operator.signature(claim.at) for operator in self.operators[start:stop])
+        return signatures, (claim.problem.text(),), self.serving.name
+
+    def claimed_keys(self) -> set[Hashable]:
+        """The keys of all segments that templates claim."""
+        return {self.key(start, stop) for start, stop in self._segments() if self.claims(start, stop)}
+
+    def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> list[float]:
+        """Times of candidates, template by template, since templates differ in what they read."""
+        assert self.time_claim is not None
+        served = self.claims(start, stop)
+        times: dict[Candidate | None, float] = {}
+        for i, (name, claim) in enumerate(served.items()):
+            configs = [c[1] for c in candidates if c is not None and c[0] == name]
+            with_inductor = None in candidates and i == 0
+            asked: list[str | None] = [*([None] if with_inductor else []), *configs]
+            if self.ahead is not None and configs:
+                self.ahead.wait(claim, configs)
+            for config, taken in zip(asked, self.time_claim(claim, asked) if asked else (), strict=True):
+                times[None if config is None else (name, config)] = taken
+        return [times[candidate] for candidate in candidates]
+
+    def prepare(self, wanted: Sequence[Wanted]) -> None:
+        """Have candidates compiled that will be measured soon."""
+        for start, stop, candidates in wanted if self.ahead is not None else ():
+            for name, claim in self.claims(start, stop).items():
+                configs = [c[1] for c in candidates if c is not None and c[0] == name]
+                if configs and self.ahead is not None:
+                    self.ahead.start(claim, configs)
+
+    def floor(self, start: int, stop: int, candidate: Candidate) -> float:
+        """Microseconds that a candidate's product takes at the least; 0 for defaults, which are measured anyway."""
+        template, config = candidate
+        problem = self.claims(start, stop)[template].problem
+        if not config or problem.device.type != "cuda":
+            return 0.0
+        device = torch.cuda.get_device_properties(problem.device)
+        capability, processors = (device.major, device.minor), device.multi_processor_count
+        return floor_us(GemmConfig.parse(config), problem.shape, problem.dtype, capability, processors)
+
+    def label(self, start: int, stop: int) -> str:
+        return in_words(self.operators[start:stop])
+
+    def space(self) -> Space:
+        return Space(
+            [operator.kind.compute_intensive for operator in self.operators],
+            [self.layers.place_class(place) for place in range(len(self.operators))],
+            self.key,
+            self.candidates,
+            self.measure,
+            LONGEST,
+            self.prepare,
+            self.floor,
+            self.label,
+            kind_of,
+        )
+
+
+def kind_of(candidate: Candidate) -> str:
+    """The kind of kernel that a candidate's configuration names; "" for a default."""
+    return kind_in(candidate[1])

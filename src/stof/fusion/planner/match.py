@@ -1,0 +1,343 @@
+"""A segment and the template that computes it: whether the dataflow fits, and the call that takes its place.
+
+A template may be claimed for a segment only if the call computes exactly what the segment's operators compute and
+nothing outside needs what lies in between. Every other case has a reason, in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+
+from stof.fusion.graph.nodes import column_slice, same_size, through_identities, value_of
+from stof.fusion.graph.operators import NORMS, Kind, Operator, dtype_name
+from stof.fusion.graph.symbolic_shapes import Values, is_symbolic, size_hint, values_for
+from stof.fusion.planner.match_rotary import cuts, rotations
+from stof.fusion.templates.gemm_config import CHAIN, GATED, MOST_INNER, ROW_SCALED, SCALED, GemmShape
+from stof.fusion.templates.launch import row_factors
+from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template, no_kernel
+from stof.fusion.templates.row_buckets import SMALLEST
+
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """One call that replaces a segment.
+
+    Attributes:
+        template: whose operator is called.
+        operators: the segment.
+        inside: all nodes that the call makes unnecessary.
+        arguments: of the operator without the configuration, in its order. Tensors are nodes, or `RowFactors`.
+        transposed: the argument "weight" is to be transposed first.
+        results: the nodes whose values the call computes; with two, the first and the second of its outputs.
+        problem: shapes and options, for configurations and rules. Symbolic sizes appear as their values in the call
+            that is being compiled, or `at` others.
+        passed: nodes that the call makes unnecessary, and views of its results that then have their values.
+        at: values of the symbols, for a claim that stands for calls of another size.
+    """
+
+    template: Template
+    operators: tuple[Operator, ...]
+    inside: frozenset[fx.Node]
+    arguments: dict[str, Any]
+    transposed: bool
+    results: tuple[fx.Node, ...]
+    problem: Problem
+    at: Values | None = None
+    passed: tuple[tuple[fx.Node, fx.Node], ...] = ()
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values others read from the segment."""
+        if not self.passed:
+            return self.results
+        own = {view for _, view in self.passed}
+        read = [user for node in self.results for user in cuts(node) if user not in self.inside]
+        rest = [user for user in read if not any(_leads_to(user, view) for view in own)]
+        return (*(root for root, _ in self.passed), *rest)
+
+    @property
+    def any_rows(self) -> bool:
+        """Whether the graph leaves the number of rows open."""
+        return is_symbolic(self._lead)
+
+    def in_bucket(self, bucket: int) -> Claim | None:
+        """The same claim in calls with as many rows as the bucket takes; None where the graph has no such calls."""
+        values = values_for(self._lead, bucket // 2 if bucket > SMALLEST else 0, bucket)
+        if values is None:
+            return None
+        rows = prod(size_hint(size, values) for size in self._lead)
+        return replace(self, at=values, problem=replace(self.problem, shape=replace(self.problem.shape, m=rows)))
+
+    @property
+    def _lead(self) -> torch.Size:
+        x = value_of(self.arguments["x"])
+        assert x is not None
+        return x.shape[:-1]
+
+
+@dataclass(frozen=True)
+class RowFactors:
+    """An argument that lowering computes: what an RMSNorm multiplies the rows of the claim's x by."""
+
+    eps: float
+
+    def of(self, x: Tensor) -> Tensor:
+        """`[...]` for x `[..., K]`."""
+        return row_factors(x, self.eps)
+
+
+class Refusal(str):
+    """Why a template does not serve a segment, in words."""
+
+
+def claims(operators: Sequence[Operator], serving: Serving) -> tuple[list[Claim], list[Refusal]]:
+    """Every template that computes these neighbouring operators, and the reasons of those that nearly do.
+
+    Neither where nothing in `serving` computes their products: that is for `without_kernel` to tell, once.
+    """
+    if without_kernel(operators, serving):
+        return [], []
+    served: list[Claim] = []
+    refused: list[Refusal] = []
+    kinds = tuple(operator.kind for operator in operators)
+    for template in TEMPLATES:
+        if not template.covers(kinds) or (template.name == SCALED and not any(o.quantised for o in operators)):
+            continue
+        if template.name == CHAIN:
+            if not all(o.chainable for o in operators if o.kind is Kind.LINEAR):
+                continue
+            found = _chain(template, operators)
+        else:
+            found = _claim(template, operators)
+        if isinstance(found, Claim):
+            served.append(found)
+        else:
+            refused.append(Refusal(f"{template.name}: {found}"))
+    return served, refused
+
+
+def without_kernel(operators: Iterable[Operator], serving: Serving) -> list[str]:
+    """Each device or dtype of products that nothing in `serving` computes, such as "cpu"."""
+    values = [operator.value for operator in operators if operator.kind is Kind.LINEAR]
+    missing = (no_kernel(value.device, value.dtype, serving) for value in values)
+    return [what for what in dict.fromkeys(missing) if what]
+
+
+def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
+    linear = next(operator for operator in operators if operator.kind is Kind.LINEAR)
+    norm = next((operator for operator in operators if operator.kind in NORMS), None)
+    act = next((operator for operator in operators if operator.kind in (Kind.ACTIVATION, Kind.GATE)), None)
+    add = next((operator for operator in operators if operator.kind is Kind.RESIDUAL), None)
+    quantised = linear.quantised if template.name == SCALED else None
+    if quantised is None and linear.quantised is not None and linear.quantised.late:
+        return "the result's columns are scaled"
+    inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
+    rotaries = [operator for operator in operators if operator.kind is Kind.ROTARY]
+    for before, after in pairwise(operators):
+        problem = "" if after in rotaries else _connected(before, after, inside, linear)
+        if problem:
+            return problem
+    residual = _residual(operators, add)
+    if isinstance(residual, str):
+        return residual
+    turned = rotations(linear, rotaries) if rotaries else None
+    if isinstance(turned, str):
+        return turned
+    passed = turned.passed if turned is not None else ()
+    results = (linear.root,) if passed else _results(template, operators)
+    for node in inside.difference(results, (root for root, _ in passed)):
+        if any(user not in inside for user in node.users):
+            owner = next((operator for operator in operators if node in operator.nodes), operators[0])
+            return f"the value of {owner.label} is used elsewhere as well"
+    x = operators[0].inputs[0]
+    weights = [linear.weight] if quantised is None else [quantised.values, quantised.scale]
+    problem = _unfit([x, *weights, linear.bias, residual, *results], norm, weights if quantised else ()) or _unfolded(
+        template, norm, linear
+    )
+    if problem:
+        return problem
+    arguments: dict[str, Any] = {
+        "x": x,
+        "weight": linear.weight if quantised is None else quantised.values,
+        "scale": None if quantised is None else quantised.scale,
+        "bias": linear.bias,
+        "residual": residual,
+        "activation": act.activation if act is not None else "none",
+    }
+    if norm is not None:
+        arguments |= {"norm_weight": norm.weight, "norm_bias": norm.bias, "norm": NORMS[norm.kind], "eps": norm.eps}
+        arguments["rstd"] = RowFactors(norm.eps)
+    else:
+        arguments |= {"norm_weight": None, "rstd": None}
+    if turned is not None:
+        arguments |= {"cos": turned.cos, "sin": turned.sin, "turned": turned.turned, "head_dim": turned.head_dim}
+    names = [argument.name for argument in template.operator._schema.arguments if argument.name != "config"]
+    asked = _problem(template, linear, arguments)
+    if 0 in (asked.shape.m, asked.shape.n, asked.shape.k):
+        return f"a product of {asked.shape.m} x {asked.shape.k} and {asked.shape.k} x {asked.shape.n} takes no time"
+    return Claim(
+        template,
+        tuple(operators),
+        frozenset(inside),
+        {name: arguments[name] for name in names},
+        linear.transposed,
+        results,
+        asked,
+        passed=passed,
+    )
+
+
+def _residual(operators: Sequence[Operator], add: Operator | None) -> fx.Node | str | None:
+    """What `add`, one of the operators, adds to the result of the one before; None without an `add`."""
+    if add is None:
+        return None
+    before = operators[operators.index(add) - 1]
+    others = [source for source in add.inputs if through_identities(source) is not before.root]
+    return others[0] if len(others) == 1 else "adds a value to itself"
+
+
+def _chain(template: Template, operators: Sequence[Operator]) -> Claim | str:
+    """Two products, the second of what the first one (and an activation) makes."""
+    down, up = (operator for operator in operators if operator.kind is Kind.LINEAR)
+    act = next((operator for operator in operators if operator.kind is Kind.ACTIVATION), None)
+    add = operators[-1] if operators[-1].kind is Kind.RESIDUAL else None
+    inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
+    for before, after in pairwise(operators):
+        if problem := _connected(before, after, inside, down):
+            return problem
+    residual = _residual(operators, add)
+    if isinstance(residual, str):
+        return residual
+    result = operators[-1].root
+    if any(user not in inside for node in inside - {result} for user in node.users):
+        return "a value between the products is used elsewhere as well"
+    inner, (n, k) = size_hint(down.weight_size[0]), (size_hint(up.weight_size[0]), size_hint(down.weight_size[1]))
+    if down.transposed or up.transposed or down.quantised or up.quantised:
+        return "a weight is not stored row by row in the products' dtype"
+    if inner > MOST_INNER:
+        return f"{inner} columns between the products, a kernel has room for {MOST_INNER}"
+    x = down.inputs[0]
+    problem = _unfit([x, down.weight, down.bias, up.weight, up.bias, residual, result])
+    if problem:
+        return problem
+    arguments: dict[str, Any] = {
+        "x": x, "down": down.weight, "down_bias": down.bias, "up": up.weight, "up_bias": up.bias,
+        "residual": residual, "activation": act.activation if act is not None else "none",
+    }  # fmt: skip
+    value = value_of(x)
+    assert value is not None
+    rows = prod(size_hint(size) for size in value.shape[:-1])
+    if 0 in (rows, n, k, inner):
+        return f"products of {rows} x {k} x {inner} x {n} take no time"
+    bias = down.bias is not None or up.bias is not None
+    shape = GemmShape(
+        template.name, rows, n, k, arguments["activation"], bias=bias, residual=residual is not None, inner=inner
+    )
+    problem_of = Problem(shape, value.dtype, value.device)
+    return Claim(template, tuple(operators), frozenset(inside), arguments, False, (result,), problem_of)
+
+
+def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) -> Problem:
+    """Sizes and options of a call, symbolic sizes at their hints."""
+    x = value_of(arguments["x"])
+    assert x is not None
+    n, k = (size_hint(size) for size in linear.weight_size)
+    shape = GemmShape(
+        template.name,
+        prod(size_hint(size) for size in x.shape[:-1]),
+        n // 2 if template.name in GATED else n,
+        k,
+        arguments["activation"],
+        arguments.get("norm", ""),
+        scaled=template.name not in ROW_SCALED
+        and any(arguments.get(name) is not None for name in ("norm_weight", "norm_bias")),
+        bias=linear.bias is not None,
+        residual=arguments["residual"] is not None,
+        transposed=linear.transposed,
+        head_dim=arguments.get("head_dim", 0),
+        turned=arguments.get("turned", 0),
+        stored="" if arguments["scale"] is None else dtype_name(arguments["weight"]),
+        aligned=all(size * x.element_size() % 16 == 0 for size in (n, k)),
+    )
+    return Problem(shape, x.dtype, x.device)
+
+
+def _leads_to(node: fx.Node, view: fx.Node) -> bool:
+    """Whether a view is made of a node by views of one reader each."""
+    while node is not view and len(node.users) == 1:
+        node = next(iter(node.users))
+    return node is view
+
+
+def _unfolded(template: Template, norm: Operator | None, linear: Operator) -> str:
+    if template.name not in ROW_SCALED or norm is None or norm.weight is None:
+        return ""
+    if not norm.foldable:
+        return "the norm's weight is not folded into the product's (option fold)"
+    # Compiled code makes views without the version that tells of writes to a tensor.
+    given = all(node is not None and node.op in ("placeholder", "get_attr") for node in (linear.weight, norm.weight))
+    return "" if given and not linear.transposed else "the norm's weight is not folded into a view of a weight"
+
+
+def _connected(before: Operator, after: Operator, inside: set[fx.Node], linear: Operator) -> str:
+    """Takes identities between two operators in; a reason when the second does not read the first."""
+    if after.kind is Kind.GATE:
+        n = linear.weight_size[0]
+        parts = [column_slice(part) for part in after.inputs]
+        if parts[0] is None or parts[1] is None or parts[0][0] is not before.root or parts[1][0] is not before.root:
+            return "gate and up projection are two products; stof.optimize packs their weights into one"
+        if parts[0][1:] != (0, n // 2) or parts[1][1:] != (n // 2, n):
+            return "the gate is not the first half of the product"
+        return ""
+    for source in after.inputs:
+        passed: set[fx.Node] = set()
+        if through_identities(source, passed) is before.root:
+            inside |= passed
+            return ""
+    return f"{after.label} does not read {before.label}"
+
+
+def _results(template: Template, operators: Sequence[Operator]) -> tuple[fx.Node, ...]:
+    if template.name == "linear_norm":
+        return operators[-2].root, operators[-1].root
+    return (operators[-1].root,)
+
+
+def _unfit(nodes: Sequence[fx.Node | None], norm: Operator | None = None, free: Sequence[fx.Node | None] = ()) -> str:
+    """A reason when tensors are not what the operators take: plain, of one dtype and device, norms over one vector.
+
+    `free` have dtypes of their own, which were looked at where they were recognised.
+    """
+    nodes = [*nodes, *([norm.weight, norm.bias] if norm is not None else [])]
+    values = [value_of(node) for node in nodes if node is not None]
+    if any(value is None for value in values):
+        return "an operand is no tensor"
+    tensors = [value for value in values if value is not None]
+    kinds = {type(value) for value in tensors} - {FakeTensor, Tensor, torch.nn.Parameter}
+    if kinds:
+        return f"an operand is a {', '.join(kind.__name__ for kind in kinds)}"
+    dtypes = {value.dtype for node in nodes if node not in free and (value := value_of(node)) is not None}
+    if len(dtypes) > 1:
+        return f"dtypes differ: {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
+    if not dtypes <= _DTYPES:
+        return f"{dtypes.pop()} is not served"
+    if len({value.device for value in tensors}) > 1:
+        return "operands lie on different devices"
+    if norm is not None:
+        width = value_of(norm.root)
+        assert width is not None
+        for node in (norm.weight, norm.bias):
+            vector = value_of(node)
+            if vector is not None and not same_size(vector.shape, width.shape[-1:]):
+                return "the norm's weight is not one vector"
+    return ""
