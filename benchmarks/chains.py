@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from stof.bench.results import provenance, write_json
 from stof.bench.search import measured
-from stof.fusion.measure.async_compile import CompileAhead
+from stof.fusion.measure.async_compile import WorkerPool
 from stof.fusion.measure.segment_timer import SegmentTimer
 from stof.fusion.records.store import default_store
 from stof.fusion.templates import chain_linear, linear
@@ -85,7 +85,7 @@ def main() -> None:
     asked = parser.parse_args()
     device, timer, start = torch.device("cuda", 0), SegmentTimer(), time.monotonic()
     tensors = [given(*case[:3], device) for case in CASES]
-    ahead, store = CompileAhead.on(device), default_store(device, asked.store)
+    ahead, store = WorkerPool.on(device), default_store(device, asked.store)
     table, taken = measured(captured(tensors), timer, store, asked.seconds, ahead, experimental=True)
     print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
     for (name, config), why in timer.failures.items():

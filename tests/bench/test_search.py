@@ -15,7 +15,7 @@ from stof.bench.search import SHARES, Segment, Table, compare, layer_graph, meas
 from stof.cli.bench_models import search
 from stof.errors import ArgumentError
 from stof.fusion.planner import match
-from stof.fusion.planner.match import Claim
+from stof.fusion.planner.match import TemplateMatch
 from stof.fusion.planner.search_space import Candidate
 from stof.fusion.records.store import Store
 from stof.fusion.templates.registry import Template
@@ -29,11 +29,11 @@ class Timer:
 
     def __init__(self) -> None:
         self.failures: dict[Candidate, str] = {}
-        self.asked: list[tuple[Claim, str | None]] = []
+        self.asked: list[tuple[TemplateMatch, str | None]] = []
 
-    def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
-        self.asked += [(claim, config) for config in configs]
-        base = 10.0 * len(claim.operators)
+    def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
+        self.asked += [(match, config) for config in configs]
+        base = 10.0 * len(match.operators)
         times = [base if config is None else base * (1.1 - 0.01 * (len(config) * 7 % 31)) for config in configs]
         return [math.inf if config == "ccc" else us for config, us in zip(configs, times, strict=True)]
 
@@ -46,10 +46,10 @@ class Ahead:
         self.waited: list[str] = []
         self.closed = False
 
-    def start(self, claim: Claim, configs: Sequence[str]) -> None:
+    def start(self, match: TemplateMatch, configs: Sequence[str]) -> None:
         self.started += configs
 
-    def wait(self, claim: Claim, configs: Sequence[str]) -> None:
+    def wait(self, match: TemplateMatch, configs: Sequence[str]) -> None:
         self.waited += configs
 
     def close(self) -> None:

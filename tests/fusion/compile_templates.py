@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from stof.fusion.templates import GemmConfig, chain, configs, launch
 from stof.fusion.templates.gemm_config import ROW_SCALED, GemmShape
 from stof.fusion.templates.hopper import cooperative, pingpong
-from stof.fusion.templates.launch import Product, Rotary
+from stof.fusion.templates.launch import GemmCall, Rotary
 from stof.fusion.templates.norms import Norm
 from stof.fusion.templates.triton import chained_gemm, gemm, row_norm
 from tests.kernels.assemble import ARCHS, assemble
@@ -160,7 +160,7 @@ def chain_of(case: Case) -> chain.Chain:
     return chain.chain(*given, torch.empty(shape.m, shape.n, dtype=dtype), shape.activation)
 
 
-def product_of(case: Case) -> Product:
+def product_of(case: Case) -> GemmCall:
     """Tensors of the case's shape; nothing reads their values."""
     shape, dtype = case.shape, case.dtype
     rows = shape.n * (2 if shape.gated else 1)

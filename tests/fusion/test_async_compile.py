@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stof.fusion.measure.async_compile import CompileAhead, assembler, settle_assembler, settle_caches
+from stof.fusion.measure.async_compile import WorkerPool, assembler, init_triton_cache, select_ptxas
 from tests.fusion.test_segment_timer import segment
 from tests.kernels.test_compile import OLDER, ROOT
 
@@ -35,10 +35,10 @@ def test_what_others_compile_is_found(version: str, tmp_path: Path) -> None:
 
 
 def test_a_pool_without_work_and_a_pool_that_has_ended() -> None:
-    claim = segment(slice(0, 2))
-    ahead = CompileAhead(1, ("cuda", 90, 32))
-    ahead.start(claim, [""])  # a twin: there is nothing to compile
-    ahead.wait(claim, ["", "never asked for"])
+    match = segment(slice(0, 2))
+    ahead = WorkerPool(1, ("cuda", 90, 32))
+    ahead.start(match, [""])  # a twin: there is nothing to compile
+    ahead.wait(match, ["", "never asked for"])
     ahead.close()
     number = ahead.submit("stof.fusion.templates.triton.gemm", "tile_gemm_kernel", "{}")
     ahead.wait_for({number})  # nobody will answer, and nobody waits
@@ -53,11 +53,11 @@ def test_caches_are_settled_before_any_kernel(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("stof.fusion.measure.async_compile.settle_assembler", lambda: None)
-    settle_caches()
+    monkeypatch.setattr("stof.fusion.measure.async_compile.select_ptxas", lambda: None)
+    init_triton_cache()
     assert Path(triton.knobs.cache.dir).is_relative_to(tmp_path)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
-    settle_caches()
+    init_triton_cache()
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "own")
 
 
@@ -66,8 +66,8 @@ def test_the_assembler_is_settled_as_inductor_would(monkeypatch: pytest.MonkeyPa
 
     asked: list[str] = []
     monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: asked.append("ptxas"), raising=False)
-    settle_assembler()
+    select_ptxas()
     assert asked == ["ptxas"]
     monkeypatch.delattr(compile_tasks, "_set_triton_ptxas_path")
-    settle_assembler()  # a torch without it chooses nothing
+    select_ptxas()  # a torch without it chooses nothing
     assert assembler("hip", 90) is None

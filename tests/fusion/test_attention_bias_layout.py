@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 import stof
 from stof import masks
-from stof.fusion.graph.nodes import argument, name_of
+from stof.fusion.graph.nodes import argument, op_name
 from stof.fusion.passes import attention_bias_layout
 from stof.kernels.hopper.jobs import in_rows
 from tests.fusion.graphs import capture, fuse
@@ -48,9 +48,9 @@ def laid(function: Callable[..., Tensor], q: Tensor, k: Tensor, table: Tensor) -
     expected = gm(*given)
     fuse(gm)
     torch.testing.assert_close(gm(*given), expected, equal_nan=True)
-    found = [node for node in gm.graph.nodes if name_of(node) == "stof.masked_attention"]
+    found = [node for node in gm.graph.nodes if op_name(node) == "stof.masked_attention"]
     values = [argument(node, 4, "bias").meta["example_value"] for node in found]
-    clones = sum(name_of(node) == "clone" for node in gm.graph.nodes)
+    clones = sum(op_name(node) == "clone" for node in gm.graph.nodes)
     return clones, [in_rows(value) for value in values]
 
 
@@ -73,7 +73,7 @@ def test_a_bias_that_is_given(keys: int) -> None:
     fuse(gm)
     assert len(in_order(gm, q=q, bias=bias, k=k)) == 3
     assert all(node.op == "placeholder" for node in list(gm.graph.nodes)[:3])
-    assert sum(name_of(node) == "clone" for node in gm.graph.nodes) == 1
+    assert sum(op_name(node) == "clone" for node in gm.graph.nodes) == 1
     torch.testing.assert_close(gm(*given)[0], layer(q, bias, k))
 
 
@@ -126,7 +126,7 @@ def test_what_is_shared_is_copied_once(form: str) -> None:
     expected = gm(*given)
     fuse(gm)
     torch.testing.assert_close(gm(*given), expected)
-    (clone,) = [node for node in gm.graph.nodes if name_of(node) == "clone"]
+    (clone,) = [node for node in gm.graph.nodes if op_name(node) == "clone"]
     sizes = {"all heads": (1, 1, 24, 39), "queries": (1, 3, 1, 39), "batch": (1, 3, 24, 39)}
     assert tuple(clone.meta["example_value"].shape) == sizes[form]
 
@@ -173,4 +173,4 @@ def test_other_kernels_business_is_left() -> None:
     ):
         gm = capture(function, *given)
         fuse(gm)
-        assert not [node for node in gm.graph.nodes if name_of(node) == "clone"]
+        assert not [node for node in gm.graph.nodes if op_name(node) == "clone"]

@@ -19,14 +19,14 @@ from stof.fusion import pipeline
 from stof.fusion.graph.operator_recognition import normalise
 from stof.fusion.graph.operators import Kind
 from stof.fusion.measure import segment_timer
-from stof.fusion.planner.heuristics import pays
+from stof.fusion.planner.heuristics import is_profitable
 from stof.fusion.planner.lock_replay import Replay
-from stof.fusion.planner.match import Claim, claims
+from stof.fusion.planner.match import TemplateMatch, find_matches
 from stof.fusion.records.lock_file import Lock
 from stof.fusion.records.report import FusionReport
-from stof.fusion.templates import GemmConfig, GemmShape, chain, chain_linear, configs, reference, unfit
+from stof.fusion.templates import GemmConfig, GemmShape, chain, chain_linear, config_problems, configs, reference
 from stof.fusion.templates.gemm_config import default
-from stof.fusion.templates.registry import Serving
+from stof.fusion.templates.registry import KernelPolicy
 from stof.testing.oracle import error_budget
 from tests.fusion.graphs import calls, capture
 
@@ -104,19 +104,19 @@ def leaked(x: Tensor, a: Tensor, s: Tensor, b: Tensor, t: Tensor, r: Tensor) -> 
     return F.linear(h, b, t), h
 
 
-def found(body: Body, chainable: bool = True, m: int = 6, inner: int = R) -> list[Claim]:
+def found(body: Body, chainable: bool = True, m: int = 6, inner: int = R) -> list[TemplateMatch]:
     graph = capture(body, **{n: v.cpu() for n, v in tensors(m, K, inner, N, torch.float32).items()}).graph
     operators = [replace(o, chainable=chainable) if o.kind is Kind.LINEAR else o for o in normalise(graph)]
-    return [claim for claim in claims(operators, Serving.TWINS)[0] if claim.template.name == "chain_linear"]
+    return [match for match in find_matches(operators, KernelPolicy.TWINS)[0] if match.template.name == "chain_linear"]
 
 
 @pytest.mark.parametrize("body", [adapter, low_rank])
 def test_claims_where_asked_for(body: Body) -> None:
-    (claim,) = found(body)
-    assert not pays(claim)
-    inputs = segment_timer.random_inputs(claim)
-    (out,) = segment_timer.segment_graph(claim, inputs)(*inputs.values())
-    torch.testing.assert_close(out.double(), segment_timer.exact(claim, inputs)[0], atol=1e-5, rtol=1e-5)
+    (match,) = found(body)
+    assert not is_profitable(match)
+    inputs = segment_timer.random_inputs(match)
+    (out,) = segment_timer.segment_graph(match, inputs)(*inputs.values())
+    torch.testing.assert_close(out.double(), segment_timer.exact(match, inputs)[0], atol=1e-5, rtol=1e-5)
     assert found(body, chainable=False) == []
 
 
@@ -132,9 +132,9 @@ class Times:
 
     failures: dict[tuple[str, str], str] = {}  # noqa: RUF012 (nothing fails)
 
-    def __call__(self, claim: Claim, given: list[str | None]) -> list[float]:
-        us = 10.0 * len(claim.operators) * (0.5 if claim.template.name == "chain_linear" else 2.0)
-        return [10.0 * len(claim.operators) if one is None else us for one in given]
+    def __call__(self, match: TemplateMatch, given: list[str | None]) -> list[float]:
+        us = 10.0 * len(match.operators) * (0.5 if match.template.name == "chain_linear" else 2.0)
+        return [10.0 * len(match.operators) if one is None else us for one in given]
 
 
 @pytest.mark.parametrize(("experimental", "expected"), [(True, ["chain_linear"]), (False, [])])
@@ -179,9 +179,9 @@ def test_configurations(capability: tuple[int, int]) -> None:
             usual = default(shape, torch.float16, capability, 132)
             assert usual is not None
             tried = configs(shape, torch.float16, capability)
-            assert all(unfit(one, shape, torch.float16, capability) == [] for one in (usual, *tried))
+            assert all(config_problems(one, shape, torch.float16, capability) == [] for one in (usual, *tried))
             assert all(one.kind == "tile" for one in tried)
             assert tried
-    assert unfit(GemmConfig.parse("64x64x64,4s,pingpong"), shape, torch.float16, capability)
-    assert "257 columns" in unfit(GemmConfig.parse("16x64x64,4w,3s,tile"), replace(shape, inner=257), torch.float16,
-                                  capability)[0]  # fmt: skip
+    assert config_problems(GemmConfig.parse("64x64x64,4s,pingpong"), shape, torch.float16, capability)
+    config, wide = GemmConfig.parse("16x64x64,4w,3s,tile"), replace(shape, inner=257)
+    assert "257 columns" in config_problems(config, wide, torch.float16, capability)[0]

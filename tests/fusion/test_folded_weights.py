@@ -15,15 +15,15 @@ from torch import Tensor, fx, nn
 import stof
 from stof.fusion.graph.operator_recognition import normalise
 from stof.fusion.measure import segment_timer
-from stof.fusion.planner.match import claims
+from stof.fusion.planner.match import find_matches
 from stof.fusion.records.report import FusionReport
 from stof.fusion.templates import folded_weights, reference
 from stof.fusion.templates.folded_weights import folded
-from stof.fusion.templates.registry import Serving
+from stof.fusion.templates.registry import KernelPolicy
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse
 
 K, N = 24, 16
-TWINS = Serving.TWINS
+TWINS = KernelPolicy.TWINS
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -143,20 +143,23 @@ def test_without_the_option_nothing_is_folded_and_the_report_names_it() -> None:
 
 
 def refusals(body: Callable[[Block, Tensor], Tensor]) -> list[str]:
-    return [str(reason) for reason in claims(normalise(capture(Block(body).eval(), torch.randn(2, K)).graph), TWINS)[1]]
+    return [
+        str(reason)
+        for reason in find_matches(normalise(capture(Block(body).eval(), torch.randn(2, K)).graph), TWINS)[1]
+    ]
 
 
 def test_a_folded_segment_alone_is_what_its_twin_computes() -> None:
     for name in ("activation", "plain", "gate"):
         gm = capture(Block(BODIES[name][0]).eval(), torch.randn(2, 3, K))
         operators = [replace(one, foldable=True) for one in normalise(gm.graph)]
-        claim = next(c for c in claims(operators, TWINS)[0] if c.template.name.startswith("rms"))
-        inputs = segment_timer.random_inputs(claim)
+        match = next(c for c in find_matches(operators, TWINS)[0] if c.template.name.startswith("rms"))
+        inputs = segment_timer.random_inputs(match)
         with torch.no_grad():
-            (out,) = segment_timer.segment_graph(claim, inputs)(*inputs.values())
-        torch.testing.assert_close(out.double(), segment_timer.exact(claim, inputs)[0], atol=1e-5, rtol=1e-5)
+            (out,) = segment_timer.segment_graph(match, inputs)(*inputs.values())
+        torch.testing.assert_close(out.double(), segment_timer.exact(match, inputs)[0], atol=1e-5, rtol=1e-5)
         timer = segment_timer.SegmentTimer(rounds=1)
-        (taken,) = timer(claim, [""])
+        (taken,) = timer(match, [""])
         assert timer.failures == {}
         assert taken < float("inf")
 

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from stof.fusion.graph.operator_recognition import normalise
 from stof.fusion.passes.lower_segments import GraphOrder
-from stof.fusion.planner.heuristics import pays, suggested
-from stof.fusion.planner.match import Claim, claims
-from stof.fusion.records.choices import Tuned
-from stof.fusion.templates.registry import Serving
+from stof.fusion.planner.heuristics import heuristic_choices, is_profitable
+from stof.fusion.planner.match import TemplateMatch, find_matches
+from stof.fusion.records.choices import TunedConfig
+from stof.fusion.templates.registry import KernelPolicy
 from tests.fusion.graphs import capture
 
 
-def bert_claim(tokens: int, last: int, width: int) -> Claim:
+def bert_claim(tokens: int, last: int, width: int) -> TemplateMatch:
     """BERT-base's product into the residual stream and its LayerNorm, up to the `last` of three operators, float16."""
     sizes = ((tokens, width), (768, width), (tokens, 768))
     x, w, r = (torch.empty(size, dtype=torch.float16, device="meta") for size in sizes)
     gm = capture(lambda x, w, r: F.layer_norm(F.linear(x, w) + r, (768,)), x, w, r)
-    (claim,) = claims(normalise(gm.graph)[: last + 1], Serving.TWINS)[0]
-    return claim
+    (match,) = find_matches(normalise(gm.graph)[: last + 1], KernelPolicy.TWINS)[0]
+    return match
 
 
 def test_a_residual_before_a_norm_saves_one_pass_less() -> None:
@@ -33,11 +33,11 @@ def test_a_residual_before_a_norm_saves_one_pass_less() -> None:
     x, w, r = (torch.empty(size, dtype=torch.float16, device="meta") for size in sizes)
     gm = capture(lambda x, w, r: F.layer_norm(F.linear(x, w) + r, (768,)), x, w, r)
     operators = normalise(gm.graph)
-    (claim,) = claims(operators[:2], Serving.TWINS)[0]
-    assert pays(claim)
-    assert not pays(claim, operators[2])
+    (match,) = find_matches(operators[:2], KernelPolicy.TWINS)[0]
+    assert is_profitable(match)
+    assert not is_profitable(match, operators[2])
     # So it is where the rules decide on a part of the graph alone, which ends before the norm.
-    assert suggested(operators, GraphOrder(gm.graph), Serving.TWINS, within=[range(2)]) == {}
+    assert heuristic_choices(operators, GraphOrder(gm.graph), KernelPolicy.TWINS, within=[range(2)]) == {}
 
 
 def test_a_residual_before_anything_bound_by_memory_saves_one_pass_less() -> None:
@@ -56,7 +56,7 @@ def test_a_residual_before_anything_bound_by_memory_saves_one_pass_less() -> Non
 
     for function, expected in ((clamped, []), (multiplied, [0])):
         gm = capture(function, x, w, r)
-        assert list(suggested(normalise(gm.graph), GraphOrder(gm.graph), Serving.TWINS)) == expected
+        assert list(heuristic_choices(normalise(gm.graph), GraphOrder(gm.graph), KernelPolicy.TWINS)) == expected
 
 
 @pytest.mark.parametrize(("saved_us", "normed"), [(1.4, False), (1.6, True), (-0.1, False)])
@@ -67,8 +67,8 @@ def test_what_was_measured_before_a_norm_saves_one_pass_less(saved_us: float, no
 
     def chosen(function: Callable[..., Tensor]) -> list[int]:
         gm = capture(function, x, w, r)
-        known = {"linear 4096x768x3072 residual float16 twins": Tuned("", 30.0, 30.0 + saved_us)}
-        return list(suggested(normalise(gm.graph), GraphOrder(gm.graph), Serving.TWINS, known.get))
+        known = {"linear 4096x768x3072 residual float16 twins": TunedConfig("", 30.0, 30.0 + saved_us)}
+        return list(heuristic_choices(normalise(gm.graph), GraphOrder(gm.graph), KernelPolicy.TWINS, known.get))
 
     assert chosen(lambda x, w, r: F.layer_norm(F.linear(x, w) + r, (768,))) == [0] * normed
     assert chosen(lambda x, w, r: F.linear(x, w) + r) == [0] * (saved_us > 0)
@@ -80,14 +80,14 @@ def test_what_saves_most_is_chosen_wherever_it_begins(alone_us: float, expected:
     x, w = (torch.empty(size, dtype=torch.float16, device="meta") for size in ((8192, 768), (3072, 768)))
     gm = capture(lambda x, w: F.gelu(F.linear(F.layer_norm(x, (768,)), w)), x, w)
     known = {
-        "norm_linear 8192x3072x768 activation=gelu norm=layer float16 twins": Tuned("", 60.0, 63.0),
-        "linear 8192x3072x768 activation=gelu float16 twins": Tuned("", 50.0, 50.0 + alone_us),
+        "norm_linear 8192x3072x768 activation=gelu norm=layer float16 twins": TunedConfig("", 60.0, 63.0),
+        "linear 8192x3072x768 activation=gelu float16 twins": TunedConfig("", 50.0, 50.0 + alone_us),
     }
-    assert list(suggested(normalise(gm.graph), GraphOrder(gm.graph), Serving.TWINS, known.get)) == expected
+    assert list(heuristic_choices(normalise(gm.graph), GraphOrder(gm.graph), KernelPolicy.TWINS, known.get)) == expected
 
 
 @pytest.mark.parametrize(("tokens", "width", "expected"), [(128, 3072, True), (512, 768, True), (65536, 3072, False)])
 def test_small_products_are_claimed_by_shape_alone(tokens: int, width: int, expected: bool) -> None:
     """With an epilogue and without; a large product by itself is never better off with us."""
-    assert pays(bert_claim(tokens, 2, width)) == expected
-    assert pays(bert_claim(tokens, 0, width)) == expected
+    assert is_profitable(bert_claim(tokens, 2, width)) == expected
+    assert is_profitable(bert_claim(tokens, 0, width)) == expected

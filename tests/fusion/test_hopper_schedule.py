@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from stof.fusion.templates import GemmConfig
-from stof.fusion.templates.device_functions import tile_place
+from stof.fusion.templates.device_functions import tile_coordinates
 from stof.fusion.templates.hopper import pingpong
 
 
@@ -208,7 +208,7 @@ def test_together_computes_every_share_once(tiles: int, k_tiles: int, seed: int,
 
 @given(rows=st.integers(1, 40), columns=st.integers(1, 40), group=st.sampled_from([1, 4, 8]))
 def test_tiles_are_placed_once(rows: int, columns: int, group: int) -> None:
-    places = [tile_place.fn(tile, rows, columns, group) for tile in range(rows * columns)]
+    places = [tile_coordinates.fn(tile, rows, columns, group) for tile in range(rows * columns)]
     assert sorted(places) == [(m, n) for m in range(rows) for n in range(columns)]
     # Neighbours in the list share operands: one group of rows is walked at a time.
     assert all(abs(a[0] - b[0]) < group or a[0] // group != b[0] // group for a, b in itertools.pairwise(places))

@@ -18,14 +18,14 @@ from stof.errors import ArgumentError, LockFileError
 from stof.files import write_checked
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.planner.lock_replay import Replay
-from stof.fusion.planner.match import Claim
+from stof.fusion.planner.match import TemplateMatch
 from stof.fusion.records import choices as choice_files
-from stof.fusion.records.choices import Tuned, choices_path, known_choices, read_choices, update_choices
+from stof.fusion.records.choices import TunedConfig, choices_path, known_choices, read_choices, update_choices
 from stof.fusion.records.lock_file import Lock, current_versions, read_lock
 from stof.fusion.records.report import FusionReport
-from stof.fusion.records.store import Contents, Result, Store
+from stof.fusion.records.store import GraphRecord, Records, Store
 from stof.fusion.templates.registry import Template
-from stof.fusion.templates.row_buckets import written
+from stof.fusion.templates.row_buckets import format_table
 from stof.integrations.torch_compile import CompileOptions
 from tests.fusion.graphs import RMSNorm, calls, capture
 from tests.fusion.test_segment_timer import Model, Table
@@ -49,7 +49,7 @@ def tuned(table: Table, store: Store | None = None) -> tuple[Lock, FusionReport,
 
 def apply(lock: Lock, rows: int = 3, **changes: Any) -> tuple[FusionReport, list[str]]:
     gm = graph(rows)
-    replay = replace(Replay(lock, "here", lambda claim, config: ""), **changes)
+    replay = replace(Replay(lock, "here", lambda match, config: ""), **changes)
     report = fuse(gm, twins=True, replay=replay)
     return report, calls(gm)
 
@@ -69,7 +69,7 @@ def test_a_lock_gives_the_same_scheme_with_nothing_measured(table: Table, tmp_pa
 
 def test_a_lock_that_takes_all_back_fuses_nothing() -> None:
     _, report, _ = tuned(LINEAR)
-    report.take_back("slower")
+    report.revert_to_inductor("slower")
     lock = Lock("here")
     lock.add([report])
     found, called = apply(lock)
@@ -98,9 +98,9 @@ def test_what_a_check_refuses_is_told_once_and_remembered(tmp_path: Path) -> Non
     lock, _, expected = tuned(LINEAR)
     asked: list[str] = []
 
-    def check(claim: Claim, config: str) -> str:
-        asked.append(claim.problem.text())
-        return "wrong: off by 3" if claim.problem.shape.activation == "gelu" else ""
+    def check(match: TemplateMatch, config: str) -> str:
+        asked.append(match.problem.text())
+        return "wrong: off by 3" if match.problem.shape.activation == "gelu" else ""
 
     store = Store(tmp_path, {"device": "here"})
     for _ in range(2):  # the second time nothing is asked
@@ -155,17 +155,17 @@ def test_every_entry_of_a_table_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
     lock = Lock("here")
     lock.add([report])
     ((key, locked),) = lock.graphs.items()
-    table = written({16: TILE, 64: WIDE, 256: TILE, 1024: "24x64x64,4w,4s,tile", 2048: "fast"})
+    table = format_table({16: TILE, 64: WIDE, 256: TILE, 1024: "24x64x64,4w,4s,tile", 2048: "fast"})
     lock.graphs[key] = replace(locked, segments=tuple(replace(one, config=table) for one in locked.segments))
     on_a_gpu(monkeypatch, (8, 0))
     asked: list[str] = []
 
-    def check(claim: Claim, config: str) -> str:
+    def check(match: TemplateMatch, config: str) -> str:
         asked.append(config)
         return ""
 
     found = fuse(open_graph(), twins=True, replay=Replay(lock, "here", check))
-    kept = written({16: TILE, 256: TILE})
+    kept = format_table({16: TILE, 256: TILE})
     assert {row.config for row in found.segments if row.reason == "by the lock"} == {kept}
     assert set(asked) == {TILE}
     for configuration, reason in (
@@ -177,7 +177,7 @@ def test_every_entry_of_a_table_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(said) == len(locked.segments)
         assert all(reason in note and note.endswith("left out of the table") for note in said)
     # The one that the first call runs decides whether the segment is the lock's at all.
-    table = written({16: TILE, 256: WIDE})
+    table = format_table({16: TILE, 256: WIDE})
     lock.graphs[key] = replace(locked, segments=tuple(replace(one, config=table) for one in locked.segments))
     found = fuse(open_graph(), twins=True, replay=Replay(lock, "here", check))
     assert "by the lock" not in {row.reason for row in found.segments}
@@ -192,7 +192,7 @@ def test_kinds_of_earlier_versions_are_told_and_left_to_the_rules(gone: str, mon
     lock, _, expected = tuned(LINEAR)
     ((key, locked),) = lock.graphs.items()
     lock.choices = {text: replace(one, config=gone) for text, one in lock.choices.items()}
-    for config in (gone, written({16: gone})):
+    for config in (gone, format_table({16: gone})):
         lock.graphs[key] = replace(locked, segments=tuple(replace(one, config=config) for one in locked.segments))
         with monkeypatch.context() as patched:
             on_a_gpu(patched)
@@ -221,11 +221,11 @@ def test_a_lock_folds_where_it_was_made_so(tmp_path: Path) -> None:
         lock = read_lock(tmp_path / "model.lock")
         for rows in (3, 4):  # its graph, and one that is not in the lock
             gm = normed(rows)
-            found = fuse(gm, twins=True, replay=Replay(lock, "here", lambda claim, config: ""))
+            found = fuse(gm, twins=True, replay=Replay(lock, "here", lambda match, config: ""))
             assert calls(gm) == ["rms_linear" if fold else "norm_linear"]
             assert any("weights are folded into products" in note for note in found.notes) == fold
         gm = normed()
-        fuse(gm, twins=True, replay=Replay(lock, "there", lambda claim, config: ""))
+        fuse(gm, twins=True, replay=Replay(lock, "there", lambda match, config: ""))
         assert "rms_linear" not in calls(gm)
 
 
@@ -287,7 +287,7 @@ def test_choices_go_before_rules_and_lead_searches(tmp_path: Path) -> None:
     assert calls(gm) == expected
     assert {row.reason for row in found.segments if row.template} == {"measured faster before"}
     assert (found.measurements, len(report.choices) > 3) == (0, True)
-    slower = {key: Tuned(one.config, 9.0, 8.0) for key, one in report.choices.items()}
+    slower = {key: TunedConfig(one.config, 9.0, 8.0) for key, one in report.choices.items()}
     gm = graph()
     found = fuse(gm, twins=True, known=slower.get)
     assert {"linear", "linear_norm"}.isdisjoint(calls(gm))
@@ -295,7 +295,7 @@ def test_choices_go_before_rules_and_lead_searches(tmp_path: Path) -> None:
 
 
 def test_packaged_choices_come_after_the_users(tmp_path: Path) -> None:
-    ours, theirs = Tuned("a", 1.0, 2.0), Tuned("b", 3.0, 4.0)
+    ours, theirs = TunedConfig("a", 1.0, 2.0), TunedConfig("b", 3.0, 4.0)
     update_choices(choices_path(tmp_path / "packaged", "x"), "x", {"one": ours, "two": ours})
     update_choices(choices_path(tmp_path / "user", "x"), "x", {"two": theirs})
     known = known_choices("x", tmp_path / "user", tmp_path / "packaged")
@@ -322,11 +322,11 @@ def test_packaged_files_are_whole() -> None:
 
 def test_a_search_that_is_killed_has_kept_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Dies(Table):
-        def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+        def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
             if self.left == 0:
                 raise KeyboardInterrupt
             self.left -= 1
-            return super().__call__(claim, configs)
+            return super().__call__(match, configs)
 
     monkeypatch.setattr("stof.fusion.pipeline._KEEP_EVERY", 0.0)
     store, dies = Store(tmp_path, {"device": "x"}), Dies(linear=0.5)
@@ -351,16 +351,16 @@ def test_a_second_search_goes_the_same_way_without_measuring(tmp_path: Path) -> 
     ((key, result),) = data.results.items()
     assert result.per_segment == 9
     # What does not hold any more is searched for again.
-    store.update(Contents(results={key: Result(9, ((0, 2, "gone", ""),))}))
+    store.update(Records(results={key: GraphRecord(9, ((0, 2, "gone", ""),))}))
     anew = fuse(graph(), Search(NORMS, seconds=100, store=store), twins=True)
     assert anew.segments == first.segments
 
 
 def test_times_that_could_not_be_told_are_not_kept(tmp_path: Path) -> None:
     class Busy(Table):
-        def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
-            times = super().__call__(claim, configs)
-            drowned = claim.problem.shape.activation == "gelu"
+        def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
+            times = super().__call__(match, configs)
+            drowned = match.problem.shape.activation == "gelu"
             return [math.nan if drowned and config is None else us for config, us in zip(configs, times, strict=True)]
 
     store = Store(tmp_path, {"device": "x"})

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stof.fusion import pipeline
-from stof.fusion.graph.nodes import changes_inputs, name_of
+from stof.fusion.graph.nodes import may_mutate_inputs, op_name
 from stof.fusion.graph.operator_recognition import normalise
 from stof.fusion.graph.symbolic_shapes import is_symbolic
 from stof.fusion.measure.segment_timer import SegmentTimer
 from stof.fusion.passes.lower_segments import GraphOrder, call, copy_graph
 from stof.fusion.pipeline import Search
-from stof.fusion.planner.match import claims
-from stof.fusion.templates.registry import Serving, no_kernel
+from stof.fusion.planner.match import find_matches
+from stof.fusion.templates.registry import KernelPolicy, no_kernel
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse, products
 
 K, N = 8, 6
@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[slice, str, Callable[[Block, Tensor], Any]]] = {
 def test_what_does_not_fit_says_why(name: str) -> None:
     where, reason, body = REFUSED[name]
     operators = normalise(capture(Block(body).eval(), torch.randn(2, 3, K)).graph)
-    served, refused = claims(operators[where], Serving.TWINS)
+    served, refused = find_matches(operators[where], KernelPolicy.TWINS)
     assert served == []
     assert any(reason in line for line in refused), refused
 
@@ -163,9 +163,9 @@ def test_what_has_no_kernel_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert no_kernel(device, dtype, Serving.DEFAULTS) == by_rule
-    assert no_kernel(device, dtype, Serving.KERNELS) == measured
-    assert no_kernel(device, dtype, Serving.TWINS) == ""
+    assert no_kernel(device, dtype, KernelPolicy.DEFAULTS) == by_rule
+    assert no_kernel(device, dtype, KernelPolicy.KERNELS) == measured
+    assert no_kernel(device, dtype, KernelPolicy.TWINS) == ""
 
 
 @pytest.mark.parametrize("name", [name for name in CLAIMED if name != "conv1d"])
@@ -235,7 +235,7 @@ def test_writes_amid_a_segment_keep_it_from_being_claimed() -> None:
 
 def test_graphs_that_change_what_they_are_given_are_told() -> None:
     def changes(body: Callable[[Tensor], Tensor]) -> bool:
-        return changes_inputs(capture(body, torch.randn(2, K)).graph)
+        return may_mutate_inputs(capture(body, torch.randn(2, K)).graph)
 
     def own(x: Tensor) -> Tensor:
         y = x + 1
@@ -291,9 +291,9 @@ def test_every_spelling_of_a_write_keeps_its_place(name: str) -> None:
 
     model, x = Block(body).eval(), torch.randn(2, K)
     gm = capture(model, x.clone())
-    assert changes_inputs(gm.graph)
+    assert may_mutate_inputs(gm.graph)
     fuse(gm)
-    names = [name_of(node) for node in gm.graph.nodes]
+    names = [op_name(node) for node in gm.graph.nodes]
     assert names.count("stof.linear") == 2
 
 

@@ -15,10 +15,10 @@ import stof
 from stof.errors import ArgumentError
 from stof.fusion.graph.operator_recognition import normalise
 from stof.fusion.measure import segment_timer
-from stof.fusion.planner.match import claims
+from stof.fusion.planner.match import find_matches
 from stof.fusion.records.report import FusionReport
 from stof.fusion.templates import reference, rotary_linear
-from stof.fusion.templates.registry import Serving
+from stof.fusion.templates.registry import KernelPolicy
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse
 
 WIDTH, HEADS, KV_HEADS, D = 48, 4, 4, 32
@@ -103,7 +103,7 @@ def test_what_is_left_alone_says_why(change: str, reason: str) -> None:
     # Query alone may still be rotated where only key has other angles.
     assert ("rotary_linear" in called) == (change == "angles")
     operators = normalise(capture(model, *given).graph)
-    refused = [str(r) for i in range(len(operators)) for r in claims(operators[i : i + 3], Serving.TWINS)[1]]
+    refused = [str(r) for i in range(len(operators)) for r in find_matches(operators[i : i + 3], KernelPolicy.TWINS)[1]]
     assert any(reason in one for one in refused)
 
 
@@ -119,27 +119,27 @@ def test_heads_that_no_kernel_rotates_are_left() -> None:
 
     operators = normalise(capture(Small().eval(), torch.randn(2, 5, WIDTH), *torch.randn(2, 1, 5, 24)).graph)
     assert [str(o.kind) for o in operators] == ["linear", "rotary"]
-    served, refused = claims(operators, Serving.TWINS)
+    served, refused = find_matches(operators, KernelPolicy.TWINS)
     assert served == []
     assert refused == ["rotary_linear: heads of 24 in 48 columns are not rotated by a kernel"]
 
 
 def test_the_segment_alone() -> None:
     gm = capture(Attention("values").eval(), torch.randn(2, 7, WIDTH), *angles(1, 7))
-    claim = next(
-        c for c in claims(normalise(gm.graph)[1:4], Serving.TWINS)[0] if c.template.name == "rotary_linear"
+    match = next(
+        c for c in find_matches(normalise(gm.graph)[1:4], KernelPolicy.TWINS)[0] if c.template.name == "rotary_linear"
     )  # fmt: skip
-    inputs = segment_timer.random_inputs(claim)
+    inputs = segment_timer.random_inputs(match)
     with torch.no_grad():
-        outs = segment_timer.segment_graph(claim, inputs)(*inputs.values())
-        (whole,) = segment_timer.exact(claim, inputs)
+        outs = segment_timer.segment_graph(match, inputs)(*inputs.values())
+        (whole,) = segment_timer.exact(match, inputs)
     heads = whole.unflatten(-1, (-1, D)).transpose(1, 2)
     for got, expected in zip(outs[:2], heads.split((HEADS, KV_HEADS, KV_HEADS), 1), strict=False):
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
     # What else is read of the product: the values, twice.
     assert sorted(tuple(out.shape) for out in outs[2:]) == [(2, 7, KV_HEADS * D)] * 2
     timer = segment_timer.SegmentTimer(rounds=1)
-    (taken,) = timer(claim, [""])
+    (taken,) = timer(match, [""])
     assert taken < math.inf
     assert timer.failures == {}
 

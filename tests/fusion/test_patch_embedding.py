@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from stof.fusion.graph.nodes import name_of
+from stof.fusion.graph.nodes import op_name
 from tests.fusion.graphs import fuse
 
 
@@ -42,7 +42,7 @@ def convolutions(module: nn.Module, image: Tensor, dtype: torch.dtype = torch.bf
         torch.testing.assert_close(found, module(image), atol=0.03, rtol=0.03)
         assert found.stride() == module(image).stride() or not notes
     (gm,) = graphs
-    return sum(name_of(node) == "conv2d" for node in gm.graph.nodes)
+    return sum(op_name(node) == "conv2d" for node in gm.graph.nodes)
 
 
 def _as(image: Tensor, dtype: torch.dtype) -> Tensor:

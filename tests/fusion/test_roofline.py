@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stof.fusion.templates.gemm_config import KINDS, GemmConfig, GemmShape, kind_in
-from stof.fusion.templates.registry import Problem
+from stof.fusion.templates.registry import GemmProblem
 from stof.fusion.templates.roofline import floor_us
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-gemm.json"
@@ -54,7 +54,7 @@ def test_floors_exclude_something_and_never_what_is_unknown() -> None:
 )
 def test_problems_as_text(change: dict[str, object], text: str) -> None:
     shape = GemmShape(**{"template": "linear", "m": 4096, "n": 3072, "k": 768, **change})
-    problem = Problem(shape, torch.float16, torch.device("cuda", 1))
+    problem = GemmProblem(shape, torch.float16, torch.device("cuda", 1))
     assert problem.text() == text
     assert problem.bucket == text.replace("4000", "4096")
-    assert Problem(GemmShape("linear", 3, 8, 8), torch.float16, problem.device).bucket == "linear 16x8x8 float16"
+    assert GemmProblem(GemmShape("linear", 3, 8, 8), torch.float16, problem.device).bucket == "linear 16x8x8 float16"

@@ -20,14 +20,14 @@ from stof.fusion import pipeline
 from stof.fusion.graph.operator_recognition import normalise
 from stof.fusion.measure import segment_timer
 from stof.fusion.pipeline import Search
-from stof.fusion.planner.match import Claim, claims
+from stof.fusion.planner.match import TemplateMatch, find_matches
 from stof.fusion.planner.row_bucket_search import buckets_around
 from stof.fusion.planner.search_space import Budget
 from stof.fusion.records.store import Store
 from stof.fusion.templates import launch
 from stof.fusion.templates.gemm_config import default
-from stof.fusion.templates.registry import Serving, Template
-from stof.fusion.templates.row_buckets import bucket_of, in_bucket, written
+from stof.fusion.templates.registry import KernelPolicy, Template
+from stof.fusion.templates.row_buckets import bucket_of, format_table, in_bucket
 from tests.fusion.graphs import calls, capture, fuse
 
 WIDTH = 8
@@ -54,7 +54,7 @@ def test_a_bucket_is_a_power_of_two_less_than_twice_its_rows(rows: int) -> None:
 
 
 def test_text_of_several_configurations() -> None:
-    text = written({4096: OTHER, 16: "16x32x128,4w,3s,tile", 64: ""})
+    text = format_table({4096: OTHER, 16: "16x32x128,4w,3s,tile", 64: ""})
     assert text == "16=16x32x128,4w,3s,tile;64=;4096=64x64x32,4w,3s,tile"
     found = [in_bucket(text, rows) for rows in (1, 16, 17, 64, 2049, 4096, 4097)]
     assert found == ["16x32x128,4w,3s,tile"] * 2 + ["", "", OTHER, OTHER, ""]
@@ -77,38 +77,38 @@ def test_one_configuration_for_all_rows_of_a_bucket(n: int, k: int, monkeypatch:
         call = launch.product("linear", torch.empty(rows, k, dtype=torch.float16), weight, None, None, "none")
         gpu = SimpleNamespace(type="cuda", index=0)
         x = SimpleNamespace(device=gpu, dtype=dtype, numel=lambda: rows * k)
-        return str(launch.choose(call._replace(x=x), text))  # type: ignore[arg-type]
+        return str(launch.resolve_config(call._replace(x=x), text))  # type: ignore[arg-type]
 
     for bucket in (16, 32, 128, 1024):
         rows = {bucket, bucket // 2 + 1, bucket * 3 // 4}
         call = launch.product("linear", torch.empty(bucket, k, dtype=torch.float16), weight, None, None, "none")
         assert {chosen(m) for m in rows} == {str(default(call.shape, torch.float16, (9, 0), 132))}
-        text = written({bucket: "64x64x64,4w,4s,tile", 4096: OTHER})
+        text = format_table({bucket: "64x64x64,4w,4s,tile", 4096: OTHER})
         assert {chosen(m, text) for m in rows} == {"64x64x64,4w,4s,tile"}
         assert chosen(2 * bucket, text) == chosen(2 * bucket)
     # float32 has no default: the nearest bucket's configuration that serves, rather than the twin.
     tile = "64x64x64,4w,3s,tile"
-    text = written({16: "64x128x64,5s,pingpong", 32: "", 64: tile, 1024: OTHER})
+    text = format_table({16: "64x128x64,5s,pingpong", 32: "", 64: tile, 1024: OTHER})
     found = [chosen(rows, text, torch.float32) for rows in (10, 32, 64, 128, 256, 300, 1024, 4096)]
     assert found == [tile] * 4 + [OTHER] * 4
     assert chosen(64, "", torch.float32) == chosen(64, "64x128x64,5s,pingpong", torch.float32) == "None"
 
 
-def segment(*sizes: int) -> Claim:
+def segment(*sizes: int) -> TemplateMatch:
     gm = capture(Model().eval(), torch.randn(*sizes, WIDTH), dynamic=True)
-    ((claim, *_), _) = claims(normalise(gm.graph)[:2], Serving.TWINS)
-    return claim
+    ((match, *_), _) = find_matches(normalise(gm.graph)[:2], KernelPolicy.TWINS)
+    return match
 
 
 def test_a_claim_at_other_sizes() -> None:
-    claim = segment(2, 9)
-    assert claim.any_rows
-    assert claim.problem.shape.m == 18
+    match = segment(2, 9)
+    assert match.has_dynamic_rows
+    assert match.problem.shape.m == 18
     for bucket in (16, 64, 1024):
-        other = claim.in_bucket(bucket)
+        other = match.in_bucket(bucket)
         assert other is not None
         inputs = segment_timer.random_inputs(other)
-        x = inputs[claim.arguments["x"]]
+        x = inputs[match.arguments["x"]]
         assert x.shape[0] == 2
         assert x.shape[0] * x.shape[1] == other.problem.shape.m == bucket
         with torch.no_grad():
@@ -122,11 +122,11 @@ def test_a_claim_at_other_sizes() -> None:
     x = torch.randn(2, 9, WIDTH)
     torch._dynamo.mark_dynamic(x, 0, min=2, max=3)
     torch._dynamo.mark_dynamic(x, 1, min=8, max=20)
-    bounded = claims(normalise(capture(Model().eval(), x, dynamic=True).graph)[:2], Serving.TWINS)[0][0]
+    bounded = find_matches(normalise(capture(Model().eval(), x, dynamic=True).graph)[:2], KernelPolicy.TWINS)[0][0]
     assert [bucket for bucket in (16, 32, 64, 128) if bounded.in_bucket(bucket) is not None] == [16, 32, 64]
     gm = capture(Model().eval(), torch.randn(2, 9, WIDTH))
-    fixed = claims(normalise(gm.graph)[:2], Serving.TWINS)[0][0]
-    assert not fixed.any_rows
+    fixed = find_matches(normalise(gm.graph)[:2], KernelPolicy.TWINS)[0][0]
+    assert not fixed.has_dynamic_rows
     assert fixed.in_bucket(16) is None
 
 
@@ -137,10 +137,10 @@ class Timer:
         self.failures: dict[Any, str] = {}
         self.rows: list[int] = []
 
-    def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
-        rows = claim.problem.shape.m
+    def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
+        rows = match.problem.shape.m
         self.rows.append(rows)
-        times = {None: 9.0 * len(claim.operators), "": 5.0, OTHER: 400 / rows, "64x64x64,4w,4s,tile": rows / 100}
+        times = {None: 9.0 * len(match.operators), "": 5.0, OTHER: 400 / rows, "64x64x64,4w,4s,tile": rows / 100}
         return [times[config] for config in configs]
 
 
@@ -148,7 +148,7 @@ def test_each_bucket_gets_its_fastest_configuration(tmp_path: Path, monkeypatch:
     listed = ["", OTHER, "64x64x64,4w,4s,tile"]
     monkeypatch.setattr(Template, "configs", lambda self, problem, serving: listed)
     model = Model().eval()
-    text = written(
+    text = format_table(
         dict.fromkeys((16, 32, 64, 128), "64x64x64,4w,4s,tile") | dict.fromkeys((256, 512, 1024, 2048), OTHER)
     )
     for timer in (Timer(), Timer()):  # the second search finds everything in the store

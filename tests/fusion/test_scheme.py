@@ -89,14 +89,14 @@ from stof.fusion.passes.lower_segments import GraphOrder
 from stof.fusion.graph.operator_recognition import normalise
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.records.store import segment_key
-from stof.fusion.templates.registry import Serving
+from stof.fusion.templates.registry import KernelPolicy
 from stof.fusion.planner.graph_space import GraphSpace
 from tests.fusion.graphs import capture
 embed, layer = nn.Embedding(7, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
 gm = capture(lambda i: torch.cumsum(layer(embed(i)) + torch.arange(8.0), 0).tril(), torch.arange(3))
 operators = normalise(gm.graph)
-space = GraphSpace(operators, GraphOrder(gm.graph), None, Serving.TWINS)
-print(Scheme(len(operators)).digest(operators), *sorted(map(segment_key, space.claimed_keys())))
+space = GraphSpace(operators, GraphOrder(gm.graph), None, KernelPolicy.TWINS)
+print(Scheme(len(operators)).digest(operators), *sorted(map(segment_key, space.matched_keys())))
 """
     root = Path(__file__).parents[2]
     seen = set()

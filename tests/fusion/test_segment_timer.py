@@ -20,16 +20,16 @@ from stof.fusion import pipeline
 from stof.fusion.graph.operator_recognition import normalise
 from stof.fusion.graph.operators import in_words
 from stof.fusion.measure import segment_timer
-from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, Race, decide, differing
+from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, ModelComparison, differing, pick_winner
 from stof.fusion.passes.lower_segments import GraphOrder
 from stof.fusion.pipeline import Search
 from stof.fusion.planner.graph_space import GraphSpace
-from stof.fusion.planner.match import Claim, claims
+from stof.fusion.planner.match import TemplateMatch, find_matches
 from stof.fusion.planner.search_space import Candidate
-from stof.fusion.records.choices import Tuned
+from stof.fusion.records.choices import TunedConfig
 from stof.fusion.records.report import FusionReport, SegmentReport
 from stof.fusion.templates.gemm_config import GemmShape
-from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template
+from stof.fusion.templates.registry import TEMPLATES, GemmProblem, KernelPolicy, Template
 from stof.tuning.timing import Timing
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse
 
@@ -45,21 +45,21 @@ class Model(nn.Module):
         return F.relu((h.view(-1, 8) @ self.stored).view(*x.shape[:-1], 6))
 
 
-def segment(where: slice, dynamic: bool = False) -> Claim:
+def segment(where: slice, dynamic: bool = False) -> TemplateMatch:
     gm = capture(Model().eval(), torch.randn(2, 3, 8), dynamic=dynamic)
-    ((claim, *_), _) = claims(normalise(gm.graph)[where], Serving.TWINS)
-    return claim
+    ((match, *_), _) = find_matches(normalise(gm.graph)[where], KernelPolicy.TWINS)
+    return match
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("where", [slice(0, 2), slice(2, 5), slice(5, 7)])
 def test_a_segment_alone_is_what_its_twin_computes(where: slice, dynamic: bool) -> None:
-    claim = segment(where, dynamic)
-    inputs = segment_timer.random_inputs(claim)
-    assert next(iter(inputs.values())).shape == torch.Size([2, 3, claim.problem.shape.k])
+    match = segment(where, dynamic)
+    inputs = segment_timer.random_inputs(match)
+    assert next(iter(inputs.values())).shape == torch.Size([2, 3, match.problem.shape.k])
     with torch.no_grad():
-        out = segment_timer.segment_graph(claim, inputs)(*inputs.values())
-    for got, expected in zip(out, segment_timer.exact(claim, inputs), strict=True):
+        out = segment_timer.segment_graph(match, inputs)(*inputs.values())
+    for got, expected in zip(out, segment_timer.exact(match, inputs), strict=True):
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -79,8 +79,8 @@ def test_a_time_that_cannot_be_told_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_templates_that_are_wrong_or_do_not_run_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = segment(slice(0, 2))
-    right = claim.template.operator
+    match = segment(slice(0, 2))
+    right = match.template.operator
 
     def operator(*args: Any, config: str, **kwargs: Any) -> Tensor:
         if config == "breaks":
@@ -90,7 +90,7 @@ def test_templates_that_are_wrong_or_do_not_run_have_no_time(monkeypatch: pytest
 
     monkeypatch.setattr(Template, "operator", property(lambda self: operator))
     timer = segment_timer.SegmentTimer(rounds=1)
-    times = timer(claim, ["", "wrong", "empty", "breaks"])
+    times = timer(match, ["", "wrong", "empty", "breaks"])
     assert times[0] < math.inf
     assert times[1:] == [math.inf] * 3
     assert timer.failures["linear", "breaks"] == "does not run: out of shared memory"
@@ -105,9 +105,9 @@ class Table:
         self.factor = factor
         self.failures: dict[Candidate, str] = {}
 
-    def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
-        inductor = 10.0 * len(claim.operators)
-        return [inductor * (1.0 if config is None else self.factor.get(claim.template.name, 2.0)) for config in configs]
+    def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
+        inductor = 10.0 * len(match.operators)
+        return [inductor * (1.0 if config is None else self.factor.get(match.template.name, 2.0)) for config in configs]
 
 
 def test_the_search_decides_what_is_lowered() -> None:
@@ -140,16 +140,16 @@ def test_searches_do_not_try_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     shape = GemmShape("linear", 4096, 3072, 768, "gelu", bias=True)
     for dtype, has_default in ((torch.float16, True), (torch.float32, False)):
-        problem = Problem(shape, dtype, torch.device("cuda", 0))
-        kernels = TEMPLATES[0].configs(problem, Serving.KERNELS)
+        problem = GemmProblem(shape, dtype, torch.device("cuda", 0))
+        kernels = TEMPLATES[0].configs(problem, KernelPolicy.KERNELS)
         assert kernels
         assert ("" in kernels) == has_default
-        assert TEMPLATES[0].configs(problem, Serving.TWINS) == ["", *(one for one in kernels if one)]
+        assert TEMPLATES[0].configs(problem, KernelPolicy.TWINS) == ["", *(one for one in kernels if one)]
 
 
 def test_times_of_twins_are_kept_apart() -> None:
     gm = capture(Model().eval(), torch.randn(2, 3, 8))
-    graphs = [GraphSpace(normalise(gm.graph), GraphOrder(gm.graph), Table(), serving) for serving in Serving]
+    graphs = [GraphSpace(normalise(gm.graph), GraphOrder(gm.graph), Table(), serving) for serving in KernelPolicy]
     assert len({graph.key(0, 2) for graph in graphs}) == len(graphs)
 
 
@@ -162,7 +162,7 @@ def test_a_spent_budget_is_reported() -> None:
 
 def version(config: str, bucket: str = "linear 4x8x6") -> FusionReport:
     row = SegmentReport("linear + gelu", "linear", config, "measured faster", 2.0, 1.0)
-    tuned = {bucket: Tuned(config, 1.0, 2.0), "linear 9x9x9": Tuned("", 3.0, 2.0)}
+    tuned = {bucket: TunedConfig(config, 1.0, 2.0), "linear 9x9x9": TunedConfig("", 3.0, 2.0)}
     return FusionReport([row], choices=tuned, used={bucket: config}, notes=[f"of {config}"])
 
 
@@ -171,11 +171,11 @@ def test_the_faster_of_two_models_stays(times: tuple[float, float], kept: bool) 
     report, told = version("64x64x64,4w,4s,tile"), []
 
     def settle(taken: Mapping[str, float]) -> str:
-        winner, final = decide({SEARCHED: report}, taken)
+        winner, final = pick_winner({SEARCHED: report}, taken)
         told.append(final)
         return winner
 
-    race = Race(
+    race = ModelComparison(
         {SEARCHED: lambda x: ("fused", x), PLAIN: lambda x: ("plain", x)},
         settle,
         lambda calls, device: dict(zip(calls, times, strict=True)),
@@ -200,7 +200,7 @@ def test_a_search_makes_nothing_slower_than_the_rules(times: dict[str, float], w
     searched, ruled = version("64x64x64,4w,4s,tile"), version("")
     searched.measurements = 7
     assert differing(searched, ruled) == {"linear 4x8x6"}
-    found, report = decide({SEARCHED: searched, RULED: ruled}, times)
+    found, report = pick_winner({SEARCHED: searched, RULED: ruled}, times)
     assert found == winner
     assert "9 us with those by rule" in report.notes[-1]
     assert report.whole_us == (9.0, times[PLAIN])
@@ -275,5 +275,5 @@ def test_every_template_takes_its_twins_arguments() -> None:
         names = [argument.name for argument in template.operator._schema.arguments]
         twin = template.twin.__code__.co_varnames[: template.twin.__code__.co_argcount]
         assert [name for name in names if name != "config"] == list(twin)
-        assert template.configs(segment(slice(0, 2)).problem, Serving.TWINS) == [""]
-        assert template.configs(segment(slice(0, 2)).problem, Serving.KERNELS) == []
+        assert template.configs(segment(slice(0, 2)).problem, KernelPolicy.TWINS) == [""]
+        assert template.configs(segment(slice(0, 2)).problem, KernelPolicy.KERNELS) == []

@@ -16,6 +16,7 @@ from stof.fusion.planner.match_rotary import COLUMNS, HEAD_DIMS
 from stof.fusion.templates import (
     GemmConfig,
     GemmShape,
+    config_problems,
     configs,
     gated_linear,
     linear,
@@ -23,7 +24,6 @@ from stof.fusion.templates import (
     norm_linear,
     rms_gated_linear,
     rms_linear,
-    unfit,
 )
 from stof.fusion.templates.gemm_config import KINDS, TEMPLATES, default, kind_in
 
@@ -192,19 +192,19 @@ def test_recorded_kinds() -> None:
     ],
 )
 def test_rows_of_tiles_side_by_side(n: int, k: int, config: str, rows: int) -> None:
-    assert GemmConfig.parse(config).walked(GemmShape("gated_linear", 4096, n, k), 2) == rows
+    assert GemmConfig.parse(config).tile_group_rows(GemmShape("gated_linear", 4096, n, k), 2) == rows
 
 
 @given(shape=shapes, capability=st.sampled_from(CAPABILITIES), dtype=st.sampled_from([torch.float16, torch.float32]))
 def test_candidates_and_defaults_fit(shape: GemmShape, capability: tuple[int, int], dtype: torch.dtype) -> None:
     for config in configs(shape, dtype, capability):
-        assert unfit(config, shape, dtype, capability) == []
+        assert config_problems(config, shape, dtype, capability) == []
     chosen = default(shape, dtype, capability, 132)
     if dtype == torch.float32:
         assert chosen is None
     else:
         assert chosen is not None
-        assert unfit(chosen, shape, dtype, capability) == []
+        assert config_problems(chosen, shape, dtype, capability) == []
         assert configs(shape, dtype, capability), "there is always something to measure"
 
 
@@ -222,7 +222,7 @@ def test_heads_that_are_claimed_have_a_kernel(
     shape = GemmShape("rotary_linear", m, turned + columns[1], k, norm="rms", head_dim=head_dim, turned=turned)
     chosen = default(shape, torch.bfloat16, capability, 132)
     assert chosen is not None
-    assert unfit(chosen, shape, torch.bfloat16, capability) == []
+    assert config_problems(chosen, shape, torch.bfloat16, capability) == []
     assert turned % chosen.block_n == chosen.block_n % head_dim == 0
     assert all(config.kind in ("tile", "pingpong") for config in configs(shape, torch.bfloat16, capability))
 
@@ -233,7 +233,7 @@ def test_reasons() -> None:
 
     def why(text: str, capability: tuple[int, int] = (9, 0), **changes: Any) -> str:
         given = GemmShape(**{**vars(shape), **changes})
-        return "; ".join(unfit(GemmConfig.parse(text), given, torch.float16, capability))
+        return "; ".join(config_problems(GemmConfig.parse(text), given, torch.float16, capability))
 
     assert why("128x128x64,5s,pingpong") == ""
     assert "compute capability 9.0" in why("128x128x64,5s,pingpong", (10, 0))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof.fusion.templates import GemmConfig, GemmShape, launch, reference
 from stof.fusion.templates.folded_weights import folded
-from stof.fusion.templates.gemm_config import ACTIVATIONS, unfit
+from stof.fusion.templates.gemm_config import ACTIVATIONS, config_problems
 from stof.fusion.templates.norms import Norm, normalise
 from stof.testing.oracle import error_budget
 
@@ -49,11 +49,11 @@ def tensors(
     return made
 
 
-def check(product: launch.Product, text: str, twin: Callable[..., Any]) -> Tensor:
+def check(product: launch.GemmCall, text: str, twin: Callable[..., Any]) -> Tensor:
     """Compute, compare with the twin in float64, bounded by the twin's own error; `twin(convert)` converts tensors."""
     config = GemmConfig.parse(text)
     capability = torch.cuda.get_device_capability() if ON_GPU else (9, 0)
-    assert not unfit(config, product.shape, product.x.dtype, capability)
+    assert not config_problems(config, product.shape, product.x.dtype, capability)
     out = launch.compute(product, config)
     dtype = product.x.dtype
     expected = twin(lambda t: t.double())
@@ -260,7 +260,9 @@ def check_scaled(text: str, t: dict[str, Tensor], stored: torch.dtype, activatio
 def test_weights_of_eight_bits(
     m: int, n: int, k: int, dtype: torch.dtype, stored: torch.dtype, bias: bool, transposed: bool, text: str
 ) -> None:
-    if ON_GPU and unfit(GemmConfig.parse(text), scaled_shape(stored), dtype, torch.cuda.get_device_capability()):
+    if ON_GPU and config_problems(
+        GemmConfig.parse(text), scaled_shape(stored), dtype, torch.cuda.get_device_capability()
+    ):
         pytest.skip("float8 is not converted here")
     check_scaled(text, tensors(m, n, k, dtype, transposed=transposed), stored, "gelu", bias)
 
@@ -280,7 +282,7 @@ def test_every_value_of_eight_bits(dtype: torch.dtype) -> None:
             "scaled_linear", torch.eye(16, device=DEVICE, dtype=dtype), values, None, None, "none",
             scale=torch.ones(16, device=DEVICE),
         )  # fmt: skip
-        if ON_GPU and unfit(GemmConfig.parse(TILE), product.shape, dtype, torch.cuda.get_device_capability()):
+        if ON_GPU and config_problems(GemmConfig.parse(TILE), product.shape, dtype, torch.cuda.get_device_capability()):
             continue
         torch.testing.assert_close(launch.compute(product, GemmConfig.parse(TILE)), values.to(dtype).T, atol=0, rtol=0)
 

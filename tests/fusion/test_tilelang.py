@@ -14,8 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from stof.fusion.measure.async_compile import CompileAhead
-from stof.fusion.templates import GemmConfig, GemmShape, configs, gemm_config, launch, reference, tilelang_gemm, unfit
+from stof.fusion.measure.async_compile import WorkerPool
+from stof.fusion.templates import (
+    GemmConfig,
+    GemmShape,
+    config_problems,
+    configs,
+    gemm_config,
+    launch,
+    reference,
+    tilelang_gemm,
+)
 from stof.fusion.templates.gemm_config import ACTIVATIONS
 from tests.fusion.test_segment_timer import segment
 
@@ -143,7 +152,7 @@ def tilelang(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return compiled
 
 
-def product(m: int, n: int, k: int, activation: str, bias: bool, residual: bool) -> launch.Product:
+def product(m: int, n: int, k: int, activation: str, bias: bool, residual: bool) -> launch.GemmCall:
     generator = torch.Generator().manual_seed(0)
     x, weight, b, r = (
         torch.randn(size, generator=generator).half() for size in ((m, 2 * k), (n, k), (n,), (m, n))
@@ -187,16 +196,16 @@ def test_candidates_where_it_is_installed(tilelang: list[Any]) -> None:
 def test_without_it() -> None:
     shape = GemmShape("linear", 4096, 3072, 768)
     assert not any(one.kind == "tilelang" for one in configs(shape, torch.float16, (9, 0)))
-    (why,) = unfit(GemmConfig.parse("128x128x64,8w,4s,tilelang"), shape, torch.float16, (9, 0))
+    (why,) = config_problems(GemmConfig.parse("128x128x64,8w,4s,tilelang"), shape, torch.float16, (9, 0))
     assert "pip install tilelang" in why
 
 
 def test_its_kernels_are_not_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(
-        "stof.fusion.measure.async_compile.bound_call", lambda claim, inputs, config: lambda: asked.append(config)
+        "stof.fusion.measure.async_compile.bound_call", lambda match, inputs, config: lambda: asked.append(config)
     )
-    ahead = CompileAhead(1, ("cuda", 90, 32))
+    ahead = WorkerPool(1, ("cuda", 90, 32))
     ahead.start(segment(slice(0, 2)), [TEXT, "64x64x64,4w,3s,tile"])
     ahead.close()
     assert asked == ["64x64x64,4w,3s,tile"]

@@ -14,11 +14,11 @@ from stof.errors import ArgumentError
 from stof.fusion.graph.operator_recognition import normalise
 from stof.fusion.graph.symbolic_shapes import size_hint
 from stof.fusion.measure import segment_timer
-from stof.fusion.planner.heuristics import pays
-from stof.fusion.planner.match import Claim, claims
-from stof.fusion.templates import GemmConfig, GemmShape, configs, scaled_linear, unfit
+from stof.fusion.planner.heuristics import is_profitable
+from stof.fusion.planner.match import TemplateMatch, find_matches
+from stof.fusion.templates import GemmConfig, GemmShape, config_problems, configs, scaled_linear
 from stof.fusion.templates.gemm_config import default
-from stof.fusion.templates.registry import Serving
+from stof.fusion.templates.registry import KernelPolicy
 from tests.fusion.graphs import capture, fuse
 
 K, N = 192, 160
@@ -133,23 +133,23 @@ def test_anything_else_stays_right(name: str) -> None:
         torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
 
 
-def claim_of(body: Body, **sizes: Any) -> list[Claim]:
+def claim_of(body: Body, **sizes: Any) -> list[TemplateMatch]:
     t = {name: value.to("meta") for name, value in tensors(**sizes).items()}
-    return claims(normalise(capture(body, **t).graph), Serving.TWINS)[0]
+    return find_matches(normalise(capture(body, **t).graph), KernelPolicy.TWINS)[0]
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(4, "scaled_linear"), (4096, "linear")])
 def test_few_rows_read_the_values_by_rule_and_many_the_weight(rows: int, expected: str) -> None:
     """With a GELU, which many rows save a pass for."""
     found = claim_of(RECOGNISED["gelu"], rows=rows, n=3072, k=768, dtype=torch.float16)
-    assert [claim.template.name for claim in found] == ["scaled_linear", "linear"]
-    assert [claim.template.name for claim in found if pays(claim)] == [expected]
+    assert [match.template.name for match in found] == ["scaled_linear", "linear"]
+    assert [match.template.name for match in found if is_profitable(match)] == [expected]
 
 
 def test_few_columns_are_not_few_rows() -> None:
     """Copying takes longer than computing there too, but it is not the weight that is copied."""
     found = claim_of(product_first, rows=4096, n=16, k=768, dtype=torch.float16)
-    assert [pays(claim) for claim in found] == [False]
+    assert [is_profitable(match) for match in found] == [False]
 
 
 def test_many_rows_read_the_widened_weight() -> None:
@@ -161,19 +161,19 @@ def test_many_rows_read_the_widened_weight() -> None:
 
 def test_a_scaled_result_is_no_other_templates() -> None:
     found = claim_of(product_first, rows=4096, n=3072, k=768, dtype=torch.float16)
-    assert [claim.template.name for claim in found] == ["scaled_linear"]
-    assert not pays(found[0])
+    assert [match.template.name for match in found] == ["scaled_linear"]
+    assert not is_profitable(found[0])
 
 
 def test_what_is_measured_are_values_of_all_sizes() -> None:
     for body in (weight_first, product_first):
         gm = capture(body, **tensors())
-        (claim, *_) = claims(normalise(gm.graph), Serving.TWINS)[0]
-        inputs = segment_timer.random_inputs(claim)
+        (match, *_) = find_matches(normalise(gm.graph), KernelPolicy.TWINS)[0]
+        inputs = segment_timer.random_inputs(match)
         values = next(tensor for tensor in inputs.values() if tensor.dtype == torch.int8)
         assert values.float().std() > 30
-        (out,) = segment_timer.segment_graph(claim, inputs)(*inputs.values())
-        (expected,) = segment_timer.exact(claim, inputs)
+        (out,) = segment_timer.segment_graph(match, inputs)(*inputs.values())
+        (expected,) = segment_timer.exact(match, inputs)
         torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-5)
 
 
@@ -182,18 +182,18 @@ def test_what_is_measured_are_values_of_all_sizes() -> None:
 def test_what_is_measured_is_of_the_order_of_one(body: Body, stored: torch.dtype) -> None:
     """In float16, where larger results would be infinite and every kernel as good as PyTorch."""
     t = tensors(rows=64, k=4096, dtype=torch.float16)
-    claim = claims(normalise(capture(body, **t | {"q": t["q"].to(stored)}).graph), Serving.TWINS)[0][0]
-    (expected,) = segment_timer.exact(claim, segment_timer.random_inputs(claim))
+    match = find_matches(normalise(capture(body, **t | {"q": t["q"].to(stored)}).graph), KernelPolicy.TWINS)[0][0]
+    (expected,) = segment_timer.exact(match, segment_timer.random_inputs(match))
     assert 0.3 < expected.std() < 3
 
 
 def test_infinite_results_check_nothing() -> None:
     t = tensors(dtype=torch.float16)
-    claim = claims(normalise(capture(product_first, **t).graph), Serving.TWINS)[0][0]
-    inputs = segment_timer.random_inputs(claim)
-    assert segment_timer._checked(claim, inputs, "", segment_timer.exact(claim, inputs))[0] == ""
-    inputs[claim.arguments["scale"]].fill_(6e4)
-    assert segment_timer._checked(claim, inputs, "", segment_timer.exact(claim, inputs))[0].startswith(
+    match = find_matches(normalise(capture(product_first, **t).graph), KernelPolicy.TWINS)[0][0]
+    inputs = segment_timer.random_inputs(match)
+    assert segment_timer._checked(match, inputs, "", segment_timer.exact(match, inputs))[0] == ""
+    inputs[match.arguments["scale"]].fill_(6e4)
+    assert segment_timer._checked(match, inputs, "", segment_timer.exact(match, inputs))[0].startswith(
         "wrong: off by inf"
     )
 
@@ -234,8 +234,8 @@ def test_configurations(stored: str, capability: tuple[int, int]) -> None:
         assert (default(shape, torch.float16, capability, 132) is None) == missing
         assert bool(found) != missing
         assert {config.kind for config in found} <= {"tile"}
-        assert unfit(GemmConfig.parse("64x64x64,4s,pingpong"), shape, torch.float16, capability)
-        assert unfit(GemmConfig.parse("64x64x64,4w,3s,tile"), shape, torch.float32, capability)
+        assert config_problems(GemmConfig.parse("64x64x64,4s,pingpong"), shape, torch.float16, capability)
+        assert config_problems(GemmConfig.parse("64x64x64,4w,3s,tile"), shape, torch.float32, capability)
 
 
 def test_operator() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stof.fusion.graph.propagate import propagate
-from stof.fusion.passes.horizontal_fusion import merge_products
+from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.passes.weight_packing import PackedLinear, pack_weights, unpack_weights
 from tests.fusion.graphs import capture
 
@@ -117,7 +117,7 @@ def test_products_of_one_tensor_are_merged(bias: bool) -> None:
         with torch.no_grad():
             expected = model(*inputs)
         gm = capture(model, *inputs)
-        assert merge_products(gm.graph) == 3 - left
+        assert merge_gemms(gm.graph) == 3 - left
         assert propagate(gm) == ""
         gm.recompile()
         values = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
@@ -138,7 +138,7 @@ def test_a_write_between_the_products_keeps_them_apart() -> None:
         x.mul_(2)
         return k, model.v_proj(x)
 
-    assert merge_products(capture(forward, x).graph) == 0
+    assert merge_gemms(capture(forward, x).graph) == 0
 
 
 def test_layers_that_several_modules_hold_are_left_alone() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import stof
-from stof.integrations.cuda_graph_runner import MOST_RECORDED, WholeCalls
+from stof.integrations.cuda_graph_runner import MOST_RECORDED, CudaGraphRunner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +53,7 @@ def close(out: Any, module: nn.Module, x: Tensor, **kwargs: Any) -> None:
 
 
 def recorded(fast: nn.Module) -> int:
-    assert isinstance(fast.forward, WholeCalls)
+    assert isinstance(fast.forward, CudaGraphRunner)
     return len(fast.forward._recorded)
 
 

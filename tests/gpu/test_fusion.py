@@ -16,15 +16,15 @@ import stof
 from stof import masks
 from stof.fusion import templates
 from stof.fusion.graph.operator_recognition import normalise
-from stof.fusion.measure.async_compile import CompileAhead
+from stof.fusion.measure.async_compile import WorkerPool
 from stof.fusion.measure.segment_timer import SegmentTimer, check
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.planner import heuristics
-from stof.fusion.planner.match import claims
+from stof.fusion.planner.match import find_matches
 from stof.fusion.records.lock_file import Lock
 from stof.fusion.records.report import FusionReport
 from stof.fusion.templates.gemm_config import GemmConfig
-from stof.fusion.templates.registry import Serving
+from stof.fusion.templates.registry import KernelPolicy
 from tests.fusion.graphs import calls, capture, products
 
 pytestmark = [
@@ -164,12 +164,12 @@ def test_what_others_compile_is_not_compiled_here(tmp_path: Path, monkeypatch: p
     # No other test has this activation: what this process has compiled before would not be compiled at all.
     layer = nn.Sequential(nn.Linear(256, 1024), nn.ReLU()).eval().half().cuda()
     gm = capture(layer, torch.randn(512, 256, dtype=torch.half, device="cuda"))
-    ((claim, *_), _) = claims(normalise(gm.graph)[:2], Serving.KERNELS)
-    configs = claim.template.configs(claim.problem, Serving.KERNELS)
+    ((match, *_), _) = find_matches(normalise(gm.graph)[:2], KernelPolicy.KERNELS)
+    configs = match.template.configs(match.problem, KernelPolicy.KERNELS)
     some = ["", *{GemmConfig.parse(text).kind: text for text in configs if text}.values()]
-    ahead = CompileAhead(4)
-    ahead.start(claim, some)
-    ahead.wait(claim, some)
+    ahead = WorkerPool(4)
+    ahead.start(match, some)
+    ahead.wait(match, some)
     ahead.close()
     assert ahead.problems == []
     assert ahead.compiled >= 3
@@ -178,7 +178,7 @@ def test_what_others_compile_is_not_compiled_here(tmp_path: Path, monkeypatch: p
         triton.knobs.compilation.listener = lambda *, src, cache_hit, **rest: compiled.extend(
             [src.name] * (not cache_hit)
         )
-        assert [check(claim, config) for config in some] == [""] * len(some)
+        assert [check(match, config) for config in some] == [""] * len(some)
     assert compiled == []
 
 

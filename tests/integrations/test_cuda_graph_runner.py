@@ -18,8 +18,8 @@ import stof
 from stof import masks
 from stof.integrations.cuda_graph_runner import (
     MOST_RECORDED,
+    CudaGraphRunner,
     CudaRecorder,
-    WholeCalls,
     _copy_in,
     _like,
     _memory,
@@ -59,9 +59,9 @@ class Scaled(nn.Module):
         return out if bias is None else out + bias
 
 
-def whole(module: nn.Module, **options: Any) -> tuple[WholeCalls, Recorder]:
+def whole(module: nn.Module, **options: Any) -> tuple[CudaGraphRunner, Recorder]:
     recorder = Recorder()
-    return WholeCalls(module, module, recorder=recorder, device_type="cpu", **options), recorder
+    return CudaGraphRunner(module, module, recorder=recorder, device_type="cpu", **options), recorder
 
 
 def test_the_second_call_of_a_kind_is_recorded_and_replayed() -> None:
@@ -234,7 +234,7 @@ def test_replays_know_the_values_of_masks_that_are_tensors() -> None:
             return super().__call__(call, args, kwargs)
 
     module, recorder = Masked().eval(), Called()
-    calls = WholeCalls(module, module, recorder=recorder, device_type="cpu")
+    calls = CudaGraphRunner(module, module, recorder=recorder, device_type="cpu")
     x = torch.randn(1, 1, 6, 4)
     with torch.no_grad():
         for number, mask in enumerate((None, inside, outside)):
@@ -314,7 +314,7 @@ def test_a_model_that_writes_to_its_buffers_does_so_once_a_call(compiled: bool) 
     module = Counts().eval()
     call = torch.compile(module, backend="aot_eager") if compiled else module
     recorder = Recorder()
-    calls = WholeCalls(call, module, recorder=recorder, device_type="cpu")
+    calls = CudaGraphRunner(call, module, recorder=recorder, device_type="cpu")
     with torch.inference_mode():
         for _ in range(4):
             calls(torch.randn(3, 4))
@@ -362,7 +362,7 @@ def test_recording_keeps_nothing_of_autocast() -> None:
         return Recorder()(call, args, kwargs)
 
     module = Scaled().eval()
-    calls = WholeCalls(module, module, recorder=recorder, device_type="cpu")
+    calls = CudaGraphRunner(module, module, recorder=recorder, device_type="cpu")
     with torch.no_grad(), torch.autocast("cpu"):
         for _ in range(3):
             calls(torch.randn(3, 4))
@@ -456,7 +456,7 @@ def test_a_call_that_cannot_be_recorded_runs_as_it_is() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     module = Scaled().eval()
-    calls = WholeCalls(module, module, recorder=recorder, device_type="cpu")
+    calls = CudaGraphRunner(module, module, recorder=recorder, device_type="cpu")
     x = torch.randn(3, 4)
     with torch.no_grad():
         calls(x)
@@ -497,7 +497,7 @@ def test_an_optimised_model_takes_whole_calls() -> None:
     torch._dynamo.reset()
     module = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval()
     optimised = stof.optimize(module, cuda_graphs="whole")
-    assert isinstance(optimised.forward, WholeCalls)
+    assert isinstance(optimised.forward, CudaGraphRunner)
     with torch.no_grad():
         for _ in range(3):
             x = torch.randn(4, 8)

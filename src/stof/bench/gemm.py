@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stof.bench.check import relative_error
 from stof.bench.problem import first_line
-from stof.fusion.templates import GemmConfig, configs, launch, reference, unfit
+from stof.fusion.templates import GemmConfig, config_problems, configs, launch, reference
 from stof.fusion.templates.gemm_config import KINDS, kind_in
 from stof.fusion.templates.norms import Norm
 from stof.tuning.timing import chain_us, sustained_us, time_calls
@@ -169,7 +169,7 @@ def twin(gemm: Gemm, given: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...]
     return reference.linear_norm, (x, weight, bias, residual, *given.vectors, gemm.norm, EPS)
 
 
-def product_of(gemm: Gemm, given: Inputs) -> launch.Product:
+def product_of(gemm: Gemm, given: Inputs) -> launch.GemmCall:
     """The product as the templates' launching code takes it; a norm after it is not part of it."""
     norm = Norm(gemm.norm, *given.vectors, EPS) if gemm.template == "norm_linear" else None
     return launch.product(gemm.template, given.x, given.weight, given.bias, given.residual, gemm.activation, norm)
@@ -226,7 +226,7 @@ def run_gemm(
     fitting = [str(config) for config in configs(shape, dtype, capability)]
     chosen = fitting if only is None else [name for name in fitting if name in only]
     for name in named:
-        if why := unfit(GemmConfig.parse(name), shape, dtype, capability):
+        if why := config_problems(GemmConfig.parse(name), shape, dtype, capability):
             report(f"  {name}: {'; '.join(why)}")
         else:
             chosen.append(name)

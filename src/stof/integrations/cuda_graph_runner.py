@@ -36,7 +36,7 @@ Replay = Callable[[Sequence[Tensor]], Any]
 Recorder = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Replay]
 
 
-class WholeCalls:
+class CudaGraphRunner:
     """A callable that runs the first call of each kind as it is, records the second as a CUDA graph, and replays it.
 
     Results are copies, so they stay valid after the next call. Calls are passed on unrecorded if an argument is neither

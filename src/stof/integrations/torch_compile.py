@@ -18,20 +18,20 @@ from torch import Tensor, fx, nn
 import stof
 from stof.errors import ArgumentError, UnsupportedError, shown
 from stof.files import cache_folder
-from stof.fusion.graph.nodes import changes_inputs
-from stof.fusion.measure.async_compile import CompileAhead, settle_caches
-from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, Race, decide, differing
+from stof.fusion.graph.nodes import may_mutate_inputs
+from stof.fusion.measure.async_compile import WorkerPool, init_triton_cache
+from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, ModelComparison, differing, pick_winner
 from stof.fusion.measure.segment_timer import SegmentTimer, check
 from stof.fusion.passes.lower_segments import copy_module
 from stof.fusion.passes.weight_packing import pack_weights, unpack_weights
 from stof.fusion.pipeline import Search, fuse, rewrite_biases, rewrite_patches
 from stof.fusion.planner.lock_replay import Replay
 from stof.fusion.planner.progress import Progress
-from stof.fusion.records.choices import Known, choices_path, known_choices, update_choices
+from stof.fusion.records.choices import ConfigLookup, choices_path, known_choices, update_choices
 from stof.fusion.records.lock_file import read_lock
 from stof.fusion.records.report import FusionReport
-from stof.fusion.records.store import Contents, Store, default_store, segment_key, source_digest
-from stof.integrations.cuda_graph_runner import WholeCalls
+from stof.fusion.records.store import Records, Store, default_store, segment_key, source_digest
+from stof.integrations.cuda_graph_runner import CudaGraphRunner
 from stof.masks import Mask
 from stof.tuning.machine import device_name
 from stof.tuning.timing import replayed_us, wall_us
@@ -56,7 +56,7 @@ class CompileOptions:
             for each of its graphs.
         cuda_graphs: True lets Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
             "whole", for `stof.optimize`, replays whole calls, one graph for each combination of argument shapes:
-            see `WholeCalls` for what is noticed between calls, and what is not.
+            see `CudaGraphRunner` for what is noticed between calls, and what is not.
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
         fold: fold the weights of RMSNorms into the products after them, in a copy that takes as much memory as those
             products' weights. For weights that stay as they are: a change between calls is noticed, but not through
@@ -145,10 +145,10 @@ class CompileOptions:
             per_segment,
             self._shown(),
             store=self._store(device),
-            ahead=CompileAhead.on(device),
+            ahead=WorkerPool.on(device),
         )
 
-    def known(self, device: torch.device) -> Known:
+    def known(self, device: torch.device) -> ConfigLookup:
         """What was measured on this device before; with `deterministic` only what comes with the package."""
         folder = None if self.deterministic else self._folder()
         return known_choices(device_name(device), folder)
@@ -207,7 +207,7 @@ def stof_backend(
     devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
     device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
     if device.type == "cuda":
-        settle_caches()
+        init_triton_cache()
     search, known = parsed.search(device), parsed.known(device)
     copies = {name: copy_module(gm) for name in (RULED, PLAIN)} if search is not None else {}
     try:
@@ -221,9 +221,9 @@ def stof_backend(
             replay=parsed.replay(device),
         )
     finally:
-        if search is not None and isinstance(search.ahead, CompileAhead):
+        if search is not None and isinstance(search.ahead, WorkerPool):
             search.ahead.close()
-    if search is None or not report.fused or changes_inputs(copies[PLAIN].graph):
+    if search is None or not report.fused or may_mutate_inputs(copies[PLAIN].graph):
         if search is not None and report.fused:
             report.notes.append(
                 "not compared as a whole: the graph may change what it is given, so it cannot run twice"
@@ -250,7 +250,7 @@ def _fastest(
     version: Callable[[str, str], Callable[..., Any]],
     options: CompileOptions,
     store: Store | None,
-    known: Known,
+    known: ConfigLookup,
 ) -> Callable[..., Any]:
     """The fastest version of a graph: what is known from an earlier process, or a race on the first call.
 
@@ -265,7 +265,7 @@ def _fastest(
     reports = {SEARCHED: searched}
 
     def settle(times: Mapping[str, float]) -> str:
-        winner, report = decide(reports, times)
+        winner, report = pick_winner(reports, times)
         if winner == RULED and store is not None:
             # Else the rules, which go by what was measured, would choose what lost.
             lost = differing(searched, report)
@@ -291,11 +291,11 @@ def _fastest(
 
     def keep(times: Mapping[str, float]) -> str:
         if store is not None:
-            store.update(Contents(races={keys[name]: (times[name], times[PLAIN]) for name in reports}))
+            store.update(Records(races={keys[name]: (times[name], times[PLAIN]) for name in reports}))
         return settle(times)
 
     timer = replayed_us if options.cuda_graphs == WHOLE else wall_us
-    return Race({name: compiled(name) for name in (*reports, PLAIN)}, keep, timer)
+    return ModelComparison({name: compiled(name) for name in (*reports, PLAIN)}, keep, timer)
 
 
 def _inductor(
@@ -368,7 +368,7 @@ def optimize(
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
     if parsed.cuda_graphs == WHOLE:
-        compiled.forward = WholeCalls(compiled.forward, model, frozen=parsed.fold)
+        compiled.forward = CudaGraphRunner(compiled.forward, model, frozen=parsed.fold)
     return cast(nn.Module, compiled)
 
 

@@ -18,7 +18,7 @@ _KNOWN_MODULES = {"_operator", "torch", "torch._C._nn", "torch._C", "torch.funct
 _LIBRARY = torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
 
 
-def name_of(node: object) -> str:
+def op_name(node: object) -> str:
     """`add` for `operator.add`, `torch.add` and `Tensor.add`; `stof.attention` for operators of torch.library.
 
     In-place forms end in `_` or are Python's (`iadd`). "" for what is no call, or of an unknown function.
@@ -60,7 +60,7 @@ def source_of(node: fx.Node) -> Any:
     return node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("tensor"))
 
 
-def value_of(node: object) -> Tensor | None:
+def fake_value(node: object) -> Tensor | None:
     """The fake tensor Dynamo computed for a node; None for what is no plain tensor."""
     if not isinstance(node, fx.Node):
         return None
@@ -76,7 +76,7 @@ def number_of(given: object) -> float | None:
 
 
 def is_floating(node: object) -> bool:
-    value = value_of(node)
+    value = fake_value(node)
     return value is not None and value.is_floating_point()
 
 
@@ -97,7 +97,7 @@ def writes(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads() if "out" not in name]
         return node.kwargs.get("out") is not None or any(one._schema.is_mutable for one in overloads)
-    name = name_of(node)
+    name = op_name(node)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return name not in _PURE_HIGHER_ORDER
     if node.kwargs.get("out") is not None or not name:
@@ -112,22 +112,22 @@ _PYTHON_WRITES = {
 }  # fmt: skip
 
 
-def written_floats(node: fx.Node) -> bool:
+def mutates_floats(node: fx.Node) -> bool:
     """Whether a node writes, or may, to a floating-point tensor, the only kind that segments hold."""
     if not writes(node):
         return False
-    changed = value_of(_changed(node))
+    changed = fake_value(_changed(node))
     return changed is None or changed.is_floating_point()
 
 
 def _changed(node: fx.Node) -> fx.Node | None:
     """What a node that writes changes: the first tensor it is given; None when that is not sure."""
-    if not name_of(node) or isinstance(node.target, _LIBRARY) or node.kwargs.get("out") is not None:
+    if not op_name(node) or isinstance(node.target, _LIBRARY) or node.kwargs.get("out") is not None:
         return None
     return node.all_input_nodes[0] if node.all_input_nodes else None
 
 
-def changes_inputs(graph: fx.Graph) -> bool:
+def may_mutate_inputs(graph: fx.Graph) -> bool:
     """Whether a second run of a graph may differ from the first: something it was given may be written to."""
     for node in graph.nodes:
         if not writes(node):
@@ -135,7 +135,7 @@ def changes_inputs(graph: fx.Graph) -> bool:
         target = _changed(node)
         while target is not None and (is_view(target) or writes(target)) and target.all_input_nodes:
             target = target.all_input_nodes[0]
-        if target is None or name_of(target) not in _ALLOCATING:
+        if target is None or op_name(target) not in _ALLOCATING:
             return True
     return False
 
@@ -149,18 +149,18 @@ _ALLOCATING = {
 
 def is_cast(node: object) -> bool:
     """A change of dtype alone (or none at all) between floating-point tensors."""
-    if name_of(node) not in ("to", "float", "half", "bfloat16", "double", "type_as", "type"):
+    if op_name(node) not in ("to", "float", "half", "bfloat16", "double", "type_as", "type"):
         return False
     assert isinstance(node, fx.Node)
     if not (is_floating(node) and is_floating(source_of(node))):
         return False
-    before, after = value_of(source_of(node)), value_of(node)
+    before, after = fake_value(source_of(node)), fake_value(node)
     return before is not None and after is not None and before.device == after.device
 
 
 def is_identity(node: object) -> bool:
     """Values, dtype and shape pass unchanged: dropout outside training, `contiguous`, a cast to the same dtype."""
-    name = name_of(node)
+    name = op_name(node)
     if name == "dropout":
         assert isinstance(node, fx.Node)
         return not argument(node, 2, "training", True) or argument(node, 1, "p", 0.5) == 0.0
@@ -168,17 +168,17 @@ def is_identity(node: object) -> bool:
         return True
     if is_cast(node):
         assert isinstance(node, fx.Node)
-        before, after = value_of(source_of(node)), value_of(node)
+        before, after = fake_value(source_of(node)), fake_value(node)
         return before is not None and after is not None and before.dtype == after.dtype
     return False
 
 
 def is_row_view(node: object) -> bool:
     """`view` or `reshape` that keeps the last dimension, so that rows stay rows."""
-    if name_of(node) not in ("view", "reshape"):
+    if op_name(node) not in ("view", "reshape"):
         return False
     assert isinstance(node, fx.Node)
-    before, after = value_of(source_of(node)), value_of(node)
+    before, after = fake_value(source_of(node)), fake_value(node)
     return (
         before is not None and after is not None and before.dim() > 0 and same_size(before.shape[-1:], after.shape[-1:])
     )
@@ -192,10 +192,10 @@ _VIEWS = {
 
 def is_view(node: object) -> bool:
     """Values pass unchanged, in another shape or only some of them: no work of their own."""
-    return name_of(node) in _VIEWS or is_identity(node)
+    return op_name(node) in _VIEWS or is_identity(node)
 
 
-def through_identities(node: Any, kept: set[fx.Node] | None = None) -> Any:
+def skip_identities(node: Any, kept: set[fx.Node] | None = None) -> Any:
     """What an identity was applied to; the identities passed are added to `kept`."""
     while is_identity(node):
         if kept is not None:
@@ -210,11 +210,11 @@ def column_slice(node: object) -> tuple[fx.Node, int, int] | None:
     Read from the spellings `x[..., a:b]`, `x[:, :, a:b]`, `x.narrow(-1, a, n)`, `x.chunk(2, -1)[i]` and
     `x.split(n, -1)[i]`.
     """
-    name = name_of(node)
+    name = op_name(node)
     if name not in ("getitem", "narrow"):
         return None
     assert isinstance(node, fx.Node)
-    source, value = source_of(node), value_of(node)
+    source, value = source_of(node), fake_value(node)
     if not isinstance(source, fx.Node) or value is None:
         return None
     width = value.shape[-1] if value.dim() else None
@@ -224,10 +224,10 @@ def column_slice(node: object) -> tuple[fx.Node, int, int] | None:
         dim, start = argument(node, 1, "dim"), argument(node, 2, "start")
         last = isinstance(start, int) and start >= 0 and dim in (-1, value.dim() - 1)
         return (source, start, start + width) if last else None
-    if name_of(source) in ("chunk", "split"):
+    if op_name(source) in ("chunk", "split"):
         return _part_of_split(node, source)
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    whole = value_of(source)
+    whole = fake_value(source)
     if whole is None or not isinstance(index[-1], slice) or any(i not in (Ellipsis, slice(None)) for i in index[:-1]):
         return None
     if Ellipsis not in index and len(index) != whole.dim():
@@ -241,7 +241,7 @@ def column_slice(node: object) -> tuple[fx.Node, int, int] | None:
 
 def _part_of_split(node: fx.Node, split: fx.Node) -> tuple[fx.Node, int, int] | None:
     source, dim = source_of(split), argument(split, 2, "dim", 0)
-    whole, parts, index = value_of(source), split.meta.get("example_value"), node.args[1]
+    whole, parts, index = fake_value(source), split.meta.get("example_value"), node.args[1]
     if whole is None or dim not in (-1, whole.dim() - 1) or not isinstance(parts, tuple | list):
         return None
     if not isinstance(index, int) or not isinstance(source, fx.Node):

@@ -16,15 +16,15 @@ from stof.fusion.graph import pattern_matcher
 from stof.fusion.graph.nodes import (
     argument,
     column_slice,
+    fake_value,
     is_floating,
     is_identity,
     is_row_view,
     is_view,
-    name_of,
     number_of,
+    op_name,
     same_size,
     source_of,
-    value_of,
 )
 from stof.fusion.graph.operators import ATTENTION_OPERATORS, Kind, Operator
 from stof.fusion.graph.weight_only_quant import quantised_weight, scaled_product
@@ -59,15 +59,15 @@ def _recognise(node: fx.Node, order: dict[fx.Node, int], taken: set[fx.Node]) ->
         operator = rule(node, order)
         if operator is not None and taken.isdisjoint(operator.nodes):
             return operator
-    if is_view(node) or name_of(node) in _SPLITS:
+    if is_view(node) or op_name(node) in _SPLITS:
         return None
-    kind = Kind.MATMUL if name_of(node) in _PRODUCTS else Kind.OTHER
+    kind = Kind.MATMUL if op_name(node) in _PRODUCTS else Kind.OTHER
     reads = tuple(source for source in node.all_input_nodes if is_floating(source))
     return Operator(kind, node, (node,), reads)
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return name_of(node) in _ATTENTION
+    return op_name(node) in _ATTENTION
 
 
 def _attention(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
@@ -89,7 +89,7 @@ def _linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     if read is None:
         return None
     x, weight, bias, transposed = read
-    weight_value, bias_value, out = value_of(weight), value_of(bias), value_of(node)
+    weight_value, bias_value, out = fake_value(weight), fake_value(bias), fake_value(node)
     if weight_value is None or weight_value.dim() != 2 or out is None:
         return None
     if bias is not None and (bias_value is None or bias_value.dim() != 1):
@@ -104,7 +104,7 @@ def _linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     if is_row_view(x) and all(user in inside for user in x.users):
         viewed = source_of(x)
     for source in (viewed, x):
-        value = value_of(source)
+        value = fake_value(source)
         if value is not None and same_size((*value.shape[:-1], width), out.shape):
             inside |= {x} if source is not x else set()
             nodes = _ordered(inside, order)
@@ -124,7 +124,7 @@ def _scaled_linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
 
 def _product(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
     """`(x, weight, bias, transposed)` of a matrix product with a 2-D weight, or of a bias added to one."""
-    name = name_of(node)
+    name = op_name(node)
     read: tuple[Any, ...] | None = None
     if name == "linear":
         read = (argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias"), False)
@@ -134,8 +134,8 @@ def _product(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, fx.Node, fx.
         read = (node.args[0], node.args[1], None, True)
     elif name == "add" and len(node.args) == 2 and not node.kwargs:
         for whole, vector in (node.args, node.args[::-1]):
-            inner = _product(whole, inside) if name_of(whole) in ("linear", "matmul") else None  # type: ignore[arg-type]
-            flat = value_of(vector)
+            inner = _product(whole, inside) if op_name(whole) in ("linear", "matmul") else None  # type: ignore[arg-type]
+            flat = fake_value(vector)
             if inner is not None and inner[2] is None and flat is not None and flat.dim() == 1:
                 assert isinstance(whole, fx.Node)
                 if len(whole.users) == 1:
@@ -147,7 +147,7 @@ def _product(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, fx.Node, fx.
 
 
 def _norm(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
-    name = name_of(node)
+    name = op_name(node)
     if name in ("layer_norm", "rms_norm"):
         x, weight = argument(node, 0, "input"), argument(node, 2, "weight")
         shape = argument(node, 1, "normalized_shape")
@@ -164,7 +164,7 @@ def _norm(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
         if match is None:
             continue
         x, weight = match.bound["x"], match.bound.get("weight")
-        before, after, scale = value_of(x), value_of(node), value_of(weight)
+        before, after, scale = fake_value(x), fake_value(node), fake_value(weight)
         if before is None or after is None or before.dtype != after.dtype:
             continue
         if scale is not None and not same_size(scale.shape, before.shape[-1:]):
@@ -175,7 +175,7 @@ def _norm(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
 
 def activation_of(node: object) -> tuple[str, fx.Node] | None:
     """`(name, input)` when a node is one call of a known activation."""
-    name = name_of(node)
+    name = op_name(node)
     if name not in ("gelu", "relu", "silu"):
         return None
     assert isinstance(node, fx.Node)
@@ -189,7 +189,7 @@ def _spelled_activation(node: fx.Node) -> tuple[str, fx.Node, Iterable[fx.Node]]
     plain = activation_of(node)
     if plain is not None:
         return (*plain, (node,))
-    if name_of(node) != "mul":
+    if op_name(node) != "mul":
         return None
     for name, pattern in (("gelu_tanh", pattern_matcher.GELU_TANH), ("gelu", pattern_matcher.GELU_ERF)):
         match = pattern_matcher.find(pattern, node)
@@ -208,13 +208,13 @@ def _activation(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
 
 def _gate(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     """`act(a) * b` (Shazeer 2020), with slices of one tensor taken in."""
-    if name_of(node) != "mul" or len(node.args) != 2:
+    if op_name(node) != "mul" or len(node.args) != 2:
         return None
     for acted, up in (node.args, node.args[::-1]):
         if not isinstance(acted, fx.Node) or not isinstance(up, fx.Node) or len(acted.users) != 1:
             continue
         spelled = _spelled_activation(acted)
-        left, right = value_of(acted), value_of(up)
+        left, right = fake_value(acted), fake_value(up)
         if spelled is None or left is None or right is None or not same_size(left.shape, right.shape):
             continue
         name, gate, nodes = spelled
@@ -224,9 +224,9 @@ def _gate(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
         for part in (gate, up):
             if column_slice(part) is not None and all(user in inside for user in part.users):
                 inside.add(part)
-        for part in [part for part in inside if name_of(part) == "getitem"]:
+        for part in [part for part in inside if op_name(part) == "getitem"]:
             split = part.args[0]
-            if isinstance(split, fx.Node) and name_of(split) in _SPLITS and all(u in inside for u in split.users):
+            if isinstance(split, fx.Node) and op_name(split) in _SPLITS and all(u in inside for u in split.users):
                 inside.add(split)
         return Operator(Kind.GATE, node, _ordered(inside, order), (gate, up), activation=name)
     return None
@@ -234,7 +234,7 @@ def _gate(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
 
 def _rotary(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     """Rotary position embedding with the halves of each head rotated against each other."""
-    if name_of(node) != "add":
+    if op_name(node) != "add":
         return None
     match = pattern_matcher.find(pattern_matcher.ROTARY, node)
     if match is None:
@@ -252,13 +252,13 @@ def _rotary(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
 
 def _rotation(node: fx.Node, x: fx.Node) -> set[fx.Node] | None:
     """The nodes of `cat((-x[..., half:], x[..., :half]), -1)`; None when `node` is something else."""
-    if name_of(node) != "cat" or len(node.users) != 1:
+    if op_name(node) != "cat" or len(node.users) != 1:
         return None
-    pieces, value = argument(node, 0, "tensors"), value_of(node)
+    pieces, value = argument(node, 0, "tensors"), fake_value(node)
     if value is None or argument(node, 1, "dim", 0) not in (-1, value.dim() - 1) or len(pieces) != 2:
         return None
     negative, first = pieces
-    if name_of(negative) != "neg":
+    if op_name(negative) != "neg":
         return None
     second = source_of(negative)
     low, high, half = column_slice(first), column_slice(second), value.shape[-1] // 2
@@ -269,12 +269,12 @@ def _rotation(node: fx.Node, x: fx.Node) -> set[fx.Node] | None:
 
 def _residual(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     """A sum of two tensors of the same shape and dtype; identities (dropout) on the way in belong to it."""
-    if name_of(node) != "add" or len(node.args) != 2 or node.kwargs:
+    if op_name(node) != "add" or len(node.args) != 2 or node.kwargs:
         return None
-    out = value_of(node)
+    out = fake_value(node)
     inside, inputs = {node}, []
     for operand in node.args:
-        value = value_of(operand)
+        value = fake_value(operand)
         if value is None or out is None or value.dtype != out.dtype or not same_size(value.shape, out.shape):
             return None
         # What others read as well stays outside: the sum then reads it, not what it was made from.

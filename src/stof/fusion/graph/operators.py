@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from stof.fusion.graph.nodes import name_of, value_of
+from stof.fusion.graph.nodes import fake_value, op_name
 from stof.fusion.graph.symbolic_shapes import Values, size_hint
 from stof.fusion.graph.weight_only_quant import Quantised
 from stof.ops import MASKED, VARYING
@@ -36,7 +36,7 @@ class Kind(StrEnum):
         return self in (Kind.LINEAR, Kind.ATTENTION, Kind.MATMUL)
 
 
-# As `name_of` tells them.
+# As `op_name` tells them.
 ATTENTION_OPERATORS = tuple(name.replace("::", ".") for name in (MASKED, VARYING))
 # Operators of a segment that are told one by one.
 _FEW = 4
@@ -80,7 +80,7 @@ class Operator:
     @property
     def value(self) -> Tensor:
         """The fake tensor of the operator's result."""
-        value = value_of(self.root)
+        value = fake_value(self.root)
         if value is None:  # an operator with several results counts by its first tensor
             value = next(v for v in self.root.meta["example_value"] if isinstance(v, Tensor))
         return value
@@ -95,18 +95,18 @@ class Operator:
         if self.kind is Kind.ACTIVATION:
             return self.activation
         if self.kind is Kind.OTHER:
-            return name_of(self.root) or _full_name(self.root.target).rpartition(".")[2]
+            return op_name(self.root) or _full_name(self.root.target).rpartition(".")[2]
         return f"{self.activation} gate" if self.kind is Kind.GATE else str(self.kind)
 
     @property
-    def our_attention(self) -> bool:
+    def is_stof_attention(self) -> bool:
         """Whether stof's attention computes it, which is a kernel of its own in any graph."""
-        return self.kind is Kind.ATTENTION and name_of(self.root).startswith("stof.")
+        return self.kind is Kind.ATTENTION and op_name(self.root).startswith("stof.")
 
     @property
     def weight_size(self) -> tuple[int, int]:
         """`(N, K)` of a LINEAR."""
-        weight = value_of(self.weight)
+        weight = fake_value(self.weight)
         assert weight is not None
         rows, columns = weight.shape
         return (columns, rows) if self.transposed else (rows, columns)
@@ -119,7 +119,7 @@ class Operator:
         shapes = tuple(_form(node, at) for node in (*self.inputs, self.weight, self.bias))
         own: tuple[Any, ...] = (str(self.kind), self.activation, self.eps, self.transposed)
         if self.kind is Kind.OTHER:
-            own += (name_of(self.root) or _full_name(self.root.target),)
+            own += (op_name(self.root) or _full_name(self.root.target),)
         if self.quantised is not None:
             own += (self.quantised.late, _form(self.quantised.values, at), _form(self.quantised.scale, at))
         return (*own, shapes, _form(self.root, at))
@@ -137,7 +137,7 @@ def in_words(operators: Sequence[Operator]) -> str:
 
 
 def _full_name(target: Any) -> str:
-    """A function that `name_of` does not know: its `str` would hold an address, another one in every process."""
+    """A function that `op_name` does not know: its `str` would hold an address, another one in every process."""
     named = hasattr(target, "__module__") and hasattr(target, "__qualname__")
     return f"{target.__module__}.{target.__qualname__}" if named else str(target)
 
@@ -145,7 +145,7 @@ def _full_name(target: Any) -> str:
 def _form(node: fx.Node | None, at: Values | None) -> str:
     if node is None:
         return "-"
-    value = value_of(node)
+    value = fake_value(node)
     if value is None:
         return "?"
     sizes = [size_hint(size, at) for size in value.shape]
@@ -154,6 +154,6 @@ def _form(node: fx.Node | None, at: Values | None) -> str:
 
 def dtype_name(node: fx.Node) -> str:
     """Of a node's tensor: `float16`."""
-    value = value_of(node)
+    value = fake_value(node)
     assert value is not None
     return str(value.dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from stof.fusion.graph.nodes import argument, is_cast, name_of, number_of, source_of, value_of
+from stof.fusion.graph.nodes import argument, fake_value, is_cast, number_of, op_name, source_of
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _matches(pattern: Pattern, at: Any, match: Match) -> Iterator[Match]:
             if given is not None and (found := match.bind(name, given)):
                 yield found
         case Var(name, vector):
-            if isinstance(at, fx.Node) and (not vector or ((v := value_of(at)) is not None and v.dim() == 1)):
+            if isinstance(at, fx.Node) and (not vector or ((v := fake_value(at)) is not None and v.dim() == 1)):
                 found = match.bind(name, at)
                 if found:
                     yield found
@@ -110,10 +110,10 @@ def _matches(pattern: Pattern, at: Any, match: Match) -> Iterator[Match]:
             yield from _matches(first, at, match)
             yield from _matches(second, at, match)
         case Mean(inner):
-            if name_of(at) == "mean" and _over_last(at):
+            if op_name(at) == "mean" and _over_last(at):
                 yield from _matches(inner, source_of(at), match.add(at))
         case Call(name, patterns):
-            if name_of(at) == name and len(at.args) >= len(patterns) and not at.kwargs:
+            if op_name(at) == name and len(at.args) >= len(patterns) and not at.kwargs:
                 orders = (at.args, at.args[::-1]) if name in _COMMUTATIVE and len(at.args) == 2 else (at.args,)
                 for args in orders:
                     yield from _sequence(patterns, args, match.add(at))
@@ -128,7 +128,7 @@ def _sequence(patterns: tuple[Pattern, ...], args: tuple[Any, ...], match: Match
 
 
 def _over_last(node: fx.Node) -> bool:
-    value, dim = value_of(source_of(node)), argument(node, 1, "dim")
+    value, dim = fake_value(source_of(node)), argument(node, 1, "dim")
     dims = tuple(dim) if isinstance(dim, tuple | list) else (dim,)
     return value is not None and dims in ((-1,), (value.dim() - 1,)) and bool(argument(node, 2, "keepdim", False))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stof.fusion.passes.lower_segments import fake_mode_of, on_fakes
+from stof.fusion.passes.lower_segments import fake_context, fake_mode_of
 
 
 class _Propagate(fx.Interpreter):
@@ -33,7 +33,7 @@ def propagate(gm: fx.GraphModule, *, strides: bool = False) -> str:
     mode = fake_mode_of(inputs)
     shapes = getattr(mode, "shape_env", None)
     try:
-        with on_fakes(mode):
+        with fake_context(mode):
             if shapes is None:
                 _Propagate(gm).run(*inputs)
             else:

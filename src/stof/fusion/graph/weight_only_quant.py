@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stof.fusion.graph.nodes import argument, is_cast, name_of, same_size, source_of, value_of
+from stof.fusion.graph.nodes import argument, fake_value, is_cast, op_name, same_size, source_of
 from stof.fusion.templates.gemm_config import STORED
 
 _CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type")
@@ -56,9 +56,9 @@ def scaled_product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, Qua
     """`(x, weight, bias, quantised)` of `x @ values.T * scale` and `... + bias`; weight are the widened values."""
     inside: set[fx.Node] = {node}
     bias: fx.Node | None = None
-    if name_of(node) == "add" and len(node.args) == 2 and not node.kwargs:
+    if op_name(node) == "add" and len(node.args) == 2 and not node.kwargs:
         for scaled, vector in (node.args, node.args[::-1]):
-            if name_of(scaled) == "mul" and _alone(scaled) and isinstance(vector, fx.Node):
+            if op_name(scaled) == "mul" and _alone(scaled) and isinstance(vector, fx.Node):
                 found = _scaled(scaled, inside)  # type: ignore[arg-type]
                 bias = vector
                 break
@@ -76,10 +76,10 @@ def _scaled(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, fx.Node, fx.N
     """`(x, weight, values, scale)` of a product times a vector; what lies between joins `inside`."""
     for product, scale in _factors(node):
         x, weight = argument(product, 0, "input"), argument(product, 1, "weight")
-        if name_of(product) != "linear" or not _alone(product) or argument(product, 2, "bias") is not None:
+        if op_name(product) != "linear" or not _alone(product) or argument(product, 2, "bias") is not None:
             continue
         own = {node, product}
-        values, before, after = _values(weight, own), value_of(x), value_of(node)
+        values, before, after = _values(weight, own), fake_value(x), fake_value(node)
         if values is None or values is weight or not _is_vector(scale, values, column=False):
             continue
         if before is not None and after is not None and before.dtype == after.dtype:
@@ -90,19 +90,19 @@ def _scaled(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, fx.Node, fx.N
 
 def _factors(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """Both operands of a multiplication of tensors, in either order; none for anything else."""
-    a, b = node.args if name_of(node) == "mul" and len(node.args) == 2 and not node.kwargs else (None, None)
+    a, b = node.args if op_name(node) == "mul" and len(node.args) == 2 and not node.kwargs else (None, None)
     return [(a, b), (b, a)] if isinstance(a, fx.Node) and isinstance(b, fx.Node) else []
 
 
 def _values(node: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
     """The 8-bit tensor that a node is, or is widened from; the widening joins `inside`."""
-    value = value_of(node)
+    value = fake_value(node)
     if value is not None and value.dtype in STORED:
         return node if value.dim() == 2 else None
-    if name_of(node) not in _CASTS or not _alone(node) or not _is_wide(node):
+    if op_name(node) not in _CASTS or not _alone(node) or not _is_wide(node):
         return None
     source: fx.Node = source_of(node)
-    before = value_of(source)
+    before = fake_value(source)
     if before is None or value is None or before.dim() != 2:
         return None
     if before.dtype not in STORED or before.device != value.device:
@@ -116,13 +116,13 @@ def _alone(node: Any) -> bool:
 
 
 def _is_wide(node: Any) -> bool:
-    value = value_of(node)
+    value = fake_value(node)
     return value is not None and value.dtype in _WIDE
 
 
 def _is_vector(node: Any, values: fx.Node, *, column: bool) -> bool:
     """Whether a node has one entry for each row of `values`: `[N, 1]` as a column, else `[N]`."""
-    value, weight = value_of(node), value_of(values)
+    value, weight = fake_value(node), fake_value(values)
     if value is None or weight is None or value.dtype not in _WIDE:
         return False
     return same_size(value.shape, (weight.shape[0], 1) if column else (weight.shape[0],))

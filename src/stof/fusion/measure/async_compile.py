@@ -18,13 +18,13 @@ from typing import IO, Any
 import torch
 
 from stof.fusion.measure.segment_timer import bound_call, random_inputs
-from stof.fusion.planner.match import Claim
+from stof.fusion.planner.match import TemplateMatch
 
 # Seconds for a kernel; the slowest take a few. What is not there by then is compiled where it is wanted.
-_PATIENCE = 60.0
+COMPILE_TIMEOUT_S = 60.0
 
 
-class CompileAhead:
+class WorkerPool:
     """A pool of compiling processes, started with the first kernel and ended by `close`.
 
     Args:
@@ -42,32 +42,32 @@ class CompileAhead:
         self._answered = threading.Condition()
 
     @staticmethod
-    def on(device: torch.device) -> CompileAhead | None:
+    def on(device: torch.device) -> WorkerPool | None:
         """As many processes as Inductor has; none where it compiles in this one, or nothing is compiled."""
         from torch._inductor import config
 
         threads = int(config.compile_threads)
-        return CompileAhead(threads) if device.type == "cuda" and threads > 1 else None
+        return WorkerPool(threads) if device.type == "cuda" and threads > 1 else None
 
-    def start(self, claim: Claim, configs: Sequence[str]) -> None:
+    def start(self, match: TemplateMatch, configs: Sequence[str]) -> None:
         """Have the kernels of a claim's configurations compiled; TileLang's are compiled where they are measured."""
-        new = [c for c in configs if (claim.problem.text(), c) not in self._wanted and "tilelang" not in c]
+        new = [c for c in configs if (match.problem.text(), c) not in self._wanted and "tilelang" not in c]
         if not new:
             return
         with torch._guards.tracing(None), torch.no_grad():
-            inputs = random_inputs(claim)
+            inputs = random_inputs(match)
             for config in new:
-                found = specializations(bound_call(claim, inputs, config))
-                self._wanted[claim.problem.text(), config] = [self.submit(*one) for one in found]
+                found = specializations(bound_call(match, inputs, config))
+                self._wanted[match.problem.text(), config] = [self.submit(*one) for one in found]
 
-    def wait(self, claim: Claim, configs: Iterable[str]) -> None:
+    def wait(self, match: TemplateMatch, configs: Iterable[str]) -> None:
         """Until these are compiled, or have failed to."""
-        self.wait_for({number for config in configs for number in self._wanted.get((claim.problem.text(), config), ())})
+        self.wait_for({number for config in configs for number in self._wanted.get((match.problem.text(), config), ())})
 
     def wait_for(self, numbers: set[int]) -> None:
         """Until the jobs of these numbers are done."""
         with self._answered:
-            self._answered.wait_for(lambda: numbers <= self._problems.keys() or self._ended, _PATIENCE)
+            self._answered.wait_for(lambda: numbers <= self._problems.keys() or self._ended, COMPILE_TIMEOUT_S)
 
     @property
     def problems(self) -> list[str]:
@@ -159,18 +159,18 @@ def assembler(backend: str, arch: int) -> tuple[str, str] | None:
     return get_ptxas(arch).path, get_ptxas_version(arch)
 
 
-def settle_caches() -> None:
+def init_triton_cache() -> None:
     """Have Inductor choose the ptxas and Triton's cache folder now, before any kernel is compiled or looked for.
 
     It does so when it first compiles a kernel of its own, if it does: processes that measure, and compile a lot, would
     keep kernels where those after them, which load everything, do not look.
     """
-    settle_assembler()
+    select_ptxas()
     with suppress(ImportError):  # without Triton there are no kernels to keep
         cache_folder()
 
 
-def settle_assembler() -> None:
+def select_ptxas() -> None:
     """Have Inductor choose the ptxas now, before Triton asks for its version: processes then keep kernels alike."""
     from torch._inductor.runtime import compile_tasks
 

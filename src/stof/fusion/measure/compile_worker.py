@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 
-class NoDriver:
+class OfflineDriver:
     """What Triton asks of its driver before a kernel is launched, for a GPU that need not be there."""
 
     def __init__(self, backend: str, arch: int, warp_size: int) -> None:
@@ -46,7 +46,7 @@ def compile_one(line: str) -> str:
     try:
         os.environ["TRITON_CACHE_DIR"] = job["cache"]
         _assemble_with(job["assembler"])
-        driver.set_active(NoDriver(*job["target"]))
+        driver.set_active(OfflineDriver(*job["target"]))
         kernel = getattr(import_module(job["module"]), job["name"])
         with triton.knobs.runtime.scope():
             triton.knobs.runtime.jit_cache_hook = None

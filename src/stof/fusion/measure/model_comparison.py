@@ -20,7 +20,7 @@ Timer = Callable[[Mapping[str, Callable[[], object]], torch.device], Mapping[str
 SEARCHED, RULED, PLAIN = "searched", "ruled", "plain"
 
 
-class Race:
+class ModelComparison:
     """A compiled model that times its versions on its first call and is one of them from then on.
 
     Args:
@@ -52,7 +52,7 @@ class Race:
         self.versions.clear()  # what lost may be freed
 
 
-def decide(reports: Mapping[str, FusionReport], times: Mapping[str, float]) -> tuple[str, FusionReport]:
+def pick_winner(reports: Mapping[str, FusionReport], times: Mapping[str, float]) -> tuple[str, FusionReport]:
     """Which version stays, and the report that is true of it and says so.
 
     Args:
@@ -72,7 +72,7 @@ def decide(reports: Mapping[str, FusionReport], times: Mapping[str, float]) -> t
     with_us, plain_us = times[SEARCHED], times[PLAIN]
     report.notes.append(f"whole model: {with_us:.0f} us with templates, {plain_us:.0f} us without{ruled}; {verdict}")
     if not kept:
-        report.take_back("the whole model is not faster with it")
+        report.revert_to_inductor("the whole model is not faster with it")
     return best if kept else PLAIN, report
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from stof.fusion.graph.nodes import value_of
+from stof.fusion.graph.nodes import fake_value
 from stof.fusion.graph.symbolic_shapes import size_hint
-from stof.fusion.planner.match import Claim, RowFactors
+from stof.fusion.planner.match import RowScaleArgument, TemplateMatch
 from stof.tuning.timing import time_calls
 
 # A template's error may be this many times the error of PyTorch's own operators in the same dtype ...
@@ -31,28 +31,28 @@ class SegmentTimer:
         self.rounds = rounds
         self.failures: dict[tuple[str, str], str] = {}
 
-    def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+    def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
         """Microseconds with each configuration of the claim's template, None for Inductor's code.
 
         inf for failures, nan for what cannot be told from other work on the GPU.
         """
         calls: dict[str, Callable[[], object]] = {}
         with torch._guards.tracing(None), torch.no_grad():
-            inputs = random_inputs(claim)
+            inputs = random_inputs(match)
             expected: tuple[Tensor, ...] | None = None
             for config in configs:
                 name = "inductor" if config is None else f"={config}"
                 if config is None:
-                    calls[name] = compiled_segment(claim, inputs)
+                    calls[name] = compiled_segment(match, inputs)
                     continue
                 if expected is None:
-                    expected = exact(claim, inputs)
-                problem, call = _checked(claim, inputs, config, expected)
+                    expected = exact(match, inputs)
+                problem, call = _checked(match, inputs, config, expected)
                 if problem:
-                    self.failures[claim.template.name, config] = problem
+                    self.failures[match.template.name, config] = problem
                 else:
                     calls[name] = call
-            timed = time_calls(calls, claim.problem.device, rounds=self.rounds)
+            timed = time_calls(calls, match.problem.device, rounds=self.rounds)
         out = []
         for config in configs:
             timing = timed.get("inductor" if config is None else f"={config}")
@@ -65,29 +65,29 @@ class SegmentTimer:
         return out
 
 
-def check(claim: Claim, config: str) -> str:
+def check(match: TemplateMatch, config: str) -> str:
     """Why a configuration of a claim's template may not be used; "" when it runs and its result is right."""
     with torch._guards.tracing(None), torch.no_grad():
-        inputs = random_inputs(claim)
-        return _checked(claim, inputs, config, exact(claim, inputs))[0]
+        inputs = random_inputs(match)
+        return _checked(match, inputs, config, exact(match, inputs))[0]
 
 
-def random_inputs(claim: Claim) -> dict[fx.Node, Tensor]:
+def random_inputs(match: TemplateMatch) -> dict[fx.Node, Tensor]:
     """A random tensor for each tensor a claim reads, laid out as in the graph."""
     inputs: dict[fx.Node, Tensor] = {}
-    generator = torch.Generator(claim.problem.device).manual_seed(0)
-    for node in claim.arguments.values():
-        value = value_of(node)
+    generator = torch.Generator(match.problem.device).manual_seed(0)
+    for node in match.arguments.values():
+        value = fake_value(node)
         if isinstance(node, fx.Node) and value is not None and node not in inputs:
-            sizes = [size_hint(size, claim.at) for size in value.shape]
-            strides = [size_hint(stride, claim.at) for stride in value.stride()]
+            sizes = [size_hint(size, match.at) for size in value.shape]
+            strides = [size_hint(stride, match.at) for stride in value.stride()]
             tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
             if any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True)):
                 tensor = tensor.contiguous()  # an expanded tensor cannot be filled element by element
             # Products of such values stay of the order of 1, whatever their depth.
-            scale = 1.0 if node is claim.arguments["x"] or len(sizes) < 2 else claim.problem.shape.k**-0.5
-            if node is claim.arguments.get("scale"):  # 73 is the deviation of the integers below
-                scale = claim.problem.shape.k**-0.5 / 73 if claim.problem.shape.stored == "int8" else 1.0
+            scale = 1.0 if node is match.arguments["x"] or len(sizes) < 2 else match.problem.shape.k**-0.5
+            if node is match.arguments.get("scale"):  # 73 is the deviation of the integers below
+                scale = match.problem.shape.k**-0.5 / 73 if match.problem.shape.stored == "int8" else 1.0
             if value.is_floating_point():
                 drawn = torch.randn(sizes, generator=generator, device=value.device).mul_(scale)
             else:  # a quantised weight's values, brought to size by its factors
@@ -96,7 +96,7 @@ def random_inputs(claim: Claim) -> dict[fx.Node, Tensor]:
     return inputs
 
 
-def segment_graph(claim: Claim, inputs: dict[fx.Node, Tensor]) -> fx.GraphModule:
+def segment_graph(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> fx.GraphModule:
     """The segment's own operators as a module of the tensors it reads, in the order of `inputs`."""
     graph = fx.Graph()
     copied: dict[fx.Node, Any] = {node: graph.placeholder(f"arg{i}") for i, node in enumerate(inputs)}
@@ -106,7 +106,7 @@ def segment_graph(claim: Claim, inputs: dict[fx.Node, Tensor]) -> fx.GraphModule
         if node not in copied:
             value = node.meta.get("example_value")
             if isinstance(value, torch.SymInt):
-                copied[node] = size_hint(value, claim.at)
+                copied[node] = size_hint(value, match.at)
             elif isinstance(value, torch.SymFloat):
                 copied[node] = float(value)
             else:
@@ -114,44 +114,45 @@ def segment_graph(claim: Claim, inputs: dict[fx.Node, Tensor]) -> fx.GraphModule
                 copied[node].meta = {}
         return copied[node]
 
-    graph.output(tuple(take(node) for node in claim.outputs))
+    graph.output(tuple(take(node) for node in match.outputs))
     return fx.GraphModule({}, graph)
 
 
-def compiled_segment(claim: Claim, inputs: dict[fx.Node, Tensor]) -> Callable[[], object]:
+def compiled_segment(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> Callable[[], object]:
     """Inductor's code for the segment, bound to its inputs; the timer captures graphs itself."""
     from torch._inductor.compile_fx import compile_fx
 
     args = list(inputs.values())
-    compiled = compile_fx(segment_graph(claim, inputs), args, config_patches={"triton.cudagraphs": False})
+    compiled = compile_fx(segment_graph(match, inputs), args, config_patches={"triton.cudagraphs": False})
     return lambda: compiled(*args)
 
 
-def exact(claim: Claim, inputs: dict[fx.Node, Tensor]) -> tuple[Tensor, ...]:
+def exact(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> tuple[Tensor, ...]:
     """The segment's results by the template's twin in float64."""
-    return _results(claim.template.twin(**_computed(_arguments(claim, inputs, torch.float64))))
+    return _results(match.template.twin(**_computed(_arguments(match, inputs, torch.float64))))
 
 
-def _arguments(claim: Claim, inputs: dict[fx.Node, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
+def _arguments(match: TemplateMatch, inputs: dict[fx.Node, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
     given = {
         name: inputs[value].to(dtype or inputs[value].dtype) if isinstance(value, fx.Node) else value
-        for name, value in claim.arguments.items()
+        for name, value in match.arguments.items()
     }
-    if claim.transposed:
+    if match.transposed:
         given["weight"] = given["weight"].t()
     return given
 
 
-def bound_call(claim: Claim, inputs: dict[fx.Node, Tensor], config: str) -> Callable[[], Any]:
+def bound_call(match: TemplateMatch, inputs: dict[fx.Node, Tensor], config: str) -> Callable[[], Any]:
     """A call of the template's operator on these tensors."""
-    arguments = _arguments(claim, inputs)
-    return lambda: claim.template.operator(**_computed(arguments), config=config)
+    arguments = _arguments(match, inputs)
+    return lambda: match.template.operator(**_computed(arguments), config=config)
 
 
 def _computed(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with what lowering adds to a graph: part of what a template takes."""
     return {
-        name: value.of(arguments["x"]) if isinstance(value, RowFactors) else value for name, value in arguments.items()
+        name: value.of(arguments["x"]) if isinstance(value, RowScaleArgument) else value
+        for name, value in arguments.items()
     }
 
 
@@ -160,15 +161,15 @@ def _results(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _checked(
-    claim: Claim, inputs: dict[fx.Node, Tensor], config: str, expected: tuple[Tensor, ...]
+    match: TemplateMatch, inputs: dict[fx.Node, Tensor], config: str, expected: tuple[Tensor, ...]
 ) -> tuple[str, Callable[[], Any]]:
     """A call of the template's operator, and why it may not be used ("" if it may)."""
-    call = bound_call(claim, inputs, config)
+    call = bound_call(match, inputs, config)
     try:
         got = _results(call())
     except Exception as error:  # whatever a compiler or a launch raises for a configuration that does not fit
         return f"does not run: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}", call
-    plain = _results(claim.template.twin(**_computed(_arguments(claim, inputs))))
+    plain = _results(match.template.twin(**_computed(_arguments(match, inputs))))
     for one, reference, value in zip(got, plain, expected, strict=True):
         off, usual = _distance(one, value), _distance(reference, value)
         ulp = torch.finfo(one.dtype).eps * value.abs().max().item()

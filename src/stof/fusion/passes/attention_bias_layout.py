@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from stof.fusion.graph.nodes import argument, name_of, value_of
+from stof.fusion.graph.nodes import argument, fake_value, op_name
 from stof.fusion.graph.operators import ATTENTION_OPERATORS
 from stof.fusion.graph.symbolic_shapes import is_symbolic
 from stof.fusion.passes.lower_segments import GraphOrder
@@ -27,11 +27,11 @@ _READERS = ("hopper", "block_wise")
 _MOST_GIVEN = 2**26
 
 
-def scattered_biases(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def unreadable_biases(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Biases that no kernel reads row by row as they lie, and the attention that reads each."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if name_of(node) in ATTENTION_OPERATORS and _scattered(node):
+        if op_name(node) in ATTENTION_OPERATORS and _scattered(node):
             found.setdefault(argument(node, 4, "bias"), []).append(node)
     return {bias: nodes for bias, nodes in found.items() if not _written(graph, bias, nodes)}
 
@@ -43,10 +43,10 @@ def _written(graph: fx.Graph, bias: fx.Node, nodes: list[fx.Node]) -> bool:
     return order.writes_between(min(places), max(places))
 
 
-def lay_out_biases(graph: fx.Graph, found: dict[fx.Node, list[fx.Node]]) -> int:
-    """Rewrite in place what `scattered_biases` found; returns how many."""
+def materialize_biases(graph: fx.Graph, found: dict[fx.Node, list[fx.Node]]) -> int:
+    """Rewrite in place what `unreadable_biases` found; returns how many."""
     for bias, nodes in found.items():
-        value = value_of(bias)
+        value = fake_value(bias)
         assert value is not None
         keys = int(value.shape[3])
         after = bias if bias.op != "placeholder" else [node for node in graph.nodes if node.op == "placeholder"][-1]
@@ -70,7 +70,7 @@ def lay_out_biases(graph: fx.Graph, found: dict[fx.Node, list[fx.Node]]) -> int:
 def _scattered(node: fx.Node) -> bool:
     """Whether a kernel that reads a bias in rows might serve this attention, and could not as it lies."""
     names = {0: "q", 1: "k", 2: "v", 4: "bias"}
-    queries, keys, values, bias = (value_of(argument(node, place, name)) for place, name in names.items())
+    queries, keys, values, bias = (fake_value(argument(node, place, name)) for place, name in names.items())
     if queries is None or keys is None or values is None or bias is None:
         return False
     # Nothing may ask what a size is that the graph leaves open: it would be fixed.

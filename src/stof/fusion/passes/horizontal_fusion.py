@@ -7,7 +7,7 @@ from operator import getitem
 
 from torch import fx
 
-from stof.fusion.graph.nodes import argument, name_of, value_of
+from stof.fusion.graph.nodes import argument, fake_value, op_name
 from stof.fusion.passes.lower_segments import GraphOrder, call
 
 
@@ -23,7 +23,7 @@ class _Part:
     stop: int
 
 
-def merge_products(graph: fx.Graph) -> int:
+def merge_gemms(graph: fx.Graph) -> int:
     """Merge GEMMs in place; return how many went into others. `passes.weight_packing` packs their weights before."""
     order = GraphOrder(graph)
     groups: dict[tuple[fx.Node, fx.Node, fx.Node | None], list[_Part]] = {}
@@ -42,7 +42,7 @@ def merge_products(graph: fx.Graph) -> int:
 
 
 def _part(node: fx.Node) -> _Part | None:
-    if name_of(node) != "linear":
+    if op_name(node) != "linear":
         return None
     x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
     rows = _rows(weight)
@@ -58,11 +58,11 @@ def _part(node: fx.Node) -> _Part | None:
 
 def _rows(node: object) -> tuple[fx.Node, int, int] | None:
     """`(source, start, stop)` when a node is `parameter[start:stop]`."""
-    if name_of(node) != "getitem":
+    if op_name(node) != "getitem":
         return None
     assert isinstance(node, fx.Node)
     source, index = node.args
-    whole = value_of(source)
+    whole = fake_value(source)
     if not isinstance(source, fx.Node) or source.op not in ("placeholder", "get_attr") or whole is None:
         return None
     if not isinstance(index, slice) or not isinstance(whole.shape[0], int):
@@ -87,7 +87,7 @@ def _merge(graph: fx.Graph, run: list[_Part], spot: fx.Node) -> None:
     with graph.inserting_before(spot):
         operands = []
         for source in (first.weight, first.bias):
-            whole = value_of(source)
+            whole = fake_value(source)
             if source is not None and whole is not None and (start, stop) != (0, whole.shape[0]):
                 source = call(graph, spot, "call_function", getitem, (source, slice(start, stop)))
             operands.append(source)

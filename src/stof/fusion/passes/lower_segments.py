@@ -17,15 +17,15 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from stof.fusion.graph.nodes import writes, written_floats
-from stof.fusion.planner.match import Claim, Refusal, RowFactors
+from stof.fusion.graph.nodes import mutates_floats, writes
+from stof.fusion.planner.match import Refusal, RowScaleArgument, TemplateMatch
 
 
 @dataclass(frozen=True)
-class Choice:
+class FusionChoice:
     """A claim, the configuration it runs with ("" for the template's default), and why, in words."""
 
-    claim: Claim
+    match: TemplateMatch
     config: str = ""
     why: str = ""
 
@@ -35,38 +35,38 @@ class GraphOrder:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.place = {node: place for place, node in enumerate(graph.nodes)}
-        self.writes = [place for node, place in self.place.items() if written_floats(node)]
+        self.writes = [place for node, place in self.place.items() if mutates_floats(node)]
         self.all_writes = [place for node, place in self.place.items() if writes(node)]
 
     def writes_between(self, first: int, last: int, *, floats: bool = True) -> bool:
         """Whether something is written between two places; `floats`: to a floating-point tensor."""
         return any(first <= place <= last for place in (self.writes if floats else self.all_writes))
 
-    def insertion(self, claim: Claim) -> fx.Node | Refusal:
+    def insertion(self, match: TemplateMatch) -> fx.Node | Refusal:
         """The node before which the claim's call goes."""
-        readers = {user for node in claim.results for user in node.users} - claim.inside
-        spot = min((*readers, claim.results[-1]), key=self.place.__getitem__)
-        sources = [node for node in claim.arguments.values() if isinstance(node, fx.Node)]
+        readers = {user for node in match.results for user in node.users} - match.inside
+        spot = min((*readers, match.results[-1]), key=self.place.__getitem__)
+        sources = [node for node in match.arguments.values() if isinstance(node, fx.Node)]
         if any(self.place[source] >= self.place[spot] for source in sources):
             return Refusal("a value of the segment is used before all it reads is there")
-        places = [self.place[node] for node in (*claim.inside, spot)]
-        if self.writes_between(min(places), max(places), floats=not claim.problem.shape.stored):
+        places = [self.place[node] for node in (*match.inside, spot)]
+        if self.writes_between(min(places), max(places), floats=not match.problem.shape.stored):
             return Refusal("the graph writes to a tensor in place amid the segment")
         return spot
 
 
-def lower(graph: fx.Graph, choices: Iterable[Choice]) -> None:
+def lower(graph: fx.Graph, choices: Iterable[FusionChoice]) -> None:
     """Replace the segments of `choices`; claims must not overlap, and `GraphOrder.insertion` must accept them.
 
     New nodes carry fake values in `meta["example_value"]`, computed by the operators' fakes.
     """
     order = GraphOrder(graph)
-    placed: list[tuple[fx.Node, Choice]] = []
+    placed: list[tuple[fx.Node, FusionChoice]] = []
     for choice in choices:
-        spot = order.insertion(choice.claim)
+        spot = order.insertion(choice.match)
         assert isinstance(spot, fx.Node), spot
         placed.append((spot, choice))
-    placed.sort(key=lambda pair: (order.place[pair[0]], order.place[pair[1].claim.results[0]]))
+    placed.sort(key=lambda pair: (order.place[pair[0]], order.place[pair[1].match.results[0]]))
     # All calls go in before anything is taken out, so that every spot is still there; a call that reads another
     # segment's result is redirected with all its other readers.
     calls: list[list[fx.Node]] = []
@@ -74,30 +74,30 @@ def lower(graph: fx.Graph, choices: Iterable[Choice]) -> None:
         with graph.inserting_before(spot):
             calls.append(_insert(graph, choice))
     for (_, choice), results in zip(placed, calls, strict=True):
-        for before, after in zip(choice.claim.results, results, strict=True):
+        for before, after in zip(choice.match.results, results, strict=True):
             before.replace_all_uses_with(after)
     for _, choice in placed:
-        for root, view in choice.claim.passed:
+        for root, view in choice.match.passed:
             root.replace_all_uses_with(view)
-    inside = {node for _, choice in placed for node in choice.claim.inside}
+    inside = {node for _, choice in placed for node in choice.match.inside}
     for node in sorted(inside, key=order.place.__getitem__, reverse=True):
         if not node.users:
             graph.erase_node(node)
 
 
-def _insert(graph: fx.Graph, choice: Choice) -> list[fx.Node]:
+def _insert(graph: fx.Graph, choice: FusionChoice) -> list[fx.Node]:
     """Insert the call of a claim's operator; return one node for each of its results."""
-    claim = choice.claim
-    arguments, like = dict(claim.arguments), claim.results[-1]
-    if claim.transposed:
+    match = choice.match
+    arguments, like = dict(match.arguments), match.results[-1]
+    if match.transposed:
         arguments["weight"] = call(graph, like, "call_method", "t", (arguments["weight"],))
     for name, value in arguments.items():
-        if isinstance(value, RowFactors):
+        if isinstance(value, RowScaleArgument):
             arguments[name] = _row_factors(graph, like, arguments["x"], value.eps)
-    out = call(graph, like, "call_function", claim.template.operator, (*arguments.values(), choice.config))
-    if len(claim.results) == 1:
+    out = call(graph, like, "call_function", match.template.operator, (*arguments.values(), choice.config))
+    if len(match.results) == 1:
         return [out]
-    return [call(graph, like, "call_function", getitem, (out, i)) for i in range(len(claim.results))]
+    return [call(graph, like, "call_function", getitem, (out, i)) for i in range(len(match.results))]
 
 
 def _row_factors(graph: fx.Graph, like: fx.Node, x: fx.Node, eps: float) -> fx.Node:
@@ -132,13 +132,13 @@ def call(graph: fx.Graph, like: fx.Node, op: str, target: Any, args: tuple[Any, 
     node.meta = {key: like.meta[key] for key in ("nn_module_stack", "stack_trace") if key in like.meta}
     fake_args = fx.node.map_arg(args, lambda argument: argument.meta["example_value"])
     function = target if op == "call_function" else getattr(torch.Tensor, target)
-    with on_fakes(fake_mode_of(fake_args)):
+    with fake_context(fake_mode_of(fake_args)):
         node.meta["example_value"] = function(*fake_args)
     return node
 
 
 @contextmanager
-def on_fakes(mode: Any) -> Iterator[None]:
+def fake_context(mode: Any) -> Iterator[None]:
     """Operators run on fake values of a mode as Dynamo runs them.
 
     Composite operators do so in Python: in C++ those of torch 2.11 ask for sizes as numbers (`linear`, `matmul`), which

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from stof.fusion.graph.nodes import argument, name_of, value_of
+from stof.fusion.graph.nodes import argument, fake_value, op_name
 from stof.fusion.graph.symbolic_shapes import is_symbolic
 
 Patches = list[tuple[fx.Node, tuple[int, int]]]
@@ -38,7 +38,7 @@ def multiply_patches(graph: fx.Graph, found: Patches) -> int:
             patches = graph.call_method("flatten", (graph.call_method("flatten", (x, 3)), 1, 2))
             flat = graph.call_method("flatten", (weight, 1))
             product = graph.call_function(F.linear, (patches, flat, bias))
-            value = value_of(node)
+            value = fake_value(node)
             assert value is not None
             turned = graph.call_method("transpose", (product, 1, 2))
             image = graph.call_method("unflatten", (turned, 2, tuple(int(size) for size in value.shape[2:])))
@@ -49,9 +49,9 @@ def multiply_patches(graph: fx.Graph, found: Patches) -> int:
 
 def _patch(node: fx.Node) -> tuple[int, int] | None:
     """Height and width of the patches, None for what is no such convolution."""
-    if name_of(node) != "conv2d":
+    if op_name(node) != "conv2d":
         return None
-    x, weight, out = (value_of(one) for one in (argument(node, 0, "input"), argument(node, 1, "weight"), node))
+    x, weight, out = (fake_value(one) for one in (argument(node, 0, "input"), argument(node, 1, "weight"), node))
     if x is None or weight is None or x.ndim != 4 or is_symbolic((*x.shape[1:], *weight.shape)):
         return None
     # In 32 bits, convolutions and products are rounded by settings of their own (TF32).
@@ -69,7 +69,7 @@ def _patch(node: fx.Node) -> tuple[int, int] | None:
 def _flattens(node: fx.Node) -> bool:
     """Whether rows and columns become one dimension."""
     first, last = argument(node, 1, "start_dim", 0), argument(node, 2, "end_dim", -1)
-    return name_of(node) == "flatten" and first in (2, -2) and last in (3, -1)
+    return op_name(node) == "flatten" and first in (2, -2) and last in (3, -1)
 
 
 def _pair(given: Any) -> tuple[Any, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 from stof.fusion.graph.scheme import Scheme
-from stof.fusion.planner.search_space import Meter, Space
-from stof.fusion.planner.two_stage_search import Outcome, assemble, outcome, scheme_of
+from stof.fusion.planner.search_space import MeasurementCache, Space
+from stof.fusion.planner.two_stage_search import SearchResult, best_known_scheme, scheme_of, search_result
 
 
-def random_search(space: Space, meter: Meter, *, schemes: int, seed: int = 0) -> Outcome:
+def random_search(space: Space, meter: MeasurementCache, *, schemes: int, seed: int = 0) -> SearchResult:
     """Random schemes, and a random candidate for each of their segments; the best of all is kept."""
     chance = random.Random(seed)
     classes = sorted(set(space.classes), key=repr)
@@ -27,14 +27,14 @@ def random_search(space: Space, meter: Meter, *, schemes: int, seed: int = 0) ->
         total = sum(meter.known_gain(segment.start, segment.stop) for segment in scheme.segments)
         if total > saved:
             best, saved = scheme, total
-    return outcome(meter, best)
+    return search_result(meter, best)
 
 
-def exhaustive(space: Space, meter: Meter) -> Outcome:
+def exhaustive(space: Space, meter: MeasurementCache) -> SearchResult:
     """Every candidate of every segment that a template covers, put together in the best way."""
     for stop in range(1, space.size + 1):
         for start in range(max(0, stop - space.longest), stop):
             candidates = space.candidates(start, stop)
             if candidates:
                 meter.measure(start, stop, (None, *candidates))
-    return outcome(meter, assemble(meter))
+    return search_result(meter, best_known_scheme(meter))

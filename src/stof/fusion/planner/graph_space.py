@@ -13,21 +13,21 @@ from torch import fx
 from stof.fusion.graph.operators import Operator, in_words
 from stof.fusion.graph.repeated_layers import find_layers
 from stof.fusion.passes.lower_segments import GraphOrder
-from stof.fusion.planner.heuristics import LONGEST, bucket
-from stof.fusion.planner.match import Claim, claims
+from stof.fusion.planner.heuristics import MAX_OPS, bucket
+from stof.fusion.planner.match import TemplateMatch, find_matches
 from stof.fusion.planner.search_space import Candidate, Space, Wanted
-from stof.fusion.records.choices import Choices, Known, Tuned
+from stof.fusion.records.choices import Choices, ConfigLookup, TunedConfig
 from stof.fusion.templates.gemm_config import GemmConfig, kind_in
-from stof.fusion.templates.registry import Serving
+from stof.fusion.templates.registry import KernelPolicy
 from stof.fusion.templates.roofline import floor_us
 
 
-class TimeClaim(Protocol):
+class MatchTimer(Protocol):
     """Measures; `stof.fusion.measure.segment_timer.SegmentTimer` is one. `failures` says why candidates had no time."""
 
     failures: dict[Candidate, str]
 
-    def __call__(self, claim: Claim, configs: Sequence[str | None]) -> Sequence[float]:
+    def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> Sequence[float]:
         """Microseconds of a claim's segment with each configuration; None is Inductor's code.
 
         inf is a failure, nan a time that could not be told.
@@ -35,12 +35,12 @@ class TimeClaim(Protocol):
 
 
 class Ahead(Protocol):
-    """Compiles early; `stof.fusion.measure.async_compile.CompileAhead` is one."""
+    """Compiles early; `stof.fusion.measure.async_compile.WorkerPool` is one."""
 
-    def start(self, claim: Claim, configs: Sequence[str]) -> None:
+    def start(self, match: TemplateMatch, configs: Sequence[str]) -> None:
         """Begin to compile a claim's configurations."""
 
-    def wait(self, claim: Claim, configs: Sequence[str]) -> None:
+    def wait(self, match: TemplateMatch, configs: Sequence[str]) -> None:
         """Until they are compiled."""
 
 
@@ -50,32 +50,32 @@ class GraphSpace:
 
     operators: Sequence[Operator]
     order: GraphOrder
-    time_claim: TimeClaim | None
-    serving: Serving = Serving.KERNELS
+    time_match: MatchTimer | None
+    serving: KernelPolicy = KernelPolicy.KERNELS
     ahead: Ahead | None = None
-    known: Known = lambda bucket: None
+    known: ConfigLookup = lambda bucket: None
 
     def __post_init__(self) -> None:
         self.signatures = [operator.signature() for operator in self.operators]
         self.layers = find_layers(self.signatures)
-        self._claims: dict[tuple[int, int], dict[str, Claim]] = {}
+        self._matches: dict[tuple[int, int], dict[str, TemplateMatch]] = {}
         self._candidates: dict[tuple[int, int], list[Candidate]] = {}
         self._keys: dict[tuple[int, int], Hashable] = {}
 
-    def claims(self, start: int, stop: int) -> dict[str, Claim]:
+    def matches(self, start: int, stop: int) -> dict[str, TemplateMatch]:
         """Claims of a segment that the graph lets through, by template."""
-        found = self._claims.get((start, stop))
+        found = self._matches.get((start, stop))
         if found is None:
-            served = claims(self.operators[start:stop], self.serving)[0] if stop - start <= LONGEST else []
+            served = find_matches(self.operators[start:stop], self.serving)[0] if stop - start <= MAX_OPS else []
             found = {c.template.name: c for c in served if isinstance(self.order.insertion(c), fx.Node)}
-            self._claims[start, stop] = found
+            self._matches[start, stop] = found
         return found
 
     def candidates(self, start: int, stop: int) -> list[Candidate]:
         """Every configuration of every template that claims a segment; first what is known to be good, or defaults."""
         found = self._candidates.get((start, stop))
         if found is None:
-            served = self.claims(start, stop).values()
+            served = self.matches(start, stop).values()
             lists = [[(c.template.name, config) for config in self._configs(c)] for c in served]
             found = [candidate for one in lists for candidate in one[:1]] + [
                 candidate for one in lists for candidate in one[1:]
@@ -83,8 +83,8 @@ class GraphSpace:
             self._candidates[start, stop] = found
         return found
 
-    def _configs(self, claim: Claim) -> list[str]:
-        configs, tuned = claim.template.configs(claim.problem, self.serving), self.known(bucket(claim, self.serving))
+    def _configs(self, match: TemplateMatch) -> list[str]:
+        configs, tuned = match.template.configs(match.problem, self.serving), self.known(bucket(match, self.serving))
         if tuned is None or tuned.config not in configs:
             return configs
         return [tuned.config, *(config for config in configs if config != tuned.config)]
@@ -93,63 +93,63 @@ class GraphSpace:
         """Of each template and shape that has been measured, the fastest configuration."""
         found: Choices = {}
         for start, stop in self._segments():
-            served = self.claims(start, stop)
+            served = self.matches(start, stop)
             taken = times(start, stop) if served else {}
-            for name, claim in served.items() if 0 < taken.get(None, math.inf) < math.inf else ():
+            for name, match in served.items() if 0 < taken.get(None, math.inf) < math.inf else ():
                 own = {c[1]: us for c, us in taken.items() if c is not None and c[0] == name and 0 < us < math.inf}
                 if own:
                     best = min(own, key=own.__getitem__)
-                    found[bucket(claim, self.serving)] = Tuned(best, own[best], taken[None])
+                    found[bucket(match, self.serving)] = TunedConfig(best, own[best], taken[None])
         return found
 
     def _segments(self) -> list[tuple[int, int]]:
         places = range(len(self.operators))
-        return [(i, j) for i in places for j in range(i + 1, min(i + LONGEST, len(places)) + 1)]
+        return [(i, j) for i in places for j in range(i + 1, min(i + MAX_OPS, len(places)) + 1)]
 
     def key(self, start: int, stop: int) -> Hashable:
         """Signatures of the operators, problems of the claims and who serves: equal segments of all layers are one."""
         key = self._keys.get((start, stop))
         if key is None:
-            problems = tuple(claim.problem.text() for claim in self.claims(start, stop).values())
+            problems = tuple(match.problem.text() for match in self.matches(start, stop).values())
             key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems, self.serving.name)
         return key
 
-    def bucket_key(self, start: int, stop: int, claim: Claim) -> Hashable:
+    def bucket_key(self, start: int, stop: int, match: TemplateMatch) -> Hashable:
         """The key that a graph of fixed sizes would have for a segment, at a claim's sizes."""
-        signatures = tuple(operator.signature(claim.at) for operator in self.operators[start:stop])
-        return signatures, (claim.problem.text(),), self.serving.name
+        signatures = tuple(operator.signature(match.at) for operator in self.operators[start:stop])
+        return signatures, (match.problem.text(),), self.serving.name
 
-    def claimed_keys(self) -> set[Hashable]:
+    def matched_keys(self) -> set[Hashable]:
         """The keys of all segments that templates claim."""
-        return {self.key(start, stop) for start, stop in self._segments() if self.claims(start, stop)}
+        return {self.key(start, stop) for start, stop in self._segments() if self.matches(start, stop)}
 
     def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> list[float]:
         """Times of candidates, template by template, since templates differ in what they read."""
-        assert self.time_claim is not None
-        served = self.claims(start, stop)
+        assert self.time_match is not None
+        served = self.matches(start, stop)
         times: dict[Candidate | None, float] = {}
-        for i, (name, claim) in enumerate(served.items()):
+        for i, (name, match) in enumerate(served.items()):
             configs = [c[1] for c in candidates if c is not None and c[0] == name]
             with_inductor = None in candidates and i == 0
             asked: list[str | None] = [*([None] if with_inductor else []), *configs]
             if self.ahead is not None and configs:
-                self.ahead.wait(claim, configs)
-            for config, taken in zip(asked, self.time_claim(claim, asked) if asked else (), strict=True):
+                self.ahead.wait(match, configs)
+            for config, taken in zip(asked, self.time_match(match, asked) if asked else (), strict=True):
                 times[None if config is None else (name, config)] = taken
         return [times[candidate] for candidate in candidates]
 
     def prepare(self, wanted: Sequence[Wanted]) -> None:
         """Have candidates compiled that will be measured soon."""
         for start, stop, candidates in wanted if self.ahead is not None else ():
-            for name, claim in self.claims(start, stop).items():
+            for name, match in self.matches(start, stop).items():
                 configs = [c[1] for c in candidates if c is not None and c[0] == name]
                 if configs and self.ahead is not None:
-                    self.ahead.start(claim, configs)
+                    self.ahead.start(match, configs)
 
     def floor(self, start: int, stop: int, candidate: Candidate) -> float:
         """Microseconds that a candidate's product takes at the least; 0 for defaults, which are measured anyway."""
         template, config = candidate
-        problem = self.claims(start, stop)[template].problem
+        problem = self.matches(start, stop)[template].problem
         if not config or problem.device.type != "cuda":
             return 0.0
         device = torch.cuda.get_device_properties(problem.device)
@@ -166,7 +166,7 @@ class GraphSpace:
             self.key,
             self.candidates,
             self.measure,
-            LONGEST,
+            MAX_OPS,
             self.prepare,
             self.floor,
             self.label,

@@ -10,12 +10,12 @@ from torch import fx
 from stof.fusion.graph.operators import NORMS, Kind, Operator
 from stof.fusion.graph.scheme import MAX_COMPUTE_INTENSIVE, Scheme
 from stof.fusion.graph.symbolic_shapes import size_hint
-from stof.fusion.passes.lower_segments import Choice, GraphOrder
-from stof.fusion.planner.match import Claim, claims
-from stof.fusion.records.choices import Known, Tuned
+from stof.fusion.passes.lower_segments import FusionChoice, GraphOrder
+from stof.fusion.planner.match import TemplateMatch, find_matches
+from stof.fusion.records.choices import ConfigLookup, TunedConfig
 from stof.fusion.templates.gemm_config import GemmShape
-from stof.fusion.templates.registry import Serving
-from stof.fusion.templates.row_buckets import bucket_of, written
+from stof.fusion.templates.registry import KernelPolicy
+from stof.fusion.templates.row_buckets import bucket_of, format_table
 
 # Floating-point operations that a large half-precision product does while one byte is copied: about 680 TFLOP/s over
 # 4.2 TB/s on an H200. A pass over a product's [M, N] result then costs about 325 / K of the product.
@@ -26,25 +26,25 @@ BYTES_PER_US = 4.2e6
 # they are copied, is mostly launching, waiting for memory and ending: see "Few rows" in docs/fusion.md.
 FEW_FLOPS = 2e9
 # The longest sequence that any template covers.
-LONGEST = 4
+MAX_OPS = 4
 
 
-def small(shape: GemmShape, itemsize: int) -> bool:
+def is_latency_bound(shape: GemmShape, itemsize: int) -> bool:
     """Whether a product takes so little that what counts is how fast its kernel starts and ends."""
     flops, moved = _work(shape, itemsize)
     return flops + moved * FLOPS_PER_BYTE <= FEW_FLOPS
 
 
-def bytes_bound(shape: GemmShape, itemsize: int) -> bool:
+def is_memory_bound(shape: GemmShape, itemsize: int) -> bool:
     """Whether copying a product's operands takes longer than computing it."""
     flops, moved = _work(shape, itemsize)
     return flops <= moved * FLOPS_PER_BYTE
 
 
-def weight_bound(shape: GemmShape, itemsize: int) -> bool:
+def is_weight_bound(shape: GemmShape, itemsize: int) -> bool:
     """The same where it is the weight that is copied: few rows."""
     weight = shape.n * shape.k * shape.weight_size(itemsize)
-    return bytes_bound(shape, itemsize) and 2 * weight >= _work(shape, itemsize)[1]
+    return is_memory_bound(shape, itemsize) and 2 * weight >= _work(shape, itemsize)[1]
 
 
 def _work(shape: GemmShape, itemsize: int) -> tuple[float, int]:
@@ -54,7 +54,7 @@ def _work(shape: GemmShape, itemsize: int) -> tuple[float, int]:
     return 2.0 * shape.m * columns * shape.k, moved
 
 
-def pays(claim: Claim, following: Operator | None = None) -> bool:
+def is_profitable(match: TemplateMatch, following: Operator | None = None) -> bool:
     """Whether a claim is faster than what Inductor makes of its segment, by shape alone.
 
     A small product: always, for the templates' kernels start while the one before still runs. Else where the memory
@@ -66,43 +66,43 @@ def pays(claim: Claim, following: Operator | None = None) -> bool:
     A weight of 8-bit values: with few rows, where it is read as such and nothing but its bytes counts. What reads it
     dequantised pays only with more.
     """
-    if not claim.template.by_rule:
+    if not match.template.by_rule:
         return False
-    quantised = any(operator.quantised is not None for operator in claim.operators)
-    if claim.problem.shape.stored:
-        return weight_bound(claim.problem.shape, claim.problem.dtype.itemsize)
-    if quantised and bytes_bound(claim.problem.shape, 1):
+    quantised = any(operator.quantised is not None for operator in match.operators)
+    if match.problem.shape.stored:
+        return is_weight_bound(match.problem.shape, match.problem.dtype.itemsize)
+    if quantised and is_memory_bound(match.problem.shape, 1):
         return False
-    if small(claim.problem.shape, claim.problem.dtype.itemsize):
+    if is_latency_bound(match.problem.shape, match.problem.dtype.itemsize):
         return True
-    inner = claim.operators[:-1]
-    between = [o for o in inner if o.kind is Kind.LINEAR or (o.kind in NORMS and o is claim.operators[0])]
-    passes = claim.template.passes - _joins_next(claim, following)
+    inner = match.operators[:-1]
+    between = [o for o in inner if o.kind is Kind.LINEAR or (o.kind in NORMS and o is match.operators[0])]
+    passes = match.template.passes - _joins_next(match, following)
     saved = sum((1 if o.kind in NORMS else passes) * _bytes(o) for o in between)
-    shape = claim.problem.shape
+    shape = match.problem.shape
     flops = 2.0 * shape.m * shape.n * shape.k * (2 if shape.gated else 1)
-    return saved * FLOPS_PER_BYTE >= flops * (1 / claim.template.share - 1)
+    return saved * FLOPS_PER_BYTE >= flops * (1 / match.template.share - 1)
 
 
-def _saved_us(claim: Claim, tuned: Tuned, following: Operator | None) -> float:
+def _saved_us(match: TemplateMatch, tuned: TunedConfig, following: Operator | None) -> float:
     """What was measured to be saved, less what Inductor saves itself: it was timed without what is `following`."""
-    shared = _bytes(claim.operators[-1]) / BYTES_PER_US if _joins_next(claim, following) else 0.0
+    shared = _bytes(match.operators[-1]) / BYTES_PER_US if _joins_next(match, following) else 0.0
     return tuned.inductor_us - tuned.template_us - shared
 
 
-def reader(claim: Claim, behind: Sequence[Operator]) -> Operator | None:
+def reader(match: TemplateMatch, behind: Sequence[Operator]) -> Operator | None:
     """The first of the operators behind a claim that reads its result."""
-    return next((operator for operator in behind if claim.operators[-1].root in operator.inputs), None)
+    return next((operator for operator in behind if match.operators[-1].root in operator.inputs), None)
 
 
-def _joins_next(claim: Claim, following: Operator | None) -> bool:
+def _joins_next(match: TemplateMatch, following: Operator | None) -> bool:
     """Whether a claim ends with a sum that Inductor would compute in the kernel of what reads it first.
 
     A norm mostly; in T5 under float16, what looks for infinities.
     """
     if following is None or following.kind.compute_intensive:
         return False
-    return claim.operators[-1].kind is Kind.RESIDUAL and claim.operators[-1].root in following.inputs
+    return match.operators[-1].kind is Kind.RESIDUAL and match.operators[-1].root in following.inputs
 
 
 def _bytes(operator: Operator) -> int:
@@ -111,13 +111,13 @@ def _bytes(operator: Operator) -> int:
     return int(prod(size_hint(size) for size in value.shape)) * value.element_size()
 
 
-def suggested(
+def heuristic_choices(
     operators: Sequence[Operator],
     order: GraphOrder,
-    serving: Serving,
-    known: Known = lambda text: None,
+    serving: KernelPolicy,
+    known: ConfigLookup = lambda text: None,
     within: Sequence[range] | None = None,
-) -> dict[int, Choice]:
+) -> dict[int, FusionChoice]:
     """Choices by the first operator of their segments: from the left, the longest sequence whose claim pays.
 
     A product by itself counts as a sequence; unless it is small, nothing is saved. Where it is `known` what a shape
@@ -126,12 +126,12 @@ def suggested(
     Args:
         within: stretches of operators to look at; None for all.
     """
-    chosen: dict[int, Choice] = {}
+    chosen: dict[int, FusionChoice] = {}
     for stretch in [range(len(operators))] if within is None else within:
         at = stretch.start
         while at < stretch.stop:
             choice, saved = _choice_at(operators, range(at, stretch.stop), order, serving, known)
-            end = at + 1 if choice is None else at + len(choice.claim.operators)
+            end = at + 1 if choice is None else at + len(choice.match.operators)
             later = (_choice_at(operators, range(o, stretch.stop), order, serving, known) for o in range(at + 1, end))
             if choice is None or (saved and any(more > saved for _, more in later)):
                 at += 1
@@ -142,48 +142,50 @@ def suggested(
 
 
 def _choice_at(
-    operators: Sequence[Operator], rest: range, order: GraphOrder, serving: Serving, known: Known
-) -> tuple[Choice | None, float]:
+    operators: Sequence[Operator], rest: range, order: GraphOrder, serving: KernelPolicy, known: ConfigLookup
+) -> tuple[FusionChoice | None, float]:
     """The choice for a segment that begins where `rest` does and ends within it.
 
     With the microseconds it was measured to save, 0 where nothing was measured.
     """
     at = rest.start
-    by_rule: Choice | None = None
-    measured: Choice | None = None
+    by_rule: FusionChoice | None = None
+    measured: FusionChoice | None = None
     saved = 0.0
-    for length in range(min(LONGEST, len(rest)), 0, -1):
-        for claim in claims(operators[at : at + length], serving)[0]:
-            if not isinstance(order.insertion(claim), fx.Node):
+    for length in range(min(MAX_OPS, len(rest)), 0, -1):
+        for match in find_matches(operators[at : at + length], serving)[0]:
+            if not isinstance(order.insertion(match), fx.Node):
                 continue
-            following = reader(claim, operators[at + length :])
-            tuned, configs = known(bucket(claim, serving)), claim.template.configs(claim.problem, serving)
+            following = reader(match, operators[at + length :])
+            tuned, configs = known(bucket(match, serving)), match.template.configs(match.problem, serving)
             if tuned is not None and tuned.config in configs:
-                if _saved_us(claim, tuned, following) > saved:
+                if _saved_us(match, tuned, following) > saved:
                     # Of other numbers of rows nothing is known.
-                    rows = claim.problem.shape.m
-                    config = written({bucket_of(rows): tuned.config}) if claim.any_rows else tuned.config
-                    saved = _saved_us(claim, tuned, following)
-                    measured = Choice(claim, config, "measured faster before")
+                    rows = match.problem.shape.m
+                    config = format_table({bucket_of(rows): tuned.config}) if match.has_dynamic_rows else tuned.config
+                    saved = _saved_us(match, tuned, following)
+                    measured = FusionChoice(match, config, "measured faster before")
             # Without a default, only what was measured is faster than Inductor.
-            elif by_rule is None and "" in configs and pays(claim, following):
-                reason = "a small product" if small(claim.problem.shape, claim.problem.dtype.itemsize) else ""
-                by_rule = Choice(claim, why=f"{reason or 'saves memory traffic'}, by rule")
+            elif by_rule is None and "" in configs and is_profitable(match, following):
+                reason = (
+                    "a small product" if is_latency_bound(match.problem.shape, match.problem.dtype.itemsize) else ""
+                )
+                by_rule = FusionChoice(match, why=f"{reason or 'saves memory traffic'}, by rule")
     return measured or by_rule, saved
 
 
-def bucket(claim: Claim, serving: Serving) -> str:
+def bucket(match: TemplateMatch, serving: KernelPolicy) -> str:
     """What is known of a claim is known by this text; twins have times of their own."""
-    return claim.problem.bucket + (" twins" if serving is Serving.TWINS else "")
+    return match.problem.bucket + (" twins" if serving is KernelPolicy.TWINS else "")
 
 
-def apart(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
+def isolated_scheme(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
     """The scheme with these segments and all other operators by themselves: where the search starts."""
     inner = {place for segment in chosen for place in segment[1:]}
     return Scheme.of(len(operators), (place for place in range(1, len(operators)) if place not in inner))
 
 
-def joined(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
+def merged_scheme(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
     """The scheme with these segments, and what lies between in as few more as their classes allow.
 
     Operators that no template computes are compiled together whatever the scheme says; this one reads best.

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stof.errors import ArgumentError
-from stof.fusion.passes.lower_segments import Choice
+from stof.fusion.passes.lower_segments import FusionChoice
 from stof.fusion.planner.graph_space import GraphSpace
-from stof.fusion.planner.heuristics import bucket, suggested
-from stof.fusion.planner.match import Claim
-from stof.fusion.records.choices import Known, Tuned
+from stof.fusion.planner.heuristics import bucket, heuristic_choices
+from stof.fusion.planner.match import TemplateMatch
+from stof.fusion.records.choices import ConfigLookup, TunedConfig
 from stof.fusion.records.lock_file import Lock, LockedGraph, current_versions
 from stof.fusion.records.report import FusionReport
-from stof.fusion.records.store import Contents, Store, segment_key
+from stof.fusion.records.store import Records, Store, segment_key
 from stof.fusion.templates.gemm_config import CHAIN
-from stof.fusion.templates.row_buckets import bucket_of, table, written
+from stof.fusion.templates.row_buckets import bucket_of, format_table, table
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Replay:
 
     lock: Lock
     device: str
-    check: Callable[[Claim, str], str]
+    check: Callable[[TemplateMatch, str], str]
     store: Store | None = None
 
     def folds(self, graph: str) -> bool:
@@ -43,7 +43,7 @@ class Replay:
         return any(row.template == CHAIN for row in rows)
 
 
-def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[int, Choice]:
+def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[int, FusionChoice]:
     """The lock's choices by first operator; rules decide what it does not say, and the report tells, a line each."""
     lock = replay.lock
     if lock.device != replay.device:
@@ -51,7 +51,7 @@ def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[in
             f"the lock is for {lock.device}, this is {replay.device}: rules decide; `stof tune MODEL --lock FILE` "
             "makes one for this device"
         )
-        return suggested(graph.operators, graph.order, graph.serving, graph.known)
+        return heuristic_choices(graph.operators, graph.order, graph.serving, graph.known)
     others = {name: found for name, found in current_versions().items() if found != lock.versions.get(name)}
     if others:
         made = ", ".join(f"{name} {lock.versions.get(name, 'unknown')}" for name in others)
@@ -59,22 +59,22 @@ def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[in
     locked = lock.graphs.get(report.graph)
     if locked is None:
         report.notes.append("the lock has no graph like this: rules decide, by its configurations where shapes agree")
-        return suggested(graph.operators, graph.order, graph.serving, lock_known(graph, lock))
+        return heuristic_choices(graph.operators, graph.order, graph.serving, lock_known(graph, lock))
     chosen, left, bad = _fitting(graph, replay, locked, report)
-    return chosen | suggested(graph.operators, graph.order, graph.serving, _without(graph.known, bad), left)
+    return chosen | heuristic_choices(graph.operators, graph.order, graph.serving, _without(graph.known, bad), left)
 
 
-def lock_known(graph: GraphSpace, lock: Lock) -> Known:
+def lock_known(graph: GraphSpace, lock: Lock) -> ConfigLookup:
     """What the lock says of a shape, else what was known anyway."""
     return lambda text: lock.choices.get(text) or graph.known(text)
 
 
 def _fitting(
     graph: GraphSpace, replay: Replay, locked: LockedGraph, report: FusionReport
-) -> tuple[dict[int, Choice], list[range], set[tuple[str, str]]]:
+) -> tuple[dict[int, FusionChoice], list[range], set[tuple[str, str]]]:
     """The locked choices that serve, the segments of those that do not, and configurations that are no good."""
     segments = {segment.start: segment for segment in locked.scheme.segments}
-    chosen: dict[int, Choice] = {}
+    chosen: dict[int, FusionChoice] = {}
     left: list[range] = []
     bad: set[tuple[str, str]] = set()
     before = dict(replay.store.load().checks) if replay.store is not None else {}
@@ -83,13 +83,13 @@ def _fitting(
         problems: dict[str, None] = {}
         for at in row.at:
             segment = segments[at]
-            claim = graph.claims(segment.start, segment.stop).get(row.template)
-            if claim is None:
+            match = graph.matches(segment.start, segment.stop).get(row.template)
+            if match is None:
                 problems[f"{row.template} does not serve it here; rules decide"] = None
                 left.append(segment)
                 continue
-            config, refused = checks.serving(claim, row.config, segment)
-            own = bucket_of(claim.problem.shape.m)
+            config, refused = checks.serving(match, row.config, segment)
+            own = bucket_of(match.problem.shape.m)
             problems |= {
                 f"{row.template} {text or '(default)'} for {rows} rows: {why}; left out of the table": None
                 for rows, (text, why) in refused.items()
@@ -99,12 +99,12 @@ def _fitting(
                 text, why = refused[own]
                 problems[f"{row.template} {text or '(default)'}: {why}; rules decide"] = None
                 left.append(segment)
-                bad.add((bucket(claim, graph.serving), text))
+                bad.add((bucket(match, graph.serving), text))
             else:
-                chosen[at] = Choice(claim, config, "by the lock")
+                chosen[at] = FusionChoice(match, config, "by the lock")
         report.notes += [f"the lock's {row.segment}: {problem}" for problem in problems]
     if replay.store is not None and checks.known != before:
-        replay.store.update(Contents(checks=checks.known))
+        replay.store.update(Records(checks=checks.known))
     return chosen, left, bad
 
 
@@ -116,37 +116,37 @@ class _Checks:
     replay: Replay
     known: dict[str, str]
 
-    def serving(self, claim: Claim, text: str, segment: range) -> tuple[str, dict[int, tuple[str, str]]]:
+    def serving(self, match: TemplateMatch, text: str, segment: range) -> tuple[str, dict[int, tuple[str, str]]]:
         """The part of a configuration (of a table of them) that serves; the rest by bucket: configuration and why not.
 
         What a kernel computes does not depend on how many rows there are: each configuration is checked on the rows of
         the call that is being compiled, and that it fits in its own bucket.
         """
-        own = bucket_of(claim.problem.shape.m)
+        own = bucket_of(match.problem.shape.m)
         try:
             entries = table(text) if "=" in text else {own: text}
         except ArgumentError as error:
             return "", {own: (text, str(error))}
         refused: dict[int, tuple[str, str]] = {}
         for rows, config in entries.items():
-            there = claim if rows == own else claim.in_bucket(rows)
-            shape = replace(claim.problem.shape, m=rows)
-            problem = there.problem if there is not None else replace(claim.problem, shape=shape)
-            why = claim.template.refusal(problem, config, self.graph.serving) or self._checked(claim, config, segment)
+            there = match if rows == own else match.in_bucket(rows)
+            shape = replace(match.problem.shape, m=rows)
+            problem = there.problem if there is not None else replace(match.problem, shape=shape)
+            why = match.template.refusal(problem, config, self.graph.serving) or self._checked(match, config, segment)
             if why:
                 refused[rows] = (config, why)
         kept = {rows: config for rows, config in entries.items() if rows not in refused}
-        return written(kept) if "=" in text else text, refused
+        return format_table(kept) if "=" in text else text, refused
 
-    def _checked(self, claim: Claim, config: str, segment: range) -> str:
-        key = segment_key((self.graph.key(segment.start, segment.stop), claim.template.name, config))
+    def _checked(self, match: TemplateMatch, config: str, segment: range) -> str:
+        key = segment_key((self.graph.key(segment.start, segment.stop), match.template.name, config))
         if key not in self.known:
-            self.known[key] = self.replay.check(claim, config)
+            self.known[key] = self.replay.check(match, config)
         return self.known[key]
 
 
-def _without(known: Known, bad: set[tuple[str, str]]) -> Known:
-    def look_up(text: str) -> Tuned | None:
+def _without(known: ConfigLookup, bad: set[tuple[str, str]]) -> ConfigLookup:
+    def look_up(text: str) -> TunedConfig | None:
         tuned = known(text)
         return None if tuned is not None and (text, tuned.config) in bad else tuned
 

@@ -16,27 +16,27 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
-from stof.fusion.graph.nodes import column_slice, same_size, through_identities, value_of
+from stof.fusion.graph.nodes import column_slice, fake_value, same_size, skip_identities
 from stof.fusion.graph.operators import NORMS, Kind, Operator, dtype_name
 from stof.fusion.graph.symbolic_shapes import Values, is_symbolic, size_hint, values_for
 from stof.fusion.planner.match_rotary import cuts, rotations
 from stof.fusion.templates.gemm_config import CHAIN, GATED, MOST_INNER, ROW_SCALED, SCALED, GemmShape
 from stof.fusion.templates.launch import row_factors
-from stof.fusion.templates.registry import TEMPLATES, Problem, Serving, Template, no_kernel
+from stof.fusion.templates.registry import TEMPLATES, GemmProblem, KernelPolicy, Template, no_kernel
 from stof.fusion.templates.row_buckets import SMALLEST
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 @dataclass(frozen=True, eq=False)
-class Claim:
+class TemplateMatch:
     """One call that replaces a segment.
 
     Attributes:
         template: whose operator is called.
         operators: the segment.
         inside: all nodes that the call makes unnecessary.
-        arguments: of the operator without the configuration, in its order. Tensors are nodes, or `RowFactors`.
+        arguments: of the operator without the configuration, in its order. Tensors are nodes, or `RowScaleArgument`.
         transposed: the argument "weight" is to be transposed first.
         results: the nodes whose values the call computes; with two, the first and the second of its outputs.
         problem: shapes and options, for configurations and rules. Symbolic sizes appear as their values in the call
@@ -51,7 +51,7 @@ class Claim:
     arguments: dict[str, Any]
     transposed: bool
     results: tuple[fx.Node, ...]
-    problem: Problem
+    problem: GemmProblem
     at: Values | None = None
     passed: tuple[tuple[fx.Node, fx.Node], ...] = ()
 
@@ -66,11 +66,11 @@ class Claim:
         return (*(root for root, _ in self.passed), *rest)
 
     @property
-    def any_rows(self) -> bool:
+    def has_dynamic_rows(self) -> bool:
         """Whether the graph leaves the number of rows open."""
         return is_symbolic(self._lead)
 
-    def in_bucket(self, bucket: int) -> Claim | None:
+    def in_bucket(self, bucket: int) -> TemplateMatch | None:
         """The same claim in calls with as many rows as the bucket takes; None where the graph has no such calls."""
         values = values_for(self._lead, bucket // 2 if bucket > SMALLEST else 0, bucket)
         if values is None:
@@ -80,13 +80,13 @@ class Claim:
 
     @property
     def _lead(self) -> torch.Size:
-        x = value_of(self.arguments["x"])
+        x = fake_value(self.arguments["x"])
         assert x is not None
         return x.shape[:-1]
 
 
 @dataclass(frozen=True)
-class RowFactors:
+class RowScaleArgument:
     """An argument that lowering computes: what an RMSNorm multiplies the rows of the claim's x by."""
 
     eps: float
@@ -100,14 +100,14 @@ class Refusal(str):
     """Why a template does not serve a segment, in words."""
 
 
-def claims(operators: Sequence[Operator], serving: Serving) -> tuple[list[Claim], list[Refusal]]:
+def find_matches(operators: Sequence[Operator], serving: KernelPolicy) -> tuple[list[TemplateMatch], list[Refusal]]:
     """Every template that computes these neighbouring operators, and the reasons of those that nearly do.
 
     Neither where nothing in `serving` computes their products: that is for `without_kernel` to tell, once.
     """
     if without_kernel(operators, serving):
         return [], []
-    served: list[Claim] = []
+    served: list[TemplateMatch] = []
     refused: list[Refusal] = []
     kinds = tuple(operator.kind for operator in operators)
     for template in TEMPLATES:
@@ -116,24 +116,24 @@ def claims(operators: Sequence[Operator], serving: Serving) -> tuple[list[Claim]
         if template.name == CHAIN:
             if not all(o.chainable for o in operators if o.kind is Kind.LINEAR):
                 continue
-            found = _chain(template, operators)
+            found = _match_chain(template, operators)
         else:
-            found = _claim(template, operators)
-        if isinstance(found, Claim):
+            found = _match(template, operators)
+        if isinstance(found, TemplateMatch):
             served.append(found)
         else:
             refused.append(Refusal(f"{template.name}: {found}"))
     return served, refused
 
 
-def without_kernel(operators: Iterable[Operator], serving: Serving) -> list[str]:
+def without_kernel(operators: Iterable[Operator], serving: KernelPolicy) -> list[str]:
     """Each device or dtype of products that nothing in `serving` computes, such as "cpu"."""
     values = [operator.value for operator in operators if operator.kind is Kind.LINEAR]
     missing = (no_kernel(value.device, value.dtype, serving) for value in values)
     return [what for what in dict.fromkeys(missing) if what]
 
 
-def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
+def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch | str:
     linear = next(operator for operator in operators if operator.kind is Kind.LINEAR)
     norm = next((operator for operator in operators if operator.kind in NORMS), None)
     act = next((operator for operator in operators if operator.kind in (Kind.ACTIVATION, Kind.GATE)), None)
@@ -176,7 +176,7 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     }
     if norm is not None:
         arguments |= {"norm_weight": norm.weight, "norm_bias": norm.bias, "norm": NORMS[norm.kind], "eps": norm.eps}
-        arguments["rstd"] = RowFactors(norm.eps)
+        arguments["rstd"] = RowScaleArgument(norm.eps)
     else:
         arguments |= {"norm_weight": None, "rstd": None}
     if turned is not None:
@@ -185,7 +185,7 @@ def _claim(template: Template, operators: Sequence[Operator]) -> Claim | str:
     asked = _problem(template, linear, arguments)
     if 0 in (asked.shape.m, asked.shape.n, asked.shape.k):
         return f"a product of {asked.shape.m} x {asked.shape.k} and {asked.shape.k} x {asked.shape.n} takes no time"
-    return Claim(
+    return TemplateMatch(
         template,
         tuple(operators),
         frozenset(inside),
@@ -202,11 +202,11 @@ def _residual(operators: Sequence[Operator], add: Operator | None) -> fx.Node | 
     if add is None:
         return None
     before = operators[operators.index(add) - 1]
-    others = [source for source in add.inputs if through_identities(source) is not before.root]
+    others = [source for source in add.inputs if skip_identities(source) is not before.root]
     return others[0] if len(others) == 1 else "adds a value to itself"
 
 
-def _chain(template: Template, operators: Sequence[Operator]) -> Claim | str:
+def _match_chain(template: Template, operators: Sequence[Operator]) -> TemplateMatch | str:
     """Two products, the second of what the first one (and an activation) makes."""
     down, up = (operator for operator in operators if operator.kind is Kind.LINEAR)
     act = next((operator for operator in operators if operator.kind is Kind.ACTIVATION), None)
@@ -234,7 +234,7 @@ def _chain(template: Template, operators: Sequence[Operator]) -> Claim | str:
         "x": x, "down": down.weight, "down_bias": down.bias, "up": up.weight, "up_bias": up.bias,
         "residual": residual, "activation": act.activation if act is not None else "none",
     }  # fmt: skip
-    value = value_of(x)
+    value = fake_value(x)
     assert value is not None
     rows = prod(size_hint(size) for size in value.shape[:-1])
     if 0 in (rows, n, k, inner):
@@ -243,13 +243,13 @@ def _chain(template: Template, operators: Sequence[Operator]) -> Claim | str:
     shape = GemmShape(
         template.name, rows, n, k, arguments["activation"], bias=bias, residual=residual is not None, inner=inner
     )
-    problem_of = Problem(shape, value.dtype, value.device)
-    return Claim(template, tuple(operators), frozenset(inside), arguments, False, (result,), problem_of)
+    problem_of = GemmProblem(shape, value.dtype, value.device)
+    return TemplateMatch(template, tuple(operators), frozenset(inside), arguments, False, (result,), problem_of)
 
 
-def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) -> Problem:
+def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) -> GemmProblem:
     """Sizes and options of a call, symbolic sizes at their hints."""
-    x = value_of(arguments["x"])
+    x = fake_value(arguments["x"])
     assert x is not None
     n, k = (size_hint(size) for size in linear.weight_size)
     shape = GemmShape(
@@ -269,7 +269,7 @@ def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) ->
         stored="" if arguments["scale"] is None else dtype_name(arguments["weight"]),
         aligned=all(size * x.element_size() % 16 == 0 for size in (n, k)),
     )
-    return Problem(shape, x.dtype, x.device)
+    return GemmProblem(shape, x.dtype, x.device)
 
 
 def _leads_to(node: fx.Node, view: fx.Node) -> bool:
@@ -301,7 +301,7 @@ def _connected(before: Operator, after: Operator, inside: set[fx.Node], linear: 
         return ""
     for source in after.inputs:
         passed: set[fx.Node] = set()
-        if through_identities(source, passed) is before.root:
+        if skip_identities(source, passed) is before.root:
             inside |= passed
             return ""
     return f"{after.label} does not read {before.label}"
@@ -319,14 +319,14 @@ def _unfit(nodes: Sequence[fx.Node | None], norm: Operator | None = None, free: 
     `free` have dtypes of their own, which were looked at where they were recognised.
     """
     nodes = [*nodes, *([norm.weight, norm.bias] if norm is not None else [])]
-    values = [value_of(node) for node in nodes if node is not None]
+    values = [fake_value(node) for node in nodes if node is not None]
     if any(value is None for value in values):
         return "an operand is no tensor"
     tensors = [value for value in values if value is not None]
     kinds = {type(value) for value in tensors} - {FakeTensor, Tensor, torch.nn.Parameter}
     if kinds:
         return f"an operand is a {', '.join(kind.__name__ for kind in kinds)}"
-    dtypes = {value.dtype for node in nodes if node not in free and (value := value_of(node)) is not None}
+    dtypes = {value.dtype for node in nodes if node not in free and (value := fake_value(node)) is not None}
     if len(dtypes) > 1:
         return f"dtypes differ: {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
     if not dtypes <= _DTYPES:
@@ -334,10 +334,10 @@ def _unfit(nodes: Sequence[fx.Node | None], norm: Operator | None = None, free: 
     if len({value.device for value in tensors}) > 1:
         return "operands lie on different devices"
     if norm is not None:
-        width = value_of(norm.root)
+        width = fake_value(norm.root)
         assert width is not None
         for node in (norm.weight, norm.bias):
-            vector = value_of(node)
+            vector = fake_value(node)
             if vector is not None and not same_size(vector.shape, width.shape[-1:]):
                 return "the norm's weight is not one vector"
     return ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stof.fusion.graph.nodes import argument, column_slice, name_of, same_size, source_of, value_of
+from stof.fusion.graph.nodes import argument, column_slice, fake_value, op_name, same_size, source_of
 from stof.fusion.graph.operators import Operator
 
 # What the kernels rotate: heads that fill tiles, and columns that fill whole ones of those that large products have.
@@ -69,7 +69,7 @@ def rotations(linear: Operator, rotaries: Sequence[Operator]) -> Rotations | str
 def cuts(product: fx.Node) -> Iterator[fx.Node]:
     """What reads a product; the parts of a split one by one."""
     for user in product.users:
-        if name_of(user) in ("split", "chunk"):
+        if op_name(user) in ("split", "chunk"):
             yield from user.users
         else:
             yield user
@@ -78,9 +78,9 @@ def cuts(product: fx.Node) -> Iterator[fx.Node]:
 def _piece(linear: Operator, rotary: Operator) -> tuple[int, int, int, set[fx.Node]] | str:
     """First and last column (exclusive) of what is rotated, its heads' width, and the views it is seen through."""
     x, cos, sin = rotary.inputs
-    heads = source_of(x) if name_of(x) in ("transpose", "swapaxes") else None
-    piece = source_of(heads) if isinstance(heads, fx.Node) and name_of(heads) in _APART else None
-    turned, apart, whole = value_of(x), value_of(heads), linear.value
+    heads = source_of(x) if op_name(x) in ("transpose", "swapaxes") else None
+    piece = source_of(heads) if isinstance(heads, fx.Node) and op_name(heads) in _APART else None
+    turned, apart, whole = fake_value(x), fake_value(heads), linear.value
     if heads is None or piece is None or turned is None or apart is None or turned.dim() != 4 or whole.dim() != 3:
         return "rotates something else than heads [B, H, S, D] of the product"
     if {argument(x, 1, "dim0"), argument(x, 2, "dim1")} not in ({1, 2}, {-3, -2}):
@@ -96,7 +96,7 @@ def _piece(linear: Operator, rotary: Operator) -> tuple[int, int, int, set[fx.No
         return "what is rotated is used without rotation as well"
     batch, length = whole.shape[:2]
     for table in (cos, sin):
-        angles = value_of(table)
+        angles = fake_value(table)
         if angles is None or angles.dim() != 4 or angles.dtype != whole.dtype:
             return "angles are no tensor [B, 1, S, D] of the product's dtype"
         one = same_size(angles.shape[:1], (1,)) or same_size(angles.shape[:1], (batch,))
@@ -107,6 +107,6 @@ def _piece(linear: Operator, rotary: Operator) -> tuple[int, int, int, set[fx.No
 
 def _table(node: fx.Node) -> fx.Node:
     """What angles were before dimensions of one were put in: it is there before the product is."""
-    while name_of(node) == "unsqueeze":
+    while op_name(node) == "unsqueeze":
         node = source_of(node)
     return node

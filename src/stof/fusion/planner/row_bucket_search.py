@@ -11,12 +11,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from stof.fusion.passes.lower_segments import Choice
+from stof.fusion.passes.lower_segments import FusionChoice
 from stof.fusion.planner.graph_space import GraphSpace
-from stof.fusion.planner.match import Claim
-from stof.fusion.planner.search_space import Candidate, Meter
+from stof.fusion.planner.match import TemplateMatch
+from stof.fusion.planner.search_space import Candidate, MeasurementCache
 from stof.fusion.records.store import segment_key
-from stof.fusion.templates.row_buckets import SMALLEST, bucket_of, written
+from stof.fusion.templates.row_buckets import SMALLEST, bucket_of, format_table
 
 # Buckets beyond the first call's that are looked at: calls with up to 8 times its rows.
 _LARGER = 3
@@ -30,8 +30,8 @@ def buckets_around(rows: int) -> list[int]:
 
 
 def by_buckets(
-    graph: GraphSpace, meter: Meter, chosen: Mapping[int, Choice], *, per_segment: int, seed: int
-) -> dict[int, Choice]:
+    graph: GraphSpace, meter: MeasurementCache, chosen: Mapping[int, FusionChoice], *, per_segment: int, seed: int
+) -> dict[int, FusionChoice]:
     """Choices whose configuration depends on the bucket of the rows, where the graph leaves their number open.
 
     In each bucket the default, the choice for the first call and `per_segment` drawn ones are measured. Buckets that
@@ -39,38 +39,44 @@ def by_buckets(
     """
     tables: dict[int, dict[int, str]] = {}
     for start, choice in chosen.items():
-        if choice.claim.any_rows:
-            tables[start] = {bucket_of(choice.claim.problem.shape.m): choice.config}
-    reached = {bucket for start in tables for bucket in buckets_around(chosen[start].claim.problem.shape.m)}
+        if choice.match.has_dynamic_rows:
+            tables[start] = {bucket_of(choice.match.problem.shape.m): choice.config}
+    reached = {bucket for start in tables for bucket in buckets_around(chosen[start].match.problem.shape.m)}
     middle = max((bucket for table in tables.values() for bucket in table), default=SMALLEST)
     for bucket in sorted(reached, key=lambda b: abs(math.log2(b / middle))):
         for start, table in tables.items():
-            claim = chosen[start].claim.in_bucket(bucket)
-            if claim is not None and bucket not in table:
-                best = _fastest(graph, meter, start, claim, chosen[start].config, per_segment, seed)
+            match = chosen[start].match.in_bucket(bucket)
+            if match is not None and bucket not in table:
+                best = _fastest(graph, meter, start, match, chosen[start].config, per_segment, seed)
                 table |= {} if best is None else {bucket: best}
     return {
-        start: replace(choice, config=written(tables[start])) if start in tables else choice
+        start: replace(choice, config=format_table(tables[start])) if start in tables else choice
         for start, choice in chosen.items()
     }
 
 
 def _fastest(
-    graph: GraphSpace, meter: Meter, start: int, claim: Claim, usual: str, per_segment: int, seed: int
+    graph: GraphSpace,
+    meter: MeasurementCache,
+    start: int,
+    match: TemplateMatch,
+    usual: str,
+    per_segment: int,
+    seed: int,
 ) -> str | None:
     """The fastest configuration of a claim at its sizes; None when nothing has been measured."""
-    key = graph.bucket_key(start, start + len(claim.operators), claim)
-    listed = claim.template.configs(claim.problem, graph.serving)
+    key = graph.bucket_key(start, start + len(match.operators), match)
+    listed = match.template.configs(match.problem, graph.serving)
     # Equal draws in every process: what was measured in one is found by the next.
     chance = random.Random(f"{seed} {segment_key(key)}")
     first = [config for config in dict.fromkeys((*listed[:1], usual)) if config in listed]
     others = [config for config in listed if config not in first]
     draws = [*first, *chance.sample(others, min(per_segment, len(others)))]
-    name = claim.template.name
+    name = match.template.name
 
     def measure(new: Sequence[Candidate | None]) -> Sequence[float]:
-        assert graph.time_claim is not None
-        return graph.time_claim(claim, [candidate[1] for candidate in new if candidate is not None])
+        assert graph.time_match is not None
+        return graph.time_match(match, [candidate[1] for candidate in new if candidate is not None])
 
     known = meter.take(key, [(name, config) for config in draws], measure)
     times = {candidate[1]: known[candidate] for candidate in known if candidate is not None and candidate[0] == name}

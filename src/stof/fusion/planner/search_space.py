@@ -73,7 +73,7 @@ class Budget:
         return self.seconds - (self.clock() - self.start)
 
 
-class Meter:
+class MeasurementCache:
     """Measures each (segment, candidate) once, counts, and stops when the budget is spent.
 
     `known` gives what was measured before for a key of the space, in another process perhaps; `searched` are the keys

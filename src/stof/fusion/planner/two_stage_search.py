@@ -13,14 +13,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Se
 from dataclasses import dataclass
 
 from stof.fusion.graph.scheme import Scheme
-from stof.fusion.planner.search_space import Candidate, Meter, Space
+from stof.fusion.planner.search_space import Candidate, MeasurementCache, Space
 
 # What tuning is hoped to leave of a default configuration's time: stage 1 keeps segments whose template loses by less.
-HOPE = 0.8
+EXPECTED_GAIN = 0.8
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchResult:
     """A search's result: the scheme, what computes its segments, microseconds saved, measurements taken."""
 
     scheme: Scheme
@@ -29,16 +29,18 @@ class Outcome:
     measurements: int
 
 
-def two_stage(space: Space, meter: Meter, initial: Scheme, *, per_segment: int = 4, seed: int = 0) -> Outcome:
+def two_stage(
+    space: Space, meter: MeasurementCache, initial: Scheme, *, per_segment: int = 4, seed: int = 0
+) -> SearchResult:
     """Stage 1 from `initial`, then stage 2 on what it found.
 
     After each stage the segments measured so far are put together in the best way, which costs no measurement: moves of
     single boundaries cannot cross a valley, and configurations found late may reverse a choice made early.
     """
     meter.prepare((start, stop, space.candidates(start, stop)[:1]) for start, stop in _covered(space))
-    stage_one(space, meter, initial, hope=HOPE)
-    stage_two(space, meter, assemble(meter, hope=HOPE), per_segment=per_segment, seed=seed)
-    return outcome(meter, assemble(meter))
+    stage_one(space, meter, initial, hope=EXPECTED_GAIN)
+    stage_two(space, meter, best_known_scheme(meter, hope=EXPECTED_GAIN), per_segment=per_segment, seed=seed)
+    return search_result(meter, best_known_scheme(meter))
 
 
 def _covered(space: Space) -> Iterator[tuple[int, int]]:
@@ -51,7 +53,7 @@ def _covered(space: Space) -> Iterator[tuple[int, int]]:
                 yield start, stop
 
 
-def assemble(meter: Meter, hope: float = 1.0) -> Scheme:
+def best_known_scheme(meter: MeasurementCache, hope: float = 1.0) -> Scheme:
     """The scheme that saves most with the segments measured so far; nothing is measured.
 
     Savings add up, so the best scheme of the first n operators is some segment after a best scheme of the rest.
@@ -71,16 +73,16 @@ def assemble(meter: Meter, hope: float = 1.0) -> Scheme:
     return Scheme.of(space.size, edges)
 
 
-def outcome(meter: Meter, scheme: Scheme) -> Outcome:
+def search_result(meter: MeasurementCache, scheme: Scheme) -> SearchResult:
     """A scheme with the best of what has been measured so far."""
     saved = sum(meter.known_gain(segment.start, segment.stop) for segment in scheme.segments)
-    return Outcome(scheme, meter.chosen(scheme), saved, meter.measurements)
+    return SearchResult(scheme, meter.chosen(scheme), saved, meter.measurements)
 
 
-def stage_one(space: Space, meter: Meter, initial: Scheme, *, hope: float = 1.0) -> Scheme:
+def stage_one(space: Space, meter: MeasurementCache, initial: Scheme, *, hope: float = 1.0) -> Scheme:
     """Improve a scheme by moves of its boundaries until none helps or the budget is spent.
 
-    A move concerns all alike places at once, so that equal layers stay equal. `hope` as in `Meter.gain`.
+    A move concerns all alike places at once, so that equal layers stay equal. `hope` as in `MeasurementCache.gain`.
     """
     starts = {space.classes[start] for start in initial.starts}
     best = scheme_of(space, starts)
@@ -146,7 +148,7 @@ def _compete(space: Space, scheme: Scheme, starts: set[Hashable]) -> Iterator[se
 
 
 def stage_two(
-    space: Space, meter: Meter, scheme: Scheme, *, per_segment: int = 4, seed: int = 0, patience: int = 2
+    space: Space, meter: MeasurementCache, scheme: Scheme, *, per_segment: int = 4, seed: int = 0, patience: int = 2
 ) -> None:
     """Sample configurations of the scheme's segments into the meter.
 
@@ -206,7 +208,7 @@ def _in_order(queue: Sequence[Candidate], some: Sequence[Candidate], first: Set[
     return sorted((one for one in queue if one in wanted), key=lambda one: one[1] not in first)
 
 
-def _fastest(meter: Meter, segments: Iterable[range]) -> set[str]:
+def _fastest(meter: MeasurementCache, segments: Iterable[range]) -> set[str]:
     """Each segment's fastest configuration so far, of whatever template."""
     found = set()
     for segment in segments:

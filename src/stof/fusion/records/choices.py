@@ -21,7 +21,7 @@ PACKAGED = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedConfig:
     """The fastest configuration of a template for a shape, its microseconds, and those of Inductor's code."""
 
     config: str
@@ -37,10 +37,10 @@ class Tuned:
         return self.template_us < self.inductor_us
 
 
-# By the problem's text, its rows rounded up to a power of two (`Problem.bucket`).
-Choices = dict[str, Tuned]
+# By the problem's text, its rows rounded up to a power of two (`GemmProblem.bucket`).
+Choices = dict[str, TunedConfig]
 # What is known of a problem, by that text.
-Known = Callable[[str], Tuned | None]
+ConfigLookup = Callable[[str], TunedConfig | None]
 
 
 def choices_path(folder: Path, device: str) -> Path:
@@ -56,7 +56,7 @@ def read_choices(path: Path) -> Choices:
 def choices_of(content: Mapping[str, Any]) -> Choices:
     """The choices in the content of a file."""
     return {
-        str(key): Tuned(str(one["config"]), float(one["template_us"]), float(one["inductor_us"]))
+        str(key): TunedConfig(str(one["config"]), float(one["template_us"]), float(one["inductor_us"]))
         for key, one in content["choices"].items()
     }
 
@@ -84,7 +84,7 @@ def write_choices(path: Path, device: str, choices: Choices) -> None:
     write_checked(path, json.dumps(content, indent=1))
 
 
-def known_choices(device: str, folder: Path | None, packaged: Path = PACKAGED) -> Known:
+def known_choices(device: str, folder: Path | None, packaged: Path = PACKAGED) -> ConfigLookup:
     """What is known of a device: packaged, and in the user's folder (None: packaged alone)."""
     choices = read_choices(choices_path(packaged, device))
     if folder is not None:

@@ -80,7 +80,7 @@ class FusionReport:
         """Segments computed by a template."""
         return sum(bool(segment.template) for segment in self.segments)
 
-    def take_back(self, reason: str) -> None:
+    def revert_to_inductor(self, reason: str) -> None:
         """Leave all segments to Inductor after all."""
         self.segments = [
             replace(row, template="", config="", reason=reason) if row.template else row for row in self.segments

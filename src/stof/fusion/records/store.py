@@ -25,7 +25,7 @@ VERSION = 3
 
 
 @dataclass
-class Entry:
+class SegmentTimes:
     """A segment's times in microseconds (`math.inf` for what does not run), and how thoroughly it was searched.
 
     `per_segment` is that of the most thorough search that came to its end, 0 for none.
@@ -36,7 +36,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Result:
+class GraphRecord:
     """What a search that came to its end chose: `(first operator, end, template, configuration)` of fused segments."""
 
     per_segment: int
@@ -44,7 +44,7 @@ class Result:
 
 
 @dataclass
-class Contents:
+class Records:
     """What a store holds, by keys.
 
     Attributes:
@@ -54,10 +54,10 @@ class Contents:
         results: of searches, by graphs.
     """
 
-    segments: dict[str, Entry] = field(default_factory=dict)
+    segments: dict[str, SegmentTimes] = field(default_factory=dict)
     races: dict[str, tuple[float, float]] = field(default_factory=dict)
     checks: dict[str, str] = field(default_factory=dict)
-    results: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, GraphRecord] = field(default_factory=dict)
 
 
 class Store:
@@ -73,23 +73,23 @@ class Store:
         text = json.dumps({"version": VERSION, **self.environment}, sort_keys=True)
         self.path = folder / f"fusion-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
-    def load(self) -> Contents:
+    def load(self) -> Records:
         """What the file holds; a file that was damaged is ignored with a warning."""
-        return read_or_ignore(self.path, "version", VERSION, _contents, Contents())
+        return read_or_ignore(self.path, "version", VERSION, _contents, Records())
 
-    def update(self, new: Contents) -> None:
+    def update(self, new: Records) -> None:
         """Add to the file; newer times take the place of older ones."""
         with remembering(self.path), sole_writer(self.path):
             merged = self.load()
             for key, entry in new.segments.items():
-                old = merged.segments.get(key, Entry())
-                merged.segments[key] = Entry(old.times | entry.times, max(old.per_segment, entry.per_segment))
+                old = merged.segments.get(key, SegmentTimes())
+                merged.segments[key] = SegmentTimes(old.times | entry.times, max(old.per_segment, entry.per_segment))
             merged.races |= new.races
             merged.checks |= new.checks
             merged.results |= new.results
             write_checked(self.path, json.dumps(self._data(merged), indent=1))
 
-    def _data(self, contents: Contents) -> dict[str, Any]:
+    def _data(self, contents: Records) -> dict[str, Any]:
         return {
             "version": VERSION,
             "environment": self.environment,
@@ -108,7 +108,7 @@ class Store:
         }
 
 
-def _entry(value: Any) -> Entry:
+def _entry(value: Any) -> SegmentTimes:
     times: dict[Candidate | None, float] = {}
     for candidate, time in value["times"]:
         if candidate is not None:
@@ -117,7 +117,7 @@ def _entry(value: Any) -> Entry:
         times[candidate] = math.inf if time is None else float(time)
     if any(time <= 0 or math.isnan(time) for time in times.values()):
         raise ValueError("times are positive")
-    return Entry(times, int(value["per_segment"]))
+    return SegmentTimes(times, int(value["per_segment"]))
 
 
 def _race(value: Any) -> tuple[float, float]:
@@ -133,13 +133,13 @@ def _check(value: Any) -> str:
     return value
 
 
-def _result(value: Any) -> Result:
+def _result(value: Any) -> GraphRecord:
     segments = ((int(start), int(stop), str(name), str(config)) for start, stop, name, config in value["segments"])
-    return Result(int(value["per_segment"]), tuple(segments))
+    return GraphRecord(int(value["per_segment"]), tuple(segments))
 
 
-def _contents(data: Mapping[str, Any]) -> Contents:
-    return Contents(
+def _contents(data: Mapping[str, Any]) -> Records:
+    return Records(
         {key: _entry(value) for key, value in data["segments"].items()},
         {key: _race(value) for key, value in data["races"].items()},
         {key: _check(value) for key, value in data["checks"].items()},

@@ -7,7 +7,7 @@ how they run.
 
 from stof.fusion.templates.candidates import configs
 from stof.fusion.templates.chain import chain_linear
-from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, unfit
+from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_problems
 from stof.fusion.templates.ops import gated_linear, linear, linear_norm, norm_linear
 from stof.fusion.templates.row_scaled import rms_gated_linear, rms_linear, rotary_linear
 from stof.fusion.templates.scaled import scaled_linear
@@ -16,6 +16,7 @@ __all__ = [
     "GemmConfig",
     "GemmShape",
     "chain_linear",
+    "config_problems",
     "configs",
     "gated_linear",
     "linear",
@@ -25,5 +26,4 @@ __all__ = [
     "rms_linear",
     "rotary_linear",
     "scaled_linear",
-    "unfit",
 ]

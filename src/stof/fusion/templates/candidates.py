@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, unfit
+from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_problems
 
 
 def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[GemmConfig]:
     """Configurations worth measuring for a shape: those of the lists below that fit and do not waste most of a tile."""
     if shape.inner:
-        return [c for c in _FOR_CHAINS if c.block_m < 4 * shape.m + 16 and not unfit(c, shape, dtype, capability)]
+        return [
+            c for c in _FOR_CHAINS if c.block_m < 4 * shape.m + 16 and not config_problems(c, shape, dtype, capability)
+        ]
     found = []
     for config in (*_CANDIDATES, *(_FOR_STORED if shape.stored else ())):
         tall = config.block_m > 16 and config.block_m >= 4 * shape.m
@@ -22,7 +24,7 @@ def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -
         small = config.block_m * config.block_n <= 64 * 64
         few = tiles * config.split < 13 and not small
         many = tiles > 2048 and small
-        if not (tall or wide or few or many) and idle and not unfit(config, shape, dtype, capability):
+        if not (tall or wide or few or many) and idle and not config_problems(config, shape, dtype, capability):
             found.append(config)
     return found
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from stof.cache_keys import settled
 from stof.errors import ArgumentError
 from stof.fusion.templates import launch, reference
-from stof.fusion.templates.device_properties import chained
+from stof.fusion.templates.device_properties import pdl_options
 from stof.fusion.templates.gemm_config import ACTIVATIONS, CHAIN, GemmConfig, whole
 
 
@@ -22,7 +22,7 @@ class Chain(NamedTuple):
     up_bias: `[N]`; residual: `[M, N]`.
     """
 
-    first: launch.Product
+    first: launch.GemmCall
     up: Tensor
     up_bias: Tensor | None
     residual: Tensor | None
@@ -62,7 +62,7 @@ def chain_linear(
     call = chain(x, down, down_bias, up, up_bias, residual, activation)
     others = [t for t in (up, up_bias, residual) if t is not None]
     agree = all((t.device, t.dtype) == (x.device, x.dtype) for t in others)
-    chosen = launch.choose(call.first, config) if agree else None
+    chosen = launch.resolve_config(call.first, config) if agree else None
     if chosen is None:
         return reference.chain_linear(x, down, down_bias, up, up_bias, residual, activation)
     return compute(call, chosen)
@@ -106,6 +106,6 @@ def compute(call: Chain, config: GemmConfig) -> Tensor:
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, INNER=whole(shape.inner),
         PARTS=config.split, ACTIVATION=call.first.activation, FAST=x.device.type == "cuda",
         HAS_DOWN_BIAS=call.first.bias is not None, HAS_UP_BIAS=call.up_bias is not None,
-        HAS_RESIDUAL=call.residual is not None, num_warps=config.warps, num_stages=config.stages, **chained(x),
+        HAS_RESIDUAL=call.residual is not None, num_warps=config.warps, num_stages=config.stages, **pdl_options(x),
     )  # fmt: skip
     return out.view(*call.first.lead, shape.n)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 @no_type_check
-def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+def tile_coordinates(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Row and column of a tile: GROUP_M rows of tiles are walked side by side, so that both operands stay in the L2."""
     width = GROUP_M * tiles_n
     group = tile // width
@@ -22,7 +22,7 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def warm(pointers):
+def prefetch_l2(pointers):
     """Start copying the lines that hold these addresses to the L2. No value is read: whoever still writes them may."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

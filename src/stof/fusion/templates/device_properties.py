@@ -21,7 +21,7 @@ def programs(tensor: Tensor) -> int:
     return machine(tensor.device.index or 0)[1] if tensor.device.type == "cuda" else 3
 
 
-def chained(tensor: Tensor) -> dict[str, bool]:
+def pdl_options(tensor: Tensor) -> dict[str, bool]:
     """Options of kernels that take turns, where there is such a thing."""
     from stof.kernels.triton.turns import takes_turns
 

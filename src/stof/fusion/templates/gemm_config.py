@@ -107,7 +107,7 @@ class GemmConfig:
         warps: of a Triton program (Gluon kernels have four for each consumer, and one).
         stages: steps in flight (together: of the columns).
         split: programs that share a tile's depth (tile only), or the columns of a chain's rows.
-        group: rows of tiles that are walked side by side, 0 for as many as suit the shape (`walked`).
+        group: rows of tiles that are walked side by side, 0 for as many as suit the shape (`tile_group_rows`).
     """
 
     kind: str
@@ -166,7 +166,7 @@ class GemmConfig:
         output = width if self.side else self.piece(shape, itemsize)
         return loads + outputs * self.block_m * output * itemsize
 
-    def walked(self, shape: GemmShape, itemsize: int) -> int:
+    def tile_group_rows(self, shape: GemmShape, itemsize: int) -> int:
         """Rows of tiles that are walked side by side.
 
         A weight that the L2 does not keep is read from memory once for each so many rows. LLaMA's gate and up (67 MB)
@@ -217,7 +217,7 @@ def kind_in(text: str) -> str:
     return next((part for part in text.split(",") if part.isalpha()), "")
 
 
-def unfit(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[str]:
+def config_problems(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[str]:
     """All reasons why a configuration cannot serve a shape; empty when it can."""
     if shape.template in ROW_SCALED and (dtype not in HALVES or config.kind not in ("tile", *GLUON)):
         return [f"{config.kind} does not scale rows of {dtype}"]
@@ -315,7 +315,7 @@ def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], p
     if dtype in _IF_MEASURED:
         return None
     for config in _preferred(shape, processors):
-        if not unfit(config, shape, dtype, capability):
+        if not config_problems(config, shape, dtype, capability):
             return config
     return None
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from stof.cache_keys import settled
 from stof.fusion.templates import gemm_config as configuration
 from stof.fusion.templates import reference
-from stof.fusion.templates.device_properties import chained, machine, programs
-from stof.fusion.templates.gemm_config import GATED, GLUON, STORED, GemmConfig, GemmShape, unfit
+from stof.fusion.templates.device_properties import machine, pdl_options, programs
+from stof.fusion.templates.gemm_config import GATED, GLUON, STORED, GemmConfig, GemmShape, config_problems
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
 from stof.fusion.templates.row_buckets import bucket_of, in_bucket, nearest_first
 
@@ -33,7 +33,7 @@ class Rotary(NamedTuple):
     head_dim: int
 
 
-class Product(NamedTuple):
+class GemmCall(NamedTuple):
     """The tensors of one call as kernels read them: rows contiguous, weights in either order.
 
     x `[M, K]`; weight `[N, K]` (gated: `[2 N, K]`), contiguous in either direction; bias `[N]` or `[2 N]`; residual
@@ -65,7 +65,7 @@ def product(
     row_scale: Tensor | None = None,
     rotary: Rotary | None = None,
     scale: Tensor | None = None,
-) -> Product:
+) -> GemmCall:
     """View (or, where strides are too odd, copy) the tensors of a call for the kernels."""
     k = x.shape[-1]
     n = weight.shape[0] // (2 if template in GATED else 1)
@@ -97,10 +97,10 @@ def product(
     if row_scale is not None:
         row_scale = row_scale.reshape(rows).contiguous()
     scale = None if scale is None else scale.reshape(-1).contiguous()
-    return Product(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary, scale)
+    return GemmCall(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary, scale)
 
 
-def choose(call: Product, text: str) -> GemmConfig | None:
+def resolve_config(call: GemmCall, text: str) -> GemmConfig | None:
     """The configuration given as text if it fits these tensors, else the default for the shape, else None.
 
     Both go by the bucket of the rows: a configuration for each bucket if the text has several, and the default is that
@@ -114,16 +114,16 @@ def choose(call: Product, text: str) -> GemmConfig | None:
     if call.x.device.type != "cuda" or not call.x.numel() or not call.shape.n or not _agree(call):
         return None
     capability, processors = machine(call.x.device.index or 0)
-    if given is not None and not unfit(given, call.shape, call.x.dtype, capability):
+    if given is not None and not config_problems(given, call.shape, call.x.dtype, capability):
         return given
     usual = _default(replace(call.shape, m=bucket_of(call.shape.m)), call.x.dtype, capability, processors)
     if usual is not None:
         return usual
     others = (GemmConfig.parse(other) for other in nearest_first(text, call.shape.m) if other)
-    return next((one for one in others if not unfit(one, call.shape, call.x.dtype, capability)), None)
+    return next((one for one in others if not config_problems(one, call.shape, call.x.dtype, capability)), None)
 
 
-def compute_normed(call: Product, config: GemmConfig, norm: Norm) -> tuple[Tensor, Tensor]:
+def compute_normed(call: GemmCall, config: GemmConfig, norm: Norm) -> tuple[Tensor, Tensor]:
     """Run a product, and a norm over its result's last dimension: `(h, norm(h))`, both `[..., N]` and contiguous.
 
     Where programs share a tile's depth, the norm's kernel adds up what they leave: it reads every row anyway.
@@ -137,7 +137,7 @@ def compute_normed(call: Product, config: GemmConfig, norm: Norm) -> tuple[Tenso
     return h.view(*call.lead, call.shape.n), normed.view(*call.lead, call.shape.n)
 
 
-def compute(call: Product, config: GemmConfig) -> Tensor:
+def compute(call: GemmCall, config: GemmConfig) -> Tensor:
     """Run a product; result `[..., N]`, contiguous."""
     mean, rstd = None, call.row_scale
     if call.norm is not None and rstd is None:
@@ -163,7 +163,7 @@ def row_factors(x: Tensor, eps: float) -> Tensor:
 
 
 def _tile(
-    call: Product,
+    call: GemmCall,
     config: GemmConfig,
     out: Tensor | None,
     partial: Tensor | None,
@@ -189,7 +189,7 @@ def _tile(
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
         0 if call.residual is None else call.residual.stride(0), *_positions(call), call.scale,
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
-        GROUP_M=config.walked(shape, x.element_size()), SPLITS=config.split,
+        GROUP_M=config.tile_group_rows(shape, x.element_size()), SPLITS=config.split,
         EVEN_N=shape.n % width == 0, EVEN_K=shape.k % config.block_k == 0, MERGE=merge,
         GATED=shape.gated, TRANSPOSED=shape.transposed,
         ACTIVATION="gelu_exact" if call.activation == "gelu" and x.dtype == torch.float32 else call.activation,
@@ -198,11 +198,11 @@ def _tile(
         HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
         HAS_NORM_BIAS=norm is not None and norm.bias is not None, HEAD_DIM=shape.head_dim,
         SCALED=call.scale is not None,
-        num_warps=config.warps, num_stages=config.stages, **chained(x),
+        num_warps=config.warps, num_stages=config.stages, **pdl_options(x),
     )  # fmt: skip
 
 
-def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None) -> None:
+def _hopper(call: GemmCall, config: GemmConfig, out: Tensor, rstd: Tensor | None) -> None:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -228,7 +228,7 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
     )  # fmt: skip
     common = {
         "ROWS": rows, "BLOCK_N": config.block_n - config.side, "BLOCK_K": config.block_k,
-        "GROUP_M": config.walked(shape, size), "PIECE": piece,
+        "GROUP_M": config.tile_group_rows(shape, size), "PIECE": piece,
         "GATED": shape.gated, "TRANSPOSED": shape.transposed, "ACTIVATION": call.activation,
         "HAS_BIAS": call.bias is not None, "HAS_RESIDUAL": call.residual is not None, "HAS_SCALE": rstd is not None,
     }  # fmt: skip
@@ -250,21 +250,21 @@ def _hopper(call: Product, config: GemmConfig, out: Tensor, rstd: Tensor | None)
         )  # fmt: skip
 
 
-def _tilelang(call: Product, config: GemmConfig, out: Tensor) -> None:
+def _tilelang(call: GemmCall, config: GemmConfig, out: Tensor) -> None:
     from stof.fusion.templates.tilelang_gemm import launch
 
     residual = None if call.residual is None else call.residual.contiguous()
     launch(config, call.x.contiguous(), call.weight.contiguous(), call.bias, residual, call.activation, out)
 
 
-def _positions(call: Product) -> tuple[Tensor | None, Tensor | None, int, int]:
+def _positions(call: GemmCall) -> tuple[Tensor | None, Tensor | None, int, int]:
     """cos, sin, how many positions they have, and the columns that are rotated; none of it without heads to rotate."""
     if call.rotary is None:
         return None, None, 0, 0
     return call.rotary.cos, call.rotary.sin, call.rotary.cos.shape[0], call.rotary.turned
 
 
-def _agree(call: Product) -> bool:
+def _agree(call: GemmCall) -> bool:
     """Whether all tensors have one device, and products one dtype; anything else is PyTorch's to serve or refuse."""
     norm = () if call.norm is None else (call.norm.weight, call.norm.bias)
     tables = () if call.rotary is None else call.rotary[:2]

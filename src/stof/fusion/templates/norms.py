@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.cache_keys import settled
-from stof.fusion.templates.device_properties import chained
+from stof.fusion.templates.device_properties import pdl_options
 
 # Widest row that one program normalises.
 _WIDEST_ROW = 16384
@@ -43,7 +43,7 @@ def row_statistics(x: Tensor, norm: Norm) -> tuple[Tensor | None, Tensor]:
     mean = torch.empty_like(rstd) if norm.kind == "layer" else None
     block, warps = _sizes(x.shape[1])
     settled(row_statistics_kernel)[(x.shape[0],)](
-        x, mean, rstd, x.shape[1], x.stride(0), norm.eps, BLOCK=block, NORM=norm.kind, num_warps=warps, **chained(x)
+        x, mean, rstd, x.shape[1], x.stride(0), norm.eps, BLOCK=block, NORM=norm.kind, num_warps=warps, **pdl_options(x)
     )
     return mean, rstd
 
@@ -57,7 +57,7 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
     block, warps = _sizes(x.shape[-1])
     settled(row_norm_kernel)[(rows.shape[0],)](
         rows, norm.weight, norm.bias, out, rows.shape[1], rows.stride(0), norm.eps, BLOCK=block, NORM=norm.kind,
-        HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None, num_warps=warps, **chained(x),
+        HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None, num_warps=warps, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -77,7 +77,7 @@ def merge_and_normalise(
         0 if residual is None else residual.stride(0), norm.eps,
         BLOCK=block, SPLITS=splits, HAS_PRODUCT_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         NORM=norm.kind, HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
-        num_warps=warps, **chained(partial),
+        num_warps=warps, **pdl_options(partial),
     )  # fmt: skip
     return h, out
 

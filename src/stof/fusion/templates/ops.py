@@ -39,7 +39,7 @@ def linear(
     """
     known(activation)
     call = launch.product("linear", x, weight, bias, residual, activation)
-    chosen = launch.choose(call, config)
+    chosen = launch.resolve_config(call, config)
     return reference.linear(x, weight, bias, residual, activation) if chosen is None else launch.compute(call, chosen)
 
 
@@ -82,7 +82,7 @@ def norm_linear(
     """
     known(activation, norm)
     call = launch.product("norm_linear", x, weight, bias, None, activation, Norm.of(norm, norm_weight, norm_bias, eps))
-    chosen = launch.choose(call, config) if can_normalise(x.shape[-1], x) else None
+    chosen = launch.resolve_config(call, config) if can_normalise(x.shape[-1], x) else None
     if chosen is None:
         return reference.norm_linear(x, norm_weight, norm_bias, weight, bias, norm, eps, activation)
     return launch.compute(call, chosen)
@@ -121,7 +121,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     known(activation)
     paired(weight)
     call = launch.product("gated_linear", x, weight, bias, None, activation)
-    chosen = launch.choose(call, config)
+    chosen = launch.resolve_config(call, config)
     return reference.gated_linear(x, weight, bias, activation) if chosen is None else launch.compute(call, chosen)
 
 
@@ -160,7 +160,7 @@ def linear_norm(
     """
     known("none", norm)
     call = launch.product("linear_norm", x, weight, bias, residual, "none")
-    chosen = launch.choose(call, config)
+    chosen = launch.resolve_config(call, config)
     if chosen is None:
         return reference.linear_norm(x, weight, bias, residual, norm_weight, norm_bias, norm, eps)
     if can_normalise(call.shape.n, x):

@@ -13,7 +13,7 @@ from stof.errors import ArgumentError
 from stof.fusion.graph.operators import NORMS, Kind
 from stof.fusion.templates import chain, ops, reference, row_scaled, scaled
 from stof.fusion.templates.candidates import configs
-from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, default, unfit, unserved
+from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_problems, default, unserved
 from stof.fusion.templates.row_buckets import bucket_of
 
 # What the break-even table of docs/fusion.md asks for at K = 1024.
@@ -29,7 +29,7 @@ _GATE = frozenset({Kind.GATE})
 _ROTARY = frozenset({Kind.ROTARY})
 
 
-class Serving(StrEnum):
+class KernelPolicy(StrEnum):
     """What may compute claimed segments; each has all that those before it have."""
 
     DEFAULTS = "kernels that are the default for some shapes"
@@ -37,13 +37,13 @@ class Serving(StrEnum):
     TWINS = "PyTorch twins where no kernel serves"
 
 
-def no_kernel(device: torch.device, dtype: torch.dtype, serving: Serving) -> str:
+def no_kernel(device: torch.device, dtype: torch.dtype, serving: KernelPolicy) -> str:
     """What has nothing to compute a product, such as "cpu" or "float64"; "" if there is something."""
-    if serving is Serving.TWINS:
+    if serving is KernelPolicy.TWINS:
         return ""
     if device.type != "cuda":
         return device.type
-    return unserved(dtype, torch.cuda.get_device_capability(device), measured=serving is Serving.KERNELS)
+    return unserved(dtype, torch.cuda.get_device_capability(device), measured=serving is KernelPolicy.KERNELS)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Problem:
+class GemmProblem:
     """What a template is asked to compute: sizes and options, and where."""
 
     shape: GemmShape
@@ -116,9 +116,9 @@ class Template:
                 return False
         return at == len(kinds)
 
-    def configs(self, problem: Problem, serving: Serving) -> list[str]:
+    def configs(self, problem: GemmProblem, serving: KernelPolicy) -> list[str]:
         """Configurations worth measuring, the default ("") first; where that is the twin, only if twins may serve."""
-        twin = [""] if serving is Serving.TWINS else []
+        twin = [""] if serving is KernelPolicy.TWINS else []
         if problem.device.type != "cuda":
             return twin
         device = torch.cuda.get_device_properties(problem.device)
@@ -127,13 +127,13 @@ class Template:
         others = [str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual]
         return [*(twin if usual is None else [""]), *others]
 
-    def _usual(self, problem: Problem) -> GemmConfig | None:
+    def _usual(self, problem: GemmProblem) -> GemmConfig | None:
         """The default of the bucket's largest product."""
         device = torch.cuda.get_device_properties(problem.device)
         bucket = replace(problem.shape, m=bucket_of(problem.shape.m))
         return default(bucket, problem.dtype, (device.major, device.minor), device.multi_processor_count)
 
-    def refusal(self, problem: Problem, config: str, serving: Serving) -> str:
+    def refusal(self, problem: GemmProblem, config: str, serving: KernelPolicy) -> str:
         """Why a configuration cannot run a problem, in words; "" where it can, whether worth measuring or not."""
         if config in self.configs(problem, serving):
             return ""
@@ -146,7 +146,7 @@ class Template:
         except ArgumentError as error:
             return str(error)
         capability = torch.cuda.get_device_capability(problem.device)
-        return "; ".join(unfit(given, problem.shape, problem.dtype, capability))
+        return "; ".join(config_problems(given, problem.shape, problem.dtype, capability))
 
 
 _OPERATORS = {

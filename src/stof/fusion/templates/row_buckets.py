@@ -20,7 +20,7 @@ def bucket_of(rows: int) -> int:
     return max(SMALLEST, 1 << max(0, rows - 1).bit_length())
 
 
-def written(configs: Mapping[int, str]) -> str:
+def format_table(configs: Mapping[int, str]) -> str:
     """One text for the configurations of several buckets, such as `16=16x32x128,4w,3s,tile;4096=`."""
     return ";".join(f"{bucket}={config}" for bucket, config in sorted(configs.items()))
 

@@ -149,7 +149,7 @@ def _row_scaled(
     bias: Tensor | None,
     activation: str,
     rotary: launch.Rotary | None = None,
-) -> launch.Product | None:
+) -> launch.GemmCall | None:
     """A product with folded weights and scaled rows; None where there is no kernel for it, or folding is not exact."""
     if x.device.type != "cuda" or x.dtype not in HALVES or any(
         t is not None and (t.device, t.dtype) != (x.device, x.dtype) for t in (norm_weight, weight, bias)
@@ -162,7 +162,7 @@ def _row_scaled(
     return launch.product(template, x, whole, bias, None, activation, norm, rstd, rotary)
 
 
-def _served(call: launch.Product | None, config: str) -> Tensor | None:
+def _served(call: launch.GemmCall | None, config: str) -> Tensor | None:
     """The product by a kernel; None where there is none for it."""
-    chosen = None if call is None else launch.choose(call, config)
+    chosen = None if call is None else launch.resolve_config(call, config)
     return None if call is None or chosen is None else launch.compute(call, chosen)

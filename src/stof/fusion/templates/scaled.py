@@ -45,7 +45,7 @@ def scaled_linear(
     if tuple(scale.shape) not in ((weight.shape[0],), (weight.shape[0], 1)):
         raise ArgumentError(f"a weight {tuple(weight.shape)} has {weight.shape[0]} factors, got {tuple(scale.shape)}")
     call = launch.product("scaled_linear", x, weight, bias, residual, activation, scale=scale)
-    chosen = launch.choose(call, config)
+    chosen = launch.resolve_config(call, config)
     if chosen is None:
         return reference.scaled_linear(x, weight, scale, bias, residual, activation)
     return launch.compute(call, chosen)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stof.fusion.templates.device_functions import tile_place
+from stof.fusion.templates.device_functions import tile_coordinates
 from stof.fusion.templates.hopper.epilogue import (
     fetch_columns,
     fetch_residual,
@@ -65,7 +65,7 @@ def _producer(
     steps = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0)) * k_tiles
     tile = gl.program_id(0)
     late_tile = tile
-    m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+    m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
     late_m = m
     k = 0
     late_k = 0
@@ -93,7 +93,7 @@ def _producer(
             if k == k_tiles:
                 k = 0
                 tile += gl.num_programs(0)
-                m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+                m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
         if LAG > 0 and step >= LAG:
             _fetch_rows(a_desc, a_smem, a_full, a_empty, A_STAGES + late_stage, late_phase, (2 * late_m + 1) * ROWS,
                         late_k)  # fmt: skip
@@ -102,7 +102,7 @@ def _producer(
             if late_k == k_tiles:
                 late_k = 0
                 late_tile += gl.num_programs(0)
-                late_m, _late_n = tile_place(late_tile, tiles_m, tiles_n, GROUP_M)
+                late_m, _late_n = tile_coordinates(late_tile, tiles_m, tiles_n, GROUP_M)
 
 
 @gluon.jit
@@ -136,7 +136,7 @@ def _consumer(
     b_stage = gl.to_tensor(0)
     b_phase = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
         row = (CONSUMERS * m + NUMBER) * ROWS
         first = n * (WIDTH + SIDE)
         if HAS_RESIDUAL:

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stof.fusion.templates.device_functions import tile_place
+from stof.fusion.templates.device_functions import tile_coordinates
 from stof.fusion.templates.hopper.epilogue import (
     fetch_columns,
     fetch_residual,
@@ -62,7 +62,7 @@ def _producer(
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
         for k in range(k_tiles):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
@@ -95,7 +95,7 @@ def _consumer(
     # How many tiles of this thread block came before.
     number = gl.to_tensor(NUMBER)
     for tile in range(gl.program_id(0) + NUMBER * gl.num_programs(0), tiles_m * tiles_n, 2 * gl.num_programs(0)):
-        m, n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
         if HAS_RESIDUAL:
             # All of the products hide it.
             fetch_residual(residual_desc, c_smem.index(NUMBER), residual_full.index(NUMBER), m * ROWS, n * WIDTH)

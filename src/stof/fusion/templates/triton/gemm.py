@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.fusion.templates.device_functions import activate, tile_place, warm, widened
+from stof.fusion.templates.device_functions import activate, prefetch_l2, tile_coordinates, widened
 from stof.kernels.triton.turns import take_turn
 
 
@@ -73,9 +73,9 @@ def _warm_weights(
     for start in range(first, last, LINES_K * STEP_K):
         k = tl.minimum(start + tl.arange(0, LINES_K) * STEP_K, depth - 1)
         at = b_ptr + n.to(tl.int64)[:, None] * stride_bn + k.to(tl.int64)[None, :] * stride_bk
-        warm(at)
+        prefetch_l2(at)
         if GATED:
-            warm(at + up_offset)
+            prefetch_l2(at + up_offset)
 
 
 @triton.jit(do_not_specialize=["rows", "positions"])
@@ -138,7 +138,7 @@ def tile_gemm_kernel(
     program = tl.program_id(0)
     split = program % SPLITS
     tile = program // SPLITS
-    m, n_tile = tile_place(tile, tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), GROUP_M)
+    m, n_tile = tile_coordinates(tile, tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), GROUP_M)
     r = m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
