@@ -85,8 +85,8 @@ def main() -> None:
     asked = parser.parse_args()
     device, timer, start = torch.device("cuda", 0), SegmentTimer(), time.monotonic()
     tensors = [given(*case[:3], device) for case in CASES]
-    ahead, store = WorkerPool.on(device), default_store(device, asked.store)
-    table, taken = measured(captured(tensors), timer, store, asked.seconds, ahead, experimental=True)
+    compiler, store = WorkerPool.on(device), default_store(device, asked.store)
+    table, taken = measured(captured(tensors), timer, store, asked.seconds, compiler, experimental=True)
     print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
     for (name, config), why in timer.failures.items():
         print(f"{name} {config}: {why}")

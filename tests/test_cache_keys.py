@@ -19,7 +19,7 @@ import gc
 from triton.runtime.jit import JITCallable
 from stof.cache_keys import settled
 from stof.fusion.templates.hopper.pingpong import pingpong_gemm_kernel
-from stof.fusion.templates.hopper.cooperative import together_gemm_kernel
+from stof.fusion.templates.hopper.cooperative import cooperative_gemm_kernel
 from stof.fusion.templates.triton.gemm import tile_gemm_kernel
 from stof.kernels.hopper.warp_specialized import warp_specialized_kernel
 from stof.kernels.triton.block_wise import block_wise_kernel
@@ -28,7 +28,7 @@ from stof.layout.device.kernels import classify_tiles, write_layout
 
 kernels = [
     count_slabs, classify_tiles, write_layout, tile_gemm_kernel, pingpong_gemm_kernel,
-    together_gemm_kernel, warp_specialized_kernel, block_wise_kernel,
+    cooperative_gemm_kernel, warp_specialized_kernel, block_wise_kernel,
 ]
 
 def keys(order):

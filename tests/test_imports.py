@@ -32,6 +32,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("demo",),
     ("cli", "__main__"),
 )
+# Folders of `fusion`, lowest first: modules import from their own folder and lower ones. `pipeline` is on top.
+FUSION = ("graph", "templates", "records", "planner", "measure", "passes", "pipeline")
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 # A leaf below everything: measuring and storing know nothing of attention.
 TUNING = "tuning"
@@ -97,6 +99,18 @@ def test_import_direction(name: str) -> None:
             allowed = RANK[other] <= RANK[unit]
         if not allowed:
             problems.append(f"{MODULES[name]}:{line}: {unit} imports {target}")
+    assert not problems, "\n".join(problems)
+
+
+def test_fusion_folders() -> None:
+    found = {name.split(".")[2] for name in MODULES if name.startswith("stof.fusion.")}
+    assert found == set(FUSION), "place new folders in FUSION"
+    problems = []
+    for name, path in MODULES.items():
+        if name.startswith("stof.fusion."):
+            allowed = FUSION[: FUSION.index(name.split(".")[2]) + 1]
+            targets = [(line, target) for line, target in imports(path) if target.startswith("stof.fusion.")]
+            problems += [f"{path}:{line}: {target}" for line, target in targets if target.split(".")[2] not in allowed]
     assert not problems, "\n".join(problems)
 
 

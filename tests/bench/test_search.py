@@ -16,8 +16,7 @@ from stof.cli.bench_models import search
 from stof.errors import ArgumentError
 from stof.fusion.planner import match
 from stof.fusion.planner.match import TemplateMatch
-from stof.fusion.planner.search_space import Candidate
-from stof.fusion.records.store import Store
+from stof.fusion.records.store import Candidate, Store
 from stof.fusion.templates.registry import Template
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +37,7 @@ class Timer:
         return [math.inf if config == "ccc" else us for config, us in zip(configs, times, strict=True)]
 
 
-class Ahead:
+class AsyncCompiler:
     """Notes what it is told to compile."""
 
     def __init__(self) -> None:
@@ -60,19 +59,19 @@ def test_everything_is_measured_once_and_in_pieces(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(match, "no_kernel", lambda device, dtype, serving: "")
     monkeypatch.setattr(Template, "configs", lambda self, problem, serving: ["c" * i for i in range(40)])
     gm = layer_graph(SHAPE, torch.device("cpu"), torch.float32)
-    idle = Ahead()
+    idle = AsyncCompiler()
     assert measured(gm, Timer(), Store(tmp_path, {}), -1.0, idle) == (None, 0)
     assert idle.started
     assert idle.closed
-    first, ahead = Timer(), Ahead()
-    table, taken = measured(gm, first, Store(tmp_path, {}), 100.0, ahead)
+    first, compiler = Timer(), AsyncCompiler()
+    table, taken = measured(gm, first, Store(tmp_path, {}), 100.0, compiler)
     assert table is not None
     assert taken == len(first.asked) == sum(len(segment.times) for segment in table.segments)
-    assert ahead.started == ahead.waited
+    assert compiler.started == compiler.waited
     # Inductor's code comes first, while the others compile.
     codes = [config for _, config in first.asked]
     assert codes[: len(table.segments)] == [None] * len(table.segments)
-    again, nothing = Timer(), Ahead()
+    again, nothing = Timer(), AsyncCompiler()
     assert measured(gm, again, Store(tmp_path, {}), 100.0, nothing) == (table, 0)
     assert again.asked == []
     assert nothing.started == []

@@ -94,7 +94,7 @@ def cases(every: bool) -> Iterator[Case]:
     """Configurations of every kind for sm_90, all variations in some of them, portable kernels for every GPU.
 
     Args:
-        every: all candidates of a plain and a gated product as well.
+        every: all candidates of a plain and a gated GEMM as well.
     """
     half, bfloat = torch.float16, torch.bfloat16
     plain = GemmShape("linear", 4096, 3072, 768, activation="gelu", bias=True)
@@ -171,7 +171,7 @@ def product_of(case: Case) -> GemmCall:
     norm = norm_of(case, shape.k) if shape.template == "norm_linear" else None
     norm = Norm("rms", None, None, 1e-5) if shape.template in ROW_SCALED and shape.norm else norm
     angles = torch.empty(shape.m, shape.head_dim, dtype=dtype)
-    return launch.product(
+    return launch.gemm_call(
         shape.template,
         torch.empty(shape.m, shape.k, dtype=dtype),
         weight,
@@ -186,18 +186,18 @@ def product_of(case: Case) -> GemmCall:
 
 
 def norm_of(case: Case, width: int) -> Norm:
-    """The norm next to a product."""
+    """The norm next to a GEMM."""
     vector = torch.empty(width, dtype=case.dtype) if case.shape.scaled else None
     return Norm(case.shape.norm, vector, vector if case.shape.norm == "layer" else None, 1e-5)
 
 
 def recorded(case: Case) -> list[Recorder]:
-    """What the launching code passes on: a product's kernel, and a norm's before it."""
+    """What the launching code passes on: a GEMM's kernel, and a norm's before it."""
     names = {
         gemm: ("tile_gemm_kernel",),
         row_norm: ("row_norm_kernel", "merged_norm_kernel", "row_statistics_kernel"),
         pingpong: ("pingpong_gemm_kernel",),
-        cooperative: ("together_gemm_kernel",),
+        cooperative: ("cooperative_gemm_kernel",),
         chained_gemm: ("chain_kernel",),
     }
     recorders: list[Recorder] = []

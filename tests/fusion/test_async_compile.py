@@ -37,7 +37,7 @@ def test_what_others_compile_is_found(version: str, tmp_path: Path) -> None:
 def test_a_pool_without_work_and_a_pool_that_has_ended() -> None:
     match = segment(slice(0, 2))
     ahead = WorkerPool(1, ("cuda", 90, 32))
-    ahead.start(match, [""])  # a twin: there is nothing to compile
+    ahead.start(match, [""])  # a reference: there is nothing to compile
     ahead.wait(match, ["", "never asked for"])
     ahead.close()
     number = ahead.submit("stof.fusion.templates.triton.gemm", "tile_gemm_kernel", "{}")

@@ -1,4 +1,4 @@
-"""RMSNorms folded into the products after them: weights, claims, lowering, and whole models."""
+"""RMSNorms folded into the GEMMs after them: weights, matches, lowering, and whole models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import stof
-from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.measure import segment_timer
 from stof.fusion.planner.match import find_matches
 from stof.fusion.records.report import FusionReport
@@ -23,7 +23,7 @@ from stof.fusion.templates.registry import KernelPolicy
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse
 
 K, N = 24, 16
-TWINS = KernelPolicy.TWINS
+REFERENCE = KernelPolicy.REFERENCE
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -138,22 +138,24 @@ def test_without_the_option_nothing_is_folded_and_the_report_names_it() -> None:
     gm = capture(Block(gated).eval(), torch.randn(2, K))
     report = fuse(gm)
     assert calls(gm) == ["norm_linear"]
-    assert any("not folded into the product's (option fold)" in reason for reason in refusals(gated))
+    assert any("not folded into the GEMM's (option fold)" in reason for reason in refusals(gated))
     assert report.fused == 1
 
 
 def refusals(body: Callable[[Block, Tensor], Tensor]) -> list[str]:
     return [
         str(reason)
-        for reason in find_matches(normalise(capture(Block(body).eval(), torch.randn(2, K)).graph), TWINS)[1]
+        for reason in find_matches(
+            recognize_operators(capture(Block(body).eval(), torch.randn(2, K)).graph), REFERENCE
+        )[1]
     ]
 
 
 def test_a_folded_segment_alone_is_what_its_twin_computes() -> None:
     for name in ("activation", "plain", "gate"):
         gm = capture(Block(BODIES[name][0]).eval(), torch.randn(2, 3, K))
-        operators = [replace(one, foldable=True) for one in normalise(gm.graph)]
-        match = next(c for c in find_matches(operators, TWINS)[0] if c.template.name.startswith("rms"))
+        operators = [replace(one, foldable=True) for one in recognize_operators(gm.graph)]
+        match = next(c for c in find_matches(operators, REFERENCE)[0] if c.template.name.startswith("rms"))
         inputs = segment_timer.random_inputs(match)
         with torch.no_grad():
             (out,) = segment_timer.segment_graph(match, inputs)(*inputs.values())

@@ -132,7 +132,7 @@ TILE, WIDE = "64x64x64,4w,4s,tile", "128x256x64,5s,together"
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
-    """Templates believe that their tensors lie on a GPU; everything else runs the twins."""
+    """Templates believe that their tensors lie on a GPU; everything else runs the references."""
     properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -223,7 +223,7 @@ def test_a_lock_folds_where_it_was_made_so(tmp_path: Path) -> None:
             gm = normed(rows)
             found = fuse(gm, twins=True, replay=Replay(lock, "here", lambda match, config: ""))
             assert calls(gm) == ["rms_linear" if fold else "norm_linear"]
-            assert any("weights are folded into products" in note for note in found.notes) == fold
+            assert any("weights are folded into GEMMs" in note for note in found.notes) == fold
         gm = normed()
         fuse(gm, twins=True, replay=Replay(lock, "there", lambda match, config: ""))
         assert "rms_linear" not in calls(gm)

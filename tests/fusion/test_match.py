@@ -1,4 +1,4 @@
-"""Which segments templates claim, and that lowered graphs compute what they did."""
+"""Which segments templates match, and that lowered graphs compute what they did."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stof.fusion import pipeline
-from stof.fusion.graph.nodes import may_mutate_inputs, op_name
-from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.fx_utils import copy_graph, insert_call
+from stof.fusion.graph.mutations import GraphOrder, may_mutate_inputs
+from stof.fusion.graph.nodes import op_name
+from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.symbolic_shapes import is_symbolic
 from stof.fusion.measure.segment_timer import SegmentTimer
-from stof.fusion.passes.lower_segments import GraphOrder, call, copy_graph
 from stof.fusion.pipeline import Search
 from stof.fusion.planner.match import find_matches
 from stof.fusion.templates.registry import KernelPolicy, no_kernel
@@ -123,7 +124,7 @@ def shared_norm(m: Block, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[slice, str, Callable[[Block, Tensor], Any]]] = {
     "leaked": (slice(0, 2), "the value of linear 8>6 is used elsewhere as well", leaked),
-    "reversed": (slice(0, 2), "the gate is not the first half of the product", reversed_gate),
+    "reversed": (slice(0, 2), "the gate is not the first half of the GEMM", reversed_gate),
     "unpacked": (slice(2, 4), "stof.optimize packs their weights", lambda m, x: F.silu(m.up(x)) * m.up(x + 1)),
     "doubled": (slice(0, 2), "adds a value to itself", doubled),
     "norm_shared": (slice(0, 2), "the value of layer_norm is used elsewhere as well", shared_norm),
@@ -134,8 +135,8 @@ REFUSED: dict[str, tuple[slice, str, Callable[[Block, Tensor], Any]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_says_why(name: str) -> None:
     where, reason, body = REFUSED[name]
-    operators = normalise(capture(Block(body).eval(), torch.randn(2, 3, K)).graph)
-    served, refused = find_matches(operators[where], KernelPolicy.TWINS)
+    operators = recognize_operators(capture(Block(body).eval(), torch.randn(2, 3, K)).graph)
+    served, refused = find_matches(operators[where], KernelPolicy.REFERENCE)
     assert served == []
     assert any(reason in line for line in refused), refused
 
@@ -165,7 +166,7 @@ def test_what_has_no_kernel_is_named(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert no_kernel(device, dtype, KernelPolicy.DEFAULTS) == by_rule
     assert no_kernel(device, dtype, KernelPolicy.KERNELS) == measured
-    assert no_kernel(device, dtype, KernelPolicy.TWINS) == ""
+    assert no_kernel(device, dtype, KernelPolicy.REFERENCE) == ""
 
 
 @pytest.mark.parametrize("name", [name for name in CLAIMED if name != "conv1d"])
@@ -282,7 +283,7 @@ WRITERS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_spelling_of_a_write_keeps_its_place(name: str) -> None:
-    """Products with rows of one weight stay on their sides of a write to what they read."""
+    """GEMMs with rows of one weight stay on their sides of a write to what they read."""
 
     def body(m: Block, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = F.linear(x, m.square.weight[:4])
@@ -365,7 +366,7 @@ def test_products_without_elements_are_left(k: int, n: int, shape: tuple[int, ..
 
 
 def test_new_nodes_and_rewritten_graphs_fix_no_size() -> None:
-    """Padding asks for sizes as numbers unless it is run as Dynamo runs it; so do products under torch 2.11."""
+    """Padding asks for sizes as numbers unless it is run as Dynamo runs it; so do GEMMs under torch 2.11."""
     gm = capture(Block(lambda m, x: F.pad(F.gelu(m.up(x)), (1, 1))).eval(), torch.randn(5, 7, K), dynamic=True)
     (pad,) = (node for node in gm.graph.nodes if node.op == "call_function" and "pad" in str(node.target))
     product = next(node for node in gm.graph.nodes if "linear" in str(node.target))
@@ -373,7 +374,7 @@ def test_new_nodes_and_rewritten_graphs_fix_no_size() -> None:
     before = len(shapes.guards)
     for node in (pad, product):
         with gm.graph.inserting_before(pad.next):
-            new = call(gm.graph, node, node.op, node.target, node.args)
+            new = insert_call(gm.graph, node, node.op, node.target, node.args)
         assert is_symbolic(new.meta["example_value"].shape[:1])
         gm.graph.erase_node(new)
     report = fuse(gm)
@@ -404,7 +405,7 @@ def test_results_read_before_all_inputs_exist() -> None:
         other = h.sin()
         return m.layer(h + other)
 
-    operators = normalise(capture(Block(crossed).eval(), torch.randn(2, K)).graph)
+    operators = recognize_operators(capture(Block(crossed).eval(), torch.randn(2, K)).graph)
     kinds = [str(o.kind) for o in operators]
     assert kinds == ["linear", "other", "residual", "layer_norm"]
     gm = capture(Block(crossed).eval(), torch.randn(2, K))

@@ -1,4 +1,4 @@
-"""Rotary embeddings as part of the product whose columns they rotate: what is claimed, and what it computes."""
+"""Rotary embeddings as part of the GEMM whose columns they rotate: what is matched, and what it computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 import stof
 from stof.errors import ArgumentError
-from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.measure import segment_timer
 from stof.fusion.planner.match import find_matches
 from stof.fusion.records.report import FusionReport
@@ -102,8 +102,10 @@ def test_what_is_left_alone_says_why(change: str, reason: str) -> None:
             torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     # Query alone may still be rotated where only key has other angles.
     assert ("rotary_linear" in called) == (change == "angles")
-    operators = normalise(capture(model, *given).graph)
-    refused = [str(r) for i in range(len(operators)) for r in find_matches(operators[i : i + 3], KernelPolicy.TWINS)[1]]
+    operators = recognize_operators(capture(model, *given).graph)
+    refused = [
+        str(r) for i in range(len(operators)) for r in find_matches(operators[i : i + 3], KernelPolicy.REFERENCE)[1]
+    ]
     assert any(reason in one for one in refused)
 
 
@@ -117,18 +119,17 @@ def test_heads_that_no_kernel_rotates_are_left() -> None:
             q = self.q(x).view(*x.shape[:2], -1, 24).transpose(1, 2)
             return q * cos[:, None] + torch.cat((-q[..., 12:], q[..., :12]), -1) * sin[:, None]
 
-    operators = normalise(capture(Small().eval(), torch.randn(2, 5, WIDTH), *torch.randn(2, 1, 5, 24)).graph)
+    operators = recognize_operators(capture(Small().eval(), torch.randn(2, 5, WIDTH), *torch.randn(2, 1, 5, 24)).graph)
     assert [str(o.kind) for o in operators] == ["linear", "rotary"]
-    served, refused = find_matches(operators, KernelPolicy.TWINS)
+    served, refused = find_matches(operators, KernelPolicy.REFERENCE)
     assert served == []
     assert refused == ["rotary_linear: heads of 24 in 48 columns are not rotated by a kernel"]
 
 
 def test_the_segment_alone() -> None:
     gm = capture(Attention("values").eval(), torch.randn(2, 7, WIDTH), *angles(1, 7))
-    match = next(
-        c for c in find_matches(normalise(gm.graph)[1:4], KernelPolicy.TWINS)[0] if c.template.name == "rotary_linear"
-    )  # fmt: skip
+    served, _ = find_matches(recognize_operators(gm.graph)[1:4], KernelPolicy.REFERENCE)
+    match = next(one for one in served if one.template.name == "rotary_linear")
     inputs = segment_timer.random_inputs(match)
     with torch.no_grad():
         outs = segment_timer.segment_graph(match, inputs)(*inputs.values())
@@ -136,7 +137,7 @@ def test_the_segment_alone() -> None:
     heads = whole.unflatten(-1, (-1, D)).transpose(1, 2)
     for got, expected in zip(outs[:2], heads.split((HEADS, KV_HEADS, KV_HEADS), 1), strict=False):
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
-    # What else is read of the product: the values, twice.
+    # What else is read of the GEMM: the values, twice.
     assert sorted(tuple(out.shape) for out in outs[2:]) == [(2, 7, KV_HEADS * D)] * 2
     timer = segment_timer.SegmentTimer(rounds=1)
     (taken,) = timer(match, [""])

@@ -1,4 +1,4 @@
-"""Operators are recognised by what they compute, whatever their spelling."""
+"""Operators are recognized by what they compute, whatever their spelling."""
 
 from __future__ import annotations
 

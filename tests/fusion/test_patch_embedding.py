@@ -1,4 +1,4 @@
-"""Patch embeddings become products, and results stay what they are."""
+"""Patch embeddings become GEMMs, and results stay what they are."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_is_read_as_an_image_stays() -> None:
 
 
 def test_32_bits_stay() -> None:
-    """Convolutions may be rounded to TF32 where products are not, and the other way round."""
+    """Convolutions may be rounded to TF32 where GEMMs are not, and the other way round."""
     assert convolutions(Embedding((4, 4)), torch.randn(2, 3, 32, 48), torch.float32) == 1
 
 

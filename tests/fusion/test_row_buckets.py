@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import stof
 from stof.errors import ArgumentError
 from stof.fusion import pipeline
-from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.measure import segment_timer
 from stof.fusion.pipeline import Search
 from stof.fusion.planner.match import TemplateMatch, find_matches
@@ -69,24 +69,24 @@ def test_text_of_several_configurations() -> None:
 @pytest.mark.parametrize(("n", "k"), [(768, 768), (3072, 768), (16384, 2048)])
 def test_one_configuration_for_all_rows_of_a_bucket(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this a kernel would be compiled for many a length: how often to split, for example, depends on rows."""
-    monkeypatch.setattr(launch, "machine", lambda index: ((9, 0), 132))
+    monkeypatch.setattr(launch, "device_limits", lambda index: ((9, 0), 132))
     monkeypatch.setattr(launch, "_agree", lambda call: True)
     weight = torch.empty(n, k, dtype=torch.float16)
 
     def chosen(rows: int, text: str = "", dtype: torch.dtype = torch.float16) -> str:
-        call = launch.product("linear", torch.empty(rows, k, dtype=torch.float16), weight, None, None, "none")
+        call = launch.gemm_call("linear", torch.empty(rows, k, dtype=torch.float16), weight, None, None, "none")
         gpu = SimpleNamespace(type="cuda", index=0)
         x = SimpleNamespace(device=gpu, dtype=dtype, numel=lambda: rows * k)
         return str(launch.resolve_config(call._replace(x=x), text))  # type: ignore[arg-type]
 
     for bucket in (16, 32, 128, 1024):
         rows = {bucket, bucket // 2 + 1, bucket * 3 // 4}
-        call = launch.product("linear", torch.empty(bucket, k, dtype=torch.float16), weight, None, None, "none")
+        call = launch.gemm_call("linear", torch.empty(bucket, k, dtype=torch.float16), weight, None, None, "none")
         assert {chosen(m) for m in rows} == {str(default(call.shape, torch.float16, (9, 0), 132))}
         text = format_table({bucket: "64x64x64,4w,4s,tile", 4096: OTHER})
         assert {chosen(m, text) for m in rows} == {"64x64x64,4w,4s,tile"}
         assert chosen(2 * bucket, text) == chosen(2 * bucket)
-    # float32 has no default: the nearest bucket's configuration that serves, rather than the twin.
+    # float32 has no default: the nearest bucket's configuration that serves, rather than the reference.
     tile = "64x64x64,4w,3s,tile"
     text = format_table({16: "64x128x64,5s,pingpong", 32: "", 64: tile, 1024: OTHER})
     found = [chosen(rows, text, torch.float32) for rows in (10, 32, 64, 128, 256, 300, 1024, 4096)]
@@ -96,7 +96,7 @@ def test_one_configuration_for_all_rows_of_a_bucket(n: int, k: int, monkeypatch:
 
 def segment(*sizes: int) -> TemplateMatch:
     gm = capture(Model().eval(), torch.randn(*sizes, WIDTH), dynamic=True)
-    ((match, *_), _) = find_matches(normalise(gm.graph)[:2], KernelPolicy.TWINS)
+    ((match, *_), _) = find_matches(recognize_operators(gm.graph)[:2], KernelPolicy.REFERENCE)
     return match
 
 
@@ -122,10 +122,12 @@ def test_a_claim_at_other_sizes() -> None:
     x = torch.randn(2, 9, WIDTH)
     torch._dynamo.mark_dynamic(x, 0, min=2, max=3)
     torch._dynamo.mark_dynamic(x, 1, min=8, max=20)
-    bounded = find_matches(normalise(capture(Model().eval(), x, dynamic=True).graph)[:2], KernelPolicy.TWINS)[0][0]
+    bounded = find_matches(
+        recognize_operators(capture(Model().eval(), x, dynamic=True).graph)[:2], KernelPolicy.REFERENCE
+    )[0][0]
     assert [bucket for bucket in (16, 32, 64, 128) if bounded.in_bucket(bucket) is not None] == [16, 32, 64]
     gm = capture(Model().eval(), torch.randn(2, 9, WIDTH))
-    fixed = find_matches(normalise(gm.graph)[:2], KernelPolicy.TWINS)[0][0]
+    fixed = find_matches(recognize_operators(gm.graph)[:2], KernelPolicy.REFERENCE)[0][0]
     assert not fixed.has_dynamic_rows
     assert fixed.in_bucket(16) is None
 
@@ -146,7 +148,7 @@ class Timer:
 
 def test_each_bucket_gets_its_fastest_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = ["", OTHER, "64x64x64,4w,4s,tile"]
-    monkeypatch.setattr(Template, "configs", lambda self, problem, serving: listed)
+    monkeypatch.setattr(Template, "configs", lambda self, problem, policy: listed)
     model = Model().eval()
     text = format_table(
         dict.fromkeys((16, 32, 64, 128), "64x64x64,4w,4s,tile") | dict.fromkeys((256, 512, 1024, 2048), OTHER)
@@ -168,7 +170,7 @@ def test_each_bucket_gets_its_fastest_configuration(tmp_path: Path, monkeypatch:
 
 
 def test_a_spent_budget_leaves_buckets_to_their_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Template, "configs", lambda self, problem, serving: ["", OTHER, "64x64x64,4w,4s,tile"])
+    monkeypatch.setattr(Template, "configs", lambda self, problem, policy: ["", OTHER, "64x64x64,4w,4s,tile"])
     timer = Timer()
     gm = capture(Model().eval(), torch.randn(4, 64, WIDTH), dynamic=True)
     monkeypatch.setattr(pipeline, "Budget", lambda seconds: Budget(seconds, measurements=16))

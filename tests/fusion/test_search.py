@@ -15,8 +15,9 @@ from stof.fusion.graph.repeated_layers import find_layers
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.baselines import exhaustive, random_search
 from stof.fusion.planner.progress import Progress
-from stof.fusion.planner.search_space import Budget, Candidate, MeasurementCache, Space, Wanted
+from stof.fusion.planner.search_space import Budget, MeasurementCache, Space, Wanted
 from stof.fusion.planner.two_stage_search import search_result, stage_one, stage_two, two_stage
+from stof.fusion.records.store import Candidate
 
 # One letter an operator: C and D are compute-intensive.
 Table = dict[str, dict[str, float]]
@@ -60,7 +61,7 @@ class Tabled:
         return max(0.0, INDUCTOR * len(text) - min(self.table.get(text, {"": math.inf}).values()))
 
 
-# A layer of BERT: product, residual, norm, product, activation, product, residual, norm; letters per kind.
+# A layer of BERT: GEMM, residual, norm, GEMM, activation, GEMM, residual, norm; letters per kind.
 LAYER = "CrnCgCrn"
 TABLE: Table = {
     "Cr": {"": 18.0, "a": 16.0, "b": 19.0},
@@ -100,7 +101,7 @@ def test_seize_takes_from_a_memory_intensive_segment() -> None:
 
 
 def test_compete_gives_the_contested_operator_to_the_faster_side() -> None:
-    # Both sides hold a product; the operator between them belongs left at first, and is worth more right.
+    # Both sides hold a GEMM; the operator between them belongs left at first, and is worth more right.
     table = {"Cg": {"": 19.0}, "gD": {"": 2.0}}
     tabled = Tabled("CgD", table)
     assert stage_one(tabled.space, MeasurementCache(tabled.space), Scheme.from_bits("001")) == Scheme.from_bits("011")
@@ -127,7 +128,7 @@ def test_times_that_cannot_be_told_never_win(unclear: tuple[str, ...]) -> None:
     place = found.chosen.get(3)
     assert place == {None: None, ("Cg", "b"): ("Cg", "d"), ("Cg", ""): None}[lost]
     assert math.isfinite(found.saved_us)
-    assert meter.unclear == {("Cg", lost)}
+    assert meter.noisy == {("Cg", lost)}
     assert lost not in meter.certain()["Cg"]
     assert "Cg" not in meter.searched
     asked = [one for one in problem.asked if one == ("Cg", lost)]
@@ -233,7 +234,7 @@ def test_budgets_end_a_search_with_what_is_known() -> None:
     seen: list[Progress] = []
     meter = MeasurementCache(tabled.space, Budget(4.0, clock=lambda: now[0]), seen.append)
     found = two_stage(tabled.space, meter, tabled.apart())
-    assert meter.spent
+    assert meter.exhausted
     assert found.measurements == 4
     assert len(seen) == 2
     assert seen[-1].seconds_left == 0.0

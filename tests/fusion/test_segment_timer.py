@@ -17,17 +17,17 @@ from torch import Tensor, nn
 import stof
 from stof import masks
 from stof.fusion import pipeline
-from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.mutations import GraphOrder
+from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.operators import in_words
 from stof.fusion.measure import segment_timer
 from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, ModelComparison, differing, pick_winner
-from stof.fusion.passes.lower_segments import GraphOrder
 from stof.fusion.pipeline import Search
 from stof.fusion.planner.graph_space import GraphSpace
 from stof.fusion.planner.match import TemplateMatch, find_matches
-from stof.fusion.planner.search_space import Candidate
 from stof.fusion.records.choices import TunedConfig
 from stof.fusion.records.report import FusionReport, SegmentReport
+from stof.fusion.records.store import Candidate
 from stof.fusion.templates.gemm_config import GemmShape
 from stof.fusion.templates.registry import TEMPLATES, GemmProblem, KernelPolicy, Template
 from stof.tuning.timing import Timing
@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 def segment(where: slice, dynamic: bool = False) -> TemplateMatch:
     gm = capture(Model().eval(), torch.randn(2, 3, 8), dynamic=dynamic)
-    ((match, *_), _) = find_matches(normalise(gm.graph)[where], KernelPolicy.TWINS)
+    ((match, *_), _) = find_matches(recognize_operators(gm.graph)[where], KernelPolicy.REFERENCE)
     return match
 
 
@@ -135,7 +135,7 @@ def test_where_no_kernel_serves_nothing_is_measured() -> None:
 
 
 def test_searches_do_not_try_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32 has kernels to measure but none by default: the empty configuration would be the twin."""
+    """float32 has kernels to measure but none by default: the empty configuration would be the reference."""
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     shape = GemmShape("linear", 4096, 3072, 768, "gelu", bias=True)
@@ -144,12 +144,14 @@ def test_searches_do_not_try_twins(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels = TEMPLATES[0].configs(problem, KernelPolicy.KERNELS)
         assert kernels
         assert ("" in kernels) == has_default
-        assert TEMPLATES[0].configs(problem, KernelPolicy.TWINS) == ["", *(one for one in kernels if one)]
+        assert TEMPLATES[0].configs(problem, KernelPolicy.REFERENCE) == ["", *(one for one in kernels if one)]
 
 
 def test_times_of_twins_are_kept_apart() -> None:
     gm = capture(Model().eval(), torch.randn(2, 3, 8))
-    graphs = [GraphSpace(normalise(gm.graph), GraphOrder(gm.graph), Table(), serving) for serving in KernelPolicy]
+    graphs = [
+        GraphSpace(recognize_operators(gm.graph), GraphOrder(gm.graph), Table(), policy) for policy in KernelPolicy
+    ]
     assert len({graph.key(0, 2) for graph in graphs}) == len(graphs)
 
 
@@ -260,7 +262,7 @@ def test_attention_of_ours_is_not_inductors() -> None:
 
 def test_many_operators_in_few_words() -> None:
     def words(function: Callable[[Tensor], Tensor]) -> str:
-        return in_words(normalise(capture(function, torch.randn(3, 8)).graph))
+        return in_words(recognize_operators(capture(function, torch.randn(3, 8)).graph))
 
     assert words(lambda x: x.sin()) == "sin"
     assert words(lambda x: F.relu(x) + x) == "relu + residual"
@@ -273,7 +275,7 @@ def test_many_operators_in_few_words() -> None:
 def test_every_template_takes_its_twins_arguments() -> None:
     for template in TEMPLATES:
         names = [argument.name for argument in template.operator._schema.arguments]
-        twin = template.twin.__code__.co_varnames[: template.twin.__code__.co_argcount]
+        twin = template.reference.__code__.co_varnames[: template.reference.__code__.co_argcount]
         assert [name for name in names if name != "config"] == list(twin)
-        assert template.configs(segment(slice(0, 2)).problem, KernelPolicy.TWINS) == [""]
+        assert template.configs(segment(slice(0, 2)).problem, KernelPolicy.REFERENCE) == [""]
         assert template.configs(segment(slice(0, 2)).problem, KernelPolicy.KERNELS) == []

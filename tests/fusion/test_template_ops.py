@@ -1,4 +1,4 @@
-"""The templates as operators: schemas and fakes, twins on a CPU, errors, configurations as text."""
+"""The templates as operators: schemas and fakes, references on a CPU, errors, configurations as text."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def tensors(
 
 
 def check(product: launch.GemmCall, text: str, twin: Callable[..., Any]) -> Tensor:
-    """Compute, compare with the twin in float64, bounded by the twin's own error; `twin(convert)` converts tensors."""
+    """Compute, and compare with the float64 reference; the bound is the error of the reference in the same dtype."""
     config = GemmConfig.parse(text)
     capability = torch.cuda.get_device_capability() if ON_GPU else (9, 0)
     assert not config_problems(config, product.shape, product.x.dtype, capability)
@@ -70,7 +70,7 @@ def check_linear(
     text: str, t: dict[str, Tensor], activation: str = "none", bias: bool = True, residual: bool = False
 ) -> Tensor:
     b, r = t["bias"] if bias else None, t["residual"] if residual else None
-    product = launch.product("linear", t["x"], t["weight"], b, r, activation)
+    product = launch.gemm_call("linear", t["x"], t["weight"], b, r, activation)
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
         return reference.linear(
@@ -82,7 +82,7 @@ def check_linear(
 
 def check_gated(text: str, t: dict[str, Tensor], activation: str = "silu", bias: bool = False) -> Tensor:
     b = t["bias"] if bias else None
-    product = launch.product("gated_linear", t["x"], t["weight"], b, None, activation)
+    product = launch.gemm_call("gated_linear", t["x"], t["weight"], b, None, activation)
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
         return reference.gated_linear(f(t["x"]), f(t["weight"]), None if b is None else f(b), activation)
@@ -92,7 +92,7 @@ def check_gated(text: str, t: dict[str, Tensor], activation: str = "silu", bias:
 
 def check_normed(text: str, t: dict[str, Tensor], kind: str, scaled: bool, activation: str = "none") -> Tensor:
     norm = Norm(kind, t["scale"] if scaled else None, t["shift"] if scaled and kind == "layer" else None, 1e-5)
-    product = launch.product("norm_linear", t["x"], t["weight"], t["bias"], None, activation, norm)
+    product = launch.gemm_call("norm_linear", t["x"], t["weight"], t["bias"], None, activation, norm)
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
         scale, shift = None if norm.weight is None else f(norm.weight), None if norm.bias is None else f(norm.bias)
@@ -102,12 +102,12 @@ def check_normed(text: str, t: dict[str, Tensor], kind: str, scaled: bool, activ
 
 
 def check_folded(text: str, t: dict[str, Tensor], gated: bool, activation: str = "silu") -> Tensor:
-    """An RMSNorm and a product, folded, against both apart; bounded by the error of both apart."""
+    """An RMSNorm and a GEMM, folded, against both apart; bounded by the error of both apart."""
     name, twin_of = ("rms_gated_linear", reference.gated_linear) if gated else ("rms_linear", _linear)
     whole = folded(t["weight"], t["scale"])
     assert whole is not None
     rstd = launch.row_factors(t["x"], 1e-5)
-    product = launch.product(name, t["x"], whole, t["bias"], None, activation, Norm("rms", None, None, 0.0), rstd)
+    product = launch.gemm_call(name, t["x"], whole, t["bias"], None, activation, Norm("rms", None, None, 0.0), rstd)
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
         normed = reference.normalised(f(t["x"]), f(t["scale"]), None, "rms", 1e-5)
@@ -181,14 +181,14 @@ def test_norm_before(kind: str, scaled: bool, text: str) -> None:
 def test_folded_norms(
     m: int, n: int, k: int, dtype: torch.dtype, gated: bool, transposed: bool, text: str, size: float
 ) -> None:
-    """Rows of any size: products of rows that are not normalised yet go up to what float32 holds."""
+    """Rows of any size: GEMMs of rows that are not normalized yet go up to what float32 holds."""
     t = tensors(m, n, k, dtype, gated=gated, transposed=transposed)
     t["x"] *= size
     check_folded(text, t, gated)
 
 
 def check_rotary(text: str, t: dict[str, Tensor], head_dim: int, turned: int, positions: int, normed: bool) -> Tensor:
-    """A product and the rotation of its heads, with a folded norm before it or not, against all of them apart."""
+    """A GEMM and the rotation of its heads, with a folded norm before it or not, against all of them apart."""
     generator = torch.Generator().manual_seed(1)
     angles = torch.randn(positions, head_dim, generator=generator, dtype=torch.float64)
     cos, sin = (table.to(DEVICE, t["x"].dtype) for table in (angles.cos(), angles.sin()))
@@ -196,7 +196,7 @@ def check_rotary(text: str, t: dict[str, Tensor], head_dim: int, turned: int, po
     assert whole is not None
     rstd = launch.row_factors(t["x"], 1e-5) if normed else None
     norm = Norm("rms", None, None, 0.0) if normed else None
-    product = launch.product(
+    product = launch.gemm_call(
         "rotary_linear", t["x"], whole, t["bias"], None, "none", norm, rstd, launch.Rotary(cos, sin, turned, head_dim)
     )
 
@@ -234,7 +234,7 @@ def check_scaled(text: str, t: dict[str, Tensor], stored: torch.dtype, activatio
     limit = torch.iinfo(stored).min if stored == torch.int8 else torch.finfo(stored).max
     values, scale = (wide * limit).to(stored), t["bias"].double().mul(t["x"].shape[1] ** -0.5 / limit).to(torch.float32)
     b, r = t["bias"] if bias else None, t["residual"]
-    product = launch.product("scaled_linear", t["x"], values, b, r, activation, scale=scale[:, None])
+    product = launch.gemm_call("scaled_linear", t["x"], values, b, r, activation, scale=scale[:, None])
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
         # As graphs write it: factors first, in x's dtype.
@@ -278,7 +278,7 @@ def test_every_value_of_eight_bits(dtype: torch.dtype) -> None:
         bits = torch.arange(256, device=DEVICE).to(torch.uint8).view(16, 16)
         values = bits.view(stored)
         values = torch.where(values.float().isnan(), torch.zeros_like(values.float()), values.float()).to(stored)
-        product = launch.product(
+        product = launch.gemm_call(
             "scaled_linear", torch.eye(16, device=DEVICE, dtype=dtype), values, None, None, "none",
             scale=torch.ones(16, device=DEVICE),
         )  # fmt: skip
@@ -324,7 +324,7 @@ def test_norm_after(
     t = tensors(m, n, k, dtype)
     b, r = t["bias"] if bias else None, t["residual"] if residual else None
     vectors = (t["bias"], t["residual"][0]) if scaled else (None, None)
-    product = launch.product("linear_norm", t["x"], t["weight"], b, r, "none")
+    product = launch.gemm_call("linear_norm", t["x"], t["weight"], b, r, "none")
     found = launch.compute_normed(product, GemmConfig.parse(text), Norm(kind, *vectors, 1e-5))
     given = [t["x"], t["weight"], b, r, *vectors]
     plain = reference.linear_norm(*given, kind, 1e-5)
@@ -346,7 +346,7 @@ def test_partial_sums_of_strided_rows() -> None:
     residual = torch.full((2, 12, 80), torch.nan, device=DEVICE, dtype=torch.float16)[..., :40]
     residual.copy_(t["residual"].view(2, 12, 40))
     norm = Norm("layer", None, None, 1e-5)
-    product = launch.product("linear_norm", t["x"].view(2, 12, 64), t["weight"], t["bias"], residual, "none")
+    product = launch.gemm_call("linear_norm", t["x"].view(2, 12, 64), t["weight"], t["bias"], residual, "none")
     for text in (TILE, SPLIT):
         h, normed = launch.compute_normed(product, GemmConfig.parse(text), norm)
         expected = reference.linear_norm(product.x, t["weight"], t["bias"], t["residual"], None, None, "layer", 1e-5)
@@ -364,7 +364,7 @@ def test_strides() -> None:
         lead = x.shape[:-1]
         residual = t["residual"].t().contiguous().t().view(*lead, 40)
         for text in (TILE, SPLIT):
-            product = launch.product("linear", x, t["weight"], t["bias"], residual, "none")
+            product = launch.gemm_call("linear", x, t["weight"], t["bias"], residual, "none")
             out = launch.compute(product, GemmConfig.parse(text))
             assert out.shape == (*lead, 40)
             torch.testing.assert_close(out.view(24, 40), plain, atol=2e-3, rtol=2e-3)

@@ -157,7 +157,7 @@ def product(m: int, n: int, k: int, activation: str, bias: bool, residual: bool)
     x, weight, b, r = (
         torch.randn(size, generator=generator).half() for size in ((m, 2 * k), (n, k), (n,), (m, n))
     )  # fmt: skip
-    return launch.product("linear", x[:, :k], weight, b if bias else None, r if residual else None, activation)
+    return launch.gemm_call("linear", x[:, :k], weight, b if bias else None, r if residual else None, activation)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -205,7 +205,7 @@ def test_its_kernels_are_not_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         "stof.fusion.measure.async_compile.bound_call", lambda match, inputs, config: lambda: asked.append(config)
     )
-    ahead = WorkerPool(1, ("cuda", 90, 32))
-    ahead.start(segment(slice(0, 2)), [TEXT, "64x64x64,4w,3s,tile"])
-    ahead.close()
+    compiler = WorkerPool(1, ("cuda", 90, 32))
+    compiler.start(segment(slice(0, 2)), [TEXT, "64x64x64,4w,3s,tile"])
+    compiler.close()
     assert asked == ["64x64x64,4w,3s,tile"]

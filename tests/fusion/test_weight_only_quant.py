@@ -1,4 +1,4 @@
-"""Products with weights of 8-bit values and factors: recognised as plain PyTorch writes them, and nothing else is."""
+"""GEMMs with weights of 8-bit values and factors: recognized as plain PyTorch writes them, and nothing else is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stof.errors import ArgumentError
-from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.symbolic_shapes import size_hint
 from stof.fusion.measure import segment_timer
 from stof.fusion.planner.heuristics import is_profitable
@@ -118,7 +118,7 @@ NOT_RECOGNISED: dict[str, Body] = {
 
 @pytest.mark.parametrize("name", NOT_RECOGNISED)
 def test_anything_else_stays_right(name: str) -> None:
-    """What only looks like it: other templates may take the product, none the 8-bit values."""
+    """What only looks like it: other templates may take the GEMM, none the 8-bit values."""
     t = tensors()
     body = NOT_RECOGNISED[name]
     gm = capture(body, **{key: value.clone() for key, value in t.items()})
@@ -135,7 +135,7 @@ def test_anything_else_stays_right(name: str) -> None:
 
 def claim_of(body: Body, **sizes: Any) -> list[TemplateMatch]:
     t = {name: value.to("meta") for name, value in tensors(**sizes).items()}
-    return find_matches(normalise(capture(body, **t).graph), KernelPolicy.TWINS)[0]
+    return find_matches(recognize_operators(capture(body, **t).graph), KernelPolicy.REFERENCE)[0]
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(4, "scaled_linear"), (4096, "linear")])
@@ -153,7 +153,7 @@ def test_few_columns_are_not_few_rows() -> None:
 
 
 def test_many_rows_read_the_widened_weight() -> None:
-    """Which stays where it was computed, for the product's call reads it."""
+    """Which stays where it was computed, for the GEMM's call reads it."""
     called, out, expected = lowered(RECOGNISED["gelu"], tensors(rows=200, n=900, k=900))
     assert called == ["linear"]
     torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
@@ -168,7 +168,7 @@ def test_a_scaled_result_is_no_other_templates() -> None:
 def test_what_is_measured_are_values_of_all_sizes() -> None:
     for body in (weight_first, product_first):
         gm = capture(body, **tensors())
-        (match, *_) = find_matches(normalise(gm.graph), KernelPolicy.TWINS)[0]
+        (match, *_) = find_matches(recognize_operators(gm.graph), KernelPolicy.REFERENCE)[0]
         inputs = segment_timer.random_inputs(match)
         values = next(tensor for tensor in inputs.values() if tensor.dtype == torch.int8)
         assert values.float().std() > 30
@@ -182,14 +182,16 @@ def test_what_is_measured_are_values_of_all_sizes() -> None:
 def test_what_is_measured_is_of_the_order_of_one(body: Body, stored: torch.dtype) -> None:
     """In float16, where larger results would be infinite and every kernel as good as PyTorch."""
     t = tensors(rows=64, k=4096, dtype=torch.float16)
-    match = find_matches(normalise(capture(body, **t | {"q": t["q"].to(stored)}).graph), KernelPolicy.TWINS)[0][0]
+    match = find_matches(
+        recognize_operators(capture(body, **t | {"q": t["q"].to(stored)}).graph), KernelPolicy.REFERENCE
+    )[0][0]
     (expected,) = segment_timer.exact(match, segment_timer.random_inputs(match))
     assert 0.3 < expected.std() < 3
 
 
 def test_infinite_results_check_nothing() -> None:
     t = tensors(dtype=torch.float16)
-    match = find_matches(normalise(capture(product_first, **t).graph), KernelPolicy.TWINS)[0][0]
+    match = find_matches(recognize_operators(capture(product_first, **t).graph), KernelPolicy.REFERENCE)[0][0]
     inputs = segment_timer.random_inputs(match)
     assert segment_timer._checked(match, inputs, "", segment_timer.exact(match, inputs))[0] == ""
     inputs[match.arguments["scale"]].fill_(6e4)
@@ -218,7 +220,7 @@ def test_equal_graphs_of_other_values_are_others() -> None:
     keys = set()
     for stored in (torch.int8, torch.float8_e4m3fn):
         for body in (weight_first, product_first):
-            (operator,) = normalise(capture(body, **t | {"q": t["q"].to(stored)}).graph)
+            (operator,) = recognize_operators(capture(body, **t | {"q": t["q"].to(stored)}).graph)
             keys.add(operator.signature())
             assert operator.label == f"{str(stored).removeprefix('torch.')} linear {K}>{N}"
     assert len(keys) == 4

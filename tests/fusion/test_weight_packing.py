@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stof.fusion.graph.propagate import propagate
+from stof.fusion.graph.fx_utils import propagate
 from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.passes.weight_packing import PackedLinear, pack_weights, unpack_weights
 from tests.fusion.graphs import capture

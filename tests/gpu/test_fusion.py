@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 import stof
 from stof import masks
 from stof.fusion import templates
-from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.measure.async_compile import WorkerPool
 from stof.fusion.measure.segment_timer import SegmentTimer, check
 from stof.fusion.pipeline import Search, fuse
@@ -164,15 +164,15 @@ def test_what_others_compile_is_not_compiled_here(tmp_path: Path, monkeypatch: p
     # No other test has this activation: what this process has compiled before would not be compiled at all.
     layer = nn.Sequential(nn.Linear(256, 1024), nn.ReLU()).eval().half().cuda()
     gm = capture(layer, torch.randn(512, 256, dtype=torch.half, device="cuda"))
-    ((match, *_), _) = find_matches(normalise(gm.graph)[:2], KernelPolicy.KERNELS)
+    ((match, *_), _) = find_matches(recognize_operators(gm.graph)[:2], KernelPolicy.KERNELS)
     configs = match.template.configs(match.problem, KernelPolicy.KERNELS)
     some = ["", *{GemmConfig.parse(text).kind: text for text in configs if text}.values()]
-    ahead = WorkerPool(4)
-    ahead.start(match, some)
-    ahead.wait(match, some)
-    ahead.close()
-    assert ahead.problems == []
-    assert ahead.compiled >= 3
+    compiler = WorkerPool(4)
+    compiler.start(match, some)
+    compiler.wait(match, some)
+    compiler.close()
+    assert compiler.problems == []
+    assert compiler.compiled >= 3
     compiled: list[str] = []
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda *, src, cache_hit, **rest: compiled.extend(

@@ -68,7 +68,7 @@ def test_chains_of_kernels_that_take_turns() -> None:
 
     def chain(x: Tensor, texts: tuple[str, ...]) -> Tensor:
         for text in texts * 8:
-            product = launch.product("linear_norm", x, t["weight"], t["bias"], t["residual"], "none")
+            product = launch.gemm_call("linear_norm", x, t["weight"], t["bias"], t["residual"], "none")
             x = launch.compute_normed(product, GemmConfig.parse(text), norm)[1]
         return x
 

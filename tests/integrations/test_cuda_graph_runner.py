@@ -93,10 +93,10 @@ def test_modes_are_told_apart() -> None:
     assert recorder.made == 4
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_weights_that_are_others_need_a_new_recording(frozen: bool) -> None:
+@pytest.mark.parametrize("folded_weights", [False, True])
+def test_weights_that_are_others_need_a_new_recording(folded_weights: bool) -> None:
     module = Scaled().eval()
-    calls, recorder = whole(module, frozen=frozen)
+    calls, recorder = whole(module, folded_weights=folded_weights)
     x = torch.randn(3, 4)
 
     def made() -> int:
@@ -115,7 +115,7 @@ def test_weights_that_are_others_need_a_new_recording(frozen: bool) -> None:
         module.shift = torch.ones(4)
         assert made() == 1
         module.linear.weight.mul_(2)  # in its place: a replay reads it
-        assert made() == int(frozen)
+        assert made() == int(folded_weights)
         del module.shift
         module.shift = torch.ones(4)
         assert made() == 1
@@ -275,7 +275,7 @@ def test_sparsified_models_are_recorded_again() -> None:
 def test_buffers_of_other_layouts_are_looked_at() -> None:
     module = Scaled().eval()
     module.register_buffer("sparse", torch.eye(4).to_sparse())
-    calls, recorder = whole(module, frozen=True)
+    calls, recorder = whole(module, folded_weights=True)
     with torch.no_grad():
         for _ in range(4):
             calls(torch.randn(3, 4))
@@ -286,10 +286,10 @@ def test_buffers_of_other_layouts_are_looked_at() -> None:
     assert recorder.made == 2
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_weights_may_become_inference_tensors(frozen: bool) -> None:
+@pytest.mark.parametrize("folded_weights", [False, True])
+def test_weights_may_become_inference_tensors(folded_weights: bool) -> None:
     module = Scaled().eval()
-    calls, recorder = whole(module, frozen=frozen)
+    calls, recorder = whole(module, folded_weights=folded_weights)
     x = torch.randn(3, 4)
     with torch.no_grad():
         for _ in range(3):

@@ -172,7 +172,7 @@ def twin(gemm: Gemm, given: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...]
 def product_of(gemm: Gemm, given: Inputs) -> launch.GemmCall:
     """The product as the templates' launching code takes it; a norm after it is not part of it."""
     norm = Norm(gemm.norm, *given.vectors, EPS) if gemm.template == "norm_linear" else None
-    return launch.product(gemm.template, given.x, given.weight, given.bias, given.residual, gemm.activation, norm)
+    return launch.gemm_call(gemm.template, given.x, given.weight, given.bias, given.residual, gemm.activation, norm)
 
 
 def calls_of(gemm: Gemm, givens: Sequence[Inputs], name: str) -> list[Callable[[], Any]]:

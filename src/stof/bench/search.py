@@ -21,21 +21,21 @@ from torch import fx
 from stof.bench.layer import LayerShape, plain_layer, weights_of
 from stof.errors import ArgumentError
 from stof.files import read_json
-from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.mutations import GraphOrder
+from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.scheme import Scheme
-from stof.fusion.passes.lower_segments import GraphOrder
 from stof.fusion.planner.baselines import exhaustive, random_search
-from stof.fusion.planner.graph_space import Ahead, GraphSpace, MatchTimer, kind_of
-from stof.fusion.planner.search_space import Budget, Candidate, MeasurementCache, Space
+from stof.fusion.planner.graph_space import AsyncCompiler, GraphSpace, MatchTimer, kind_of
+from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
 from stof.fusion.planner.two_stage_search import SearchResult, search_result, stage_one, two_stage
-from stof.fusion.records.store import Records, SegmentTimes, Store, segment_key
+from stof.fusion.records.store import Candidate, Records, SegmentTimes, Store, segment_key
 
 # Of the exhaustive search's measurements, what the others may take.
 SHARES = (0.1, 0.2)
 SEEDS = 20
 
 
-class Closing(Ahead, Protocol):
+class Closing(AsyncCompiler, Protocol):
     """What compiles early, in processes that are to be ended."""
 
     def close(self) -> None:
@@ -166,16 +166,16 @@ def measured(
     timer: MatchTimer,
     store: Store | None,
     seconds: float,
-    ahead: Closing | None = None,
+    compiler: Closing | None = None,
     *,
     experimental: bool = False,
 ) -> tuple[Table | None, int]:
     """Measure all that `store` lacks, for `seconds`, and how many times that gave; no table before all are there.
 
-    `ahead` compiles all of it from the start, and is closed when it is done. `experimental` as for the backend.
+    `compiler` compiles all of it from the start, and is closed when it is done. `experimental` as for the backend.
     """
-    operators = [replace(o, chainable=experimental) for o in normalise(gm.graph)]
-    graph = GraphSpace(operators, GraphOrder(gm.graph), timer, ahead=ahead)
+    operators = [replace(o, chainable=experimental) for o in recognize_operators(gm.graph)]
+    graph = GraphSpace(operators, GraphOrder(gm.graph), timer, compiler=compiler)
     held = store.load().segments if store is not None else {}
     found = {
         key: (places, dict(held.get(segment_key(key), SegmentTimes()).times))
@@ -184,8 +184,8 @@ def measured(
     try:
         taken = _measure(graph, found, store, time.monotonic() + seconds)
     finally:
-        if ahead is not None:
-            ahead.close()
+        if compiler is not None:
+            compiler.close()
     segments = []
     for places, times in found.values():
         candidates = graph.candidates(*places[0])

@@ -11,27 +11,28 @@ from functools import partial
 import torch
 from torch import fx
 
-from stof.fusion.graph.operator_recognition import normalise
+from stof.fusion.graph.fx_utils import copy_graph, propagate
+from stof.fusion.graph.mutations import GraphOrder
+from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.operators import NORMS, Kind
-from stof.fusion.graph.propagate import propagate
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.graph.symbolic_shapes import is_symbolic
 from stof.fusion.passes.attention_bias_layout import materialize_biases, unreadable_biases
 from stof.fusion.passes.horizontal_fusion import merge_gemms
-from stof.fusion.passes.lower_segments import FusionChoice, GraphOrder, copy_graph, lower
+from stof.fusion.passes.lower_segments import lower
 from stof.fusion.passes.patch_embedding import multiply_patches, patch_embeddings
-from stof.fusion.planner.graph_space import Ahead, GraphSpace, MatchTimer
+from stof.fusion.planner.graph_space import AsyncCompiler, GraphSpace, MatchTimer
 from stof.fusion.planner.heuristics import (
     MAX_OPS,
-    bucket,
+    first_reader,
     heuristic_choices,
     is_profitable,
     isolated_scheme,
     merged_scheme,
-    reader,
+    tuning_key,
 )
 from stof.fusion.planner.lock_replay import Replay, lock_known, replayed
-from stof.fusion.planner.match import find_matches, without_kernel
+from stof.fusion.planner.match import FusionChoice, find_matches, without_kernel
 from stof.fusion.planner.progress import Progress
 from stof.fusion.planner.row_bucket_search import by_buckets
 from stof.fusion.planner.search_space import Budget, MeasurementCache
@@ -66,7 +67,7 @@ class Search:
     progress: Callable[[Progress], object] | None = None
     seed: int = 0
     store: Store | None = None
-    ahead: Ahead | None = None
+    compiler: AsyncCompiler | None = None
 
 
 def fuse(
@@ -85,38 +86,38 @@ def fuse(
 
     Args:
         search: measures; without one, or a lock to replay, the rules decide.
-        twins: claim templates where they have no kernel as well, and run them as plain PyTorch.
-        fold: RMSNorms' weights may be folded into the products after them; a lock may say so as well.
-        experimental: two products may become one kernel, where a search finds that faster, or a lock that it was.
+        twins: match templates where they have no kernel as well, and run their PyTorch references.
+        fold: RMSNorms' weights may be folded into the GEMMs after them; a lock may say so as well.
+        experimental: two GEMMs may become one kernel, where a search finds that faster, or a lock that it was.
         known: what was measured before, for the rules.
         replay: a lock that says it all.
     """
-    serving = KernelPolicy.TWINS if twins else KernelPolicy.KERNELS if search or replay else KernelPolicy.DEFAULTS
+    policy = KernelPolicy.REFERENCE if twins else KernelPolicy.KERNELS if search or replay else KernelPolicy.DEFAULTS
     report = FusionReport()
     reason = skip_reason(gm.graph)
     if reason:
         report.notes.append(f"the whole graph is left to Inductor: {reason}")
         return report
     rewrite_patches(gm, report)
-    _rewrite(gm, report, lambda: merge_gemms(gm.graph), "products with packed weights stay apart")
-    operators, order = normalise(gm.graph), GraphOrder(gm.graph)
+    _rewrite(gm, report, lambda: merge_gemms(gm.graph), "GEMMs with packed weights stay apart")
+    operators, order = recognize_operators(gm.graph), GraphOrder(gm.graph)
     # Graphs that leave sizes open are others, even where their first call is alike.
     left_open = any(is_symbolic(operator.value.shape) for operator in operators)
     report.graph = Scheme(len(operators)).digest(operators) + "-open" * left_open
     report.fold = fold or (replay is not None and replay.folds(report.graph))
     if report.fold and not fold:
-        report.notes.append("norms' weights are folded into products, as where the lock was made")
+        report.notes.append("norms' weights are folded into GEMMs, as where the lock was made")
     operators = [replace(o, foldable=report.fold) if o.kind in NORMS else o for o in operators]
     chains = experimental or (replay is not None and replay.chains(report.graph))
     operators = [replace(o, chainable=chains) if o.kind is Kind.LINEAR else o for o in operators]
-    report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, serving)]
-    timer, ahead = (search.time_match, search.ahead) if search is not None else (None, None)
-    graph = GraphSpace(operators, order, timer, serving, ahead, known)
+    report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, policy)]
+    timer, compiler = (search.time_match, search.compiler) if search is not None else (None, None)
+    graph = GraphSpace(operators, order, timer, policy, compiler, known)
     meter: MeasurementCache | None = None
     if replay is not None:
         chosen = replayed(graph, replay, report)
     else:
-        chosen = heuristic_choices(operators, order, serving, known)
+        chosen = heuristic_choices(operators, order, policy, known)
     if search is not None:
         meter = _meter(graph, search)
         found = _remembered(graph, meter, search, report)
@@ -124,7 +125,7 @@ def fuse(
         report.choices = graph.choices(meter.measured)
         if found is None:
             _keep(meter, search, report.choices, _results(graph, meter, search, report, chosen))
-    report.used = {bucket(choice.match, serving): choice.config for choice in chosen.values()}
+    report.used = {tuning_key(choice.match, policy): choice.config for choice in chosen.values()}
     scheme = merged_scheme(operators, [_range(start, choice) for start, choice in chosen.items()])
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
     look_up = known if replay is None else lock_known(graph, replay.lock)
@@ -202,15 +203,15 @@ def _remembered(
 def _results(
     graph: GraphSpace, meter: MeasurementCache, search: Search, report: FusionReport, chosen: dict[int, FusionChoice]
 ) -> dict[str, GraphRecord]:
-    if meter.spent or meter.unclear or not any(meter.times.values()):
+    if meter.exhausted or meter.noisy or not any(meter.times.values()):
         return {}
     segments = ((at, at + len(c.match.operators), c.match.template.name, c.config) for at, c in chosen.items())
     return {_graph_key(graph, report): GraphRecord(search.per_segment, tuple(segments))}
 
 
 def _graph_key(graph: GraphSpace, report: FusionReport) -> str:
-    """What a search's result holds for: the graph, and what templates claim of it."""
-    return segment_key((report.graph, graph.serving.name, sorted(map(segment_key, graph.matched_keys()))))
+    """What a search's result holds for: the graph, and what templates match of it."""
+    return segment_key((report.graph, graph.policy.name, sorted(map(segment_key, graph.matched_keys()))))
 
 
 def _keep(meter: MeasurementCache, search: Search, choices: Choices, results: dict[str, GraphRecord]) -> None:
@@ -240,11 +241,11 @@ def _searched(
     }
     chosen = by_buckets(graph, meter, chosen, per_segment=search.per_segment, seed=search.seed)
     report.measurements = meter.measurements
-    if meter.spent:
+    if meter.exhausted:
         report.notes.append(f"the budget of {search.seconds:g} s was spent after {meter.measurements} measurements")
-    if meter.unclear:
+    if meter.noisy:
         report.notes.append(
-            f"{len(meter.unclear)} of {meter.measurements} times could not be told from other work on the device: they "
+            f"{len(meter.noisy)} of {meter.measurements} times could not be told from other work on the device: they "
             "are left out, and will be measured again"
         )
     report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_match.failures.items()]
@@ -267,7 +268,7 @@ def _row(
         times = meter.measured(segment.start, segment.stop)
         inductor_us, template_us = times[None], times[name, config]
     else:
-        tuned = known(bucket(choice.match, graph.serving))
+        tuned = known(tuning_key(choice.match, graph.policy))
         if tuned is not None and tuned.config == config:
             inductor_us, template_us = tuned.inductor_us, tuned.template_us
     return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us, start=segment.start)
@@ -281,18 +282,18 @@ def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, 
     """For what templates nearly or exactly cover inside a segment: why they do not compute it."""
     for start in segment:
         for stop in range(start + 2, min(start + MAX_OPS, segment.stop) + 1):
-            served, refused = find_matches(graph.operators[start:stop], graph.serving)
+            served, refused = find_matches(graph.operators[start:stop], graph.policy)
             yield from refused
             for match in served:
                 part = "" if len(segment) == stop - start else f"{graph.label(start, stop)} by "
                 name = part + match.template.name
                 if meter is None:
-                    tuned = known(bucket(match, graph.serving))
+                    tuned = known(tuning_key(match, graph.policy))
                     if tuned is not None and not tuned.pays:
                         yield f"{name}: {tuned.template_us:.1f} us at best before, Inductor {tuned.inductor_us:.1f} us"
                     elif tuned is None and not match.template.by_rule:
                         yield f"{name}: only where a search measures it faster"
-                    elif tuned is None and not is_profitable(match, reader(match, graph.operators[stop:])):
+                    elif tuned is None and not is_profitable(match, first_reader(match, graph.operators[stop:])):
                         yield f"{name}: saves too little traffic at K = {match.problem.shape.k}, by rule"
                     continue
                 times = meter.measured(start, stop)
@@ -306,7 +307,7 @@ def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, 
 
 
 def rewrite_patches(gm: fx.GraphModule, report: FusionReport) -> None:
-    """Patch embeddings become products; what the graph returns keeps its strides, too."""
+    """Patch embeddings become GEMMs; what the graph returns keeps its strides, too."""
     if patches := patch_embeddings(gm.graph):
         rewrite = partial(multiply_patches, gm.graph, patches)
         _rewrite(gm, report, rewrite, "patches are embedded by a convolution", strides=True)

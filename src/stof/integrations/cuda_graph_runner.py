@@ -45,12 +45,12 @@ class CudaGraphRunner:
     mode is active; if the call before wrote to a parameter or a buffer, which recording would do twice; and if
     recording failed once, with a warning.
 
-    Noticed between calls: other shapes, strides, dtypes and values of arguments; grad, inference and autocast mode,
-    default dtype, deterministic algorithms; training mode of the model and its modules; modules, parameters and buffers
-    that were replaced, added, taken out or moved, with `frozen` also new values of them, but not through `.data`; other
-    attributes of modules, sparse masks among them, their configurations and forward hooks (`Attributes`); values that
-    were written to a tensor that is a mask. Not noticed are global names and closures that the model's Python code
-    reads, and what lies deeper in attributes.
+    The cache key covers shapes, strides, dtypes and values of arguments; grad, inference and autocast mode, default
+    dtype and deterministic algorithms. A change of these discards all recordings: training mode of the model and its
+    modules; modules, parameters and buffers that were replaced, added, removed or moved (with `folded_weights` also
+    their values, but not through `.data`); other attributes of modules, such as sparse masks, configurations and
+    forward hooks (`Attributes`); values of a tensor that is a mask. Neither covers global names and closures that the
+    model's Python code reads, nor objects nested inside attributes.
 
     Args:
         call: the compiled model's call.
@@ -65,14 +65,14 @@ class CudaGraphRunner:
         call: Callable[..., Any],
         module: nn.Module,
         *,
-        frozen: bool = False,
+        folded_weights: bool = False,
         recorder: Recorder | None = None,
         device_type: str = "cuda",
     ) -> None:
         self._call, self._module = call, module
-        self._weights, self._attributes = _Weights(module, frozen), Attributes(module)
+        self._weights, self._attributes = _Weights(module, folded_weights), Attributes(module)
         self._recorder, self._device_type = recorder or CudaRecorder(), device_type
-        self._met: set[Hashable] = set()
+        self._seen: set[Hashable] = set()
         self._failed: set[Hashable] = set()
         self._recorded: OrderedDict[Hashable, Replay] = OrderedDict()
         self._masks: dict[Hashable, list[UsedMask]] = {}
@@ -92,14 +92,14 @@ class CudaGraphRunner:
             elif replay is not None:
                 self._recorded.move_to_end(key)
                 return out
-            elif key in self._met and (replay := self._second(key, args, kwargs)) is not None:
+            elif key in self._seen and (replay := self._second(key, args, kwargs)) is not None:
                 return replay(tensors)
         versions = self._weights.versions()
         out = self._call(*args, **kwargs)
         if key not in self._failed and versions == self._weights.versions() and not _records_gradients(out):
-            if len(self._met) >= 8 * MOST_RECORDED:  # an argument that is different in every call
-                self._met.clear()
-            self._met.add(key)
+            if len(self._seen) >= 8 * MOST_RECORDED:  # an argument that is different in every call
+                self._seen.clear()
+            self._seen.add(key)
         return out
 
     def _changed(self, key: Hashable) -> bool:
@@ -109,7 +109,7 @@ class CudaGraphRunner:
 
     def _second(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replay | None:
         """A new recording; None, for good, if there cannot be one."""
-        self._met.discard(key)
+        self._seen.discard(key)
         if len(self._recorded) >= MOST_RECORDED:
             self._masks.pop(self._recorded.popitem(last=False)[0], None)
         try:
@@ -128,7 +128,7 @@ class CudaGraphRunner:
             torch.cuda.synchronize()  # one of them may be running
         self._recorded.clear()
         self._masks.clear()
-        self._met.clear()
+        self._seen.clear()
         self._failed.clear()
 
 
@@ -244,8 +244,8 @@ class _Weights:
     that one put in another's place is seen too.
     """
 
-    def __init__(self, module: nn.Module, frozen: bool) -> None:
-        self._module, self._frozen = module, frozen
+    def __init__(self, module: nn.Module, folded_weights: bool) -> None:
+        self._module, self._folded_weights = module, folded_weights
         self._parts: list[nn.Module] = []
         self._filled: list[Mapping[str, Any]] = []
         self._owners: list[Mapping[str, Any]] = []
@@ -271,7 +271,7 @@ class _Weights:
             self._versioned = [x for x in self._tensors if not x.is_inference()]
             self._memory = [x.untyped_storage() for x in self._placed]
             other, self._places = True, places
-        counts = self.versions() if self._frozen else ()
+        counts = self.versions() if self._folded_weights else ()
         changed, self._counts = other or counts != self._counts, counts
         return changed
 

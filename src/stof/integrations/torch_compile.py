@@ -18,11 +18,11 @@ from torch import Tensor, fx, nn
 import stof
 from stof.errors import ArgumentError, UnsupportedError, shown
 from stof.files import cache_folder
-from stof.fusion.graph.nodes import may_mutate_inputs
+from stof.fusion.graph.fx_utils import copy_module
+from stof.fusion.graph.mutations import may_mutate_inputs
 from stof.fusion.measure.async_compile import WorkerPool, init_triton_cache
 from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, ModelComparison, differing, pick_winner
 from stof.fusion.measure.segment_timer import SegmentTimer, check
-from stof.fusion.passes.lower_segments import copy_module
 from stof.fusion.passes.weight_packing import pack_weights, unpack_weights
 from stof.fusion.pipeline import Search, fuse, rewrite_biases, rewrite_patches
 from stof.fusion.planner.lock_replay import Replay
@@ -58,12 +58,12 @@ class CompileOptions:
             "whole", for `stof.optimize`, replays whole calls, one graph for each combination of argument shapes:
             see `CudaGraphRunner` for what is noticed between calls, and what is not.
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
-        fold: fold the weights of RMSNorms into the products after them, in a copy that takes as much memory as those
-            products' weights. For weights that stay as they are: a change between calls is noticed, but not through
+        fold: fold the weights of RMSNorms into the GEMMs after them, in a copy that takes as much memory as those
+            GEMMs' weights. For weights that stay as they are: a change between calls is noticed, but not through
             `.data`, and not by a CUDA graph that was recorded before. A lock that was tuned so folds as well.
-        experimental: let a search try templates whose gain is not settled: two products in one kernel (adapters).
-        twins: let the templates' PyTorch twins serve where no kernel does, on a CPU for example, to try and test them.
-            They fuse nothing; otherwise those operators are left to Inductor, which does.
+        experimental: let a search try templates whose gain is not settled: two GEMMs in one kernel (adapters).
+        twins: run the templates' PyTorch references where there is no kernel, on a CPU for example, to try and test
+            templates. The references fuse nothing; without this option Inductor compiles those operators.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
         progress: True prints a line to stderr after each measurement, a callable is called with it.
         store: where measurements are kept for later processes: True for the user's cache folder, a path for another
@@ -145,7 +145,7 @@ class CompileOptions:
             per_segment,
             self._shown(),
             store=self._store(device),
-            ahead=WorkerPool.on(device),
+            compiler=WorkerPool.on(device),
         )
 
     def known(self, device: torch.device) -> ConfigLookup:
@@ -221,8 +221,8 @@ def stof_backend(
             replay=parsed.replay(device),
         )
     finally:
-        if search is not None and isinstance(search.ahead, WorkerPool):
-            search.ahead.close()
+        if search is not None and isinstance(search.compiler, WorkerPool):
+            search.compiler.close()
     if search is None or not report.fused or may_mutate_inputs(copies[PLAIN].graph):
         if search is not None and report.fused:
             report.notes.append(
@@ -301,13 +301,12 @@ def _fastest(
 def _inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, digest: str
 ) -> Callable[..., Any]:
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    patches: dict[str, Any] = {"post_grad_custom_post_pass": _cache_mark(digest)} if digest else {}
+    patches: dict[str, Any] = {"post_grad_custom_post_pass": _inductor_cache_key(digest)} if digest else {}
     if options.cuda_graphs is True:
         patches["triton.cudagraphs"] = True
-    if options.deterministic and hasattr(config, "deterministic"):
+    if options.deterministic:
         patches["deterministic"] = True
     compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled
@@ -368,7 +367,7 @@ def optimize(
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
     if parsed.cuda_graphs == WHOLE:
-        compiled.forward = CudaGraphRunner(compiled.forward, model, frozen=parsed.fold)
+        compiled.forward = CudaGraphRunner(compiled.forward, model, folded_weights=parsed.fold)
     return cast(nn.Module, compiled)
 
 
@@ -392,7 +391,7 @@ def refuse_training(gm: fx.GraphModule) -> None:
             )
 
 
-def _cache_mark(digest: str) -> Any:
+def _inductor_cache_key(digest: str) -> Any:
     """A pass for Inductor that changes nothing and whose identity is this package's source and the scheme."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 

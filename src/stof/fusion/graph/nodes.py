@@ -1,4 +1,4 @@
-"""What a node of a Dynamo graph is: its name whatever the spelling, its value, whether it writes or only looks.
+"""What a node of a Dynamo graph is: its name whatever the spelling, its value, and whether it is a view or identity.
 
 Dynamo keeps `F.linear`, `x + y`, `torch.add(x, y)` and `x.add(y)` apart; here they are "linear" and "add".
 """
@@ -14,8 +14,6 @@ from torch import Tensor, fx
 
 # Modules whose functions are known by their name; a user's function called `linear` is another thing.
 _KNOWN_MODULES = {"_operator", "torch", "torch._C._nn", "torch._C", "torch.functional", "torch.nn.functional"}
-# Operators of a library: only their schemas say which argument they write to.
-_LIBRARY = torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
 
 
 def op_name(node: object) -> str:
@@ -68,7 +66,7 @@ def fake_value(node: object) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def number_of(given: object) -> float | None:
+def scalar_value(given: object) -> float | None:
     """A scalar argument; one that Dynamo keeps symbolic is taken, with a guard, at its value in this call."""
     if isinstance(given, fx.Node):
         given = given.meta.get("example_value")
@@ -85,66 +83,6 @@ def same_size(a: Any, b: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether a node changes a tensor in place, or may: what is not known to leave its arguments alone counts."""
-    if node.op not in ("call_function", "call_method"):
-        return node.op == "call_module"
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        overloads = [getattr(target, name) for name in target.overloads() if "out" not in name]
-        return node.kwargs.get("out") is not None or any(one._schema.is_mutable for one in overloads)
-    name = op_name(node)
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return name not in _PURE_HIGHER_ORDER
-    if node.kwargs.get("out") is not None or not name:
-        return True
-    return name in _PYTHON_WRITES or (name.endswith("_") and not name.endswith("__"))
-
-
-_PURE_HIGHER_ORDER = {"flex_attention"}
-_PYTHON_WRITES = {
-    "setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
-    "ilshift", "irshift",
-}  # fmt: skip
-
-
-def mutates_floats(node: fx.Node) -> bool:
-    """Whether a node writes, or may, to a floating-point tensor, the only kind that segments hold."""
-    if not writes(node):
-        return False
-    changed = fake_value(_changed(node))
-    return changed is None or changed.is_floating_point()
-
-
-def _changed(node: fx.Node) -> fx.Node | None:
-    """What a node that writes changes: the first tensor it is given; None when that is not sure."""
-    if not op_name(node) or isinstance(node.target, _LIBRARY) or node.kwargs.get("out") is not None:
-        return None
-    return node.all_input_nodes[0] if node.all_input_nodes else None
-
-
-def may_mutate_inputs(graph: fx.Graph) -> bool:
-    """Whether a second run of a graph may differ from the first: something it was given may be written to."""
-    for node in graph.nodes:
-        if not writes(node):
-            continue
-        target = _changed(node)
-        while target is not None and (is_view(target) or writes(target)) and target.all_input_nodes:
-            target = target.all_input_nodes[0]
-        if target is None or op_name(target) not in _ALLOCATING:
-            return True
-    return False
-
-
-_ALLOCATING = {
-    "add", "sub", "mul", "truediv", "linear", "matmul", "embedding", "where", "cat", "clone", "arange", "zeros", "ones",
-    "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full",
-    "new_empty",
-}  # fmt: skip
 
 
 def is_cast(node: object) -> bool:

@@ -1,7 +1,7 @@
 """Dynamo graph -> sequence of operators, found by structure.
 
-Roots are looked at from the last to the first, so that what is spelled out in many nodes is recognised before its parts
-are. What nothing recognises is an operator of kind OTHER if it computes floating-point values, else (views, index and
+Roots are looked at from the last to the first, so that what is spelled out in many nodes is recognized before its parts
+are. What nothing recognizes is an operator of kind OTHER if it computes floating-point values, else (views, index and
 mask arithmetic) no operator at all.
 """
 
@@ -21,9 +21,9 @@ from stof.fusion.graph.nodes import (
     is_identity,
     is_row_view,
     is_view,
-    number_of,
     op_name,
     same_size,
+    scalar_value,
     source_of,
 )
 from stof.fusion.graph.operators import ATTENTION_OPERATORS, Kind, Operator
@@ -34,7 +34,7 @@ _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d",
 _SPLITS = {"chunk", "split", "unbind"}
 
 
-def normalise(graph: fx.Graph) -> list[Operator]:
+def recognize_operators(graph: fx.Graph) -> list[Operator]:
     """The operators of a Dynamo graph in graph order; each node belongs to one operator at most.
 
     Nodes need `meta["example_value"]`, as Dynamo leaves it.
@@ -98,8 +98,8 @@ def _linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     if bias_value is not None and not same_size(bias_value.shape, (width,)):
         return None
     # A weight `[K, N]` with a factor for each row has one for each column of x.
-    quantised = None if transposed else quantised_weight(weight)
-    inside |= set() if quantised is None else quantised.nodes
+    quantized = None if transposed else quantised_weight(weight)
+    inside |= set() if quantized is None else quantized.nodes
     viewed = x
     if is_row_view(x) and all(user in inside for user in x.users):
         viewed = source_of(x)
@@ -108,22 +108,22 @@ def _linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
         if value is not None and same_size((*value.shape[:-1], width), out.shape):
             inside |= {x} if source is not x else set()
             nodes = _ordered(inside, order)
-            return Operator(Kind.LINEAR, node, nodes, (source,), weight, bias, transposed, quantised=quantised)
+            return Operator(Kind.LINEAR, node, nodes, (source,), weight, bias, transposed, quantized=quantized)
     return None
 
 
 def _scaled_linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
-    """A product with 8-bit values whose result is scaled by columns."""
+    """A GEMM with 8-bit values whose result is scaled by columns."""
     read = scaled_product(node)
     if read is None:
         return None
-    x, weight, bias, quantised = read
-    nodes = _ordered(quantised.nodes, order)
-    return Operator(Kind.LINEAR, node, nodes, (x,), weight, bias, quantised=quantised)
+    x, weight, bias, quantized = read
+    nodes = _ordered(quantized.nodes, order)
+    return Operator(Kind.LINEAR, node, nodes, (x,), weight, bias, quantized=quantized)
 
 
 def _product(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
-    """`(x, weight, bias, transposed)` of a matrix product with a 2-D weight, or of a bias added to one."""
+    """`(x, weight, bias, transposed)` of a matrix GEMM with a 2-D weight, or of a bias added to one."""
     name = op_name(node)
     read: tuple[Any, ...] | None = None
     if name == "linear":
@@ -151,7 +151,9 @@ def _norm(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     if name in ("layer_norm", "rms_norm"):
         x, weight = argument(node, 0, "input"), argument(node, 2, "weight")
         shape = argument(node, 1, "normalized_shape")
-        eps = number_of(argument(node, 4 if name == "layer_norm" else 3, "eps", 1e-5 if name == "layer_norm" else None))
+        eps = scalar_value(
+            argument(node, 4 if name == "layer_norm" else 3, "eps", 1e-5 if name == "layer_norm" else None)
+        )
         if not isinstance(shape, tuple | list) or len(shape) != 1 or not isinstance(x, fx.Node) or eps is None:
             return None
         kind = Kind.LAYER_NORM if name == "layer_norm" else Kind.RMS_NORM

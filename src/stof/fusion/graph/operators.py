@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from stof.fusion.graph.nodes import fake_value, op_name
 from stof.fusion.graph.symbolic_shapes import Values, size_hint
-from stof.fusion.graph.weight_only_quant import Quantised
+from stof.fusion.graph.weight_only_quant import QuantizedWeight
 from stof.ops import MASKED, VARYING
 
 
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
     @property
     def compute_intensive(self) -> bool:
-        """The paper's CI class (matrix products inside); everything else is MI, bound by memory."""
+        """The paper's CI class (matrix GEMMs inside); everything else is MI, bound by memory."""
         return self in (Kind.LINEAR, Kind.ATTENTION, Kind.MATMUL)
 
 
@@ -45,7 +45,7 @@ NORMS = {Kind.RMS_NORM: "rms", Kind.LAYER_NORM: "layer"}
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """One operator of the normalised graph.
+    """One operator of the normalized graph.
 
     Attributes:
         kind: what it is.
@@ -58,10 +58,10 @@ class Operator:
         transposed: the weight is stored as `[K, N]`.
         activation: of ACTIVATION and GATE: "gelu", "gelu_tanh", "relu" or "silu".
         eps: of norms.
-        foldable: of norms: whether the weight may be folded into the product that follows.
-        quantised: of LINEAR: what the weight is made of, if that is 8-bit values and factors; when those follow the
-            product, `weight` has the values alone.
-        chainable: of LINEAR: whether it may be one of two products in a kernel (experimental).
+        foldable: of norms: whether the weight may be folded into the GEMM that follows.
+        quantized: of LINEAR: what the weight is made of, if that is 8-bit values and factors; when those follow the
+            GEMM, `weight` has the values alone.
+        chainable: of LINEAR: whether it may be one of two GEMMs in a kernel (experimental).
     """
 
     kind: Kind
@@ -74,7 +74,7 @@ class Operator:
     activation: str = "none"
     eps: float = 0.0
     foldable: bool = False
-    quantised: Quantised | None = None
+    quantized: QuantizedWeight | None = None
     chainable: bool = False
 
     @property
@@ -90,7 +90,7 @@ class Operator:
         """Short text for people: `linear 768>3072`, `gelu`, `rms_norm`; what is of no known kind by its function."""
         if self.kind is Kind.LINEAR:
             n, k = self.weight_size
-            stored = "" if self.quantised is None else f"{dtype_name(self.quantised.values)} "
+            stored = "" if self.quantized is None else f"{dtype_name(self.quantized.values)} "
             return f"{stored}linear {k}>{n}"
         if self.kind is Kind.ACTIVATION:
             return self.activation
@@ -120,8 +120,12 @@ class Operator:
         own: tuple[Any, ...] = (str(self.kind), self.activation, self.eps, self.transposed)
         if self.kind is Kind.OTHER:
             own += (op_name(self.root) or _full_name(self.root.target),)
-        if self.quantised is not None:
-            own += (self.quantised.late, _form(self.quantised.values, at), _form(self.quantised.scale, at))
+        if self.quantized is not None:
+            own += (
+                self.quantized.scale_after_matmul,
+                _form(self.quantized.values, at),
+                _form(self.quantized.scale, at),
+            )
         return (*own, shapes, _form(self.root, at))
 
 

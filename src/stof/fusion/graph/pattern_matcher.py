@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from stof.fusion.graph.nodes import argument, fake_value, is_cast, number_of, op_name, source_of
+from stof.fusion.graph.nodes import argument, fake_value, is_cast, op_name, scalar_value, source_of
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ _COMMUTATIVE = {"add", "mul"}
 def _matches(pattern: Pattern, at: Any, match: Match) -> Iterator[Match]:
     match pattern:
         case bool() | int() | float():
-            given = number_of(at)
+            given = scalar_value(at)
             if given is not None and math.isclose(given, pattern, rel_tol=1e-6):
                 yield match
         case Constant(name):
-            given = number_of(at)
+            given = scalar_value(at)
             if given is not None and (found := match.bind(name, given)):
                 yield found
         case Var(name, vector):

@@ -33,7 +33,7 @@ def is_symbolic(sizes: Iterable[Size]) -> bool:
 
 
 def values_for(lead: Sequence[Size], least: int, most: int) -> Values | None:
-    """Values of the symbols in `lead` at which its product is at most `most` and more than `least`.
+    """Values of the symbols in `lead` at which its GEMM is at most `most` and more than `least`.
 
     The longest dimension changes first, so that a batch stays a batch. None where the symbols' ranges do not reach.
     """

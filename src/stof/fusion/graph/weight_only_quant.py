@@ -1,7 +1,7 @@
 """Weights of 8-bit values with a factor for each column of the result, as plain PyTorch writes weight-only quantising.
 
-`F.linear(x, values.to(x.dtype) * scale[:, None], bias)`, or with the product first, `F.linear(x, values.to(x.dtype)) *
-scale + bias`. Tensor subclasses (torchao's) hide this from the graph; products with those are left alone.
+`F.linear(x, values.to(x.dtype) * scale[:, None], bias)`, or with the GEMM first, `F.linear(x, values.to(x.dtype)) *
+scale + bias`. Tensor subclasses (torchao's) hide this from the graph; GEMMs with those are left alone.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ import torch
 from torch import fx
 
 from stof.fusion.graph.nodes import argument, fake_value, is_cast, op_name, same_size, source_of
-from stof.fusion.templates.gemm_config import STORED
 
+# Dtypes of quantized values that the kernels read.
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 _CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "type")
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
-class Quantised:
-    """What a product's weight is made of.
+class QuantizedWeight:
+    """What a GEMM's weight is made of.
 
     Attributes:
-        values: `[N, K]` of a dtype in `STORED`.
+        values: `[N, K]` of a dtype in `QUANTIZED_DTYPES`.
         scale: `[N]` or `[N, 1]`, floating.
         nodes: those between `values` and what reads the weight, which nothing else reads.
-        late: the product's result is scaled, not the weight.
+        scale_after_matmul: the GEMM's result is scaled, not the weight.
     """
 
     values: fx.Node
     scale: fx.Node
     nodes: frozenset[fx.Node]
-    late: bool
+    scale_after_matmul: bool
 
 
-def quantised_weight(weight: fx.Node) -> Quantised | None:
+def quantised_weight(weight: fx.Node) -> QuantizedWeight | None:
     """What a weight `[N, K]` is made of, if that is 8-bit values and a factor for each row."""
     inside: set[fx.Node] = set()
     node = weight
@@ -48,12 +49,12 @@ def quantised_weight(weight: fx.Node) -> Quantised | None:
     for widened, scale in _factors(node):
         values = _values(widened, inside)
         if values is not None and _is_vector(scale, values, column=True):
-            return Quantised(values, scale, frozenset({*inside, node}), late=False)
+            return QuantizedWeight(values, scale, frozenset({*inside, node}), scale_after_matmul=False)
     return None
 
 
-def scaled_product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, Quantised] | None:
-    """`(x, weight, bias, quantised)` of `x @ values.T * scale` and `... + bias`; weight are the widened values."""
+def scaled_product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, QuantizedWeight] | None:
+    """`(x, weight, bias, quantized)` of `x @ values.T * scale` and `... + bias`; weight are the widened values."""
     inside: set[fx.Node] = {node}
     bias: fx.Node | None = None
     if op_name(node) == "add" and len(node.args) == 2 and not node.kwargs:
@@ -69,11 +70,11 @@ def scaled_product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, Qua
     if found is None or (bias is not None and not _is_vector(bias, found[2], column=False)):
         return None
     x, weight, values, scale = found
-    return x, weight, bias, Quantised(values, scale, frozenset(inside), late=True)
+    return x, weight, bias, QuantizedWeight(values, scale, frozenset(inside), scale_after_matmul=True)
 
 
 def _scaled(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node] | None:
-    """`(x, weight, values, scale)` of a product times a vector; what lies between joins `inside`."""
+    """`(x, weight, values, scale)` of a GEMM times a vector; what lies between joins `inside`."""
     for product, scale in _factors(node):
         x, weight = argument(product, 0, "input"), argument(product, 1, "weight")
         if op_name(product) != "linear" or not _alone(product) or argument(product, 2, "bias") is not None:
@@ -97,7 +98,7 @@ def _factors(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
 def _values(node: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
     """The 8-bit tensor that a node is, or is widened from; the widening joins `inside`."""
     value = fake_value(node)
-    if value is not None and value.dtype in STORED:
+    if value is not None and value.dtype in QUANTIZED_DTYPES:
         return node if value.dim() == 2 else None
     if op_name(node) not in _CASTS or not _alone(node) or not _is_wide(node):
         return None
@@ -105,7 +106,7 @@ def _values(node: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
     before = fake_value(source)
     if before is None or value is None or before.dim() != 2:
         return None
-    if before.dtype not in STORED or before.device != value.device:
+    if before.dtype not in QUANTIZED_DTYPES or before.device != value.device:
         return None
     inside.add(node)
     return source

@@ -50,7 +50,7 @@ class WorkerPool:
         return WorkerPool(threads) if device.type == "cuda" and threads > 1 else None
 
     def start(self, match: TemplateMatch, configs: Sequence[str]) -> None:
-        """Have the kernels of a claim's configurations compiled; TileLang's are compiled where they are measured."""
+        """Have the kernels of a match's configurations compiled; TileLang's are compiled where they are measured."""
         new = [c for c in configs if (match.problem.text(), c) not in self._wanted and "tilelang" not in c]
         if not new:
             return

@@ -1,7 +1,7 @@
 """Timing a segment on its own: Inductor's code for it against a template's call, on the device it will run on.
 
-Both work on the same random tensors of the segment's shapes. A template is checked against its float64 twin first; one
-that is wrong or does not run has no time.
+Both read the same random tensors of the segment's shapes. Each template call is first checked against a float64
+reference; a call that is wrong or fails has no time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ERROR_ULPS = 2.0
 
 
 class SegmentTimer:
-    """Times candidates for claimed segments; what failed, and why, collects in `failures`."""
+    """Times candidates for matched segments; what failed, and why, collects in `failures`."""
 
     def __init__(self, *, rounds: int = 5) -> None:
         self.rounds = rounds
         self.failures: dict[tuple[str, str], str] = {}
 
     def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
-        """Microseconds with each configuration of the claim's template, None for Inductor's code.
+        """Microseconds with each configuration of the match's template, None for Inductor's code.
 
         inf for failures, nan for what cannot be told from other work on the GPU.
         """
@@ -66,14 +66,14 @@ class SegmentTimer:
 
 
 def check(match: TemplateMatch, config: str) -> str:
-    """Why a configuration of a claim's template may not be used; "" when it runs and its result is right."""
+    """Why a configuration of a match's template may not be used; "" when it runs and its result is right."""
     with torch._guards.tracing(None), torch.no_grad():
         inputs = random_inputs(match)
         return _checked(match, inputs, config, exact(match, inputs))[0]
 
 
 def random_inputs(match: TemplateMatch) -> dict[fx.Node, Tensor]:
-    """A random tensor for each tensor a claim reads, laid out as in the graph."""
+    """A random tensor for each tensor a match reads, laid out as in the graph."""
     inputs: dict[fx.Node, Tensor] = {}
     generator = torch.Generator(match.problem.device).manual_seed(0)
     for node in match.arguments.values():
@@ -84,13 +84,13 @@ def random_inputs(match: TemplateMatch) -> dict[fx.Node, Tensor]:
             tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
             if any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True)):
                 tensor = tensor.contiguous()  # an expanded tensor cannot be filled element by element
-            # Products of such values stay of the order of 1, whatever their depth.
+            # GEMMs of such values stay of the order of 1, whatever their depth.
             scale = 1.0 if node is match.arguments["x"] or len(sizes) < 2 else match.problem.shape.k**-0.5
             if node is match.arguments.get("scale"):  # 73 is the deviation of the integers below
                 scale = match.problem.shape.k**-0.5 / 73 if match.problem.shape.stored == "int8" else 1.0
             if value.is_floating_point():
                 drawn = torch.randn(sizes, generator=generator, device=value.device).mul_(scale)
-            else:  # a quantised weight's values, brought to size by its factors
+            else:  # a quantized weight's values, brought to size by its factors
                 drawn = torch.randint(-127, 128, sizes, generator=generator, device=value.device)
             inputs[node] = tensor.copy_(drawn.to(value.dtype))
     return inputs
@@ -128,8 +128,8 @@ def compiled_segment(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> Cal
 
 
 def exact(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> tuple[Tensor, ...]:
-    """The segment's results by the template's twin in float64."""
-    return _results(match.template.twin(**_computed(_arguments(match, inputs, torch.float64))))
+    """The segment's results by the template's reference in float64."""
+    return _results(match.template.reference(**_computed(_arguments(match, inputs, torch.float64))))
 
 
 def _arguments(match: TemplateMatch, inputs: dict[fx.Node, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _checked(
         got = _results(call())
     except Exception as error:  # whatever a compiler or a launch raises for a configuration that does not fit
         return f"does not run: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}", call
-    plain = _results(match.template.twin(**_computed(_arguments(match, inputs))))
+    plain = _results(match.template.reference(**_computed(_arguments(match, inputs))))
     for one, reference, value in zip(got, plain, expected, strict=True):
         off, usual = _distance(one, value), _distance(reference, value)
         ulp = torch.finfo(one.dtype).eps * value.abs().max().item()

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.nodes import argument, fake_value, op_name
 from stof.fusion.graph.operators import ATTENTION_OPERATORS
 from stof.fusion.graph.symbolic_shapes import is_symbolic
-from stof.fusion.passes.lower_segments import GraphOrder
 from stof.kernels.hopper.jobs import BIAS_STEP, in_rows, may_have_tiles
 from stof.selection import IMPLEMENTATIONS, CallSpec
 from stof.selection.implementations import GPU_FLOATS

@@ -1,4 +1,4 @@
-"""Products of one tensor with rows of one packed weight become one product, and slices of its result."""
+"""GEMMs of one tensor with rows of one packed weight become one GEMM, and slices of its result."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from operator import getitem
 
 from torch import fx
 
+from stof.fusion.graph.fx_utils import insert_call
+from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.nodes import argument, fake_value, op_name
-from stof.fusion.passes.lower_segments import GraphOrder, call
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """One product with rows `start .. stop - 1` of `weight` (and `bias`)."""
+    """One GEMM with rows `start .. stop - 1` of `weight` (and `bias`)."""
 
     node: fx.Node
     x: fx.Node
@@ -89,12 +90,12 @@ def _merge(graph: fx.Graph, run: list[_Part], spot: fx.Node) -> None:
         for source in (first.weight, first.bias):
             whole = fake_value(source)
             if source is not None and whole is not None and (start, stop) != (0, whole.shape[0]):
-                source = call(graph, spot, "call_function", getitem, (source, slice(start, stop)))
+                source = insert_call(graph, spot, "call_function", getitem, (source, slice(start, stop)))
             operands.append(source)
-        product = call(graph, spot, "call_function", spot.target, (first.x, *operands))
+        product = insert_call(graph, spot, "call_function", spot.target, (first.x, *operands))
         for part in run:
             columns = (Ellipsis, slice(part.start - start, part.stop - start))
-            piece = call(graph, spot, "call_function", getitem, (product, columns))
+            piece = insert_call(graph, spot, "call_function", getitem, (product, columns))
             part.node.replace_all_uses_with(piece)
     for part in run:
         rows = (argument(part.node, 1, "weight"), argument(part.node, 2, "bias"))

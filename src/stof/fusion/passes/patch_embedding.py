@@ -1,7 +1,7 @@
-"""Patch embeddings as products: a convolution whose patches do not overlap reads each value once, as a matrix does.
+"""Patch embeddings as GEMMs: a convolution whose patches do not overlap reads each value once, as a matrix does.
 
 Vision Transformers begin with one, and read its result as `[B, patches, channels]`. As a convolution of three channels
-it fits tensor cores badly, and cuDNN turns its operands around first; as a product it is one of many.
+it fits tensor cores badly, and cuDNN turns its operands around first; as a GEMM it is one of many.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Patches = list[tuple[fx.Node, tuple[int, int]]]
 
 
 def patch_embeddings(graph: fx.Graph) -> Patches:
-    """Convolutions that may become products, and the height and width of their patches.
+    """Convolutions that may become GEMMs, and the height and width of their patches.
 
     Those of images of a fixed size whose result is flattened to `[B, C, patches]` and not read as an image: what
-    follows then reads the product's result as it lies.
+    follows then reads the GEMM's result as it lies.
     """
     return [(node, patch) for node in graph.nodes if (patch := _patch(node)) is not None]
 
@@ -54,7 +54,7 @@ def _patch(node: fx.Node) -> tuple[int, int] | None:
     x, weight, out = (fake_value(one) for one in (argument(node, 0, "input"), argument(node, 1, "weight"), node))
     if x is None or weight is None or x.ndim != 4 or is_symbolic((*x.shape[1:], *weight.shape)):
         return None
-    # In 32 bits, convolutions and products are rounded by settings of their own (TF32).
+    # In 32 bits, convolutions and GEMMs are rounded by settings of their own (TF32).
     if out is None or out.dtype not in (torch.float16, torch.bfloat16):
         return None
     patch = int(weight.shape[2]), int(weight.shape[3])

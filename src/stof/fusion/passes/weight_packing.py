@@ -1,6 +1,6 @@
 """Packing weights: linear layers that read the same tensor keep their weights as rows of one.
 
-One product for query, key and value, and one for gate and up projection, needs their weights side by side in memory. A
+One GEMM for query, key and value, and one for gate and up projection, needs their weights side by side in memory. A
 graph that is being compiled cannot arrange that (it may gain no parameters), so modules do, before: each layer becomes
 a `PackedLinear` that computes with its rows. Without the compiler the model still computes the same, state dicts keep
 their names, and `unpack_weights` takes it back.
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Attributes of one module that are likely to read the same tensor, in the order in which rows are packed: gate before
-# up, as the template wants them. A wrong guess costs nothing: only products that do read the same tensor are merged.
+# up, as the template wants them. A wrong guess costs nothing: only GEMMs that do read the same tensor are merged.
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -105,7 +105,7 @@ def pack_weights(model: nn.Module) -> Packing:
     """Pack the weights of neighbouring linear layers of `model`, in place; see `Packing` for what was skipped.
 
     Parameters are replaced: hand optimizers and the like the new ones, or unpack first. Shared (tied) weights, weights
-    that are no plain tensors (quantised ones), and layers with hooks or parametrizations are left as they are.
+    that are no plain tensors (quantized ones), and layers with hooks or parametrizations are left as they are.
     """
     # A layer that several modules hold counts for each of them.
     holders = [model, *(child for _, _, child in _children(model))]

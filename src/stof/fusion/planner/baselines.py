@@ -15,7 +15,7 @@ def random_search(space: Space, meter: MeasurementCache, *, schemes: int, seed: 
     classes = sorted(set(space.classes), key=repr)
     best, saved = Scheme(space.size, tuple(range(1, space.size))), 0.0
     for _ in range(schemes):
-        if meter.spent:
+        if meter.exhausted:
             break
         scheme = scheme_of(space, {c for c in classes if chance.random() < 0.5})
         if scheme.problems(space.intensive):

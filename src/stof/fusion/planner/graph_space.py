@@ -10,13 +10,14 @@ from typing import Protocol
 import torch
 from torch import fx
 
+from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.operators import Operator, in_words
 from stof.fusion.graph.repeated_layers import find_layers
-from stof.fusion.passes.lower_segments import GraphOrder
-from stof.fusion.planner.heuristics import MAX_OPS, bucket
-from stof.fusion.planner.match import TemplateMatch, find_matches
-from stof.fusion.planner.search_space import Candidate, Space, Wanted
+from stof.fusion.planner.heuristics import MAX_OPS, tuning_key
+from stof.fusion.planner.match import TemplateMatch, find_matches, insertion_point
+from stof.fusion.planner.search_space import Space, Wanted
 from stof.fusion.records.choices import Choices, ConfigLookup, TunedConfig
+from stof.fusion.records.store import Candidate
 from stof.fusion.templates.gemm_config import GemmConfig, kind_in
 from stof.fusion.templates.registry import KernelPolicy
 from stof.fusion.templates.roofline import floor_us
@@ -28,17 +29,17 @@ class MatchTimer(Protocol):
     failures: dict[Candidate, str]
 
     def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> Sequence[float]:
-        """Microseconds of a claim's segment with each configuration; None is Inductor's code.
+        """Microseconds of a match's segment with each configuration; None is Inductor's code.
 
         inf is a failure, nan a time that could not be told.
         """
 
 
-class Ahead(Protocol):
+class AsyncCompiler(Protocol):
     """Compiles early; `stof.fusion.measure.async_compile.WorkerPool` is one."""
 
     def start(self, match: TemplateMatch, configs: Sequence[str]) -> None:
-        """Begin to compile a claim's configurations."""
+        """Begin to compile a match's configurations."""
 
     def wait(self, match: TemplateMatch, configs: Sequence[str]) -> None:
         """Until they are compiled."""
@@ -46,13 +47,13 @@ class Ahead(Protocol):
 
 @dataclass
 class GraphSpace:
-    """The segments of one graph, what templates claim them, and how they are compiled and measured."""
+    """The segments of one graph, their template matches, and how candidates are compiled and measured."""
 
     operators: Sequence[Operator]
     order: GraphOrder
     time_match: MatchTimer | None
-    serving: KernelPolicy = KernelPolicy.KERNELS
-    ahead: Ahead | None = None
+    policy: KernelPolicy = KernelPolicy.KERNELS
+    compiler: AsyncCompiler | None = None
     known: ConfigLookup = lambda bucket: None
 
     def __post_init__(self) -> None:
@@ -63,16 +64,16 @@ class GraphSpace:
         self._keys: dict[tuple[int, int], Hashable] = {}
 
     def matches(self, start: int, stop: int) -> dict[str, TemplateMatch]:
-        """Claims of a segment that the graph lets through, by template."""
+        """Return the matches of a segment whose call can be inserted into the graph, by template name."""
         found = self._matches.get((start, stop))
         if found is None:
-            served = find_matches(self.operators[start:stop], self.serving)[0] if stop - start <= MAX_OPS else []
-            found = {c.template.name: c for c in served if isinstance(self.order.insertion(c), fx.Node)}
+            served = find_matches(self.operators[start:stop], self.policy)[0] if stop - start <= MAX_OPS else []
+            found = {c.template.name: c for c in served if isinstance(insertion_point(self.order, c), fx.Node)}
             self._matches[start, stop] = found
         return found
 
     def candidates(self, start: int, stop: int) -> list[Candidate]:
-        """Every configuration of every template that claims a segment; first what is known to be good, or defaults."""
+        """Return all configurations of all matches of a segment, the recorded best or default of each first."""
         found = self._candidates.get((start, stop))
         if found is None:
             served = self.matches(start, stop).values()
@@ -84,7 +85,7 @@ class GraphSpace:
         return found
 
     def _configs(self, match: TemplateMatch) -> list[str]:
-        configs, tuned = match.template.configs(match.problem, self.serving), self.known(bucket(match, self.serving))
+        configs, tuned = match.template.configs(match.problem, self.policy), self.known(tuning_key(match, self.policy))
         if tuned is None or tuned.config not in configs:
             return configs
         return [tuned.config, *(config for config in configs if config != tuned.config)]
@@ -99,7 +100,7 @@ class GraphSpace:
                 own = {c[1]: us for c, us in taken.items() if c is not None and c[0] == name and 0 < us < math.inf}
                 if own:
                     best = min(own, key=own.__getitem__)
-                    found[bucket(match, self.serving)] = TunedConfig(best, own[best], taken[None])
+                    found[tuning_key(match, self.policy)] = TunedConfig(best, own[best], taken[None])
         return found
 
     def _segments(self) -> list[tuple[int, int]]:
@@ -107,20 +108,20 @@ class GraphSpace:
         return [(i, j) for i in places for j in range(i + 1, min(i + MAX_OPS, len(places)) + 1)]
 
     def key(self, start: int, stop: int) -> Hashable:
-        """Signatures of the operators, problems of the claims and who serves: equal segments of all layers are one."""
+        """Return a key equal for segments that cost the same, such as those of equal layers."""
         key = self._keys.get((start, stop))
         if key is None:
             problems = tuple(match.problem.text() for match in self.matches(start, stop).values())
-            key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems, self.serving.name)
+            key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems, self.policy.name)
         return key
 
     def bucket_key(self, start: int, stop: int, match: TemplateMatch) -> Hashable:
-        """The key that a graph of fixed sizes would have for a segment, at a claim's sizes."""
+        """The key that a graph of fixed sizes would have for a segment, at a match's sizes."""
         signatures = tuple(operator.signature(match.at) for operator in self.operators[start:stop])
-        return signatures, (match.problem.text(),), self.serving.name
+        return signatures, (match.problem.text(),), self.policy.name
 
     def matched_keys(self) -> set[Hashable]:
-        """The keys of all segments that templates claim."""
+        """The keys of all segments that templates match."""
         return {self.key(start, stop) for start, stop in self._segments() if self.matches(start, stop)}
 
     def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> list[float]:
@@ -132,22 +133,22 @@ class GraphSpace:
             configs = [c[1] for c in candidates if c is not None and c[0] == name]
             with_inductor = None in candidates and i == 0
             asked: list[str | None] = [*([None] if with_inductor else []), *configs]
-            if self.ahead is not None and configs:
-                self.ahead.wait(match, configs)
+            if self.compiler is not None and configs:
+                self.compiler.wait(match, configs)
             for config, taken in zip(asked, self.time_match(match, asked) if asked else (), strict=True):
                 times[None if config is None else (name, config)] = taken
         return [times[candidate] for candidate in candidates]
 
     def prepare(self, wanted: Sequence[Wanted]) -> None:
         """Have candidates compiled that will be measured soon."""
-        for start, stop, candidates in wanted if self.ahead is not None else ():
+        for start, stop, candidates in wanted if self.compiler is not None else ():
             for name, match in self.matches(start, stop).items():
                 configs = [c[1] for c in candidates if c is not None and c[0] == name]
-                if configs and self.ahead is not None:
-                    self.ahead.start(match, configs)
+                if configs and self.compiler is not None:
+                    self.compiler.start(match, configs)
 
     def floor(self, start: int, stop: int, candidate: Candidate) -> float:
-        """Microseconds that a candidate's product takes at the least; 0 for defaults, which are measured anyway."""
+        """Microseconds that a candidate's GEMM takes at the least; 0 for defaults, which are measured anyway."""
         template, config = candidate
         problem = self.matches(start, stop)[template].problem
         if not config or problem.device.type != "cuda":

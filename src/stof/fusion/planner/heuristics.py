@@ -1,4 +1,4 @@
-"""The scheme that shapes alone suggest: where the search starts, and what runs when nothing may be measured."""
+"""Choices made from shapes and recorded times: what runs without a search, and where a search starts."""
 
 from __future__ import annotations
 
@@ -7,98 +7,98 @@ from math import prod
 
 from torch import fx
 
+from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.operators import NORMS, Kind, Operator
 from stof.fusion.graph.scheme import MAX_COMPUTE_INTENSIVE, Scheme
 from stof.fusion.graph.symbolic_shapes import size_hint
-from stof.fusion.passes.lower_segments import FusionChoice, GraphOrder
-from stof.fusion.planner.match import TemplateMatch, find_matches
+from stof.fusion.planner.match import FusionChoice, TemplateMatch, find_matches, insertion_point
 from stof.fusion.records.choices import ConfigLookup, TunedConfig
 from stof.fusion.templates.gemm_config import GemmShape
 from stof.fusion.templates.registry import KernelPolicy
 from stof.fusion.templates.row_buckets import bucket_of, format_table
 
-# Floating-point operations that a large half-precision product does while one byte is copied: about 680 TFLOP/s over
-# 4.2 TB/s on an H200. A pass over a product's [M, N] result then costs about 325 / K of the product.
+# Floating-point operations of a large half-precision GEMM in the time of copying one byte: about 680 TFLOP/s over
+# 4.2 TB/s on an H200. A pass over the [M, N] result of a GEMM then costs about 325 / K of the GEMM.
 FLOPS_PER_BYTE = 162.0
-# Copied in a microsecond: the measured 4.2 TB/s.
+# Bytes copied in a microsecond on an H200, measured (4.2 TB/s).
 BYTES_PER_US = 4.2e6
-# A product of fewer operations than that (about 3 us on an H200), its operands counted as what could be computed while
-# they are copied, is mostly launching, waiting for memory and ending: see "Few rows" in docs/fusion.md.
+# A GEMM with fewer operations (about 3 us on an H200; each byte of its operands counts as FLOPS_PER_BYTE operations)
+# spends most of its time in launch, memory latency and kernel end: see "Few rows" in docs/fusion.md.
 FEW_FLOPS = 2e9
-# The longest sequence that any template covers.
+# Operators in the longest segment that a template covers.
 MAX_OPS = 4
 
 
 def is_latency_bound(shape: GemmShape, itemsize: int) -> bool:
-    """Whether a product takes so little that what counts is how fast its kernel starts and ends."""
+    """Whether launch and memory latency dominate the time of a GEMM."""
     flops, moved = _work(shape, itemsize)
     return flops + moved * FLOPS_PER_BYTE <= FEW_FLOPS
 
 
 def is_memory_bound(shape: GemmShape, itemsize: int) -> bool:
-    """Whether copying a product's operands takes longer than computing it."""
+    """Whether copying the operands of a GEMM takes longer than computing it."""
     flops, moved = _work(shape, itemsize)
     return flops <= moved * FLOPS_PER_BYTE
 
 
 def is_weight_bound(shape: GemmShape, itemsize: int) -> bool:
-    """The same where it is the weight that is copied: few rows."""
+    """Whether a GEMM is memory-bound and the weight is at least half of the bytes copied."""
     weight = shape.n * shape.k * shape.weight_size(itemsize)
     return is_memory_bound(shape, itemsize) and 2 * weight >= _work(shape, itemsize)[1]
 
 
 def _work(shape: GemmShape, itemsize: int) -> tuple[float, int]:
-    """Operations, and bytes of operands and result."""
+    """Return the operations of a GEMM, and the bytes of its operands and result."""
     columns = shape.n * (2 if shape.gated else 1)
     moved = (shape.m * shape.k + shape.m * shape.n) * itemsize + columns * shape.k * shape.weight_size(itemsize)
     return 2.0 * shape.m * columns * shape.k, moved
 
 
 def is_profitable(match: TemplateMatch, following: Operator | None = None) -> bool:
-    """Whether a claim is faster than what Inductor makes of its segment, by shape alone.
+    """Estimate from shapes alone whether a match is faster than Inductor's code for its segment.
 
-    A small product: always, for the templates' kernels start while the one before still runs. Else where the memory
-    traffic saved outweighs a product slower than cuBLAS by the template's share. What is saved are passes over the
-    tensors between the product and its neighbours; of a norm's before it only the one that writes it, for the product
-    reads another tensor then. Of a residual one pass less where what is `following`, the first to read it, is bound by
-    memory as well (a norm, say): Inductor adds both up in one kernel.
+    A latency-bound GEMM always is: programmatic dependent launch hides part of its latency. Another GEMM is if the
+    memory traffic saved outweighs a GEMM that runs at `cublas_fraction` of the speed of cuBLAS. The template saves
+    passes over the tensors between the GEMM and its neighbours. For a norm before the GEMM it saves one pass, the write
+    of the normalized rows. If `following`, the first reader of a residual, is memory-bound, Inductor fuses the addition
+    there: count one pass less.
 
-    A weight of 8-bit values: with few rows, where it is read as such and nothing but its bytes counts. What reads it
-    dequantised pays only with more.
+    A template that reads 8-bit weights is profitable if the GEMM is weight-bound. A template that reads the
+    dequantized weight is not if the GEMM on 8-bit values would be memory-bound.
     """
     if not match.template.by_rule:
         return False
-    quantised = any(operator.quantised is not None for operator in match.operators)
+    quantized = any(operator.quantized is not None for operator in match.operators)
     if match.problem.shape.stored:
         return is_weight_bound(match.problem.shape, match.problem.dtype.itemsize)
-    if quantised and is_memory_bound(match.problem.shape, 1):
+    if quantized and is_memory_bound(match.problem.shape, 1):
         return False
     if is_latency_bound(match.problem.shape, match.problem.dtype.itemsize):
         return True
     inner = match.operators[:-1]
     between = [o for o in inner if o.kind is Kind.LINEAR or (o.kind in NORMS and o is match.operators[0])]
-    passes = match.template.passes - _joins_next(match, following)
+    passes = match.template.saved_passes - _inductor_fuses_residual(match, following)
     saved = sum((1 if o.kind in NORMS else passes) * _bytes(o) for o in between)
     shape = match.problem.shape
     flops = 2.0 * shape.m * shape.n * shape.k * (2 if shape.gated else 1)
-    return saved * FLOPS_PER_BYTE >= flops * (1 / match.template.share - 1)
+    return saved * FLOPS_PER_BYTE >= flops * (1 / match.template.cublas_fraction - 1)
 
 
 def _saved_us(match: TemplateMatch, tuned: TunedConfig, following: Operator | None) -> float:
-    """What was measured to be saved, less what Inductor saves itself: it was timed without what is `following`."""
-    shared = _bytes(match.operators[-1]) / BYTES_PER_US if _joins_next(match, following) else 0.0
+    """Return the measured saving, less the pass that Inductor saves by fusing the residual into `following`."""
+    shared = _bytes(match.operators[-1]) / BYTES_PER_US if _inductor_fuses_residual(match, following) else 0.0
     return tuned.inductor_us - tuned.template_us - shared
 
 
-def reader(match: TemplateMatch, behind: Sequence[Operator]) -> Operator | None:
-    """The first of the operators behind a claim that reads its result."""
+def first_reader(match: TemplateMatch, behind: Sequence[Operator]) -> Operator | None:
+    """Return the first of the operators behind a match that reads its result."""
     return next((operator for operator in behind if match.operators[-1].root in operator.inputs), None)
 
 
-def _joins_next(match: TemplateMatch, following: Operator | None) -> bool:
-    """Whether a claim ends with a sum that Inductor would compute in the kernel of what reads it first.
+def _inductor_fuses_residual(match: TemplateMatch, following: Operator | None) -> bool:
+    """Whether a match ends with a residual addition that Inductor would fuse into its first reader.
 
-    A norm mostly; in T5 under float16, what looks for infinities.
+    The reader is a norm in most models; T5 in float16 clamps infinities before the norm.
     """
     if following is None or following.kind.compute_intensive:
         return False
@@ -106,7 +106,7 @@ def _joins_next(match: TemplateMatch, following: Operator | None) -> bool:
 
 
 def _bytes(operator: Operator) -> int:
-    """Of its result."""
+    """Return the size of an operator's result in bytes."""
     value = operator.value
     return int(prod(size_hint(size) for size in value.shape)) * value.element_size()
 
@@ -114,25 +114,26 @@ def _bytes(operator: Operator) -> int:
 def heuristic_choices(
     operators: Sequence[Operator],
     order: GraphOrder,
-    serving: KernelPolicy,
+    policy: KernelPolicy,
     known: ConfigLookup = lambda text: None,
     within: Sequence[range] | None = None,
 ) -> dict[int, FusionChoice]:
-    """Choices by the first operator of their segments: from the left, the longest sequence whose claim pays.
+    """Return choices by the first operator of their segments: from the left, the longest profitable segment.
 
-    A product by itself counts as a sequence; unless it is small, nothing is saved. Where it is `known` what a shape
-    takes, that decides: what saves most is chosen, also over one that begins before it, and what saves nothing is not.
+    A GEMM alone is a segment too; unless it is latency-bound, a template saves nothing there. Recorded times (`known`)
+    decide before estimates: the segment that saves most is chosen, even over one that begins earlier, and a segment
+    that saves nothing is not chosen.
 
     Args:
-        within: stretches of operators to look at; None for all.
+        within: ranges of operators to look at; None for all.
     """
     chosen: dict[int, FusionChoice] = {}
     for stretch in [range(len(operators))] if within is None else within:
         at = stretch.start
         while at < stretch.stop:
-            choice, saved = _choice_at(operators, range(at, stretch.stop), order, serving, known)
+            choice, saved = _choice_at(operators, range(at, stretch.stop), order, policy, known)
             end = at + 1 if choice is None else at + len(choice.match.operators)
-            later = (_choice_at(operators, range(o, stretch.stop), order, serving, known) for o in range(at + 1, end))
+            later = (_choice_at(operators, range(o, stretch.stop), order, policy, known) for o in range(at + 1, end))
             if choice is None or (saved and any(more > saved for _, more in later)):
                 at += 1
             else:
@@ -142,53 +143,51 @@ def heuristic_choices(
 
 
 def _choice_at(
-    operators: Sequence[Operator], rest: range, order: GraphOrder, serving: KernelPolicy, known: ConfigLookup
+    operators: Sequence[Operator], rest: range, order: GraphOrder, policy: KernelPolicy, known: ConfigLookup
 ) -> tuple[FusionChoice | None, float]:
-    """The choice for a segment that begins where `rest` does and ends within it.
+    """Return the choice for a segment that begins where `rest` does and ends within it.
 
-    With the microseconds it was measured to save, 0 where nothing was measured.
+    The second value is the measured saving in microseconds, 0 without measurements.
     """
     at = rest.start
     by_rule: FusionChoice | None = None
     measured: FusionChoice | None = None
     saved = 0.0
     for length in range(min(MAX_OPS, len(rest)), 0, -1):
-        for match in find_matches(operators[at : at + length], serving)[0]:
-            if not isinstance(order.insertion(match), fx.Node):
+        for match in find_matches(operators[at : at + length], policy)[0]:
+            if not isinstance(insertion_point(order, match), fx.Node):
                 continue
-            following = reader(match, operators[at + length :])
-            tuned, configs = known(bucket(match, serving)), match.template.configs(match.problem, serving)
+            following = first_reader(match, operators[at + length :])
+            tuned, configs = known(tuning_key(match, policy)), match.template.configs(match.problem, policy)
             if tuned is not None and tuned.config in configs:
                 if _saved_us(match, tuned, following) > saved:
-                    # Of other numbers of rows nothing is known.
+                    # The times hold for this bucket of rows alone.
                     rows = match.problem.shape.m
                     config = format_table({bucket_of(rows): tuned.config}) if match.has_dynamic_rows else tuned.config
                     saved = _saved_us(match, tuned, following)
                     measured = FusionChoice(match, config, "measured faster before")
-            # Without a default, only what was measured is faster than Inductor.
+            # A template without a default configuration is used only where it was measured.
             elif by_rule is None and "" in configs and is_profitable(match, following):
-                reason = (
-                    "a small product" if is_latency_bound(match.problem.shape, match.problem.dtype.itemsize) else ""
-                )
+                reason = "a small GEMM" if is_latency_bound(match.problem.shape, match.problem.dtype.itemsize) else ""
                 by_rule = FusionChoice(match, why=f"{reason or 'saves memory traffic'}, by rule")
     return measured or by_rule, saved
 
 
-def bucket(match: TemplateMatch, serving: KernelPolicy) -> str:
-    """What is known of a claim is known by this text; twins have times of their own."""
-    return match.problem.bucket + (" twins" if serving is KernelPolicy.TWINS else "")
+def tuning_key(match: TemplateMatch, policy: KernelPolicy) -> str:
+    """Return the text under which times of a match are recorded; PyTorch references have texts of their own."""
+    return match.problem.bucket + (" twins" if policy is KernelPolicy.REFERENCE else "")
 
 
 def isolated_scheme(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
-    """The scheme with these segments and all other operators by themselves: where the search starts."""
+    """Return the scheme with these segments and one segment for each other operator: the start of a search."""
     inner = {place for segment in chosen for place in segment[1:]}
     return Scheme.of(len(operators), (place for place in range(1, len(operators)) if place not in inner))
 
 
 def merged_scheme(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
-    """The scheme with these segments, and what lies between in as few more as their classes allow.
+    """Return the scheme with these segments, and as few others between them as the classes of operators allow.
 
-    Operators that no template computes are compiled together whatever the scheme says; this one reads best.
+    Inductor compiles operators without a template together whatever the scheme says; this scheme is for reports.
     """
     segments = {segment.start: segment for segment in chosen}
     starts: list[int] = []

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stof.errors import ArgumentError
-from stof.fusion.passes.lower_segments import FusionChoice
 from stof.fusion.planner.graph_space import GraphSpace
-from stof.fusion.planner.heuristics import bucket, heuristic_choices
-from stof.fusion.planner.match import TemplateMatch
+from stof.fusion.planner.heuristics import heuristic_choices, tuning_key
+from stof.fusion.planner.match import FusionChoice, TemplateMatch
 from stof.fusion.records.choices import ConfigLookup, TunedConfig
 from stof.fusion.records.lock_file import Lock, LockedGraph, current_versions
 from stof.fusion.records.report import FusionReport
@@ -23,7 +22,7 @@ class Replay:
     """A lock, the device it is to serve, and how its templates are checked before they are used.
 
     Attributes:
-        check: why a configuration of a claim may not be used, "" where it may (`segment_timer.check`).
+        check: why a configuration of a match may not be used, "" where it may (`segment_timer.check`).
         store: where checks are remembered; None for nowhere.
     """
 
@@ -37,7 +36,7 @@ class Replay:
         return self.lock.device == self.device and self.lock.folds(graph)
 
     def chains(self, graph: str) -> bool:
-        """Whether the lock has two products in one kernel in a graph, on this device."""
+        """Whether the lock has two GEMMs in one kernel in a graph, on this device."""
         found = self.lock.graphs.get(graph)
         rows = found.segments if found is not None and self.lock.device == self.device else ()
         return any(row.template == CHAIN for row in rows)
@@ -51,7 +50,7 @@ def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[in
             f"the lock is for {lock.device}, this is {replay.device}: rules decide; `stof tune MODEL --lock FILE` "
             "makes one for this device"
         )
-        return heuristic_choices(graph.operators, graph.order, graph.serving, graph.known)
+        return heuristic_choices(graph.operators, graph.order, graph.policy, graph.known)
     others = {name: found for name, found in current_versions().items() if found != lock.versions.get(name)}
     if others:
         made = ", ".join(f"{name} {lock.versions.get(name, 'unknown')}" for name in others)
@@ -59,9 +58,9 @@ def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[in
     locked = lock.graphs.get(report.graph)
     if locked is None:
         report.notes.append("the lock has no graph like this: rules decide, by its configurations where shapes agree")
-        return heuristic_choices(graph.operators, graph.order, graph.serving, lock_known(graph, lock))
+        return heuristic_choices(graph.operators, graph.order, graph.policy, lock_known(graph, lock))
     chosen, left, bad = _fitting(graph, replay, locked, report)
-    return chosen | heuristic_choices(graph.operators, graph.order, graph.serving, _without(graph.known, bad), left)
+    return chosen | heuristic_choices(graph.operators, graph.order, graph.policy, _without(graph.known, bad), left)
 
 
 def lock_known(graph: GraphSpace, lock: Lock) -> ConfigLookup:
@@ -88,7 +87,7 @@ def _fitting(
                 problems[f"{row.template} does not serve it here; rules decide"] = None
                 left.append(segment)
                 continue
-            config, refused = checks.serving(match, row.config, segment)
+            config, refused = checks.usable(match, row.config, segment)
             own = bucket_of(match.problem.shape.m)
             problems |= {
                 f"{row.template} {text or '(default)'} for {rows} rows: {why}; left out of the table": None
@@ -99,7 +98,7 @@ def _fitting(
                 text, why = refused[own]
                 problems[f"{row.template} {text or '(default)'}: {why}; rules decide"] = None
                 left.append(segment)
-                bad.add((bucket(match, graph.serving), text))
+                bad.add((tuning_key(match, graph.policy), text))
             else:
                 chosen[at] = FusionChoice(match, config, "by the lock")
         report.notes += [f"the lock's {row.segment}: {problem}" for problem in problems]
@@ -116,7 +115,7 @@ class _Checks:
     replay: Replay
     known: dict[str, str]
 
-    def serving(self, match: TemplateMatch, text: str, segment: range) -> tuple[str, dict[int, tuple[str, str]]]:
+    def usable(self, match: TemplateMatch, text: str, segment: range) -> tuple[str, dict[int, tuple[str, str]]]:
         """The part of a configuration (of a table of them) that serves; the rest by bucket: configuration and why not.
 
         What a kernel computes does not depend on how many rows there are: each configuration is checked on the rows of
@@ -132,7 +131,7 @@ class _Checks:
             there = match if rows == own else match.in_bucket(rows)
             shape = replace(match.problem.shape, m=rows)
             problem = there.problem if there is not None else replace(match.problem, shape=shape)
-            why = match.template.refusal(problem, config, self.graph.serving) or self._checked(match, config, segment)
+            why = match.template.refusal(problem, config, self.graph.policy) or self._checked(match, config, segment)
             if why:
                 refused[rows] = (config, why)
         kept = {rows: config for rows, config in entries.items() if rows not in refused}

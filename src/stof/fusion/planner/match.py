@@ -1,6 +1,6 @@
-"""A segment and the template that computes it: whether the dataflow fits, and the call that takes its place.
+"""Matching of segments with templates: whether the dataflow fits, and the call that replaces the segment.
 
-A template may be claimed for a segment only if the call computes exactly what the segment's operators compute and
+A template may be matched for a segment only if the call computes exactly what the segment's operators compute and
 nothing outside needs what lies in between. Every other case has a reason, in words.
 """
 
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
+from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.nodes import column_slice, fake_value, same_size, skip_identities
 from stof.fusion.graph.operators import NORMS, Kind, Operator, dtype_name
 from stof.fusion.graph.symbolic_shapes import Values, is_symbolic, size_hint, values_for
-from stof.fusion.planner.match_rotary import cuts, rotations
+from stof.fusion.planner.match_rotary import column_readers, rotations
 from stof.fusion.templates.gemm_config import CHAIN, GATED, MOST_INNER, ROW_SCALED, SCALED, GemmShape
 from stof.fusion.templates.launch import row_factors
 from stof.fusion.templates.registry import TEMPLATES, GemmProblem, KernelPolicy, Template, no_kernel
@@ -30,40 +31,41 @@ _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 @dataclass(frozen=True, eq=False)
 class TemplateMatch:
-    """One call that replaces a segment.
+    """A segment that a template can compute, and the call that replaces it.
 
     Attributes:
-        template: whose operator is called.
+        template: the template whose operator is called.
         operators: the segment.
-        inside: all nodes that the call makes unnecessary.
-        arguments: of the operator without the configuration, in its order. Tensors are nodes, or `RowScaleArgument`.
-        transposed: the argument "weight" is to be transposed first.
-        results: the nodes whose values the call computes; with two, the first and the second of its outputs.
-        problem: shapes and options, for configurations and rules. Symbolic sizes appear as their values in the call
-            that is being compiled, or `at` others.
-        passed: nodes that the call makes unnecessary, and views of its results that then have their values.
-        at: values of the symbols, for a claim that stands for calls of another size.
+        covered_nodes: all nodes that the call replaces.
+        arguments: the operator's arguments in its order, without the configuration. Tensors are nodes, or
+            `RowScaleArgument`.
+        transposed: whether the argument "weight" has to be transposed first.
+        results: the nodes whose values the call computes, one for each of its outputs.
+        problem: shapes and options. Symbolic sizes are replaced by their values in the call that is being compiled, or
+            by those in `at`.
+        replaced_views: pairs of a node and of the view of the call's result that replaces it.
+        at: values of the symbols, for a match that stands for calls of another size.
     """
 
     template: Template
     operators: tuple[Operator, ...]
-    inside: frozenset[fx.Node]
+    covered_nodes: frozenset[fx.Node]
     arguments: dict[str, Any]
     transposed: bool
     results: tuple[fx.Node, ...]
     problem: GemmProblem
     at: Values | None = None
-    passed: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    replaced_views: tuple[tuple[fx.Node, fx.Node], ...] = ()
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """The nodes whose values others read from the segment."""
-        if not self.passed:
+        """Return the nodes of the segment that nodes outside read."""
+        if not self.replaced_views:
             return self.results
-        own = {view for _, view in self.passed}
-        read = [user for node in self.results for user in cuts(node) if user not in self.inside]
+        own = {view for _, view in self.replaced_views}
+        read = [user for node in self.results for user in column_readers(node) if user not in self.covered_nodes]
         rest = [user for user in read if not any(_leads_to(user, view) for view in own)]
-        return (*(root for root, _ in self.passed), *rest)
+        return (*(root for root, _ in self.replaced_views), *rest)
 
     @property
     def has_dynamic_rows(self) -> bool:
@@ -71,7 +73,7 @@ class TemplateMatch:
         return is_symbolic(self._lead)
 
     def in_bucket(self, bucket: int) -> TemplateMatch | None:
-        """The same claim in calls with as many rows as the bucket takes; None where the graph has no such calls."""
+        """Return the match at the largest size of a bucket of rows; None if the graph has no such sizes."""
         values = values_for(self._lead, bucket // 2 if bucket > SMALLEST else 0, bucket)
         if values is None:
             return None
@@ -87,7 +89,7 @@ class TemplateMatch:
 
 @dataclass(frozen=True)
 class RowScaleArgument:
-    """An argument that lowering computes: what an RMSNorm multiplies the rows of the claim's x by."""
+    """An argument that lowering adds to the graph: the factors by which an RMSNorm multiplies the rows of x."""
 
     eps: float
 
@@ -100,18 +102,40 @@ class Refusal(str):
     """Why a template does not serve a segment, in words."""
 
 
-def find_matches(operators: Sequence[Operator], serving: KernelPolicy) -> tuple[list[TemplateMatch], list[Refusal]]:
-    """Every template that computes these neighbouring operators, and the reasons of those that nearly do.
+@dataclass(frozen=True)
+class FusionChoice:
+    """A match, its configuration ("" for the template's default), and the reason in words."""
 
-    Neither where nothing in `serving` computes their products: that is for `without_kernel` to tell, once.
+    match: TemplateMatch
+    config: str = ""
+    why: str = ""
+
+
+def insertion_point(order: GraphOrder, match: TemplateMatch) -> fx.Node | Refusal:
+    """Return the node before which the call of a match is inserted."""
+    readers = {user for node in match.results for user in node.users} - match.covered_nodes
+    spot = min((*readers, match.results[-1]), key=order.place.__getitem__)
+    sources = [node for node in match.arguments.values() if isinstance(node, fx.Node)]
+    if any(order.place[source] >= order.place[spot] for source in sources):
+        return Refusal("a value of the segment is used before all it reads is there")
+    places = [order.place[node] for node in (*match.covered_nodes, spot)]
+    if order.writes_between(min(places), max(places), floats=not match.problem.shape.stored):
+        return Refusal("the graph writes to a tensor in place amid the segment")
+    return spot
+
+
+def find_matches(operators: Sequence[Operator], policy: KernelPolicy) -> tuple[list[TemplateMatch], list[Refusal]]:
+    """Return all matches of neighbouring operators, and why templates with the right operator kinds do not match.
+
+    Return nothing if nothing in `policy` computes their GEMMs: `without_kernel` reports that once for the graph.
     """
-    if without_kernel(operators, serving):
+    if without_kernel(operators, policy):
         return [], []
     served: list[TemplateMatch] = []
     refused: list[Refusal] = []
     kinds = tuple(operator.kind for operator in operators)
     for template in TEMPLATES:
-        if not template.covers(kinds) or (template.name == SCALED and not any(o.quantised for o in operators)):
+        if not template.covers(kinds) or (template.name == SCALED and not any(o.quantized for o in operators)):
             continue
         if template.name == CHAIN:
             if not all(o.chainable for o in operators if o.kind is Kind.LINEAR):
@@ -126,10 +150,10 @@ def find_matches(operators: Sequence[Operator], serving: KernelPolicy) -> tuple[
     return served, refused
 
 
-def without_kernel(operators: Iterable[Operator], serving: KernelPolicy) -> list[str]:
-    """Each device or dtype of products that nothing in `serving` computes, such as "cpu"."""
+def without_kernel(operators: Iterable[Operator], policy: KernelPolicy) -> list[str]:
+    """Return the devices and dtypes of GEMMs that nothing in `policy` computes, such as "cpu"."""
     values = [operator.value for operator in operators if operator.kind is Kind.LINEAR]
-    missing = (no_kernel(value.device, value.dtype, serving) for value in values)
+    missing = (no_kernel(value.device, value.dtype, policy) for value in values)
     return [what for what in dict.fromkeys(missing) if what]
 
 
@@ -138,13 +162,13 @@ def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch |
     norm = next((operator for operator in operators if operator.kind in NORMS), None)
     act = next((operator for operator in operators if operator.kind in (Kind.ACTIVATION, Kind.GATE)), None)
     add = next((operator for operator in operators if operator.kind is Kind.RESIDUAL), None)
-    quantised = linear.quantised if template.name == SCALED else None
-    if quantised is None and linear.quantised is not None and linear.quantised.late:
+    quantized = linear.quantized if template.name == SCALED else None
+    if quantized is None and linear.quantized is not None and linear.quantized.scale_after_matmul:
         return "the result's columns are scaled"
-    inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
+    covered_nodes: set[fx.Node] = {node for operator in operators for node in operator.nodes}
     rotaries = [operator for operator in operators if operator.kind is Kind.ROTARY]
     for before, after in pairwise(operators):
-        problem = "" if after in rotaries else _connected(before, after, inside, linear)
+        problem = "" if after in rotaries else _connected(before, after, covered_nodes, linear)
         if problem:
             return problem
     residual = _residual(operators, add)
@@ -153,23 +177,23 @@ def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch |
     turned = rotations(linear, rotaries) if rotaries else None
     if isinstance(turned, str):
         return turned
-    passed = turned.passed if turned is not None else ()
-    results = (linear.root,) if passed else _results(template, operators)
-    for node in inside.difference(results, (root for root, _ in passed)):
-        if any(user not in inside for user in node.users):
+    replaced_views = turned.replaced_views if turned is not None else ()
+    results = (linear.root,) if replaced_views else _results(template, operators)
+    for node in covered_nodes.difference(results, (root for root, _ in replaced_views)):
+        if any(user not in covered_nodes for user in node.users):
             owner = next((operator for operator in operators if node in operator.nodes), operators[0])
             return f"the value of {owner.label} is used elsewhere as well"
     x = operators[0].inputs[0]
-    weights = [linear.weight] if quantised is None else [quantised.values, quantised.scale]
-    problem = _unfit([x, *weights, linear.bias, residual, *results], norm, weights if quantised else ()) or _unfolded(
-        template, norm, linear
-    )
+    weights = [linear.weight] if quantized is None else [quantized.values, quantized.scale]
+    problem = operand_mismatch(
+        [x, *weights, linear.bias, residual, *results], norm, weights if quantized else ()
+    ) or folding_mismatch(template, norm, linear)
     if problem:
         return problem
     arguments: dict[str, Any] = {
         "x": x,
-        "weight": linear.weight if quantised is None else quantised.values,
-        "scale": None if quantised is None else quantised.scale,
+        "weight": linear.weight if quantized is None else quantized.values,
+        "scale": None if quantized is None else quantized.scale,
         "bias": linear.bias,
         "residual": residual,
         "activation": act.activation if act is not None else "none",
@@ -184,16 +208,16 @@ def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch |
     names = [argument.name for argument in template.operator._schema.arguments if argument.name != "config"]
     asked = _problem(template, linear, arguments)
     if 0 in (asked.shape.m, asked.shape.n, asked.shape.k):
-        return f"a product of {asked.shape.m} x {asked.shape.k} and {asked.shape.k} x {asked.shape.n} takes no time"
+        return f"a GEMM of {asked.shape.m} x {asked.shape.k} and {asked.shape.k} x {asked.shape.n} takes no time"
     return TemplateMatch(
         template,
         tuple(operators),
-        frozenset(inside),
+        frozenset(covered_nodes),
         {name: arguments[name] for name in names},
         linear.transposed,
         results,
         asked,
-        passed=passed,
+        replaced_views=replaced_views,
     )
 
 
@@ -207,27 +231,27 @@ def _residual(operators: Sequence[Operator], add: Operator | None) -> fx.Node | 
 
 
 def _match_chain(template: Template, operators: Sequence[Operator]) -> TemplateMatch | str:
-    """Two products, the second of what the first one (and an activation) makes."""
+    """Match two chained GEMMs, with an activation between them or not."""
     down, up = (operator for operator in operators if operator.kind is Kind.LINEAR)
     act = next((operator for operator in operators if operator.kind is Kind.ACTIVATION), None)
     add = operators[-1] if operators[-1].kind is Kind.RESIDUAL else None
-    inside: set[fx.Node] = {node for operator in operators for node in operator.nodes}
+    covered_nodes: set[fx.Node] = {node for operator in operators for node in operator.nodes}
     for before, after in pairwise(operators):
-        if problem := _connected(before, after, inside, down):
+        if problem := _connected(before, after, covered_nodes, down):
             return problem
     residual = _residual(operators, add)
     if isinstance(residual, str):
         return residual
     result = operators[-1].root
-    if any(user not in inside for node in inside - {result} for user in node.users):
-        return "a value between the products is used elsewhere as well"
+    if any(user not in covered_nodes for node in covered_nodes - {result} for user in node.users):
+        return "a value between the GEMMs is used elsewhere as well"
     inner, (n, k) = size_hint(down.weight_size[0]), (size_hint(up.weight_size[0]), size_hint(down.weight_size[1]))
-    if down.transposed or up.transposed or down.quantised or up.quantised:
-        return "a weight is not stored row by row in the products' dtype"
+    if down.transposed or up.transposed or down.quantized or up.quantized:
+        return "a weight is not stored row by row in the GEMMs' dtype"
     if inner > MOST_INNER:
-        return f"{inner} columns between the products, a kernel has room for {MOST_INNER}"
+        return f"{inner} columns between the GEMMs, a kernel has room for {MOST_INNER}"
     x = down.inputs[0]
-    problem = _unfit([x, down.weight, down.bias, up.weight, up.bias, residual, result])
+    problem = operand_mismatch([x, down.weight, down.bias, up.weight, up.bias, residual, result])
     if problem:
         return problem
     arguments: dict[str, Any] = {
@@ -238,13 +262,13 @@ def _match_chain(template: Template, operators: Sequence[Operator]) -> TemplateM
     assert value is not None
     rows = prod(size_hint(size) for size in value.shape[:-1])
     if 0 in (rows, n, k, inner):
-        return f"products of {rows} x {k} x {inner} x {n} take no time"
+        return f"GEMMs of {rows} x {k} x {inner} x {n} take no time"
     bias = down.bias is not None or up.bias is not None
     shape = GemmShape(
         template.name, rows, n, k, arguments["activation"], bias=bias, residual=residual is not None, inner=inner
     )
     problem_of = GemmProblem(shape, value.dtype, value.device)
-    return TemplateMatch(template, tuple(operators), frozenset(inside), arguments, False, (result,), problem_of)
+    return TemplateMatch(template, tuple(operators), frozenset(covered_nodes), arguments, False, (result,), problem_of)
 
 
 def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) -> GemmProblem:
@@ -273,36 +297,36 @@ def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) ->
 
 
 def _leads_to(node: fx.Node, view: fx.Node) -> bool:
-    """Whether a view is made of a node by views of one reader each."""
+    """Whether a chain of views, each with one reader, leads from a node to a view."""
     while node is not view and len(node.users) == 1:
         node = next(iter(node.users))
     return node is view
 
 
-def _unfolded(template: Template, norm: Operator | None, linear: Operator) -> str:
+def folding_mismatch(template: Template, norm: Operator | None, linear: Operator) -> str:
     if template.name not in ROW_SCALED or norm is None or norm.weight is None:
         return ""
     if not norm.foldable:
-        return "the norm's weight is not folded into the product's (option fold)"
+        return "the norm's weight is not folded into the GEMM's (option fold)"
     # Compiled code makes views without the version that tells of writes to a tensor.
     given = all(node is not None and node.op in ("placeholder", "get_attr") for node in (linear.weight, norm.weight))
     return "" if given and not linear.transposed else "the norm's weight is not folded into a view of a weight"
 
 
-def _connected(before: Operator, after: Operator, inside: set[fx.Node], linear: Operator) -> str:
-    """Takes identities between two operators in; a reason when the second does not read the first."""
+def _connected(before: Operator, after: Operator, covered_nodes: set[fx.Node], linear: Operator) -> str:
+    """Return why the second operator does not read the first, or ""; add identities between them to the nodes."""
     if after.kind is Kind.GATE:
         n = linear.weight_size[0]
         parts = [column_slice(part) for part in after.inputs]
         if parts[0] is None or parts[1] is None or parts[0][0] is not before.root or parts[1][0] is not before.root:
-            return "gate and up projection are two products; stof.optimize packs their weights into one"
+            return "gate and up projection are two GEMMs; stof.optimize packs their weights into one"
         if parts[0][1:] != (0, n // 2) or parts[1][1:] != (n // 2, n):
-            return "the gate is not the first half of the product"
+            return "the gate is not the first half of the GEMM"
         return ""
     for source in after.inputs:
         passed: set[fx.Node] = set()
         if skip_identities(source, passed) is before.root:
-            inside |= passed
+            covered_nodes |= passed
             return ""
     return f"{after.label} does not read {before.label}"
 
@@ -313,10 +337,13 @@ def _results(template: Template, operators: Sequence[Operator]) -> tuple[fx.Node
     return (operators[-1].root,)
 
 
-def _unfit(nodes: Sequence[fx.Node | None], norm: Operator | None = None, free: Sequence[fx.Node | None] = ()) -> str:
-    """A reason when tensors are not what the operators take: plain, of one dtype and device, norms over one vector.
+def operand_mismatch(
+    nodes: Sequence[fx.Node | None], norm: Operator | None = None, free: Sequence[fx.Node | None] = ()
+) -> str:
+    """Return why tensors are not what the operators take, or "".
 
-    `free` have dtypes of their own, which were looked at where they were recognised.
+    Tensors are plain, of one dtype and one device; the weight and bias of a norm are vectors. `free` are tensors of
+    other dtypes, which operator recognition has checked.
     """
     nodes = [*nodes, *([norm.weight, norm.bias] if norm is not None else [])]
     values = [fake_value(node) for node in nodes if node is not None]

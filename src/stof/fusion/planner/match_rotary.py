@@ -1,6 +1,6 @@
-"""Rotary embeddings of a product's columns: whether they can be part of the product.
+"""Rotary embeddings of a GEMM's columns: whether they can be part of the GEMM.
 
-Models cut query and key out of a product's result, lay their heads side by side, and rotate them. A product that
+Models cut query and key out of a GEMM's result, lay their heads side by side, and rotate them. A GEMM that
 rotates those columns itself leaves only the cutting and the views.
 """
 
@@ -15,7 +15,7 @@ from torch import fx
 from stof.fusion.graph.nodes import argument, column_slice, fake_value, op_name, same_size, source_of
 from stof.fusion.graph.operators import Operator
 
-# What the kernels rotate: heads that fill tiles, and columns that fill whole ones of those that large products have.
+# What the kernels rotate: heads that fill tiles, and columns that fill whole ones of those that large GEMMs have.
 HEAD_DIMS = (32, 64, 128)
 COLUMNS = 128
 _APART = ("view", "reshape", "unflatten")
@@ -23,22 +23,22 @@ _APART = ("view", "reshape", "unflatten")
 
 @dataclass(frozen=True, eq=False)
 class Rotations:
-    """The first `turned` columns of a product are heads of `head_dim` to be rotated by cos and sin.
+    """The first `turned` columns of a GEMM are heads of `head_dim` to be rotated by cos and sin.
 
     Attributes:
-        cos, sin: tensors whose last two dimensions are positions and head_dim; rows of the product repeat them.
-        passed: for each rotation's result the view of the product that then has its values.
+        cos, sin: tensors whose last two dimensions are positions and head_dim; rows of the GEMM repeat them.
+        replaced_views: for each rotation's result the view of the GEMM that then has its values.
     """
 
     cos: fx.Node
     sin: fx.Node
     turned: int
     head_dim: int
-    passed: tuple[tuple[fx.Node, fx.Node], ...]
+    replaced_views: tuple[tuple[fx.Node, fx.Node], ...]
 
 
 def rotations(linear: Operator, rotaries: Sequence[Operator]) -> Rotations | str:
-    """How a product can rotate its own columns, or why not."""
+    """How a GEMM can rotate its own columns, or why not."""
     pieces: list[tuple[int, int, int, Operator]] = []
     views: set[fx.Node] = set()
     for rotary in rotaries:
@@ -52,10 +52,10 @@ def rotations(linear: Operator, rotaries: Sequence[Operator]) -> Rotations | str
     edges = [0, *(stop for _, stop, _, _ in pieces)]
     head_dim = pieces[0][2]
     if [start for start, _, _, _ in pieces] != edges[:-1] or any(piece[2] != head_dim for piece in pieces):
-        return "what is rotated is not the first columns of the product"
+        return "what is rotated is not the first columns of the GEMM"
     if head_dim not in HEAD_DIMS or edges[-1] % COLUMNS:
         return f"heads of {head_dim} in {edges[-1]} columns are not rotated by a kernel"
-    for user in cuts(linear.root):
+    for user in column_readers(linear.root):
         cut = column_slice(user)
         if user not in views and (cut is None or cut[1] < edges[-1]):
             return "what is rotated is used without rotation as well"
@@ -66,8 +66,8 @@ def rotations(linear: Operator, rotaries: Sequence[Operator]) -> Rotations | str
     return Rotations(cos, sin, edges[-1], head_dim, tuple((one.root, one.inputs[0]) for one in rotaries))
 
 
-def cuts(product: fx.Node) -> Iterator[fx.Node]:
-    """What reads a product; the parts of a split one by one."""
+def column_readers(product: fx.Node) -> Iterator[fx.Node]:
+    """What reads a GEMM; the parts of a split one by one."""
     for user in product.users:
         if op_name(user) in ("split", "chunk"):
             yield from user.users
@@ -82,15 +82,15 @@ def _piece(linear: Operator, rotary: Operator) -> tuple[int, int, int, set[fx.No
     piece = source_of(heads) if isinstance(heads, fx.Node) and op_name(heads) in _APART else None
     turned, apart, whole = fake_value(x), fake_value(heads), linear.value
     if heads is None or piece is None or turned is None or apart is None or turned.dim() != 4 or whole.dim() != 3:
-        return "rotates something else than heads [B, H, S, D] of the product"
+        return "rotates something else than heads [B, H, S, D] of the GEMM"
     if {argument(x, 1, "dim0"), argument(x, 2, "dim1")} not in ({1, 2}, {-3, -2}):
-        return "rotates something else than heads [B, H, S, D] of the product"
+        return "rotates something else than heads [B, H, S, D] of the GEMM"
     cut = (linear.root, 0, whole.shape[-1]) if piece is linear.root else column_slice(piece)
     count, head_dim = apart.shape[2:]
     if cut is None or cut[0] is not linear.root or not same_size(apart.shape[:2], whole.shape[:2]):
-        return "rotates something else than columns of the product"
+        return "rotates something else than columns of the GEMM"
     if not isinstance(count, int) or not isinstance(head_dim, int) or count * head_dim != cut[2] - cut[1]:
-        return "rotates something else than columns of the product"
+        return "rotates something else than columns of the GEMM"
     chain = {x, heads} if piece is linear.root else {x, heads, piece}
     if any(user not in chain and user not in rotary.nodes for node in chain for user in node.users):
         return "what is rotated is used without rotation as well"
@@ -98,7 +98,7 @@ def _piece(linear: Operator, rotary: Operator) -> tuple[int, int, int, set[fx.No
     for table in (cos, sin):
         angles = fake_value(table)
         if angles is None or angles.dim() != 4 or angles.dtype != whole.dtype:
-            return "angles are no tensor [B, 1, S, D] of the product's dtype"
+            return "angles are no tensor [B, 1, S, D] of the GEMM's dtype"
         one = same_size(angles.shape[:1], (1,)) or same_size(angles.shape[:1], (batch,))
         if not one or not same_size(angles.shape[1:], torch.Size((1, length, head_dim))):
             return "angles are not those of all heads alike"
@@ -106,7 +106,7 @@ def _piece(linear: Operator, rotary: Operator) -> tuple[int, int, int, set[fx.No
 
 
 def _table(node: fx.Node) -> fx.Node:
-    """What angles were before dimensions of one were put in: it is there before the product is."""
+    """What angles were before dimensions of one were put in: it is there before the GEMM is."""
     while op_name(node) == "unsqueeze":
         node = source_of(node)
     return node

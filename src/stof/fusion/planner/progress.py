@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stof.fusion.planner.search_space import Candidate
+    from stof.fusion.records.store import Candidate
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from stof.fusion.passes.lower_segments import FusionChoice
 from stof.fusion.planner.graph_space import GraphSpace
-from stof.fusion.planner.match import TemplateMatch
-from stof.fusion.planner.search_space import Candidate, MeasurementCache
-from stof.fusion.records.store import segment_key
+from stof.fusion.planner.match import FusionChoice, TemplateMatch
+from stof.fusion.planner.search_space import MeasurementCache
+from stof.fusion.records.store import Candidate, segment_key
 from stof.fusion.templates.row_buckets import SMALLEST, bucket_of, format_table
 
 # Buckets beyond the first call's that are looked at: calls with up to 8 times its rows.
@@ -64,9 +63,9 @@ def _fastest(
     per_segment: int,
     seed: int,
 ) -> str | None:
-    """The fastest configuration of a claim at its sizes; None when nothing has been measured."""
+    """The fastest configuration of a match at its sizes; None when nothing has been measured."""
     key = graph.bucket_key(start, start + len(match.operators), match)
-    listed = match.template.configs(match.problem, graph.serving)
+    listed = match.template.configs(match.problem, graph.policy)
     # Equal draws in every process: what was measured in one is found by the next.
     chance = random.Random(f"{seed} {segment_key(key)}")
     first = [config for config in dict.fromkeys((*listed[:1], usual)) if config in listed]
@@ -78,7 +77,7 @@ def _fastest(
         assert graph.time_match is not None
         return graph.time_match(match, [candidate[1] for candidate in new if candidate is not None])
 
-    known = meter.take(key, [(name, config) for config in draws], measure)
+    known = meter.measure_missing(key, [(name, config) for config in draws], measure)
     times = {candidate[1]: known[candidate] for candidate in known if candidate is not None and candidate[0] == name}
     best = min(times, key=lambda config: times[config], default=None)
     return best if best is not None and times[best] < math.inf else None

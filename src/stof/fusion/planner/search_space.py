@@ -1,4 +1,4 @@
-"""What a search for a scheme works with: the space of candidates, a budget, and the meter that measures each once.
+"""The space of candidates that a search for a scheme explores, its budget, and a cache of measurements.
 
 What a scheme costs is what templates change: the sum over its segments of the best measured time of a template less the
 time of Inductor's code for the same segment. Segments that no template covers change nothing, for Inductor compiles
@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.progress import Progress
+from stof.fusion.records.store import Candidate
 
-# A template and its configuration, e.g. ("linear", "128x128x64,8w,3s,tile"); None is Inductor's own code.
-Candidate = tuple[str, str]
 # Candidates of the segment from one place to another.
 Wanted = tuple[int, int, Sequence[Candidate | None]]
 
@@ -74,11 +73,11 @@ class Budget:
 
 
 class MeasurementCache:
-    """Measures each (segment, candidate) once, counts, and stops when the budget is spent.
+    """Measure each (segment, candidate) at most once, and count measurements until the budget is exhausted.
 
-    `known` gives what was measured before for a key of the space, in another process perhaps; `searched` are the keys
-    whose configurations stage 2 has sampled to its end, then or now. A candidate whose time cannot be told is not
-    chosen, nor measured again by this meter; `unclear` has it, so that nobody takes it for one that does not run.
+    `known` returns earlier measurements of a key, such as another process's. `searched` holds the keys whose
+    configurations stage 2 has sampled to its end, in this process or before. `noisy` holds candidates whose time was
+    disturbed by other work: they are neither chosen nor measured again, and not recorded as failures.
     """
 
     def __init__(
@@ -92,61 +91,63 @@ class MeasurementCache:
         self.space, self.budget, self.progress, self.known = space, budget or Budget(), progress, known
         self.searched = set(searched)
         self.times: dict[Hashable, dict[Candidate | None, float]] = {}
-        self.unclear: set[tuple[Hashable, Candidate | None]] = set()
+        self.noisy: set[tuple[Hashable, Candidate | None]] = set()
         self.measurements = 0
 
     @property
-    def spent(self) -> bool:
+    def exhausted(self) -> bool:
         return self.measurements >= self.budget.measurements or self.budget.left <= 0
 
     def measured(self, start: int, stop: int) -> dict[Candidate | None, float]:
-        """All times of a segment so far."""
+        """Return all times of a segment so far."""
         return self._times_of(self.space.key(start, stop))
 
     def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> None:
-        """Measure what has not been, together, as far as the budget goes."""
+        """Measure the candidates that have no time yet, together, as far as the budget allows."""
         before = self.measurements
-        known = self.take(self.space.key(start, stop), candidates, lambda new: self.space.measure(start, stop, new))
+        known = self.measure_missing(
+            self.space.key(start, stop), candidates, lambda new: self.space.measure(start, stop, new)
+        )
         if self.measurements > before and self.progress is not None and None in known:
             best, best_us = self.best(start, stop)
             left, name = self.budget.left, self.space.label(start, stop)
             self.progress(Progress(start, stop, name, len(known) - 1, best, best_us, known[None], left))
 
     def untried(self, start: int, stop: int) -> list[Candidate]:
-        """Candidates that have not been measured and could be the fastest, as far as their floors tell."""
+        """Return candidates without a time whose lower bound is below the best time so far."""
         known = self.measured(start, stop)
         least = min(known.values(), default=math.inf)
         left = [c for c in self.space.candidates(start, stop) if c not in known]
         return [c for c in left if self.space.floor(start, stop, c) < least]
 
     def prepare(self, wanted: Iterable[Wanted]) -> None:
-        """Announce what will be measured soon, as far as it has not been."""
+        """Announce candidates without a time that will be measured soon, so that they can be compiled."""
         new = [(start, stop, [c for c in some if c not in self.measured(start, stop)]) for start, stop, some in wanted]
-        if not self.spent and any(some for _, _, some in new):
+        if not self.exhausted and any(some for _, _, some in new):
             self.space.prepare([one for one in new if one[2]])
 
-    def take(
+    def measure_missing(
         self,
         key: Hashable,
         candidates: Sequence[Candidate | None],
         measure: Callable[[Sequence[Candidate | None]], Sequence[float]],
     ) -> dict[Candidate | None, float]:
-        """All times of what a key stands for, after measuring those candidates that have none, as the budget allows."""
+        """Measure the candidates of a key that have no time, as the budget allows; return all times of the key."""
         known = self._times_of(key)
         new = [candidate for candidate in candidates if candidate not in known]
         room = self.budget.measurements - self.measurements
         new = new[: int(min(room, len(new)))]
-        if new and not self.spent:
+        if new and not self.exhausted:
             for candidate, taken in zip(new, measure(new), strict=True):
                 known[candidate] = math.inf if math.isnan(taken) else taken
-                self.unclear |= {(key, candidate)} if math.isnan(taken) else set()
+                self.noisy |= {(key, candidate)} if math.isnan(taken) else set()
             self.measurements += len(new)
         return known
 
     def certain(self) -> dict[Hashable, dict[Candidate | None, float]]:
-        """All times by key, without those that could not be told."""
+        """Return all times by key, without noisy ones."""
         return {
-            key: {candidate: taken for candidate, taken in times.items() if (key, candidate) not in self.unclear}
+            key: {candidate: taken for candidate, taken in times.items() if (key, candidate) not in self.noisy}
             for key, times in self.times.items()
         }
 
@@ -162,34 +163,34 @@ class MeasurementCache:
         fastest = min(known, key=lambda candidate: (known[candidate], candidate is not None), default=None)
         return (fastest, known[fastest]) if known and inductor < math.inf else (None, inductor)
 
-    def gain(self, start: int, stop: int, hope: float = 1.0) -> float:
+    def gain(self, start: int, stop: int, tuned_fraction: float = 1.0) -> float:
         """Microseconds that a template saves in a segment, 0 when none covers it or is faster.
 
-        Measures the first template's default if nothing has been measured. `hope` is what tuning is hoped to leave of
-        that time; it counts only as long as no other configuration was tried.
+        Measure the first template's default if nothing has been measured. While no other configuration was tried, that
+        time counts times `tuned_fraction`: what tuning is expected to bring it down to.
         """
         candidates = self.space.candidates(start, stop)
         if not candidates:
             return 0.0
         self.measure(start, stop, (None, candidates[0]))
-        return self.known_gain(start, stop, hope)
+        return self.known_gain(start, stop, tuned_fraction)
 
-    def known_gain(self, start: int, stop: int, hope: float = 1.0) -> float:
-        """The same from what has been measured so far."""
+    def known_gain(self, start: int, stop: int, tuned_fraction: float = 1.0) -> float:
+        """Return `gain` from the times so far, without measuring."""
         if not self.space.candidates(start, stop):
             return 0.0
         known = self.measured(start, stop)
         tried = [taken for candidate, taken in known.items() if candidate is not None]
         if known.get(None, math.inf) == math.inf or not tried:
             return 0.0
-        best = min(tried) * (hope if len(tried) == 1 and len(self.space.candidates(start, stop)) > 1 else 1.0)
+        best = min(tried) * (tuned_fraction if len(tried) == 1 and len(self.space.candidates(start, stop)) > 1 else 1.0)
         return max(0.0, known[None] - best)
 
-    def total(self, scheme: Scheme, hope: float = 1.0) -> float:
+    def total(self, scheme: Scheme, tuned_fraction: float = 1.0) -> float:
         """Microseconds that a scheme saves; -inf when it is no scheme."""
         if scheme.problems(self.space.intensive):
             return -math.inf
-        return sum(self.gain(segment.start, segment.stop, hope) for segment in scheme.segments)
+        return sum(self.gain(segment.start, segment.stop, tuned_fraction) for segment in scheme.segments)
 
     def chosen(self, scheme: Scheme) -> dict[int, Candidate]:
         """The candidates that are faster than Inductor's code, by the first operator of their segments."""

@@ -13,10 +13,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Se
 from dataclasses import dataclass
 
 from stof.fusion.graph.scheme import Scheme
-from stof.fusion.planner.search_space import Candidate, MeasurementCache, Space
+from stof.fusion.planner.search_space import MeasurementCache, Space
+from stof.fusion.records.store import Candidate
 
 # What tuning is hoped to leave of a default configuration's time: stage 1 keeps segments whose template loses by less.
-EXPECTED_GAIN = 0.8
+TUNED_FRACTION = 0.8
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ def two_stage(
     single boundaries cannot cross a valley, and configurations found late may reverse a choice made early.
     """
     meter.prepare((start, stop, space.candidates(start, stop)[:1]) for start, stop in _covered(space))
-    stage_one(space, meter, initial, hope=EXPECTED_GAIN)
-    stage_two(space, meter, best_known_scheme(meter, hope=EXPECTED_GAIN), per_segment=per_segment, seed=seed)
+    stage_one(space, meter, initial, tuned_fraction=TUNED_FRACTION)
+    stage_two(space, meter, best_known_scheme(meter, tuned_fraction=TUNED_FRACTION), per_segment=per_segment, seed=seed)
     return search_result(meter, best_known_scheme(meter))
 
 
@@ -53,7 +54,7 @@ def _covered(space: Space) -> Iterator[tuple[int, int]]:
                 yield start, stop
 
 
-def best_known_scheme(meter: MeasurementCache, hope: float = 1.0) -> Scheme:
+def best_known_scheme(meter: MeasurementCache, tuned_fraction: float = 1.0) -> Scheme:
     """The scheme that saves most with the segments measured so far; nothing is measured.
 
     Savings add up, so the best scheme of the first n operators is some segment after a best scheme of the rest.
@@ -63,7 +64,7 @@ def best_known_scheme(meter: MeasurementCache, hope: float = 1.0) -> Scheme:
     for stop in range(1, space.size + 1):
         # Of equally good ones the shortest: nothing is fused without a gain.
         starts = range(max(0, stop - space.longest), stop)
-        total, start = max((saved[start] + meter.known_gain(start, stop, hope), start) for start in starts)
+        total, start = max((saved[start] + meter.known_gain(start, stop, tuned_fraction), start) for start in starts)
         saved.append(total)
         cut.append(start)
     edges, at = [], space.size
@@ -79,17 +80,18 @@ def search_result(meter: MeasurementCache, scheme: Scheme) -> SearchResult:
     return SearchResult(scheme, meter.chosen(scheme), saved, meter.measurements)
 
 
-def stage_one(space: Space, meter: MeasurementCache, initial: Scheme, *, hope: float = 1.0) -> Scheme:
+def stage_one(space: Space, meter: MeasurementCache, initial: Scheme, *, tuned_fraction: float = 1.0) -> Scheme:
     """Improve a scheme by moves of its boundaries until none helps or the budget is spent.
 
-    A move concerns all alike places at once, so that equal layers stay equal. `hope` as in `MeasurementCache.gain`.
+    A move concerns all alike places at once, so that equal layers stay equal. See `MeasurementCache.gain` for
+    `tuned_fraction`.
     """
     starts = {space.classes[start] for start in initial.starts}
     best = scheme_of(space, starts)
-    saved = meter.total(best, hope)
+    saved = meter.total(best, tuned_fraction)
     tried = {frozenset(starts)}
     improved = True
-    while improved and not meter.spent:
+    while improved and not meter.exhausted:
         improved = False
         for rule in (_expand, _seize, _compete):
             for move in rule(space, best, starts):
@@ -97,11 +99,11 @@ def stage_one(space: Space, meter: MeasurementCache, initial: Scheme, *, hope: f
                     continue
                 tried.add(frozenset(move))
                 scheme = scheme_of(space, move)
-                total = meter.total(scheme, hope)
+                total = meter.total(scheme, tuned_fraction)
                 if total > saved:
                     best, saved, starts, improved = scheme, total, move, True
                     break  # moves of the old scheme are not moves of the new one
-                if meter.spent:
+                if meter.exhausted:
                     return best
     return best
 
@@ -154,7 +156,7 @@ def stage_two(
 
     A round draws `per_segment` times the number of segments, the first round evenly, later ones in proportion to what
     each segment gained in the round before (times how often it occurs). One of each kind is drawn before the second of
-    any, and what is fastest in one segment so far before all else in the others: products of a model are alike. Ends
+    any, and what is fastest in one segment so far before all else in the others: GEMMs of a model are alike. Ends
     when nothing is left, when the budget is spent, or after `patience` rounds without a gain. Segments in
     `meter.searched` are left as they are; those that were sampled to the end join them.
     """
@@ -170,7 +172,7 @@ def stage_two(
     queues = {key: _shuffled(space.candidates(s.start, s.stop), space.kind, chance) for key, s in groups.items()}
     reward = dict.fromkeys(groups, 1.0)
     sampled, idle = set(groups), 0
-    while groups and idle < patience and not meter.spent:
+    while groups and idle < patience and not meter.exhausted:
         before = {key: meter.gain(s.start, s.stop) for key, s in groups.items()}
         fast = _fastest(meter, groups.values())
         left = {key: _in_order(queues[key], meter.untried(s.start, s.stop), fast) for key, s in groups.items()}
@@ -185,8 +187,8 @@ def stage_two(
         reward = {k: often[k] * (meter.gain(s.start, s.stop) - before[k]) for k, s in groups.items()}
         gained = any(meter.gain(s.start, s.stop) > before[k] for k, s in groups.items())
         idle = 0 if gained else idle + 1
-    if not meter.spent:
-        meter.searched |= sampled - {key for key, _ in meter.unclear}
+    if not meter.exhausted:
+        meter.searched |= sampled - {key for key, _ in meter.noisy}
 
 
 def _shuffled(

@@ -58,7 +58,7 @@ class FusionReport:
         notes: parts of the graph, or the whole of it, that were left alone; one line each.
         measurements: how many times were taken to choose.
         graph: stable hash of the operators alone; "" where they were not looked at.
-        fold: whether weights of norms might be folded into products.
+        fold: whether weights of norms might be folded into GEMMs.
         choices: the best measured configuration of each template and shape (`stof.fusion.records.choices`).
         used: the configuration of each problem that a template computes, by the same texts.
         whole_us: the whole model's microseconds with templates and without, None where they were not compared.

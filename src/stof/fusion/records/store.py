@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from stof.files import cache_folder, read_or_ignore, remembering, sole_writer, write_checked
-from stof.fusion.planner.search_space import Candidate
 from stof.tuning.machine import device_name, package_version
 
+# A template and its configuration, e.g. ("linear", "128x128x64,8w,3s,tile"); None is Inductor's own code.
+Candidate = tuple[str, str]
 VERSION = 3
 
 

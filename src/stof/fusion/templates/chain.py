@@ -1,4 +1,4 @@
-"""Two products with a narrow value between them, as adapters and small MLPs have. Experimental."""
+"""Two GEMMs with a narrow value between them, as adapters and small MLPs have. Experimental."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stof.cache_keys import settled
 from stof.errors import ArgumentError
 from stof.fusion.templates import launch, reference
 from stof.fusion.templates.device_properties import pdl_options
-from stof.fusion.templates.gemm_config import ACTIVATIONS, CHAIN, GemmConfig, whole
+from stof.fusion.templates.gemm_config import ACTIVATIONS, CHAIN, GemmConfig, padded_columns
 
 
 class Chain(NamedTuple):
@@ -83,7 +83,7 @@ def chain(
     activation: str,
 ) -> Chain:
     """View (or, where strides are too odd, copy) the tensors of a call for the kernel."""
-    first = launch.product(CHAIN, x, down.contiguous(), down_bias, None, activation)
+    first = launch.gemm_call(CHAIN, x, down.contiguous(), down_bias, None, activation)
     inner, columns = down.shape[0], up.shape[0]
     shape = replace(first.shape, n=columns, inner=inner, residual=residual is not None)
     added = None if residual is None else residual.reshape(-1, columns)
@@ -103,7 +103,7 @@ def compute(call: Chain, config: GemmConfig) -> Tensor:
         x, down, call.first.bias, call.up, call.up_bias, call.residual, out,
         shape.m, shape.n, shape.k, shape.inner, x.stride(0), down.stride(0), call.up.stride(0),
         0 if call.residual is None else call.residual.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, INNER=whole(shape.inner),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, INNER=padded_columns(shape.inner),
         PARTS=config.split, ACTIVATION=call.first.activation, FAST=x.device.type == "cuda",
         HAS_DOWN_BIAS=call.first.bias is not None, HAS_UP_BIAS=call.up_bias is not None,
         HAS_RESIDUAL=call.residual is not None, num_warps=config.warps, num_stages=config.stages, **pdl_options(x),

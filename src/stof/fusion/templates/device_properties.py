@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @functools.cache
-def machine(index: int) -> tuple[tuple[int, int], int]:
+def device_limits(index: int) -> tuple[tuple[int, int], int]:
     """Compute capability and multiprocessors of a CUDA device."""
     found = torch.cuda.get_device_properties(index)
     return (found.major, found.minor), found.multi_processor_count
@@ -18,7 +18,7 @@ def machine(index: int) -> tuple[tuple[int, int], int]:
 
 def programs(tensor: Tensor) -> int:
     """Persistent programs: one a multiprocessor. Triton's interpreter takes them one by one: three."""
-    return machine(tensor.device.index or 0)[1] if tensor.device.type == "cuda" else 3
+    return device_limits(tensor.device.index or 0)[1] if tensor.device.type == "cuda" else 3
 
 
 def pdl_options(tensor: Tensor) -> dict[str, bool]:

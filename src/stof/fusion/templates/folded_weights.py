@@ -1,7 +1,7 @@
 """Weights with the norm's weight before them folded in, `weight * norm_weight`, kept beside the originals.
 
 `norm(x) @ weight.T = rstd * (x @ (weight * norm_weight).T)` for an RMSNorm: with its weight folded, the norm is a
-factor of the product's rows. The model's own tensors stay as they are, so nothing needs to be taken back; what is
+factor of the GEMM's rows. The model's own tensors stay as they are, so nothing needs to be taken back; what is
 folded is found by the tensors it was made of, and made again when one of them was written to. It takes as much memory
 as the weight.
 """
@@ -45,7 +45,7 @@ def folded(weight: Tensor, norm_weight: Tensor) -> Tensor | None:
         norm_weight: `[K]`, of the same dtype and device.
 
     Returns:
-        `[N, K]`, laid out like the weight; None where products are too large or too small for the dtype (float16), with
+        `[N, K]`, laid out like the weight; None where GEMMs are too large or too small for the dtype (float16), with
         one warning, and inside a capture of a CUDA graph that has never run before.
 
     Writes to either tensor are noticed by its version; tensors made under inference mode have none and must not change.
@@ -77,7 +77,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _fold(weight: Tensor, norm_weight: Tensor) -> Tensor | None:
-    """The product, unless a row of it is off by more than rounding alone explains."""
+    """The GEMM, unless a row of it is off by more than rounding alone explains."""
     with torch.no_grad():
         wide = torch.float64 if weight.dtype in (torch.float32, torch.float64) else torch.float32
         exact = weight.to(wide) * norm_weight.to(wide)

@@ -13,14 +13,14 @@ from stof.fusion.templates.device_properties import tilelang_installed
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
 SCALED = "scaled_linear"  # its weight is of 8-bit values
-CHAIN = "chain_linear"  # two products
+CHAIN = "chain_linear"  # two GEMMs
 TEMPLATES = (
     "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear",
     SCALED, CHAIN,
 )  # fmt: skip
 # Their weight has the rows of the gate first, then those of what is gated.
 GATED = ("gated_linear", "rms_gated_linear")
-# They may be given an RMSNorm's row factors, whose weight is folded into the product's.
+# They may be given an RMSNorm's row factors, whose weight is folded into the GEMM's.
 ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
 # tile: portable Triton. pingpong, together: Gluon on Hopper. tilelang: TileLang, where it is installed.
 KINDS = ("tile", "pingpong", "together", "tilelang")
@@ -28,7 +28,7 @@ GLUON = ("pingpong", "together")
 HALVES = (torch.float16, torch.bfloat16)
 # What weights may be stored as, and the least compute capability that converts it.
 STORED = {torch.int8: (8, 0), torch.float8_e4m3fn: (8, 9)}
-# cuBLAS has better products than ours: there to be measured, not by default.
+# cuBLAS has better GEMMs than ours: there to be measured, not by default.
 _IF_MEASURED = (torch.float32,)
 _LEAST_CAPABILITY = (8, 0)
 # Shared memory that one program may have, in bytes, by compute capability; what is not listed has the least of them.
@@ -38,13 +38,13 @@ _LEAST_SHARED = 101_376
 _SHARED_REST = 2048
 # Bytes of x that Hopper's L2 (50 MB) keeps while all of a weight passes, and of a weight that it keeps itself.
 _ROWS_KEPT, _WEIGHT_KEPT = 2**24, 24 * 2**20
-# Depth of gated products from which on wide tiles are the default.
+# Depth of gated GEMMs from which on wide tiles are the default.
 _DEEP = 2048
 # Of a chain: what lies between has room in a program's registers.
 MOST_INNER = 256
 
 
-def whole(columns: int) -> int:
+def padded_columns(columns: int) -> int:
     """Columns rounded up to what tensor cores take at the least, and a power of two."""
     return max(16, 1 << max(0, columns - 1).bit_length())
 
@@ -61,8 +61,8 @@ class GemmShape:
         bias, residual: whether there is one.
         transposed: the weight's columns are contiguous in memory (`[K, N]` stored, seen as `[N, K]`).
         head_dim, turned: heads of that width are rotated in the first `turned` columns; 0 for none.
-        stored: the dtype of the weight's values, "int8", where that is not the product's; each column has a factor.
-        inner: columns between the two products of a chain; k are of the first one's, n of the second one's result.
+        stored: the dtype of the weight's values, "int8", where that is not the GEMM's; each column has a factor.
+        inner: columns between the two GEMMs of a chain; k are of the first one's, n of the second one's result.
         aligned: TMA can read x, weight and residual (16-byte addresses and row strides) and write the result.
     """
 
@@ -92,17 +92,17 @@ class GemmShape:
 
     @property
     def commutes(self) -> bool:
-        """Whether the norm before the product scales rows alone, and so may follow it."""
+        """Whether the norm before the GEMM scales rows alone, and so may follow it."""
         return self.template in ("norm_linear", *ROW_SCALED) and self.norm == "rms" and not self.scaled
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How a product is computed. `str` gives the text that operators take, `parse` reads it.
+    """How a GEMM is computed. `str` gives the text that operators take, `parse` reads it.
 
     Attributes:
         kind: one of `KINDS`.
-        block_m, block_n, block_k: a tile's rows, columns of products (gated: gate and up together) and depth of a step.
+        block_m, block_n, block_k: a tile's rows, columns of GEMMs (gated: gate and up together) and depth of a step.
             pingpong's tile belongs to one of its two consumers. Powers of two; together also has 192 columns or rows.
         warps: of a Triton program (Gluon kernels have four for each consumer, and one).
         stages: steps in flight (together: of the columns).
@@ -153,7 +153,7 @@ class GemmConfig:
     def shared_memory(self, shape: GemmShape, itemsize: int) -> int:
         """Bytes that one program takes, compiler's extras left out."""
         if shape.inner:
-            between, step = whole(shape.inner), (self.block_m + whole(shape.inner)) * self.block_k
+            between, step = padded_columns(shape.inner), (self.block_m + padded_columns(shape.inner)) * self.block_k
             steps = self.stages * max(step, between * self.block_n)
             return (steps + self.block_m * max(between, self.block_n)) * itemsize
         width = self.block_n // 2 if shape.gated else self.block_n
@@ -163,7 +163,7 @@ class GemmConfig:
         if self.kind == "together":
             loads = (self.row_stages * self.block_m + self.stages * self.block_n) * self.block_k * itemsize
         outputs = 2 if self.kind == "pingpong" else 1
-        output = width if self.side else self.piece(shape, itemsize)
+        output = width if self.extra_columns else self.piece(shape, itemsize)
         return loads + outputs * self.block_m * output * itemsize
 
     def tile_group_rows(self, shape: GemmShape, itemsize: int) -> int:
@@ -179,8 +179,8 @@ class GemmConfig:
         return 1 << (rows.bit_length() - 1)
 
     @property
-    def side(self) -> int:
-        """together: columns of a product of their own, where a tile's columns are no power of two."""
+    def extra_columns(self) -> int:
+        """together: columns of a GEMM of their own, where a tile's columns are no power of two."""
         return self.block_n - (1 << (self.block_n.bit_length() - 1)) if self.kind == "together" else 0
 
     @property
@@ -228,15 +228,15 @@ def config_problems(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, ca
     ):
         return [f"{config.kind} does not multiply {dtype} by {shape.stored} on compute capability {capability}"]
     if shape.inner and (config.kind != "tile" or dtype not in HALVES or shape.inner > MOST_INNER):
-        return [f"{config.kind} does not chain products of {dtype} with {shape.inner} columns between them"]
+        return [f"{config.kind} does not chain GEMMs of {dtype} with {shape.inner} columns between them"]
     found = []
     tall = config.kind == "together" and config.block_m == 192
-    sizes = (64 if tall else config.block_m, config.block_n - config.side, config.block_k)
+    sizes = (64 if tall else config.block_m, config.block_n - config.extra_columns, config.block_k)
     if any(size < 16 or size & (size - 1) for size in sizes):
         found.append("tile sizes are powers of two from 16 up")
-    if config.side and (config.side, config.block_n) != (64, 192):
+    if config.extra_columns and (config.extra_columns, config.block_n) != (64, 192):
         found.append("the only other number of columns is 192")
-    if config.side and shape.gated:
+    if config.extra_columns and shape.gated:
         found.append("gate and up are powers of two wide")
     if config.warps not in (1, 2, 4, 8, 16) or not 1 <= config.stages <= 8 or config.group < 0 or config.split < 1:
         found.append("1 to 16 warps (a power of two), 1 to 8 stages, split from 1 up")
@@ -254,7 +254,7 @@ def config_problems(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, ca
         found.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
     if shape.head_dim and (config.block_n % shape.head_dim or shape.turned % config.block_n):
         found.append("tiles hold whole heads, all of them rotated or none")
-    if config.block_m * max(config.block_n, whole(shape.inner)) > 128 * 256:
+    if config.block_m * max(config.block_n, padded_columns(shape.inner)) > 128 * 256:
         found.append("the accumulator is larger than the registers")
     if config.kind == "tilelang":
         found += _unfit_for_tilelang(shape)
@@ -268,7 +268,7 @@ def _unfit_for_tilelang(shape: GemmShape) -> list[str]:
     if not tilelang_installed():
         found.append("TileLang is not installed (pip install tilelang)")
     if shape.template != "linear" or shape.transposed or not shape.aligned:
-        found.append("TileLang computes plain products of rows and weights aligned to 16 bytes")
+        found.append("TileLang computes plain GEMMs of rows and weights aligned to 16 bytes")
     return found
 
 
@@ -279,20 +279,20 @@ def _unfit_for_hopper(config: GemmConfig, shape: GemmShape, capability: tuple[in
     if capability != (9, 0):
         found.append("written for compute capability 9.0")
     rows = config.block_m if config.kind == "pingpong" else config.block_m // config.consumers
-    if config.consumers == 3 and config.side:
+    if config.consumers == 3 and config.extra_columns:
         found.append("three consumers have no columns on the side")
     if rows not in (64, 128) or rows * config.block_n > 128 * 128:
-        found.append("a consumer computes 64 or 128 rows and at most 128 x 128 products")
+        found.append("a consumer computes 64 or 128 rows and at most 128 x 128 GEMMs")
     if config.block_k != 64 or config.stages < 2:
         found.append("steps are 64 deep (a row of 128 bytes), and a stage is free again when the next step runs")
     if shape.gated and shape.transposed:
         found.append("gate and up must lie below each other")
     if config.block_n < (128 if shape.gated else 64):
-        found.append("a piece of the result has 64 columns (gated: of 128 columns of products)")
+        found.append("a piece of the result has 64 columns (gated: of 128 columns of GEMMs)")
     return found
 
 
-def unserved(dtype: torch.dtype, capability: tuple[int, int], *, measured: bool) -> str:
+def unsupported(dtype: torch.dtype, capability: tuple[int, int], *, measured: bool) -> str:
     """What no kernel of ours computes, whatever the shape: "compute capability 7.5", "float64"; "" for nothing.
 
     Args:
@@ -329,8 +329,8 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     if 2 * large < processors or (shape.stored and shape.m <= 64):
         small = _for_few_rows(shape, processors)
         return [small, replace(small, stages=2), replace(small, block_k=32, stages=2)]
-    # Six stages took up to 5 % less on an H200 for GPT-2's and LLaMA's products, and more for one of BERT's, which is
-    # packaged with five. LLaMA's gated product is as fast either way alone, and 1 % faster by wide tiles where calls in
+    # Six stages took up to 5 % less on an H200 for GPT-2's and LLaMA's GEMMs, and more for one of BERT's, which is
+    # packaged with five. LLaMA's gated GEMM is as fast either way alone, and 1 % faster by wide tiles where calls in
     # a row bring the card to its power limit: they read less from the L2.
     pingpong = GemmConfig("pingpong", 128, 128, 64, stages=5)
     wide = GemmConfig("together", 128, 256, 64, stages=5)
@@ -355,7 +355,7 @@ def _for_chains(shape: GemmShape, processors: int) -> list[GemmConfig]:
 def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     """Small tiles, most of whose steps are under way at once; two such programs fit a multiprocessor.
 
-    As found on an H200 for BERT's products at 128 tokens, one call after the other; `stof bench gemm --chain` times
+    As found on an H200 for BERT's GEMMs at 128 tokens, one call after the other; `stof bench gemm --chain` times
     them so, no file records it yet. Up to 32 rows are not measured.
     """
     if shape.stored:

@@ -12,12 +12,12 @@ from torch import Tensor
 from stof.cache_keys import settled
 from stof.fusion.templates import gemm_config as configuration
 from stof.fusion.templates import reference
-from stof.fusion.templates.device_properties import machine, pdl_options, programs
+from stof.fusion.templates.device_properties import device_limits, pdl_options, programs
 from stof.fusion.templates.gemm_config import GATED, GLUON, STORED, GemmConfig, GemmShape, config_problems
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
 from stof.fusion.templates.row_buckets import bucket_of, in_bucket, nearest_first
 
-# Asked for in every call: a few buckets of each product of a model.
+# Asked for in every call: a few buckets of each GEMM of a model.
 _default = functools.lru_cache(maxsize=4096)(configuration.default)
 
 
@@ -54,7 +54,7 @@ class GemmCall(NamedTuple):
     scale: Tensor | None = None
 
 
-def product(
+def gemm_call(
     template: str,
     x: Tensor,
     weight: Tensor,
@@ -104,7 +104,7 @@ def resolve_config(call: GemmCall, text: str) -> GemmConfig | None:
     """The configuration given as text if it fits these tensors, else the default for the shape, else None.
 
     Both go by the bucket of the rows: a configuration for each bucket if the text has several, and the default is that
-    of the bucket's largest product. Where there is no default, as in float32, the nearest bucket's serves that fits.
+    of the bucket's largest GEMM. Where there is no default, as in float32, the nearest bucket's serves that fits.
 
     Raises:
         ArgumentError: the text is no configuration.
@@ -113,7 +113,7 @@ def resolve_config(call: GemmCall, text: str) -> GemmConfig | None:
     given = GemmConfig.parse(own) if own else None
     if call.x.device.type != "cuda" or not call.x.numel() or not call.shape.n or not _agree(call):
         return None
-    capability, processors = machine(call.x.device.index or 0)
+    capability, processors = device_limits(call.x.device.index or 0)
     if given is not None and not config_problems(given, call.shape, call.x.dtype, capability):
         return given
     usual = _default(replace(call.shape, m=bucket_of(call.shape.m)), call.x.dtype, capability, processors)
@@ -124,7 +124,7 @@ def resolve_config(call: GemmCall, text: str) -> GemmConfig | None:
 
 
 def compute_normed(call: GemmCall, config: GemmConfig, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Run a product, and a norm over its result's last dimension: `(h, norm(h))`, both `[..., N]` and contiguous.
+    """Run a GEMM, and a norm over its result's last dimension: `(h, norm(h))`, both `[..., N]` and contiguous.
 
     Where programs share a tile's depth, the norm's kernel adds up what they leave: it reads every row anyway.
     """
@@ -138,7 +138,7 @@ def compute_normed(call: GemmCall, config: GemmConfig, norm: Norm) -> tuple[Tens
 
 
 def compute(call: GemmCall, config: GemmConfig) -> Tensor:
-    """Run a product; result `[..., N]`, contiguous."""
+    """Run a GEMM; result `[..., N]`, contiguous."""
     mean, rstd = None, call.row_scale
     if call.norm is not None and rstd is None:
         if config.kind == "tile" or (config.kind in GLUON and call.shape.commutes):
@@ -227,7 +227,7 @@ def _hopper(call: GemmCall, config: GemmConfig, out: Tensor, rstd: Tensor | None
         call.bias, rstd, shape.m, shape.n, shape.k,
     )  # fmt: skip
     common = {
-        "ROWS": rows, "BLOCK_N": config.block_n - config.side, "BLOCK_K": config.block_k,
+        "ROWS": rows, "BLOCK_N": config.block_n - config.extra_columns, "BLOCK_K": config.block_k,
         "GROUP_M": config.tile_group_rows(shape, size), "PIECE": piece,
         "GATED": shape.gated, "TRANSPOSED": shape.transposed, "ACTIVATION": call.activation,
         "HAS_BIAS": call.bias is not None, "HAS_RESIDUAL": call.residual is not None, "HAS_SCALE": rstd is not None,
@@ -241,10 +241,11 @@ def _hopper(call: GemmCall, config: GemmConfig, out: Tensor, rstd: Tensor | None
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
     else:
-        from stof.fusion.templates.hopper.cooperative import together_gemm_kernel
+        from stof.fusion.templates.hopper.cooperative import cooperative_gemm_kernel
 
-        settled(together_gemm_kernel)[grid](
-            x, weights(width - config.side), weights(config.side) if config.side else None, *given, SIDE=config.side,
+        extra = config.extra_columns
+        settled(cooperative_gemm_kernel)[grid](
+            x, weights(width - extra), weights(extra) if extra else None, *given, SIDE=extra,
             A_STAGES=config.row_stages, B_STAGES=config.stages, CONSUMERS=config.consumers, LAG=config.lag, **common,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
@@ -265,7 +266,7 @@ def _positions(call: GemmCall) -> tuple[Tensor | None, Tensor | None, int, int]:
 
 
 def _agree(call: GemmCall) -> bool:
-    """Whether all tensors have one device, and products one dtype; anything else is PyTorch's to serve or refuse."""
+    """Whether all tensors have one device, and GEMMs one dtype; anything else is PyTorch's to serve or refuse."""
     norm = () if call.norm is None else (call.norm.weight, call.norm.bias)
     tables = () if call.rotary is None else call.rotary[:2]
     others = [call.weight, call.bias, call.residual, call.row_scale, call.scale, *norm, *tables]

@@ -15,7 +15,7 @@ _WIDEST_ROW = 16384
 
 
 class Norm(NamedTuple):
-    """A norm next to a product: "rms" or "layer", its weight and bias (a vector of the row's width), its epsilon."""
+    """A norm next to a GEMM: "rms" or "layer", its weight and bias (a vector of the row's width), its epsilon."""
 
     kind: str
     weight: Tensor | None

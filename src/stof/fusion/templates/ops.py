@@ -2,7 +2,7 @@
 
 Every operator takes a configuration as text (`GemmConfig`, or one for each bucket of rows: `buckets.written`). An empty
 one, or one that does not fit the tensors of a call, means the default for their shape; a CPU, and whatever no kernel
-serves, gets plain PyTorch (`reference.py`). Results are contiguous. Statistics, products and epilogues are computed in
+serves, gets plain PyTorch (`reference.py`). Results are contiguous. Statistics, GEMMs and epilogues are computed in
 float32 and rounded once.
 """
 
@@ -38,7 +38,7 @@ def linear(
         ArgumentError: an unknown activation, or text that is no configuration.
     """
     known(activation)
-    call = launch.product("linear", x, weight, bias, residual, activation)
+    call = launch.gemm_call("linear", x, weight, bias, residual, activation)
     chosen = launch.resolve_config(call, config)
     return reference.linear(x, weight, bias, residual, activation) if chosen is None else launch.compute(call, chosen)
 
@@ -64,9 +64,9 @@ def norm_linear(
 ) -> Tensor:
     """`act(norm(x) @ weight.T + bias)`; the norm is over the last dimension of x.
 
-    An RMSNorm without weight scales rows, which commutes with the product: the Gluon kernels run the product on x as it
-    is and scale its rows. Fold the norm's weight into the linear's to get there. Otherwise rows are normalised on their
-    way into the product (plain tiles), or by a kernel of their own before it.
+    An RMSNorm without weight scales rows, which commutes with the GEMM: the Gluon kernels run the GEMM on x as it
+    is and scale its rows. Fold the norm's weight into the linear's to get there. Otherwise rows are normalized on their
+    way into the GEMM (plain tiles), or by a kernel of their own before it.
 
     Args:
         x, weight, bias, activation, config: as for `stof::linear`.
@@ -81,7 +81,9 @@ def norm_linear(
         ArgumentError: an unknown activation or norm, or text that is no configuration.
     """
     known(activation, norm)
-    call = launch.product("norm_linear", x, weight, bias, None, activation, Norm.of(norm, norm_weight, norm_bias, eps))
+    call = launch.gemm_call(
+        "norm_linear", x, weight, bias, None, activation, Norm.of(norm, norm_weight, norm_bias, eps)
+    )
     chosen = launch.resolve_config(call, config) if can_normalise(x.shape[-1], x) else None
     if chosen is None:
         return reference.norm_linear(x, norm_weight, norm_bias, weight, bias, norm, eps, activation)
@@ -120,7 +122,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     """
     known(activation)
     paired(weight)
-    call = launch.product("gated_linear", x, weight, bias, None, activation)
+    call = launch.gemm_call("gated_linear", x, weight, bias, None, activation)
     chosen = launch.resolve_config(call, config)
     return reference.gated_linear(x, weight, bias, activation) if chosen is None else launch.compute(call, chosen)
 
@@ -144,7 +146,7 @@ def linear_norm(
 ) -> tuple[Tensor, Tensor]:
     """`(h, norm(h))` with h = x @ weight.T + bias + residual.
 
-    The bias and the residual are part of the product; the norm reads h while it is in the L2.
+    The bias and the residual are part of the GEMM; the norm reads h while it is in the L2.
 
     Args:
         x, weight, bias, residual, config: as for `stof::linear`.
@@ -159,7 +161,7 @@ def linear_norm(
         ArgumentError: an unknown norm, or text that is no configuration.
     """
     known("none", norm)
-    call = launch.product("linear_norm", x, weight, bias, residual, "none")
+    call = launch.gemm_call("linear_norm", x, weight, bias, residual, "none")
     chosen = launch.resolve_config(call, config)
     if chosen is None:
         return reference.linear_norm(x, weight, bias, residual, norm_weight, norm_bias, norm, eps)

@@ -21,11 +21,11 @@ _MOST_CYCLES = 3000
 def floor_us(
     config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], processors: int
 ) -> float:
-    """Microseconds that a product's tiles take at the least, on the multiprocessor that has most of them.
+    """Microseconds that a GEMM's tiles take at the least, on the multiprocessor that has most of them.
 
     A tile multiplies at the tensor cores' rate, and reads its rows and columns from the L2 meanwhile; whichever takes
     longer bounds it. Epilogues, launches and latencies come on top. 0 for chains,
-    whose two products have tiles of their own.
+    whose two GEMMs have tiles of their own.
     """
     if shape.inner:
         return 0.0

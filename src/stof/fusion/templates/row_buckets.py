@@ -1,6 +1,6 @@
 """Buckets of rows: calls of one bucket share a configuration, and so a compiled kernel.
 
-A product over tokens has as many rows as a request has, and every kernel takes any number of them. What suits 16 rows
+A GEMM over tokens has as many rows as a request has, and every kernel takes any number of them. What suits 16 rows
 does not suit 4096, so a configuration is chosen by the power of two that the number of rows is rounded up to.
 """
 

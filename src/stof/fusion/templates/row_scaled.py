@@ -1,4 +1,4 @@
-"""Operators whose rows are scaled on their way out: products after an RMSNorm that is folded into their weight."""
+"""Operators whose rows are scaled on their way out: GEMMs after an RMSNorm that is folded into their weight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rms_linear(
     activation: str,
     config: str,
 ) -> Tensor:
-    """`act((rstd * x * norm_weight) @ weight.T + bias)`: an RMSNorm whose row factors are given, and a product.
+    """`act((rstd * x * norm_weight) @ weight.T + bias)`: an RMSNorm whose row factors are given, and a GEMM.
 
     The kernels compute `rstd * (x @ (weight * norm_weight).T)`: rows are scaled in float32 on their way out, and the
     weight with the norm's folded in is kept from the first call on (`folding.folded`). Source: Zhang & Sennrich 2019,
@@ -150,7 +150,7 @@ def _row_scaled(
     activation: str,
     rotary: launch.Rotary | None = None,
 ) -> launch.GemmCall | None:
-    """A product with folded weights and scaled rows; None where there is no kernel for it, or folding is not exact."""
+    """A GEMM with folded weights and scaled rows; None where there is no kernel for it, or folding is not exact."""
     if x.device.type != "cuda" or x.dtype not in HALVES or any(
         t is not None and (t.device, t.dtype) != (x.device, x.dtype) for t in (norm_weight, weight, bias)
     ):  # fmt: skip
@@ -159,10 +159,10 @@ def _row_scaled(
     if whole is None:
         return None
     norm = None if rstd is None else Norm("rms", None, None, 0.0)
-    return launch.product(template, x, whole, bias, None, activation, norm, rstd, rotary)
+    return launch.gemm_call(template, x, whole, bias, None, activation, norm, rstd, rotary)
 
 
 def _served(call: launch.GemmCall | None, config: str) -> Tensor | None:
-    """The product by a kernel; None where there is none for it."""
+    """The GEMM by a kernel; None where there is none for it."""
     chosen = None if call is None else launch.resolve_config(call, config)
     return None if call is None or chosen is None else launch.compute(call, chosen)

@@ -1,6 +1,6 @@
 """The operator for weights of 8-bit values with a factor for each column of the result: weight-only quantising.
 
-A product of few rows takes as long as its weight is copied. The kernel reads the 8-bit values and widens them in
+A GEMM of few rows takes as long as its weight is copied. The kernel reads the 8-bit values and widens them in
 registers; plain graphs write the widened weight to memory first and read it again.
 """
 
@@ -44,7 +44,7 @@ def scaled_linear(
         raise ArgumentError(f"a scaled weight is {' or '.join(map(str, STORED))}, got {weight.dtype}")
     if tuple(scale.shape) not in ((weight.shape[0],), (weight.shape[0], 1)):
         raise ArgumentError(f"a weight {tuple(weight.shape)} has {weight.shape[0]} factors, got {tuple(scale.shape)}")
-    call = launch.product("scaled_linear", x, weight, bias, residual, activation, scale=scale)
+    call = launch.gemm_call("scaled_linear", x, weight, bias, residual, activation, scale=scale)
     chosen = launch.resolve_config(call, config)
     if chosen is None:
         return reference.scaled_linear(x, weight, scale, bias, residual, activation)

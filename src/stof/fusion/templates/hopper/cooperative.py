@@ -1,13 +1,13 @@
-"""Matrix product with its epilogue on Hopper, in Gluon: warpgroups share a tile, one some steps behind the other.
+"""Matrix GEMM with its epilogue on Hopper, in Gluon: warpgroups share a tile, one some steps behind the other.
 
 A thread block stays on its multiprocessor and walks output tiles. One warp copies operands by TMA: each consumer's rows
 for itself, and the columns once for all. Of two consumers the second is kept LAG steps behind the first, whose epilogue
-so runs while the second one's last products do, and the second one's during the first one's next. Three are in step:
-their tiles are for products of few tiles, whose last epilogue nothing hides anyway.
+so runs while the second one's last GEMMs do, and the second one's during the first one's next. Three are in step:
+their tiles are for GEMMs of few tiles, whose last epilogue nothing hides anyway.
 
-A tile may have SIDE columns more, as a product of their own: 128 + 64 columns make 192, which is no power of two.
+A tile may have SIDE columns more, as a GEMM of their own: 128 + 64 columns make 192, which is no power of two.
 
-Source: structure of CUTLASS's persistent warp-specialised cooperative kernel for Hopper; the lag is ours.
+Source: structure of CUTLASS's persistent warp-specialized cooperative kernel for Hopper; the lag is ours.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from stof.fusion.templates.device_functions import tile_coordinates
 from stof.fusion.templates.hopper.epilogue import (
+    advance,
     fetch_columns,
     fetch_residual,
+    previous_stage,
     shared_layout,
-    stage_after,
-    stage_before,
     write_tile,
 )
 from stof.kernels.triton.turns import take_turn
@@ -87,8 +87,8 @@ def _producer(
             for consumer in gl.static_range(1 if LAG > 0 else CONSUMERS):
                 _fetch_rows(a_desc, a_smem, a_full, a_empty, consumer * A_STAGES + a_stage, a_phase,
                             (CONSUMERS * m + consumer) * ROWS, k)  # fmt: skip
-            b_stage, b_phase = stage_after(b_stage, b_phase, B_STAGES)
-            a_stage, a_phase = stage_after(a_stage, a_phase, A_STAGES)
+            b_stage, b_phase = advance(b_stage, b_phase, B_STAGES)
+            a_stage, a_phase = advance(a_stage, a_phase, A_STAGES)
             k += 1
             if k == k_tiles:
                 k = 0
@@ -97,7 +97,7 @@ def _producer(
         if LAG > 0 and step >= LAG:
             _fetch_rows(a_desc, a_smem, a_full, a_empty, A_STAGES + late_stage, late_phase, (2 * late_m + 1) * ROWS,
                         late_k)  # fmt: skip
-            late_stage, late_phase = stage_after(late_stage, late_phase, A_STAGES)
+            late_stage, late_phase = advance(late_stage, late_phase, A_STAGES)
             late_k += 1
             if late_k == k_tiles:
                 late_k = 0
@@ -123,7 +123,7 @@ def _consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     b_tiles = b_smem
     if GATED:
-        # The rows of gate and up lie one after the other: one product for both.
+        # The rows of gate and up lie one after the other: one GEMM for both.
         b_tiles = b_smem._reinterpret(dtype, [B_STAGES, BLOCK_N, BLOCK_K], shared_layout(dtype, BLOCK_K))
     side_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     PIECE: gl.constexpr = c_smem.shape[2]
@@ -140,7 +140,7 @@ def _consumer(
         row = (CONSUMERS * m + NUMBER) * ROWS
         first = n * (WIDTH + SIDE)
         if HAS_RESIDUAL:
-            # All of the products hide it.
+            # All of the GEMMs hide it.
             for piece in gl.static_range(PLACES):
                 fetch_residual(residual_desc, c_smem.index(PLACE + piece), residual_full.index(PLACE + piece), row,
                                first + piece * PIECE)  # fmt: skip
@@ -164,16 +164,16 @@ def _consumer(
                 acc, side = warpgroup_mma_wait(2, deps=(acc, side))
             else:
                 acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(a_empty.index(FIRST + stage_before(a_stage, A_STAGES)), count=1, pred=k > 0)
-            mbarrier.arrive(b_empty.index(stage_before(b_stage, B_STAGES)), count=1, pred=k > 0)
-            a_stage, a_phase = stage_after(a_stage, a_phase, A_STAGES)
-            b_stage, b_phase = stage_after(b_stage, b_phase, B_STAGES)
+            mbarrier.arrive(a_empty.index(FIRST + previous_stage(a_stage, A_STAGES)), count=1, pred=k > 0)
+            mbarrier.arrive(b_empty.index(previous_stage(b_stage, B_STAGES)), count=1, pred=k > 0)
+            a_stage, a_phase = advance(a_stage, a_phase, A_STAGES)
+            b_stage, b_phase = advance(b_stage, b_phase, B_STAGES)
         if SIDE > 0:
             acc, side = warpgroup_mma_wait(0, deps=(acc, side))
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(a_empty.index(FIRST + stage_before(a_stage, A_STAGES)), count=1)
-        mbarrier.arrive(b_empty.index(stage_before(b_stage, B_STAGES)), count=1)
+        mbarrier.arrive(a_empty.index(FIRST + previous_stage(a_stage, A_STAGES)), count=1)
+        mbarrier.arrive(b_empty.index(previous_stage(b_stage, B_STAGES)), count=1)
         write_tile(
             acc, c_smem, PLACE, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr,
             row, first, rows, columns, number, PLACES, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
@@ -190,7 +190,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["rows"])
 @no_type_check
-def together_gemm_kernel(
+def cooperative_gemm_kernel(
     a_desc,
     b_desc,
     side_desc,
@@ -220,7 +220,7 @@ def together_gemm_kernel(
 ):
     """As `pingpong_gemm_kernel`, with tiles of CONSUMERS (2 or 3) times ROWS rows.
 
-    SIDE: 64 or 0 columns that a tile has beyond BLOCK_N, with a descriptor of their own; not for gated products. LAG is
+    SIDE: 64 or 0 columns that a tile has beyond BLOCK_N, with a descriptor of their own; not for gated GEMMs. LAG is
     at most B_STAGES - 2, as the second consumer gives a stage back while it works on the next, and 0 for three.
     """
     gl.static_assert(CONSUMERS == 2 or LAG == 0)

@@ -23,7 +23,7 @@ def shared_layout(dtype, width):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 @no_type_check
-def stage_after(stage, phase, STAGES: gl.constexpr):
+def advance(stage, phase, STAGES: gl.constexpr):
     """The next stage of a ring, and the phase of its barriers there."""
     stage += 1
     if stage == STAGES:
@@ -50,7 +50,7 @@ def fetch_columns(
 
 @gluon.jit
 @no_type_check
-def stage_before(stage, STAGES: gl.constexpr):
+def previous_stage(stage, STAGES: gl.constexpr):
     """The stage of the step before.
 
     Not carried through the loop: Triton 3.6 and 3.7 then take the one before the loop, in every turn.
@@ -60,7 +60,7 @@ def stage_before(stage, STAGES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def halves(acc):
+def split_halves(acc):
     """Left and right half of a tile's columns. Both lie in the same threads, so nothing moves."""
     ROWS: gl.constexpr = acc.shape[0]
     HALF: gl.constexpr = acc.shape[1] // 2
@@ -71,7 +71,7 @@ def halves(acc):
 
 @gluon.jit
 @no_type_check
-def rotated(acc, cos_ptr, sin_ptr, row, rows, positions, HEAD_DIM: gl.constexpr):
+def apply_rotary(acc, cos_ptr, sin_ptr, row, rows, positions, HEAD_DIM: gl.constexpr):
     """Heads side by side in a tile's columns, the halves of each rotated against each other.
 
     cos_ptr, sin_ptr: `[positions, HEAD_DIM]`; row r of the tile has position `(row + r) % positions`. Both halves of a
@@ -143,14 +143,14 @@ def write_tile(
     HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr, cos_ptr=None, sin_ptr=None, positions=0,
     turned=0, HEAD_DIM: gl.constexpr = 0,
 ):  # fmt: skip
-    """Products of a tile become its part of the result, in as many pieces as a place in `c_smem` takes.
+    """GEMMs of a tile become its part of the result, in as many pieces as a place in `c_smem` takes.
 
-    acc: products `[ROWS, BLOCK_N]`, gate and up side by side where GATED. row, first: its first row and column.
+    acc: GEMMs `[ROWS, BLOCK_N]`, gate and up side by side where GATED. row, first: its first row and column.
     place: where in `c_smem` the first piece goes. PLACES: 1 when all pieces go there, the first one's residual being
     on its way; else the places this consumer has, one for each piece and all residuals on their way. number: tiles
     that this consumer has written.
     row_scale_ptr: HAS_SCALE, factors of the rows.
-    HEAD_DIM: of heads that are rotated in the first `turned` columns, 0 for none; see `rotated`.
+    HEAD_DIM: of heads that are rotated in the first `turned` columns, 0 for none; see `apply_rotary`.
     """
     ROWS: gl.constexpr = acc.shape[0]
     BLOCK_N: gl.constexpr = acc.shape[1]
@@ -170,23 +170,23 @@ def write_tile(
     if HEAD_DIM > 0:
         # Whole tiles are rotated, or none of their columns.
         if first < turned:
-            acc = rotated(acc, cos_ptr, sin_ptr, row, rows, positions, HEAD_DIM)
+            acc = apply_rotary(acc, cos_ptr, sin_ptr, row, rows, positions, HEAD_DIM)
     if GATED:
-        acc, up = halves(acc)
+        acc, up = split_halves(acc)
     for quarter in gl.static_range(PIECES):
         gl.static_assert(PIECES <= 4)
         part = acc
         if PIECES == 4:
-            left, right = halves(acc)
+            left, right = split_halves(acc)
             part = left if quarter < 2 else right
         if PIECES > 1:
-            left, right = halves(part)
+            left, right = split_halves(part)
             part = left if quarter % 2 == 0 else right
         out = activate(part, ACTIVATION, True)
         if GATED:
             other = up
             if PIECES == 2:
-                left, right = halves(up)
+                left, right = split_halves(up)
                 other = left if quarter == 0 else right
             out = out * other
         at = place + quarter if OWN else place

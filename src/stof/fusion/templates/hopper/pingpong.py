@@ -1,10 +1,10 @@
-"""Matrix product with its epilogue on Hopper, in Gluon: two warpgroups take turns.
+"""Matrix GEMM with its epilogue on Hopper, in Gluon: two warpgroups take turns.
 
 A thread block stays on its multiprocessor and walks output tiles. One warp copies operands by TMA. Each of the two
 consumers has tiles of its own, and the tensor cores work on one tile while the other's epilogue (bias, activation,
 residual, store) runs on the ordinary cores.
 
-Source: structure of CUTLASS's persistent warp-specialised ping-pong kernel for Hopper.
+Source: structure of CUTLASS's persistent warp-specialized ping-pong kernel for Hopper.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from stof.fusion.templates.device_functions import tile_coordinates
 from stof.fusion.templates.hopper.epilogue import (
+    advance,
     fetch_columns,
     fetch_residual,
+    previous_stage,
     shared_layout,
-    stage_after,
-    stage_before,
     write_tile,
 )
 from stof.kernels.triton.turns import take_turn
@@ -69,7 +69,7 @@ def _producer(
             mbarrier.expect(bar, (ROWS + BLOCK_N) * BLOCK_K * (dtype.primitive_bitwidth // 8))
             tma.async_copy_global_to_shared(a_desc, [m * ROWS, k * BLOCK_K], bar, a_smem.index(stage))
             fetch_columns(b_desc, b_smem, bar, stage, n * WIDTH, k, columns, BLOCK_K, PARTS, TRANSPOSED)
-            stage, phase = stage_after(stage, phase, STAGES)
+            stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -90,14 +90,14 @@ def _consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     b_tiles = b_smem
     if GATED:
-        # The rows of gate and up lie one after the other: one product for both.
+        # The rows of gate and up lie one after the other: one GEMM for both.
         b_tiles = b_smem._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_K], shared_layout(dtype, BLOCK_K))
     # How many tiles of this thread block came before.
     number = gl.to_tensor(NUMBER)
     for tile in range(gl.program_id(0) + NUMBER * gl.num_programs(0), tiles_m * tiles_n, 2 * gl.num_programs(0)):
         m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
         if HAS_RESIDUAL:
-            # All of the products hide it.
+            # All of the GEMMs hide it.
             fetch_residual(residual_desc, c_smem.index(NUMBER), residual_full.index(NUMBER), m * ROWS, n * WIDTH)
         stage, phase = first_step(number, k_tiles, STAGES)
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
@@ -112,11 +112,11 @@ def _consumer(
             acc = warpgroup_mma(a_smem.index(stage), b, acc, use_acc=k > 0, is_async=True)
             # The step before is done: its stage may be filled again.
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=k > 0)
-            stage, phase = stage_after(stage, phase, STAGES)
+            mbarrier.arrive(empty.index(previous_stage(stage, STAGES)), count=1, pred=k > 0)
+            stage, phase = advance(stage, phase, STAGES)
         mbarrier.arrive(turn.index(1 - NUMBER), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
+        mbarrier.arrive(empty.index(previous_stage(stage, STAGES)), count=1)
         write_tile(
             acc, c_smem, NUMBER, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr,
             m * ROWS, n * WIDTH, rows, columns, number // 2, 1, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
@@ -158,7 +158,7 @@ def pingpong_gemm_kernel(
 ):
     """`C[m, n] = act(scale[m] * (A @ B.T)[m, n] + bias[n]) + residual[m, n]`, or act(gate) * up.
 
-    ROWS: of a tile, 64 or 128. GATED: BLOCK_N columns of products, half of them gate, half up; `columns` counts the
+    ROWS: of a tile, 64 or 128. GATED: BLOCK_N columns of GEMMs, half of them gate, half up; `columns` counts the
     output's. PIECE: columns of the output that leave at once. HEAD_DIM: of heads
     that are rotated in the first `turned` columns, whole tiles of them; 0 for none.
     """

@@ -1,4 +1,4 @@
-"""Two matrix products in one kernel, what lies between them narrow enough to stay in registers."""
+"""Two matrix GEMMs in one kernel, what lies between them narrow enough to stay in registers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def chain_kernel(
     if HAS_DOWN_BIAS:
         acc = acc + tl.load(down_bias_ptr + i, mask=i < inner, other=0.0).to(tl.float32)[None, :]
     acc = activate(acc, ACTIVATION, FAST)
-    # Rounded as the value between two products is. Columns beyond `inner` meet zeros below, and must be finite.
+    # Rounded as the value between two GEMMs is. Columns beyond `inner` meet zeros below, and must be finite.
     between = tl.where((i < inner)[None, :], acc, 0.0).to(x_ptr.dtype.element_ty)  # [BLOCK_M, INNER]
     steps = tl.cdiv(columns, BLOCK_N)
     for step in range(part * steps // PARTS, (part + 1) * steps // PARTS):

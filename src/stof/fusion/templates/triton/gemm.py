@@ -13,7 +13,7 @@ from stof.kernels.triton.turns import take_turn
 
 @triton.jit
 @no_type_check
-def _rotated(acc, cos_ptr, sin_ptr, r, rows, positions, HEAD_DIM: tl.constexpr):
+def _apply_rotary(acc, cos_ptr, sin_ptr, r, rows, positions, HEAD_DIM: tl.constexpr):
     """Heads side by side in a tile's columns, the halves of each rotated against each other.
 
     cos_ptr, sin_ptr: `[positions, HEAD_DIM]`; row r has position `r % positions`. Source: Su et al. 2021, equation 34.
@@ -42,7 +42,7 @@ def _epilogue(
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """What becomes of products `[r, n]` on their way out, in float32; `up` is ignored unless GATED."""
+    """What becomes of GEMMs `[r, n]` on their way out, in float32; `up` is ignored unless GATED."""
     if HAS_BIAS:
         acc = acc + tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -59,7 +59,7 @@ def _epilogue(
 
 @triton.jit
 @no_type_check
-def _warm_weights(
+def _prefetch_weights(
     b_ptr, column, columns, first, last, depth, stride_bn, stride_bk, up_offset,
     BLOCK_N: tl.constexpr, GATED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def tile_gemm_kernel(
     is `[SPLITS, rows, columns]`, and nothing else is written. EVEN_N, EVEN_K: no tile reaches beyond the columns, no
     step beyond the depth. HEAD_DIM: of heads that are rotated in the first `turned` columns, whole tiles of them; 0 for
     none. SCALED: B is of 8-bit values, and `scale_ptr` has a factor for each column of the result. Tensor cores take
-    their left operand from registers as well, so that is B, converted there, and the product is that of B and A.T.
+    their left operand from registers as well, so that is B, converted there, and the GEMM is that of B and A.T.
     """
     program = tl.program_id(0)
     split = program % SPLITS
@@ -158,10 +158,10 @@ def tile_gemm_kernel(
     if CHAINED:
         # Weights do not wait for the kernel before; one row of tiles asks for them.
         if m == 0:
-            _warm_weights(b_ptr, n_tile * BLOCK_N, columns, begin * BLOCK_K, end * BLOCK_K, depth, stride_bn, stride_bk,
-                          up_offset, BLOCK_N, GATED, TRANSPOSED)  # fmt: skip
+            _prefetch_weights(b_ptr, n_tile * BLOCK_N, columns, begin * BLOCK_K, end * BLOCK_K, depth, stride_bn,
+                              stride_bk, up_offset, BLOCK_N, GATED, TRANSPOSED)  # fmt: skip
     take_turn(CHAINED)
-    # The scale of a row commutes with the product.
+    # The scale of a row commutes with the GEMM.
     SCALE_AFTER: tl.constexpr = NORM == "rms" and not HAS_NORM_WEIGHT and not HAS_NORM_BIAS
     if NORM != "none" and not SCALE_AFTER:
         rstd = tl.load(rstd_ptr + row)
@@ -244,5 +244,5 @@ def tile_gemm_kernel(
         if HEAD_DIM > 0:
             # Whole tiles are rotated, or none of their columns.
             if n_tile * BLOCK_N < turned:
-                out = _rotated(out, cos_ptr, sin_ptr, r, rows, positions, HEAD_DIM)
+                out = _apply_rotary(out, cos_ptr, sin_ptr, r, rows, positions, HEAD_DIM)
         tl.store(c_ptr + place, out.to(c_ptr.dtype.element_ty), mask=kept)

@@ -1,4 +1,4 @@
-"""Norms in Triton, one row a program: of a tensor, of what a product left unfinished, or their statistics alone."""
+"""Norms in Triton, one row a program: of a tensor, of what a GEMM left unfinished, or their statistics alone."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def merged_norm_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_PRODUCT_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The rest of a product and the norm after it, one row a program.
+    """The rest of a GEMM and the norm after it, one row a program.
 
-    Adds the row's partial sums (`[SPLITS, rows, width]`) in order, the product's bias and the residual; writes the sum
+    Adds the row's partial sums (`[SPLITS, rows, width]`) in order, the GEMM's bias and the residual; writes the sum
     and its norm.
     """
     take_turn(CHAINED)
