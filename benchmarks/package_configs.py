@@ -11,7 +11,15 @@ from pathlib import Path
 
 from stof.errors import ArgumentError
 from stof.files import read_checked
-from stof.fusion.choices import PACKAGED, VERSION, Choices, choices_of, choices_path, read_choices, write_choices
+from stof.fusion.records.choices import (
+    PACKAGED,
+    VERSION,
+    Choices,
+    choices_of,
+    choices_path,
+    read_choices,
+    write_choices,
+)
 
 
 def measured(path: Path) -> tuple[str, Choices]:

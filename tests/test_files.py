@@ -18,9 +18,9 @@ from benchmarks.results_io import read_results, write_json
 from stof import files, masks
 from stof.errors import ArgumentError, LockFileError, PlanFileError
 from stof.files import read_checked, read_json, write_atomically, write_checked
-from stof.fusion.choices import Tuned, choices_path, read_choices, update_choices
-from stof.fusion.lock import Lock, read_lock
-from stof.fusion.store import Contents, Entry, Store
+from stof.fusion.records.choices import TunedConfig, choices_path, read_choices, update_choices
+from stof.fusion.records.lock_file import Lock, read_lock
+from stof.fusion.records.store import Records, SegmentTimes, Store
 
 # Writing
 
@@ -141,8 +141,8 @@ ODD = {
     "parts of wrong types": '{"version": 3, "stof_lock": 2, "choices": 1, "segments": []}',
     "half a character": '{"version": "\\ud800"}',
 }
-TUNED = {"linear 16x16x16 float16": Tuned("64x64x32,4w,3s", 12.5, 25.25)}
-CONTENTS = Contents({"one": Entry({None: 3.5, ("linear", ""): 2.25}, 4)}, {"race": (1.5, 2.5)}, {"right": ""})
+TUNED = {"linear 16x16x16 float16": TunedConfig("64x64x32,4w,3s", 12.5, 25.25)}
+CONTENTS = Records({"one": SegmentTimes({None: 3.5, ("linear", ""): 2.25}, 4)}, {"race": (1.5, 2.5)}, {"right": ""})
 
 
 def lock_of() -> Lock:
@@ -155,7 +155,7 @@ def test_odd_json_is_ignored_with_a_warning_and_replaced(tmp_path: Path, name: s
     for file in (store.path, path):
         file.write_text(ODD[name], encoding="utf-8")
     with pytest.warns(UserWarning, match="is ignored"):
-        assert store.load() == Contents()
+        assert store.load() == Records()
     with pytest.warns(UserWarning, match="is ignored"):
         assert read_choices(path) == {}
     with pytest.warns(UserWarning, match="is ignored"):
@@ -196,7 +196,7 @@ def test_every_digit_that_changes_is_noticed(tmp_path: Path) -> None:
                     read_lock(path)
             else:
                 with pytest.warns(UserWarning, match=r"does not match its checksum|of version"):
-                    assert (store.load() == Contents()) if path == store.path else (read_choices(path) == {})
+                    assert (store.load() == Records()) if path == store.path else (read_choices(path) == {})
         path.write_text(text, encoding="utf-8")
     assert (store.load(), read_choices(choices), read_lock(lock)) == (CONTENTS, TUNED, lock_of())
 
@@ -221,20 +221,20 @@ def test_choices_of_another_version_are_left_alone(tmp_path: Path, monkeypatch: 
     theirs = {}
     for version in (1, 3):
         with monkeypatch.context() as patched:
-            patched.setattr("stof.fusion.choices.VERSION", version)
+            patched.setattr("stof.fusion.records.choices.VERSION", version)
             path = choices_path(tmp_path, "a")
             update_choices(path, "a", TUNED)
             theirs[path] = path.read_bytes()
     ours = choices_path(tmp_path, "a")
     assert ours not in theirs
-    update_choices(ours, "a", {"other": Tuned("", 1.0, 2.0)})
-    assert read_choices(ours) == {"other": Tuned("", 1.0, 2.0)}
+    update_choices(ours, "a", {"other": TunedConfig("", 1.0, 2.0)})
+    assert read_choices(ours) == {"other": TunedConfig("", 1.0, 2.0)}
     assert {path: path.read_bytes() for path in theirs} == theirs
 
 
 def test_stores_of_another_version_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("stof.fusion.store.VERSION", 99)
+        patched.setattr("stof.fusion.records.store.VERSION", 99)
         path = Store(tmp_path, {}).path
     path.write_text("theirs", encoding="utf-8")
     Store(tmp_path, {}).update(CONTENTS)

@@ -33,6 +33,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("demo",),
     ("cli", "__main__"),
 )
+# Folders of `fusion`, lowest first: modules import from their own folder and lower ones. `pipeline` is on top.
+FUSION = ("graph", "templates", "records", "planner", "measure", "passes", "pipeline")
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 # A leaf below everything: measuring and storing know nothing of attention.
 TUNING = "tuning"

@@ -93,7 +93,7 @@ def gemm_table(lines: list[Summary], device: torch.device, dtype: str) -> Table:
     """One line a product: the best of every kind, and the share of cuBLAS's speed needed and reached."""
     from rich.table import Table
 
-    from stof.fusion.templates.config import KINDS
+    from stof.fusion.templates.gemm_config import KINDS
     from stof.tuning.machine import device_name
 
     table = Table(title=f"Products with their surroundings on {device_name(device)}, {dtype}, us of GPU time, cold L2")

@@ -19,9 +19,9 @@ from torch import Tensor, fx
 
 from benchmarks.fusion.search_ablation import measured
 from benchmarks.results_io import provenance, write_json
-from stof.fusion.ahead import CompileAhead
-from stof.fusion.measure import SegmentTimer
-from stof.fusion.store import default_store
+from stof.fusion.measure.async_compile import WorkerPool
+from stof.fusion.measure.segment_timer import SegmentTimer
+from stof.fusion.records.store import default_store
 from stof.fusion.templates import chain_linear, linear
 from stof.tuning.timing import time_calls
 
@@ -86,8 +86,8 @@ def main() -> None:
     asked = parser.parse_args()
     device, timer, start = torch.device("cuda", 0), SegmentTimer(), time.monotonic()
     tensors = [given(*case[:3], device) for case in CASES]
-    ahead, store = CompileAhead.on(device), default_store(device, asked.store)
-    table, taken = measured(captured(tensors), timer, store, asked.seconds, ahead, experimental=True)
+    compiler, store = WorkerPool.on(device), default_store(device, asked.store)
+    table, taken = measured(captured(tensors), timer, store, asked.seconds, compiler, experimental=True)
     print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
     for (name, config), why in timer.failures.items():
         print(f"{name} {config}: {why}")

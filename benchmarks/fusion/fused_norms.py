@@ -4,8 +4,7 @@
 
 products: a sum, its norm, and the product of query, key and value with its rotations, or of gate and up with its gate,
 as one compiled function: by Inductor alone, the product by a template, the norm folded, and rotated as well; and with
-the product before the sum, which hands row statistics on or does not. Checked against float64, GPU time of CUDA-graph
-replays.
+the product before the sum. Checked against float64, GPU time of CUDA-graph replays.
 models: some layers by backend "stof" with and without option `fold`: cosine to float32, ms a call. Lines are printed as
 they are found.
 """
@@ -27,7 +26,7 @@ from torch import Tensor
 import stof
 from benchmarks.results_io import provenance
 from stof import masks
-from stof.fusion.templates import twins
+from stof.fusion.templates import reference
 from stof.testing.oracle import error_budget
 from stof.tuning.timing import time_calls, wall_us
 
@@ -55,15 +54,15 @@ def projected(given: Given, way: str, config: str) -> tuple[Tensor, ...]:
     x, y, scale, weight, cos, sin = given
     h = x + y
     if way in ("plain", "template"):
-        normed = twins.normalised(h, scale, None, "rms", EPS)
+        normed = reference.normalised(h, scale, None, "rms", EPS)
         if way == "plain":
             return h, *rotary(F.linear(normed, weight), cos, sin)
         return h, *rotary(torch.ops.stof.linear(normed, weight, None, None, "none", config), cos, sin)
     if way == "rotated":
-        normed = twins.normalised(h, scale, None, "rms", EPS)
+        normed = reference.normalised(h, scale, None, "rms", EPS)
         turn = (cos, sin, TURNED, HEAD_DIM, config)
         return h, *cut(torch.ops.stof.rotary_linear(normed, None, None, weight, None, *turn))
-    rstd = twins.row_factors(h, EPS)
+    rstd = reference.row_factors(h, EPS)
     if way == "folded":
         return h, *rotary(torch.ops.stof.rms_linear(h, rstd, scale, weight, None, "none", config), cos, sin)
     turn = (cos, sin, TURNED, HEAD_DIM, config)
@@ -75,28 +74,21 @@ def gated(given: Given, way: str, config: str) -> tuple[Tensor, ...]:
     x, y, scale, weight = given
     h = x + y
     if way == "folded":
-        rstd = twins.row_factors(h, EPS)
+        rstd = reference.row_factors(h, EPS)
         return h, torch.ops.stof.rms_gated_linear(h, rstd, scale, weight, None, "silu", config)
-    normed = twins.normalised(h, scale, None, "rms", EPS)
+    normed = reference.normalised(h, scale, None, "rms", EPS)
     if way == "plain":
-        return h, twins.gated_linear(normed, weight, None, "silu")
+        return h, reference.gated_linear(normed, weight, None, "silu")
     return h, torch.ops.stof.gated_linear(normed, weight, None, "silu", config)
 
 
 def summed(given: Given, way: str, config: str) -> tuple[Tensor, ...]:
     """A product, its sum with a residual, and what `gated` or (with tables) `projected` make of it, norm folded."""
     x, before, residual, scale, weight, *tables = given
-    if way != "handed on":
-        rest = (residual, F.linear(x, before), scale, weight, *tables)
-        return projected(rest, way, "") if tables else gated(rest, way, "")
-    h, squares = torch.ops.stof.linear_squares(x, before, None, residual, "none", config)
-    if not tables:
-        return h, torch.ops.stof.rms_gated_linear(h, None, scale, weight, None, "silu", "", squares, EPS)
-    turn = (*tables, TURNED, HEAD_DIM, "")
-    return h, *cut(torch.ops.stof.rotary_linear(h, None, scale, weight, None, *turn, squares, EPS))
+    rest = (residual, F.linear(x, before), scale, weight, *tables)
+    return projected(rest, way, config) if tables else gated(rest, way, config)
 
 
-HANDED = (("plain", ""), *(("handed on", text) for text in ("", "256x128x64,6s,together", "128x256x64,5s,together")))
 # The function, columns of the product after the norm, depth of the one before the sum, ways and configurations.
 WAYS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], int, int, tuple[tuple[str, str], ...]]] = {
     "qkv": (
@@ -106,8 +98,8 @@ WAYS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], int, int, tuple[tuple[s
         (("plain", ""), ("template", ""), ("rotated", ""), ("folded", ""), *(("both", text) for text in CONFIGS[:2])),
     ),
     "gate up": (gated, 16384, 0, (("plain", ""), ("template", ""), *(("folded", text) for text in CONFIGS))),
-    "output, gate up": (summed, 16384, HIDDEN, (*HANDED, ("folded", ""))),
-    "down, qkv": (summed, 3072, 4 * HIDDEN, (*HANDED, ("both", ""))),
+    "output, gate up": (summed, 16384, HIDDEN, (("plain", ""), ("folded", ""))),
+    "down, qkv": (summed, 3072, 4 * HIDDEN, (("plain", ""), ("both", ""))),
 }
 
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.failures import first_line
-from stof.fusion.templates import GemmConfig, configs, run, twins, unfit
+from stof.fusion.templates import GemmConfig, config_problems, configs, launch, reference
+from stof.fusion.templates.gemm_config import KINDS, kind_in
 from stof.fusion.templates.norms import Norm
 from stof.testing.attention_check import relative_error
 from stof.tuning.timing import chain_us, sustained_us, time_calls
@@ -30,14 +31,12 @@ BARE, INDUCTOR, AUTOTUNED = "gemm alone", "inductor", "inductor max-autotune"
 _MODES = {INDUCTOR: "default", AUTOTUNED: "max-autotune-no-cudagraphs"}
 # Candidates to try for every shape when time is short: one or two of every kind.
 QUICK = (
-    "cublas",
     "128x128x64,5s,pingpong",
     "64x128x64,7s,pingpong",
     "64x256x64,4s,pingpong",
     "256x128x64,6s,together",
     "128x256x64,5s,together",
     "128x192x64,5s,together",
-    "128x256x64,8w,3s,persistent,halves",
     "128x128x64,8w,3s,tile",
     "128x64x64,4w,4s,tile",
     "64x64x64,4w,4s,tile",
@@ -162,18 +161,18 @@ def twin(gemm: Gemm, given: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...]
     """What is computed, in plain PyTorch: a function and its arguments."""
     x, weight, bias, residual = given.x, given.weight, given.bias, given.residual
     if gemm.template == "norm_linear":
-        return twins.norm_linear, (x, *given.vectors, weight, bias, gemm.norm, EPS, gemm.activation)
+        return reference.norm_linear, (x, *given.vectors, weight, bias, gemm.norm, EPS, gemm.activation)
     if gemm.template == "gated_linear":
-        return twins.gated_linear, (x, weight, bias, gemm.activation)
+        return reference.gated_linear, (x, weight, bias, gemm.activation)
     if gemm.template == "linear":
-        return twins.linear, (x, weight, bias, residual, gemm.activation)
-    return twins.linear_norm, (x, weight, bias, residual, *given.vectors, gemm.norm, EPS)
+        return reference.linear, (x, weight, bias, residual, gemm.activation)
+    return reference.linear_norm, (x, weight, bias, residual, *given.vectors, gemm.norm, EPS)
 
 
-def product_of(gemm: Gemm, given: Inputs) -> run.Product:
+def product_of(gemm: Gemm, given: Inputs) -> launch.GemmCall:
     """The product as the templates' launching code takes it; a norm after it is not part of it."""
     norm = Norm(gemm.norm, *given.vectors, EPS) if gemm.template == "norm_linear" else None
-    return run.product(gemm.template, given.x, given.weight, given.bias, given.residual, gemm.activation, norm)
+    return launch.gemm_call(gemm.template, given.x, given.weight, given.bias, given.residual, gemm.activation, norm)
 
 
 def calls_of(gemm: Gemm, givens: Sequence[Inputs], name: str) -> list[Callable[[], Any]]:
@@ -189,9 +188,9 @@ def calls_of(gemm: Gemm, givens: Sequence[Inputs], name: str) -> list[Callable[[
         return [partial(compiled, *twin(gemm, given)[1]) for given in givens]
     config = GemmConfig.parse(name)
     if gemm.template != "linear_norm":
-        return [partial(run.compute, product_of(gemm, given), config) for given in givens]
+        return [partial(launch.compute, product_of(gemm, given), config) for given in givens]
     return [
-        partial(run.compute_normed, product_of(gemm, given), config, Norm(gemm.norm, *given.vectors, EPS))
+        partial(launch.compute_normed, product_of(gemm, given), config, Norm(gemm.norm, *given.vectors, EPS))
         for given in givens
     ]
 
@@ -227,7 +226,7 @@ def run_gemm(
     fitting = [str(config) for config in configs(shape, dtype, capability)]
     chosen = fitting if only is None else [name for name in fitting if name in only]
     for name in named:
-        if why := unfit(GemmConfig.parse(name), shape, dtype, capability):
+        if why := config_problems(GemmConfig.parse(name), shape, dtype, capability):
             report(f"  {name}: {'; '.join(why)}")
         else:
             chosen.append(name)
@@ -244,7 +243,7 @@ def run_gemm(
             if name == BARE:
                 calls[0]()
             else:
-                error, problem = check(calls[0], poisoned=name not in _MODES and name != "cublas")
+                error, problem = check(calls[0], poisoned=name not in _MODES)
         except Exception as failure:  # whatever a compiler or a kernel raises must not end the race
             problem = first_line(failure)
             torch.cuda.synchronize(device)
@@ -361,13 +360,13 @@ def summaries(rows: Iterable[Row]) -> list[Summary]:
             cells.setdefault((row.model, row.gemm, row.tokens, row.chain, row.sustained), {})[row.impl] = row.us
     found = []
     for (model, gemm, tokens, *_), times in cells.items():
-        ours = {name: us for name, us in times.items() if name not in (BARE, *_MODES)}
+        ours = {name: us for name, us in times.items() if kind_in(name) in KINDS}
         peers = [times[name] for name in _MODES if name in times]
         if BARE in times and peers and ours:
             best = min(ours, key=lambda name: ours[name])
             by_kind: dict[str, float] = {}
             for name, us in ours.items():
-                kind = GemmConfig.parse(name).kind
+                kind = kind_in(name)
                 by_kind[kind] = min(us, by_kind.get(kind, us))
             found.append(Summary(model, gemm, tokens, times[BARE], min(peers), best, ours[best], by_kind))
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.failures import first_line
 from benchmarks.fusion.gemm import EPS, Row, summaries
-from stof.fusion.templates import twins
+from stof.fusion.templates import reference
 from stof.tuning.timing import time_calls
 
 # Fusing must not cost accuracy: cosine to the float32 layer.
@@ -133,10 +133,10 @@ def _fused_bert(shape: LayerShape, configs: Configs) -> LayerFunction:
 
 def _plain_llama(shape: LayerShape) -> LayerFunction:
     def layer(x: Tensor, w: Weights) -> Tensor:
-        n = twins.normalised(x, w["norm1"], None, "rms", EPS)
+        n = reference.normalised(x, w["norm1"], None, "rms", EPS)
         q, k, v = (F.linear(n, w[name]) for name in ("q", "k", "v"))
         x = x + F.linear(_attention(shape, q, k, v, causal=True, w=w), w["o"])
-        n = twins.normalised(x, w["norm2"], None, "rms", EPS)
+        n = reference.normalised(x, w["norm2"], None, "rms", EPS)
         return x + F.linear(F.silu(F.linear(n, w["gate"])) * F.linear(n, w["up"]), w["down"])
 
     return layer
@@ -149,7 +149,7 @@ def _fused_llama(shape: LayerShape, configs: Configs) -> LayerFunction:
         qkv = _normed(configs["qkv"], x, w["qkv"])
         a = _attention(shape, *qkv.split((shape.hidden, kv, kv), -1), causal=True, w=w)
         x = _linear(configs["out"], a, w["o"], None, x, "none")
-        h = _gated(configs["gate up"], twins.normalised(x, None, None, "rms", EPS), w["gate_up"])
+        h = _gated(configs["gate up"], reference.normalised(x, None, None, "rms", EPS), w["gate_up"])
         return _linear(configs["down"], h, w["down"], None, x, "none")
 
     return layer
@@ -159,7 +159,7 @@ def _linear(
     config: str | None, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
 ) -> Tensor:
     if config is None:
-        return twins.linear(x, weight, bias, residual, activation)
+        return reference.linear(x, weight, bias, residual, activation)
     return torch.ops.stof.linear(x, weight, bias, residual, activation, config)
 
 
@@ -167,20 +167,20 @@ def _linear_norm(
     config: str | None, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, scale: Tensor, shift: Tensor
 ) -> Tensor:
     if config is None:
-        return twins.linear_norm(x, weight, bias, residual, scale, shift, "layer", EPS)[1]
+        return reference.linear_norm(x, weight, bias, residual, scale, shift, "layer", EPS)[1]
     h = torch.ops.stof.linear_norm(x, weight, bias, residual, scale, shift, "layer", EPS, config)
     return h[1]
 
 
 def _normed(config: str | None, x: Tensor, weight: Tensor) -> Tensor:
     if config is None:
-        return twins.norm_linear(x, None, None, weight, None, "rms", EPS, "none")
+        return reference.norm_linear(x, None, None, weight, None, "rms", EPS, "none")
     return torch.ops.stof.norm_linear(x, None, None, weight, None, "rms", EPS, "none", config)
 
 
 def _gated(config: str | None, x: Tensor, weight: Tensor) -> Tensor:
     if config is None:
-        return twins.gated_linear(x, weight, None, "silu")
+        return reference.gated_linear(x, weight, None, "silu")
     return torch.ops.stof.gated_linear(x, weight, None, "silu", config)
 
 

@@ -21,21 +21,21 @@ from torch import fx
 from benchmarks.fusion.layer import LayerShape, plain_layer, weights_of
 from stof.errors import ArgumentError
 from stof.files import read_json
-from stof.fusion.baselines import exhaustive, random_search
-from stof.fusion.lower import GraphOrder
-from stof.fusion.normalise import normalise
-from stof.fusion.scheme import Scheme
-from stof.fusion.search import Outcome, outcome, stage_one, two_stage
-from stof.fusion.space import Budget, Candidate, Meter, Space
-from stof.fusion.store import Contents, Entry, Store, segment_key
-from stof.fusion.tune import Ahead, GraphSpace, TimeClaim, kind_of
+from stof.fusion.graph.mutations import GraphOrder
+from stof.fusion.graph.operator_recognition import recognize_operators
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.planner.baselines import exhaustive, random_search
+from stof.fusion.planner.graph_space import AsyncCompiler, GraphSpace, MatchTimer, kind_of
+from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
+from stof.fusion.planner.two_stage_search import SearchResult, search_result, stage_one, two_stage
+from stof.fusion.records.store import Candidate, Records, SegmentTimes, Store, segment_key
 
 # Of the exhaustive search's measurements, what the others may take.
 SHARES = (0.1, 0.2)
 SEEDS = 20
 
 
-class Closing(Ahead, Protocol):
+class Closing(AsyncCompiler, Protocol):
     """What compiles early, in processes that are to be ended."""
 
     def close(self) -> None:
@@ -163,26 +163,29 @@ def layer_graph(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> 
 
 def measured(
     gm: fx.GraphModule,
-    timer: TimeClaim,
+    timer: MatchTimer,
     store: Store | None,
     seconds: float,
-    ahead: Closing | None = None,
+    compiler: Closing | None = None,
     *,
     experimental: bool = False,
 ) -> tuple[Table | None, int]:
     """Measure all that `store` lacks, for `seconds`, and how many times that gave; no table before all are there.
 
-    `ahead` compiles all of it from the start, and is closed when it is done. `experimental` as for the backend.
+    `compiler` compiles all of it from the start, and is closed when it is done. `experimental` as for the backend.
     """
-    operators = [replace(o, chainable=experimental) for o in normalise(gm.graph)]
-    graph = GraphSpace(operators, GraphOrder(gm.graph), timer, ahead=ahead)
+    operators = [replace(o, chainable=experimental) for o in recognize_operators(gm.graph)]
+    graph = GraphSpace(operators, GraphOrder(gm.graph), timer, compiler=compiler)
     held = store.load().segments if store is not None else {}
-    found = {key: (places, dict(held.get(segment_key(key), Entry()).times)) for key, places in _segments(graph).items()}
+    found = {
+        key: (places, dict(held.get(segment_key(key), SegmentTimes()).times))
+        for key, places in _segments(graph).items()
+    }
     try:
         taken = _measure(graph, found, store, time.monotonic() + seconds)
     finally:
-        if ahead is not None:
-            ahead.close()
+        if compiler is not None:
+            compiler.close()
     segments = []
     for places, times in found.values():
         candidates = graph.candidates(*places[0])
@@ -215,7 +218,7 @@ def _measure(graph: GraphSpace, found: _Found, store: Store | None, end: float) 
             times |= dict(zip(new, graph.measure(*places[0], new), strict=True))
             taken += len(new)
             if store is not None:
-                store.update(Contents({segment_key(key): Entry(times)}))
+                store.update(Records({segment_key(key): SegmentTimes(times)}))
     return taken
 
 
@@ -255,23 +258,23 @@ def compare(table: Table, seeds: int = SEEDS, shares: Sequence[float] = SHARES) 
     All start with every operator by itself. Means are over `seeds` of those searches that draw.
     """
     space = table.space
-    best = exhaustive(space, Meter(space))
+    best = exhaustive(space, MeasurementCache(space))
     start = Scheme(space.size, tuple(range(1, space.size)))
     us, steps = best.saved_us, best.measurements
     rows = [Row("exhaustive", 1.0, us, us, us, steps, steps)]
     for share in shares:
         limit = int(share * steps)
 
-        def drawn(meter: Meter, seed: int, schemes: int = 100 * limit) -> Outcome:
+        def drawn(meter: MeasurementCache, seed: int, schemes: int = 100 * limit) -> SearchResult:
             return random_search(space, meter, schemes=schemes, seed=seed)
 
-        searches: dict[str, Callable[[Meter, int], Outcome]] = {
+        searches: dict[str, Callable[[MeasurementCache, int], SearchResult]] = {
             "two stages": lambda meter, seed: two_stage(space, meter, start, seed=seed),
-            "stage 1 alone": lambda meter, seed: outcome(meter, stage_one(space, meter, start)),
+            "stage 1 alone": lambda meter, seed: search_result(meter, stage_one(space, meter, start)),
             "random": drawn,
         }
         for name, search in searches.items():
-            found = [search(Meter(space, Budget(measurements=limit)), seed) for seed in range(seeds)]
+            found = [search(MeasurementCache(space, Budget(measurements=limit)), seed) for seed in range(seeds)]
             saved = [one.saved_us for one in found]
             taken = round(fmean(one.measurements for one in found))
             rows.append(Row(name, share, fmean(saved), min(saved), us, taken, steps))

@@ -19,9 +19,9 @@ from torch import Tensor, fx
 
 from benchmarks.fusion.search_ablation import Table, measured
 from benchmarks.results_io import provenance, write_json
-from stof.fusion.ahead import CompileAhead
-from stof.fusion.measure import SegmentTimer
-from stof.fusion.store import default_store
+from stof.fusion.measure.async_compile import WorkerPool
+from stof.fusion.measure.segment_timer import SegmentTimer
+from stof.fusion.records.store import default_store
 from stof.tuning.timing import time_calls
 
 SIZES = {"query, key, value": (3072, 2048), "output": (2048, 2048), "gate, up": (16384, 2048), "down": (2048, 8192)}
@@ -92,7 +92,7 @@ def main() -> None:
     device, rows = torch.device("cuda", 0), [int(text) for text in given.rows.split()]
     timer, start = SegmentTimer(), time.monotonic()
     gm = captured(rows, getattr(torch, given.stored), device)
-    table, taken = measured(gm, timer, default_store(device, given.store), given.seconds, CompileAhead.on(device))
+    table, taken = measured(gm, timer, default_store(device, given.store), given.seconds, WorkerPool.on(device))
     print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
     for (name, config), why in timer.failures.items():
         print(f"{name} {config}: {why}")

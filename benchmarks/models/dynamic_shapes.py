@@ -22,7 +22,7 @@ import stof
 import stof.integrations.transformers
 from benchmarks.results_io import provenance
 from stof import masks
-from stof.fusion.templates.buckets import bucket_of
+from stof.fusion.templates.row_buckets import bucket_of
 from stof.tuning.timing import wall_us
 
 LENGTHS = (1000, 1001, 700, 1024, 300, 2000, 4096)

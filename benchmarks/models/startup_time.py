@@ -87,7 +87,7 @@ def start_here(asked: Mapping[str, Any]) -> Start:
 
     import stof
     from stof.calibration.model_loading import load
-    from stof.fusion.report import FusionReport
+    from stof.fusion.records.report import FusionReport
 
     import_s, imported = time.time() - asked["began"], time.perf_counter()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -19,6 +19,7 @@ from benchmarks.results_io import RowFile
 from stof.fusion.templates import GemmConfig
 
 CPU = torch.device("cpu")
+TILE = "64x64x64,4w,4s,tile"
 OPTIONS: dict[str, Any] = {"only": None, "autotuned": False, "rounds": 1, "report": lambda text: None}
 
 
@@ -49,18 +50,18 @@ def test_every_product_is_checked(gemm: Gemm) -> None:
 def test_failures_and_wrong_results_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(bench, "configs", lambda *_: [GemmConfig.parse("cublas"), GemmConfig.parse("32x32x32,2s,tile")])
+    monkeypatch.setattr(bench, "configs", lambda *_: [GemmConfig.parse(TILE), GemmConfig.parse("32x32x32,2s,tile")])
     monkeypatch.setitem(bench._MODES, INDUCTOR, "no such mode")
     rows = run_gemm(small(GEMMS[1]), 9, CPU, torch.float16, **OPTIONS, chain=0, sustained=0.0)
     problems = {row.impl: row.problem for row in rows}
     assert problems[INDUCTOR]
-    assert problems["cublas"] == problems["32x32x32,4w,2s,tile"] == ""
+    assert problems[TILE] == problems["32x32x32,4w,2s,tile"] == ""
     assert all(row.us is None for row in rows)
 
 
 def test_chains_have_weights_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(bench, "configs", lambda *_: [GemmConfig.parse("cublas")])
+    monkeypatch.setattr(bench, "configs", lambda *_: [GemmConfig.parse(TILE)])
     monkeypatch.setattr(bench, "_MODES", {INDUCTOR: "default"})
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     weights: set[int] = set()
@@ -68,7 +69,7 @@ def test_chains_have_weights_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     def chain_us(chains: dict[str, list[Any]], device: torch.device, rounds: int) -> dict[str, float]:
         assert {len(calls) for calls in chains.values()} == {3}
         weights.update(call.args[1].data_ptr() for call in chains[bench.BARE])
-        outs = [chains[name][2]() for name in (bench.BARE, INDUCTOR, "cublas")]
+        outs = [chains[name][2]() for name in (bench.BARE, INDUCTOR, TILE)]
         assert all(torch.allclose(out, outs[0], atol=1e-2) for out in outs)
         return dict.fromkeys(chains, 2.0)
 
@@ -76,12 +77,12 @@ def test_chains_have_weights_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     gemm = replace(small(GEMMS[0]), bias=False)
     rows = run_gemm(gemm, 9, CPU, torch.float16, **OPTIONS, chain=3, sustained=0.0)
     assert len(weights) == 3
-    assert [(row.impl, row.us, row.chain) for row in rows] == [(n, 2.0, 3) for n in (bench.BARE, INDUCTOR, "cublas")]
+    assert [(row.impl, row.us, row.chain) for row in rows] == [(n, 2.0, 3) for n in (bench.BARE, INDUCTOR, TILE)]
 
 
 def test_sustained_runs_repeat_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(bench, "configs", lambda *_: [GemmConfig.parse("cublas")])
+    monkeypatch.setattr(bench, "configs", lambda *_: [GemmConfig.parse(TILE)])
     monkeypatch.setattr(bench, "_MODES", {INDUCTOR: "default"})
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     asked: list[float] = []
@@ -102,28 +103,28 @@ def row(impl: str, us: float | None, tokens: int = 512, gemm: str = "qkv", chain
 
 
 def test_summary_and_configurations() -> None:
-    rows = [row(bench.BARE, 10.0), row(INDUCTOR, 15.0), row("cublas", 12.0), row("64x64x64,4w,4s,tile", None)]
-    rows += [row(bench.BARE, 10.0, gemm="out"), row(INDUCTOR, 11.0, gemm="out"), row("cublas", 12.0, gemm="out")]
+    rows = [row(bench.BARE, 10.0), row(INDUCTOR, 15.0), row(TILE, 12.0), row("64x64x32,4w,3s,tile", None)]
+    rows += [row(bench.BARE, 10.0, gemm="out"), row(INDUCTOR, 11.0, gemm="out"), row(TILE, 12.0, gemm="out")]
     first, second = summaries(rows)
     # What was measured in chains is not mixed with single calls.
-    assert summaries([*rows, row("cublas", 3.0, chain=24)]) == [first, second]
-    assert summaries([*rows, replace(row("cublas", 3.0), sustained=0.2)]) == [first, second]
-    assert (first.best, first.best_us) == ("cublas", 12.0)
+    assert summaries([*rows, row(TILE, 3.0, chain=24)]) == [first, second]
+    assert summaries([*rows, replace(row(TILE, 3.0), sustained=0.2)]) == [first, second]
+    assert (first.best, first.best_us) == (TILE, 12.0)
     assert (first.needed, first.reached, first.speedup) == pytest.approx((10 / 15, 10 / 12, 15 / 12))
-    assert first.by_kind == {"cublas": 12.0}
+    assert first.by_kind == {"tile": 12.0}
     assert second.speedup < 1
     shown = gemm_table([first, second], CPU, "float16")
     assert shown.row_count == 2
-    assert configs_from(rows, "bert", 512) == {"qkv": "cublas", "out": None, "ffn in": "", "ffn out": ""}
+    assert configs_from(rows, "bert", 512) == {"qkv": TILE, "out": None, "ffn in": "", "ffn out": ""}
     assert configs_from(rows, "bert", 128)["qkv"] == ""
 
 
 def test_file_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "gemm.json"
-    RowFile(path, CPU, Row, KEY).add([row("cublas", 5.0), row(INDUCTOR, 6.0)])
+    RowFile(path, CPU, Row, KEY).add([row(TILE, 5.0), row(INDUCTOR, 6.0)])
     again = RowFile(path, CPU, Row, KEY)
-    again.add([row("cublas", 4.0)])
-    assert [(r.impl, r.us) for r in RowFile(path, CPU, Row, KEY).rows] == [(INDUCTOR, 6.0), ("cublas", 4.0)]
+    again.add([row(TILE, 4.0)])
+    assert [(r.impl, r.us) for r in RowFile(path, CPU, Row, KEY).rows] == [(INDUCTOR, 6.0), (TILE, 4.0)]
 
 
 @pytest.mark.parametrize("model", ["bert", "llama"])

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.package_configs import package
 from stof.errors import ArgumentError
-from stof.fusion.choices import Tuned, choices_path, read_choices, update_choices
+from stof.fusion.records.choices import TunedConfig, choices_path, read_choices, update_choices
 
 
-def store(folder: Path, device: str = "My GPU", **choices: Tuned) -> Path:
+def store(folder: Path, device: str = "My GPU", **choices: TunedConfig) -> Path:
     path = choices_path(folder, device)
     update_choices(path, device, {key.replace("_", " "): one for key, one in choices.items()})
     return path
@@ -20,9 +20,9 @@ def store(folder: Path, device: str = "My GPU", **choices: Tuned) -> Path:
 
 def test_newer_choices_take_the_place_of_older_ones(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    store(data, kept=Tuned("", 1.0, 2.0), changed_one=Tuned("", 1.0, 2.0), again=Tuned("", 1.0, 2.0))
-    first = store(tmp_path / "a", changed_one=Tuned("cublas", 3.0, 4.0), new_one=Tuned("", 5.0, 4.0))
-    second = store(tmp_path / "b", new_one=Tuned("cublas", 3.5, 4.0), again=Tuned("", 1.5, 2.0))
+    store(data, kept=TunedConfig("", 1.0, 2.0), changed_one=TunedConfig("", 1.0, 2.0), again=TunedConfig("", 1.0, 2.0))
+    first = store(tmp_path / "a", changed_one=TunedConfig("cublas", 3.0, 4.0), new_one=TunedConfig("", 5.0, 4.0))
+    second = store(tmp_path / "b", new_one=TunedConfig("cublas", 3.5, 4.0), again=TunedConfig("", 1.5, 2.0))
     lines = package([first, second], folder=data)
     assert lines == [
         "changed one: cublas 3.0 us, Inductor 4.0 us, was default 1.0",
@@ -36,15 +36,15 @@ def test_newer_choices_take_the_place_of_older_ones(tmp_path: Path) -> None:
 
 
 def test_only_what_is_asked_for(tmp_path: Path) -> None:
-    path = store(tmp_path / "a", wide_one=Tuned("", 1.0, 2.0), tall_one=Tuned("", 1.0, 2.0))
+    path = store(tmp_path / "a", wide_one=TunedConfig("", 1.0, 2.0), tall_one=TunedConfig("", 1.0, 2.0))
     package([path], only="wide", folder=tmp_path)
     assert list(read_choices(choices_path(tmp_path, "My GPU"))) == ["wide one"]
 
 
 def test_what_is_no_measurement_is_refused(tmp_path: Path) -> None:
     good, other = (
-        store(tmp_path / "a", one=Tuned("", 1.0, 2.0)),
-        store(tmp_path / "b", "Other", one=Tuned("", 1.0, 2.0)),
+        store(tmp_path / "a", one=TunedConfig("", 1.0, 2.0)),
+        store(tmp_path / "b", "Other", one=TunedConfig("", 1.0, 2.0)),
     )
     with pytest.raises(ArgumentError, match="one device at a time, got My GPU, Other"):
         package([good, other], folder=tmp_path)

@@ -14,10 +14,9 @@ from benchmarks.cli.models import search
 from benchmarks.fusion.layer import LayerShape
 from benchmarks.fusion.search_ablation import SHARES, Segment, Table, compare, layer_graph, measured, read_table
 from stof.errors import ArgumentError
-from stof.fusion import claims
-from stof.fusion.claims import Claim
-from stof.fusion.space import Candidate
-from stof.fusion.store import Store
+from stof.fusion.planner import match
+from stof.fusion.planner.match import TemplateMatch
+from stof.fusion.records.store import Candidate, Store
 from stof.fusion.templates.registry import Template
 
 ROOT = Path(__file__).parents[2]
@@ -29,16 +28,16 @@ class Timer:
 
     def __init__(self) -> None:
         self.failures: dict[Candidate, str] = {}
-        self.asked: list[tuple[Claim, str | None]] = []
+        self.asked: list[tuple[TemplateMatch, str | None]] = []
 
-    def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
-        self.asked += [(claim, config) for config in configs]
-        base = 10.0 * len(claim.operators)
+    def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
+        self.asked += [(match, config) for config in configs]
+        base = 10.0 * len(match.operators)
         times = [base if config is None else base * (1.1 - 0.01 * (len(config) * 7 % 31)) for config in configs]
         return [math.inf if config == "ccc" else us for config, us in zip(configs, times, strict=True)]
 
 
-class Ahead:
+class AsyncCompiler:
     """Notes what it is told to compile."""
 
     def __init__(self) -> None:
@@ -46,10 +45,10 @@ class Ahead:
         self.waited: list[str] = []
         self.closed = False
 
-    def start(self, claim: Claim, configs: Sequence[str]) -> None:
+    def start(self, match: TemplateMatch, configs: Sequence[str]) -> None:
         self.started += configs
 
-    def wait(self, claim: Claim, configs: Sequence[str]) -> None:
+    def wait(self, match: TemplateMatch, configs: Sequence[str]) -> None:
         self.waited += configs
 
     def close(self) -> None:
@@ -57,22 +56,22 @@ class Ahead:
 
 
 def test_everything_is_measured_once_and_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "no_kernel", lambda device, dtype, serving: "")
+    monkeypatch.setattr(match, "no_kernel", lambda device, dtype, serving: "")
     monkeypatch.setattr(Template, "configs", lambda self, problem, serving: ["c" * i for i in range(40)])
     gm = layer_graph(SHAPE, torch.device("cpu"), torch.float32)
-    idle = Ahead()
+    idle = AsyncCompiler()
     assert measured(gm, Timer(), Store(tmp_path, {}), -1.0, idle) == (None, 0)
     assert idle.started
     assert idle.closed
-    first, ahead = Timer(), Ahead()
-    table, taken = measured(gm, first, Store(tmp_path, {}), 100.0, ahead)
+    first, compiler = Timer(), AsyncCompiler()
+    table, taken = measured(gm, first, Store(tmp_path, {}), 100.0, compiler)
     assert table is not None
     assert taken == len(first.asked) == sum(len(segment.times) for segment in table.segments)
-    assert ahead.started == ahead.waited
+    assert compiler.started == compiler.waited
     # Inductor's code comes first, while the others compile.
     codes = [config for _, config in first.asked]
     assert codes[: len(table.segments)] == [None] * len(table.segments)
-    again, nothing = Timer(), Ahead()
+    again, nothing = Timer(), AsyncCompiler()
     assert measured(gm, again, Store(tmp_path, {}), 100.0, nothing) == (table, 0)
     assert again.asked == []
     assert nothing.started == []

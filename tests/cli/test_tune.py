@@ -18,13 +18,13 @@ from stof.calibration.model_loading import load
 from stof.cli.main import app
 from stof.cli.tune_model import View
 from stof.errors import ArgumentError
-from stof.fusion.lock import read_lock
-from stof.fusion.progress import Progress
-from stof.fusion.race import SEARCHED
-from stof.fusion.report import FusionReport
+from stof.fusion.measure.model_comparison import SEARCHED
+from stof.fusion.planner.progress import Progress
+from stof.fusion.records.lock_file import read_lock
+from stof.fusion.records.report import FusionReport
 from stof.integrations import torch_compile
 from stof.integrations.torch_compile import CompileOptions
-from tests.fusion.test_measure import Table
+from tests.fusion.test_segment_timer import Table
 
 MODULE = """
 import torch
@@ -157,7 +157,7 @@ def test_progress_in_a_terminal_and_in_a_file(terminal: bool) -> None:
 def test_charts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from stof.drawing.tuning import draw_tuning, tuning_html
-    from stof.fusion.report import SegmentReport
+    from stof.fusion.records.report import SegmentReport
 
     fused = SegmentReport("linear 8>6 + <gelu>", "linear", "64x64x32", "measured faster", 2.0, 1.0)
     report = FusionReport([fused, fused, SegmentReport("attention", "", "", "")], "001", "ab", ["a <note>"])

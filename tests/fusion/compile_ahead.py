@@ -16,9 +16,9 @@ import triton
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
-from stof.fusion.ahead import CompileAhead, assembler, specializations
-from stof.fusion.compile_worker import NoDriver
-from stof.fusion.templates import run
+from stof.fusion.measure.async_compile import WorkerPool, assembler, specializations
+from stof.fusion.measure.compile_worker import OfflineDriver
+from stof.fusion.templates import launch
 from tests.fusion.compile_templates import cases, product_of
 
 TARGET = ("cuda", 90, 32)
@@ -41,16 +41,16 @@ def use_another_assembler(folder: Path) -> None:
 
 
 def main() -> None:
-    driver.set_active(NoDriver(*TARGET))
+    driver.set_active(OfflineDriver(*TARGET))
     some = {case.config.kind: case for case in cases(False) if case.config.kind in KINDS}
-    calls = {kind: (lambda case=case: run.compute(product_of(case), case.config)) for kind, case in some.items()}
+    calls = {kind: (lambda case=case: launch.compute(product_of(case), case.config)) for kind, case in some.items()}
     found = {kind: specializations(call) for kind, call in calls.items()}
     folder = Path(os.environ["TRITON_CACHE_DIR"])
     use_another_assembler(folder.parent)
     assert not list(folder.glob("*")), "nothing was compiled to find them"
-    ahead = CompileAhead(2, TARGET)
+    ahead = WorkerPool(2, TARGET)
     numbers = {ahead.submit(*one) for one in [job for jobs in found.values() for job in jobs] * 2}
-    wrong = ahead.submit("stof.fusion.templates.run", "no_such_kernel", "{}")
+    wrong = ahead.submit("stof.fusion.templates.launch", "no_such_kernel", "{}")
     ahead.wait_for({*numbers, wrong})
     there = {file.parent.name for file in folder.glob("*/*.cubin")}
     compiled: list[str] = []

@@ -22,20 +22,12 @@ from torch import Tensor
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stof.fusion.templates import (
-    GemmConfig,
-    chain,
-    configs,
-    hopper_pingpong,
-    hopper_together,
-    run,
-    triton_chain,
-    triton_gemm,
-    triton_norm,
-)  # fmt: skip
-from stof.fusion.templates.config import PART, ROW_SCALED, GemmShape
+from stof.fusion.templates import GemmConfig, chain, configs, launch
+from stof.fusion.templates.gemm_config import ROW_SCALED, GemmShape
+from stof.fusion.templates.hopper import cooperative, pingpong
+from stof.fusion.templates.launch import GemmCall, Rotary
 from stof.fusion.templates.norms import Norm
-from stof.fusion.templates.run import Product, Rotary
+from stof.fusion.templates.triton import chained_gemm, gemm, row_norm
 from tests.kernels.assemble import ARCHS, assemble
 
 _TYPES = {
@@ -84,7 +76,6 @@ class Case:
     dtype: torch.dtype
     config: GemmConfig
     archs: tuple[int, ...]
-    squares: bool = False
 
 
 _SOME = (
@@ -92,8 +83,6 @@ _SOME = (
     "64x256x64,4s,pingpong",
     "128x256x64,5s,together",
     "256x128x64,6s,together",
-    "128x256x64,8w,3s,persistent,halves",
-    "128x128x64,8w,4s,persistent",
     "128x256x64,8w,3s,tile",
     "64x64x64,4w,4s,tile",
     "16x64x128,4w,4s,tile",
@@ -105,7 +94,7 @@ def cases(every: bool) -> Iterator[Case]:
     """Configurations of every kind for sm_90, all variations in some of them, portable kernels for every GPU.
 
     Args:
-        every: all candidates of a plain and a gated product as well.
+        every: all candidates of a plain and a gated GEMM as well.
     """
     half, bfloat = torch.float16, torch.bfloat16
     plain = GemmShape("linear", 4096, 3072, 768, activation="gelu", bias=True)
@@ -120,13 +109,10 @@ def cases(every: bool) -> Iterator[Case]:
     floats = replace(stored, stored="float8_e4m3fn")
     layer = GemmShape("norm_linear", 100, 768, 768, norm="layer", scaled=True, bias=True)
 
-    def case(
-        name: str, shape: GemmShape, text: str, archs: tuple[int, ...] = (90,), dtype: torch.dtype = half,
-        squares: bool = False,
-    ) -> Case:  # fmt: skip
-        return Case(name, shape, dtype, GemmConfig.parse(text), archs, squares)
+    def case(name: str, shape: GemmShape, text: str, archs: tuple[int, ...] = (90,), dtype: torch.dtype = half) -> Case:
+        return Case(name, shape, dtype, GemmConfig.parse(text), archs)
 
-    for text in [str(config) for config in configs(plain, half, (9, 0)) if str(config) != "cublas"] if every else _SOME:
+    for text in map(str, configs(plain, half, (9, 0))) if every else _SOME:
         yield case("gelu", plain, text)
     for text in map(str, configs(gated, half, (9, 0))) if every else (_SOME[0], _SOME[3], _SOME[4]):
         yield case("swiglu", gated, text)
@@ -145,18 +131,6 @@ def cases(every: bool) -> Iterator[Case]:
     for text in (_SOME[0], _SOME[3], "128x256x64,5s,together"):
         yield case("row scale swiglu", folded, text)
     yield case("row scale swiglu", folded, "64x64x64,4w,4s,tile", ARCHS)
-    yield case("residual", added, "128x128x64,8w,4s,persistent", (90, 120), bfloat)
-    before = GemmShape("linear", 4096, 2048, 2048, residual=True)
-    for text in (_SOME[0], "128x128x64,6s,pingpong", "256x128x64,6s,together", "128x256x64,5s,together"):
-        yield case("squares", before, text, squares=True)
-        yield case("squares of", folded, text, squares=True)
-    for text in ("128x128x64,8w,4s,persistent", "128x256x64,8w,3s,persistent,halves", "192x128x64,5s,together"):
-        yield case("squares", before, text, dtype=bfloat, squares=True)
-    yield case("squares of", turning, _SOME[0], squares=True)
-    for text in ("128x128x64,8w,3s,tile", "64x128x32,4w,3s,tile,split2"):
-        yield case("squares", before, text, ARCHS, squares=True)
-    yield case("squares of", turning, "64x64x64,4w,4s,tile", ARCHS, squares=True)
-    yield case("transposed", turned, "128x256x64,8w,3s,persistent")
     yield case("residual", added, "64x64x64,4w,4s,tile,split4", ARCHS, bfloat)
     for text in ("64x64x128,4w,3s,tile,split5", "64x64x64,4w,4s,tile"):
         yield case("norm after", after, text, ARCHS)
@@ -186,7 +160,7 @@ def chain_of(case: Case) -> chain.Chain:
     return chain.chain(*given, torch.empty(shape.m, shape.n, dtype=dtype), shape.activation)
 
 
-def product_of(case: Case) -> Product:
+def product_of(case: Case) -> GemmCall:
     """Tensors of the case's shape; nothing reads their values."""
     shape, dtype = case.shape, case.dtype
     rows = shape.n * (2 if shape.gated else 1)
@@ -197,7 +171,7 @@ def product_of(case: Case) -> Product:
     norm = norm_of(case, shape.k) if shape.template == "norm_linear" else None
     norm = Norm("rms", None, None, 1e-5) if shape.template in ROW_SCALED and shape.norm else norm
     angles = torch.empty(shape.m, shape.head_dim, dtype=dtype)
-    return run.product(
+    return launch.gemm_call(
         shape.template,
         torch.empty(shape.m, shape.k, dtype=dtype),
         weight,
@@ -205,35 +179,26 @@ def product_of(case: Case) -> Product:
         torch.empty(shape.m, shape.n, dtype=dtype) if shape.residual else None,
         shape.activation,
         norm,
-        _row_scale(case),
+        torch.empty(shape.m) if shape.template in ROW_SCALED and shape.norm else None,
         Rotary(angles, angles, shape.turned, shape.head_dim) if shape.head_dim else None,
         torch.empty(rows, dtype=dtype) if shape.stored else None,
-        -(-shape.k // PART) if case.squares and shape.template in ROW_SCALED else 0,
     )
 
 
-def _row_scale(case: Case) -> Tensor | None:
-    """Row factors, or sums of squares of parts of the rows to compute them from."""
-    shape = case.shape
-    if shape.template not in ROW_SCALED or not shape.norm:
-        return None
-    return torch.empty(-(-shape.k // PART), shape.m) if case.squares else torch.empty(shape.m)
-
-
 def norm_of(case: Case, width: int) -> Norm:
-    """The norm next to a product."""
+    """The norm next to a GEMM."""
     vector = torch.empty(width, dtype=case.dtype) if case.shape.scaled else None
     return Norm(case.shape.norm, vector, vector if case.shape.norm == "layer" else None, 1e-5)
 
 
 def recorded(case: Case) -> list[Recorder]:
-    """What the launching code passes on: a product's kernel, and a norm's before it."""
+    """What the launching code passes on: a GEMM's kernel, and a norm's before it."""
     names = {
-        triton_gemm: ("tile_gemm_kernel", "persistent_gemm_kernel"),
-        triton_norm: ("row_norm_kernel", "merged_norm_kernel", "row_statistics_kernel"),
-        hopper_pingpong: ("pingpong_gemm_kernel",),
-        hopper_together: ("together_gemm_kernel",),
-        triton_chain: ("chain_kernel",),
+        gemm: ("tile_gemm_kernel",),
+        row_norm: ("row_norm_kernel", "merged_norm_kernel", "row_statistics_kernel"),
+        pingpong: ("pingpong_gemm_kernel",),
+        cooperative: ("cooperative_gemm_kernel",),
+        chained_gemm: ("chain_kernel",),
     }
     recorders: list[Recorder] = []
     with contextlib.ExitStack() as patched:
@@ -244,11 +209,9 @@ def recorded(case: Case) -> list[Recorder]:
         if case.shape.inner:
             chain.compute(chain_of(case), case.config)
         elif case.shape.template == "linear_norm":
-            run.compute_normed(product_of(case), case.config, norm_of(case, case.shape.n))
+            launch.compute_normed(product_of(case), case.config, norm_of(case, case.shape.n))
         else:
-            sums = case.squares and case.shape.template == "linear"
-            squares = torch.empty(-(-case.shape.n // PART), case.shape.m) if sums else None
-            run.compute(product_of(case), case.config, squares)
+            launch.compute(product_of(case), case.config)
     return [one for one in recorders if one.given is not None]
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from stof.fusion import pipeline
-from stof.fusion.normalise import normalise
-from stof.fusion.operators import Operator
+from stof.fusion.graph.operator_recognition import recognize_operators
+from stof.fusion.graph.operators import Operator
 from stof.fusion.pipeline import Search
-from stof.fusion.report import FusionReport
+from stof.fusion.records.report import FusionReport
 
 
 def capture(function: Callable[..., Any], *args: Any, dynamic: bool = False, **kwargs: Any) -> fx.GraphModule:
@@ -31,12 +31,12 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = False, **k
 
 
 def fuse(gm: fx.GraphModule, search: Search | None = None, *, fold: bool = False) -> FusionReport:
-    """As on a device that has a kernel for everything: twins stand for them."""
+    """As on a device that has a kernel for everything: references stand for them."""
     return pipeline.fuse(gm, search, twins=True, fold=fold)
 
 
 def operators(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Operator]:
-    return normalise(capture(function, *args, **kwargs).graph)
+    return recognize_operators(capture(function, *args, **kwargs).graph)
 
 
 def labels(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
@@ -46,17 +46,17 @@ def labels(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]
 
 
 def calls(gm: fx.GraphModule) -> list[str]:
-    """The template operators a graph calls, in order: `linear`, `norm_linear`, ...; not products by themselves."""
+    """The template operators a graph calls, in order: `linear`, `norm_linear`, ...; not GEMMs by themselves."""
     return [name for name, alone in _calls(gm) if not alone]
 
 
 def products(gm: fx.GraphModule) -> int:
-    """How many products by themselves are calls of a template."""
+    """How many GEMMs by themselves are calls of a template."""
     return sum(alone for _, alone in _calls(gm))
 
 
 def _calls(gm: fx.GraphModule) -> list[tuple[str, bool]]:
-    """Template operators, and whether there is nothing but a product and its bias to them."""
+    """Template operators, and whether there is nothing but a GEMM and its bias to them."""
     found = [(str(node.target), node.args) for node in gm.graph.nodes if node.op == "call_function"]
     return [
         (name.split(".")[1], name == "stof.linear.default" and args[3:5] == (None, "none"))

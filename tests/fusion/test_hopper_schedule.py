@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from stof.fusion.templates import GemmConfig, hopper_pingpong
-from stof.fusion.templates.device import tile_place
+from stof.fusion.templates import GemmConfig
+from stof.fusion.templates.device_functions import tile_coordinates
+from stof.fusion.templates.hopper import pingpong
 
 
 class Barrier:
@@ -97,7 +98,7 @@ def play(actors: list[Step], rings: list[Ring], chance: random.Random) -> None:
 
 
 class PingPong:
-    """The thread block of `hopper_pingpong.py`."""
+    """The thread block of `pingpong.py`."""
 
     def __init__(self, tiles: int, k_tiles: int, stages: int) -> None:
         self.tiles, self.k_tiles, self.stages = tiles, k_tiles, stages
@@ -115,9 +116,9 @@ class PingPong:
 
     def consumer(self, number: int) -> Step:
         for tile in range(number, self.tiles, 2):
-            stage, phase = hopper_pingpong.first_step.fn(tile, self.k_tiles, self.stages)
+            stage, phase = pingpong.first_step.fn(tile, self.k_tiles, self.stages)
             place, before = Place(self.stages, phase, stage), None
-            yield self.turn[number], hopper_pingpong.turn_phase.fn(tile, number)
+            yield self.turn[number], pingpong.turn_phase.fn(tile, number)
             for k in range(self.k_tiles):
                 yield self.ring.full[place.stage], place.phase
                 self.ring.read(place.stage, (tile, k))
@@ -207,7 +208,7 @@ def test_together_computes_every_share_once(tiles: int, k_tiles: int, seed: int,
 
 @given(rows=st.integers(1, 40), columns=st.integers(1, 40), group=st.sampled_from([1, 4, 8]))
 def test_tiles_are_placed_once(rows: int, columns: int, group: int) -> None:
-    places = [tile_place.fn(tile, rows, columns, group) for tile in range(rows * columns)]
+    places = [tile_coordinates.fn(tile, rows, columns, group) for tile in range(rows * columns)]
     assert sorted(places) == [(m, n) for m in range(rows) for n in range(columns)]
     # Neighbours in the list share operands: one group of rows is walked at a time.
     assert all(abs(a[0] - b[0]) < group or a[0] // group != b[0] // group for a, b in itertools.pairwise(places))

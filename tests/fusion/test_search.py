@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stof.fusion.baselines import exhaustive, random_search
-from stof.fusion.layers import find_layers
-from stof.fusion.progress import Progress
-from stof.fusion.scheme import Scheme
-from stof.fusion.search import outcome, stage_one, stage_two, two_stage
-from stof.fusion.space import Budget, Candidate, Meter, Space, Wanted
+from stof.fusion.graph.repeated_layers import find_layers
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.planner.baselines import exhaustive, random_search
+from stof.fusion.planner.progress import Progress
+from stof.fusion.planner.search_space import Budget, MeasurementCache, Space, Wanted
+from stof.fusion.planner.two_stage_search import search_result, stage_one, stage_two, two_stage
+from stof.fusion.records.store import Candidate
 
 # One letter an operator: C and D are compute-intensive.
 Table = dict[str, dict[str, float]]
@@ -60,7 +61,7 @@ class Tabled:
         return max(0.0, INDUCTOR * len(text) - min(self.table.get(text, {"": math.inf}).values()))
 
 
-# A layer of BERT: product, residual, norm, product, activation, product, residual, norm; letters per kind.
+# A layer of BERT: GEMM, residual, norm, GEMM, activation, GEMM, residual, norm; letters per kind.
 LAYER = "CrnCgCrn"
 TABLE: Table = {
     "Cr": {"": 18.0, "a": 16.0, "b": 19.0},
@@ -72,7 +73,7 @@ TABLE: Table = {
 
 def test_two_stages_find_the_best_scheme_of_layers() -> None:
     tabled = Tabled("e" + LAYER * 3 + "C", TABLE)
-    meter = Meter(tabled.space)
+    meter = MeasurementCache(tabled.space)
     found = two_stage(tabled.space, meter, tabled.apart())
     assert found.saved_us == pytest.approx(6 * (30 - 23) + 3 * (20 - 12))
     assert set(found.chosen.values()) == {("Crn", "a"), ("Cg", "b")}
@@ -81,13 +82,13 @@ def test_two_stages_find_the_best_scheme_of_layers() -> None:
     # Layers are alike: nothing is measured twice.
     assert len(tabled.asked) == len(set(tabled.asked)) == found.measurements
     full = Tabled("e" + LAYER * 3 + "C", TABLE)
-    best = exhaustive(full.space, Meter(full.space))
+    best = exhaustive(full.space, MeasurementCache(full.space))
     assert best.saved_us == pytest.approx(found.saved_us)
 
 
 def test_a_move_that_is_slower_is_taken_back() -> None:
     tabled = Tabled("Cr", {"Cr": {"": 25.0}})
-    meter = Meter(tabled.space)
+    meter = MeasurementCache(tabled.space)
     assert stage_one(tabled.space, meter, tabled.apart()) == tabled.apart()
     assert meter.measured(0, 2) == {None: 20.0, ("Cr", ""): 25.0}
     assert meter.chosen(Scheme(2)) == {}
@@ -95,20 +96,20 @@ def test_a_move_that_is_slower_is_taken_back() -> None:
 
 def test_seize_takes_from_a_memory_intensive_segment() -> None:
     tabled = Tabled("rnCg", {"nCg": {"": 5.0}})
-    scheme = stage_one(tabled.space, Meter(tabled.space), Scheme.from_bits("0011"))
+    scheme = stage_one(tabled.space, MeasurementCache(tabled.space), Scheme.from_bits("0011"))
     assert scheme == Scheme.from_bits("0111")
 
 
 def test_compete_gives_the_contested_operator_to_the_faster_side() -> None:
-    # Both sides hold a product; the operator between them belongs left at first, and is worth more right.
+    # Both sides hold a GEMM; the operator between them belongs left at first, and is worth more right.
     table = {"Cg": {"": 19.0}, "gD": {"": 2.0}}
     tabled = Tabled("CgD", table)
-    assert stage_one(tabled.space, Meter(tabled.space), Scheme.from_bits("001")) == Scheme.from_bits("011")
+    assert stage_one(tabled.space, MeasurementCache(tabled.space), Scheme.from_bits("001")) == Scheme.from_bits("011")
 
 
 def test_no_segment_gets_three_compute_intensive_operators() -> None:
     tabled = Tabled("CDC", {"CDC": {"": 0.1}, "CD": {"": 15.0}})
-    found = two_stage(tabled.space, Meter(tabled.space), tabled.apart())
+    found = two_stage(tabled.space, MeasurementCache(tabled.space), tabled.apart())
     assert found.saved_us == 5.0
 
 
@@ -122,12 +123,12 @@ def test_times_that_cannot_be_told_never_win(unclear: tuple[str, ...]) -> None:
         lies = [candidate == lost and problem.key(start, stop) == "Cg" for candidate in candidates]
         return [math.nan if lie else taken for lie, taken in zip(lies, times, strict=True)]
 
-    meter = Meter(replace(problem.space, measure=measure))
+    meter = MeasurementCache(replace(problem.space, measure=measure))
     found = two_stage(meter.space, meter, problem.apart(), per_segment=4)
     place = found.chosen.get(3)
     assert place == {None: None, ("Cg", "b"): ("Cg", "d"), ("Cg", ""): None}[lost]
     assert math.isfinite(found.saved_us)
-    assert meter.unclear == {("Cg", lost)}
+    assert meter.noisy == {("Cg", lost)}
     assert lost not in meter.certain()["Cg"]
     assert "Cg" not in meter.searched
     asked = [one for one in problem.asked if one == ("Cg", lost)]
@@ -136,7 +137,7 @@ def test_times_that_cannot_be_told_never_win(unclear: tuple[str, ...]) -> None:
 
 def test_configurations_that_fail_are_never_chosen() -> None:
     tabled = Tabled("Cg", {"Cg": {"": math.inf, "a": math.inf}})
-    found = two_stage(tabled.space, Meter(tabled.space), tabled.apart())
+    found = two_stage(tabled.space, MeasurementCache(tabled.space), tabled.apart())
     assert found.chosen == {}
     assert found.saved_us == 0
 
@@ -153,15 +154,15 @@ def test_configurations_that_fail_are_never_chosen() -> None:
 def test_exhaustive_is_exact_and_no_other_search_beats_it(letters: str, table: Table) -> None:
     table = {text: configs for text, configs in table.items() if sum(c in "CD" for c in text) <= 2}
     tabled = Tabled(letters, table)
-    best = exhaustive(tabled.space, Meter(tabled.space))
+    best = exhaustive(tabled.space, MeasurementCache(tabled.space))
     assert best.saved_us == pytest.approx(tabled.brute_force())
     assert sum(INDUCTOR * len(t) - table[t][c] for t, c in best.chosen.values()) == pytest.approx(best.saved_us)
     for search in (
         lambda m: two_stage(tabled.space, m, tabled.apart()),
         lambda m: random_search(tabled.space, m, schemes=8),
-        lambda m: outcome(m, stage_one(tabled.space, m, tabled.apart())),
+        lambda m: search_result(m, stage_one(tabled.space, m, tabled.apart())),
     ):
-        meter = Meter(tabled.space)
+        meter = MeasurementCache(tabled.space)
         found = search(meter)
         assert found.saved_us <= best.saved_us + 1e-9
         assert found.saved_us == pytest.approx(sum(meter.known_gain(s.start, s.stop) for s in found.scheme.segments))
@@ -176,9 +177,9 @@ def test_near_the_best_with_a_fifth_of_the_measurements() -> None:
     }
     letters = LAYER * 4
     full = Tabled(letters, table)
-    best = exhaustive(full.space, Meter(full.space))
+    best = exhaustive(full.space, MeasurementCache(full.space))
     tabled = Tabled(letters, table)
-    meter = Meter(tabled.space, Budget(measurements=best.measurements // 5))
+    meter = MeasurementCache(tabled.space, Budget(measurements=best.measurements // 5))
     found = two_stage(tabled.space, meter, tabled.apart())
     total = INDUCTOR * len(letters)
     assert found.measurements <= best.measurements / 5
@@ -192,7 +193,7 @@ def test_more_is_drawn_where_more_was_gained() -> None:
         "Dr": {"": 18.0} | {str(i): 18.0 for i in range(200)},
     }
     tabled = Tabled("CgDr", table)
-    meter = Meter(tabled.space)
+    meter = MeasurementCache(tabled.space)
     fast = iter(range(1, 1000))
     plain = tabled.measure
 
@@ -214,7 +215,7 @@ def test_more_is_drawn_where_more_was_gained() -> None:
 
 def test_nothing_gained_for_two_rounds_ends_the_second_stage() -> None:
     tabled = Tabled("Cg", {"Cg": {"": 18.0} | {str(i): 19.0 for i in range(100)}})
-    meter = Meter(tabled.space)
+    meter = MeasurementCache(tabled.space)
     meter.total(Scheme(2))
     stage_two(tabled.space, meter, Scheme(2), per_segment=4)
     assert meter.measurements == 2 + 2 * 4
@@ -231,9 +232,9 @@ def test_budgets_end_a_search_with_what_is_known() -> None:
 
     object.__setattr__(tabled.space, "measure", measure)
     seen: list[Progress] = []
-    meter = Meter(tabled.space, Budget(4.0, clock=lambda: now[0]), seen.append)
+    meter = MeasurementCache(tabled.space, Budget(4.0, clock=lambda: now[0]), seen.append)
     found = two_stage(tabled.space, meter, tabled.apart())
-    assert meter.spent
+    assert meter.exhausted
     assert found.measurements == 4
     assert len(seen) == 2
     assert seen[-1].seconds_left == 0.0
@@ -242,9 +243,9 @@ def test_budgets_end_a_search_with_what_is_known() -> None:
     assert all(p.inductor_us == INDUCTOR * (p.stop - p.start) and p.tried == 1 for p in seen)
 
     tabled = Tabled("e" + LAYER * 2, TABLE)
-    found = two_stage(tabled.space, Meter(tabled.space, Budget(measurements=3)), tabled.apart())
+    found = two_stage(tabled.space, MeasurementCache(tabled.space, Budget(measurements=3)), tabled.apart())
     assert found.measurements == 3
-    found = random_search(tabled.space, Meter(tabled.space, Budget(measurements=0)), schemes=9)
+    found = random_search(tabled.space, MeasurementCache(tabled.space, Budget(measurements=0)), schemes=9)
     assert found.measurements == 0
     assert found.chosen == {}
 
@@ -252,7 +253,7 @@ def test_budgets_end_a_search_with_what_is_known() -> None:
 def test_equal_seeds_draw_equally() -> None:
     def drawn(seed: int) -> list[tuple[str, Candidate | None]]:
         tabled = Tabled("Cg", {"Cg": {"": 18.0} | {str(i): 19.0 for i in range(50)}})
-        two_stage(tabled.space, Meter(tabled.space), tabled.apart(), seed=seed)
+        two_stage(tabled.space, MeasurementCache(tabled.space), tabled.apart(), seed=seed)
         return tabled.asked
 
     assert drawn(1) == drawn(1) != drawn(2)
@@ -273,7 +274,7 @@ def test_what_will_be_measured_is_announced_before() -> None:
         return tabled.measure(start, stop, candidates)
 
     space = replace(tabled.space, prepare=prepare, measure=measure)
-    found = two_stage(space, Meter(space), tabled.apart())
+    found = two_stage(space, MeasurementCache(space), tabled.apart())
     assert found.measurements > len(TABLE)
     assert surprises == []
 
@@ -283,7 +284,7 @@ def test_what_cannot_be_the_fastest_is_not_measured() -> None:
     # All but the true times of the best: a floor that is as high as the best so far excludes.
     floors = {("Cg", "c"): 30.0, ("Crn", "b"): 24.0}
     space = replace(tabled.space, floor=lambda start, stop, candidate: floors.get(candidate, 0.0))
-    meter = Meter(space)
+    meter = MeasurementCache(space)
     found = two_stage(space, meter, tabled.apart(), per_segment=5)
     assert found.saved_us == pytest.approx(4 * (30 - 23) + 2 * (20 - 12))
     measured = {candidate for _, candidate in tabled.asked}
@@ -298,7 +299,7 @@ def test_what_is_fast_in_one_segment_is_tried_next_in_the_others() -> None:
     tried = []
     for seed in range(20):
         tabled = Tabled("CrDn", table)
-        meter = Meter(tabled.space)
+        meter = MeasurementCache(tabled.space)
         stage_two(tabled.space, meter, Scheme.from_bits("0011"), per_segment=2, seed=seed, patience=99)
         at = [place for place, (_, candidate) in enumerate(tabled.asked) if candidate and candidate[1] == "best"]
         tried.append(at[1] - at[0])
@@ -311,6 +312,6 @@ def test_one_of_each_kind_comes_first() -> None:
     for seed in range(5):
         tabled = Tabled("Cr", table)
         space = replace(tabled.space, kind=lambda candidate: candidate[1][0])
-        stage_two(space, Meter(space), Scheme(2), per_segment=3, seed=seed)
+        stage_two(space, MeasurementCache(space), Scheme(2), per_segment=3, seed=seed)
         drawn = [candidate[1][0] for _, candidate in tabled.asked[2:] if candidate]
         assert sorted(drawn[:3]) == sorted(drawn[3:6]) == ["a", "b", "c"]

@@ -17,26 +17,26 @@ import torch
 
 from stof import files
 from stof.files import cache_folder, write_checked
-from stof.fusion import store as store_module
-from stof.fusion.choices import Tuned, choices_path, read_choices, update_choices
-from stof.fusion.store import Contents, Entry, Result, Store, default_store, segment_key
+from stof.fusion.records import store as store_module
+from stof.fusion.records.choices import TunedConfig, choices_path, read_choices, update_choices
+from stof.fusion.records.store import GraphRecord, Records, SegmentTimes, Store, default_store, segment_key
 
-RESULT = Result(3, ((0, 2, "linear", ""), (4, 6, "linear", "cublas")))
-ENTRY = Entry({None: 3.5, ("linear", ""): 2.0, ("linear", "64x64x32,4w,3s,tile"): math.inf}, 4)
+RESULT = GraphRecord(3, ((0, 2, "linear", ""), (4, 6, "linear", "64x64x64,4w,4s,tile")))
+ENTRY = SegmentTimes({None: 3.5, ("linear", ""): 2.0, ("linear", "64x64x32,4w,3s,tile"): math.inf}, 4)
 
 
 def test_round_trip_and_merge(tmp_path: Path) -> None:
     store = Store(tmp_path / "deep", {"device": "a"})
-    assert store.load() == Contents()
-    store.update(Contents({"one": ENTRY}, {"race": (1.0, 2.0)}, {"right": "", "wrong": "off by 3"}, {"g": RESULT}))
-    store.update(Contents({"one": Entry({None: 4.0}, 0), "two": Entry({None: 1.0})}))
+    assert store.load() == Records()
+    store.update(Records({"one": ENTRY}, {"race": (1.0, 2.0)}, {"right": "", "wrong": "off by 3"}, {"g": RESULT}))
+    store.update(Records({"one": SegmentTimes({None: 4.0}, 0), "two": SegmentTimes({None: 1.0})}))
     found = Store(tmp_path / "deep", {"device": "a"}).load()
-    assert found.segments["one"] == Entry(ENTRY.times | {None: 4.0}, 4)
-    assert found.segments["two"] == Entry({None: 1.0})
+    assert found.segments["one"] == SegmentTimes(ENTRY.times | {None: 4.0}, 4)
+    assert found.segments["two"] == SegmentTimes({None: 1.0})
     assert found.races == {"race": (1.0, 2.0)}
     assert found.results == {"g": RESULT}
     assert found.checks == {"right": "", "wrong": "off by 3"}
-    assert Store(tmp_path / "deep", {"device": "b"}).load() == Contents()
+    assert Store(tmp_path / "deep", {"device": "b"}).load() == Records()
     assert [file.suffix for file in sorted((tmp_path / "deep").iterdir())] in ([".json"], [".json", ".lock"])
 
 
@@ -45,9 +45,9 @@ def test_a_broken_file_is_ignored_with_a_warning_and_replaced(tmp_path: Path, te
     store = Store(tmp_path, {})
     store.path.write_text(text, encoding="utf-8")
     with pytest.warns(UserWarning, match="is ignored"):
-        assert store.load() == Contents()
+        assert store.load() == Records()
     with pytest.warns(UserWarning, match="is ignored"):
-        store.update(Contents({"one": ENTRY}))
+        store.update(Records({"one": ENTRY}))
     assert store.load().segments == {"one": ENTRY}
 
 
@@ -55,7 +55,7 @@ def test_another_version_is_not_read(tmp_path: Path) -> None:
     store = Store(tmp_path, {})
     store.path.write_text(json.dumps({"version": 0, "segments": {}, "races": {}}), encoding="utf-8")
     with pytest.warns(UserWarning, match=f"of version 0, this stof reads version {store_module.VERSION}"):
-        assert store.load() == Contents()
+        assert store.load() == Records()
 
 
 BROKEN = {
@@ -69,19 +69,19 @@ BROKEN = {
 @pytest.mark.parametrize(("part", "value"), [(part, value) for part, values in BROKEN.items() for value in values])
 def test_a_file_of_wrong_values_is_ignored_with_a_warning(tmp_path: Path, part: str, value: Any) -> None:
     store = Store(tmp_path, {})
-    store.update(Contents({"good": ENTRY}))
+    store.update(Records({"good": ENTRY}))
     data = json.loads(store.path.read_text(encoding="utf-8"))
     del data["checksum"]
     data[part]["bad"] = value
     write_checked(store.path, json.dumps(data))
     with pytest.warns(UserWarning, match="is ignored"):
-        assert store.load() == Contents()
+        assert store.load() == Records()
 
 
 def _write(folder: Path, name: str) -> None:
     store = Store(folder, {})
     for i in range(10):
-        store.update(Contents({f"{name}{i}": ENTRY}))
+        store.update(Records({f"{name}{i}": ENTRY}))
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
 
 def _write_for_ever(folder: Path) -> None:
     for i in itertools.count():
-        Store(folder, {}).update(Contents({f"{i % 50}": ENTRY}))
-        update_choices(choices_path(folder, "a"), "a", {f"{i % 50}": Tuned("", 1.0 + i, 2.0)})
+        Store(folder, {}).update(Records({f"{i % 50}": ENTRY}))
+        update_choices(choices_path(folder, "a"), "a", {f"{i % 50}": TunedConfig("", 1.0 + i, 2.0)})
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.003, 0.01, 0.03, 0.07, 0.11, 0.2])
@@ -114,15 +114,15 @@ def test_a_writer_killed_at_any_moment_leaves_a_readable_store(tmp_path: Path, s
     writer.join()
     assert store.load().segments["0"] == ENTRY  # a warning would be an error
     assert read_choices(choices_path(tmp_path, "a"))["0"].inductor_us == 2.0
-    store.update(Contents({"after": ENTRY}))  # the lock is free, whatever the writer held
-    update_choices(choices_path(tmp_path, "a"), "a", {"after": Tuned("", 1.0, 2.0)})
+    store.update(Records({"after": ENTRY}))  # the lock is free, whatever the writer held
+    update_choices(choices_path(tmp_path, "a"), "a", {"after": TunedConfig("", 1.0, 2.0)})
     assert store.load().segments["after"] == ENTRY
 
 
 def test_what_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.warns(UserWarning, match="nothing is remembered in"):
-        Store(tmp_path / "file" / "below", {}).update(Contents({"one": ENTRY}))
+        Store(tmp_path / "file" / "below", {}).update(Records({"one": ENTRY}))
 
 
 def test_folders_and_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stof.fusion.templates import GemmConfig, GemmShape, run, twins
-from stof.fusion.templates.config import ACTIVATIONS, unfit
-from stof.fusion.templates.folding import folded
+from stof.fusion.templates import GemmConfig, GemmShape, launch, reference
+from stof.fusion.templates.folded_weights import folded
+from stof.fusion.templates.gemm_config import ACTIVATIONS, config_problems
 from stof.fusion.templates.norms import Norm, normalise
 from stof.testing.oracle import error_budget
 
@@ -24,7 +24,6 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = DTYPES[:2]
 TILE, SPLIT = "32x32x16,4w,2s,tile", "16x32x16,4w,2s,tile,split3"
-PERSISTENT = ("32x32x32,4w,2s,persistent", "32x32x16,4w,2s,persistent,group2,halves")
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
@@ -50,12 +49,12 @@ def tensors(
     return made
 
 
-def check(product: run.Product, text: str, twin: Callable[..., Any], squares: Tensor | None = None) -> Tensor:
-    """Compute, compare with the twin in float64, bounded by the twin's own error; `twin(convert)` converts tensors."""
+def check(product: launch.GemmCall, text: str, twin: Callable[..., Any]) -> Tensor:
+    """Compute, and compare with the float64 reference; the bound is the error of the reference in the same dtype."""
     config = GemmConfig.parse(text)
     capability = torch.cuda.get_device_capability() if ON_GPU else (9, 0)
-    assert not unfit(config, product.shape, product.x.dtype, capability)
-    out = run.compute(product, config, squares)
+    assert not config_problems(config, product.shape, product.x.dtype, capability)
+    out = launch.compute(product, config)
     dtype = product.x.dtype
     expected = twin(lambda t: t.double())
     budget = error_budget(twin(lambda t: t), expected, dtype)
@@ -71,10 +70,10 @@ def check_linear(
     text: str, t: dict[str, Tensor], activation: str = "none", bias: bool = True, residual: bool = False
 ) -> Tensor:
     b, r = t["bias"] if bias else None, t["residual"] if residual else None
-    product = run.product("linear", t["x"], t["weight"], b, r, activation)
+    product = launch.gemm_call("linear", t["x"], t["weight"], b, r, activation)
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
-        return twins.linear(
+        return reference.linear(
             f(t["x"]), f(t["weight"]), None if b is None else f(b), None if r is None else f(r), activation
         )
 
@@ -83,42 +82,42 @@ def check_linear(
 
 def check_gated(text: str, t: dict[str, Tensor], activation: str = "silu", bias: bool = False) -> Tensor:
     b = t["bias"] if bias else None
-    product = run.product("gated_linear", t["x"], t["weight"], b, None, activation)
+    product = launch.gemm_call("gated_linear", t["x"], t["weight"], b, None, activation)
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
-        return twins.gated_linear(f(t["x"]), f(t["weight"]), None if b is None else f(b), activation)
+        return reference.gated_linear(f(t["x"]), f(t["weight"]), None if b is None else f(b), activation)
 
     return check(product, text, twin)
 
 
 def check_normed(text: str, t: dict[str, Tensor], kind: str, scaled: bool, activation: str = "none") -> Tensor:
     norm = Norm(kind, t["scale"] if scaled else None, t["shift"] if scaled and kind == "layer" else None, 1e-5)
-    product = run.product("norm_linear", t["x"], t["weight"], t["bias"], None, activation, norm)
+    product = launch.gemm_call("norm_linear", t["x"], t["weight"], t["bias"], None, activation, norm)
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
         scale, shift = None if norm.weight is None else f(norm.weight), None if norm.bias is None else f(norm.bias)
-        return twins.norm_linear(f(t["x"]), scale, shift, f(t["weight"]), f(t["bias"]), kind, 1e-5, activation)
+        return reference.norm_linear(f(t["x"]), scale, shift, f(t["weight"]), f(t["bias"]), kind, 1e-5, activation)
 
     return check(product, text, twin)
 
 
 def check_folded(text: str, t: dict[str, Tensor], gated: bool, activation: str = "silu") -> Tensor:
-    """An RMSNorm and a product, folded, against both apart; bounded by the error of both apart."""
-    name, twin_of = ("rms_gated_linear", twins.gated_linear) if gated else ("rms_linear", _linear)
+    """An RMSNorm and a GEMM, folded, against both apart; bounded by the error of both apart."""
+    name, twin_of = ("rms_gated_linear", reference.gated_linear) if gated else ("rms_linear", _linear)
     whole = folded(t["weight"], t["scale"])
     assert whole is not None
-    rstd = run.row_factors(t["x"], 1e-5)
-    product = run.product(name, t["x"], whole, t["bias"], None, activation, Norm("rms", None, None, 0.0), rstd)
+    rstd = launch.row_factors(t["x"], 1e-5)
+    product = launch.gemm_call(name, t["x"], whole, t["bias"], None, activation, Norm("rms", None, None, 0.0), rstd)
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
-        normed = twins.normalised(f(t["x"]), f(t["scale"]), None, "rms", 1e-5)
+        normed = reference.normalised(f(t["x"]), f(t["scale"]), None, "rms", 1e-5)
         return twin_of(normed, f(t["weight"]), f(t["bias"]), activation)
 
     return check(product, text, twin)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor, activation: str) -> Tensor:
-    return twins.linear(x, weight, bias, None, activation)
+    return reference.linear(x, weight, bias, None, activation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -154,24 +153,7 @@ def test_tiles_without_a_rest(text: str, transposed: bool) -> None:
     check_normed(text, tensors(20, 64, 96, torch.float16, transposed=transposed), "layer", True)
 
 
-@settings(max_examples=15)
-@given(
-    m=st.integers(1, 80),
-    n=st.integers(1, 9),
-    k=st.integers(1, 12),
-    dtype=st.sampled_from(HALVES),
-    transposed=st.booleans(),
-    residual=st.booleans(),
-    text=st.sampled_from(PERSISTENT),
-)
-def test_persistent_programs(
-    m: int, n: int, k: int, dtype: torch.dtype, transposed: bool, residual: bool, text: str
-) -> None:
-    # TMA asks for rows of 16 bytes.
-    check_linear(text, tensors(m, 8 * n, 8 * k, dtype, transposed=transposed), "gelu_tanh", residual=residual)
-
-
-@pytest.mark.parametrize("text", [*PERSISTENT, "32x64x16,4w,2s,tile", "16x32x16,4w,2s,tile,split2"])
+@pytest.mark.parametrize("text", ["32x64x16,4w,2s,tile", "16x32x16,4w,2s,tile,split2"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gated(text: str, transposed: bool) -> None:
     check_gated(text, tensors(45, 40, 72, torch.float16, gated=True, transposed=transposed), bias=True)
@@ -179,10 +161,10 @@ def test_gated(text: str, transposed: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("text", [TILE, SPLIT, PERSISTENT[0], "cublas"])
+@pytest.mark.parametrize("text", [TILE, SPLIT])
 def test_norm_before(kind: str, scaled: bool, text: str) -> None:
-    for dtype in DTYPES if text in (TILE, SPLIT) else HALVES:
-        check_normed(text, tensors(33, 40, 72, dtype), kind, scaled, "none" if text == "cublas" else "relu")
+    for dtype in DTYPES:
+        check_normed(text, tensors(33, 40, 72, dtype), kind, scaled, "relu")
 
 
 @settings(max_examples=12)
@@ -199,29 +181,29 @@ def test_norm_before(kind: str, scaled: bool, text: str) -> None:
 def test_folded_norms(
     m: int, n: int, k: int, dtype: torch.dtype, gated: bool, transposed: bool, text: str, size: float
 ) -> None:
-    """Rows of any size: products of rows that are not normalised yet go up to what float32 holds."""
+    """Rows of any size: GEMMs of rows that are not normalized yet go up to what float32 holds."""
     t = tensors(m, n, k, dtype, gated=gated, transposed=transposed)
     t["x"] *= size
     check_folded(text, t, gated)
 
 
 def check_rotary(text: str, t: dict[str, Tensor], head_dim: int, turned: int, positions: int, normed: bool) -> Tensor:
-    """A product and the rotation of its heads, with a folded norm before it or not, against all of them apart."""
+    """A GEMM and the rotation of its heads, with a folded norm before it or not, against all of them apart."""
     generator = torch.Generator().manual_seed(1)
     angles = torch.randn(positions, head_dim, generator=generator, dtype=torch.float64)
     cos, sin = (table.to(DEVICE, t["x"].dtype) for table in (angles.cos(), angles.sin()))
     whole = folded(t["weight"], t["scale"]) if normed else t["weight"]
     assert whole is not None
-    rstd = run.row_factors(t["x"], 1e-5) if normed else None
+    rstd = launch.row_factors(t["x"], 1e-5) if normed else None
     norm = Norm("rms", None, None, 0.0) if normed else None
-    product = run.product(
-        "rotary_linear", t["x"], whole, t["bias"], None, "none", norm, rstd, run.Rotary(cos, sin, turned, head_dim)
+    product = launch.gemm_call(
+        "rotary_linear", t["x"], whole, t["bias"], None, "none", norm, rstd, launch.Rotary(cos, sin, turned, head_dim)
     )
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
         x = f(t["x"])
-        return twins.rotary_linear(
-            x, twins.row_factors(x, 1e-5) if normed else None, f(t["scale"]) if normed else None, f(t["weight"]),
+        return reference.rotary_linear(
+            x, reference.row_factors(x, 1e-5) if normed else None, f(t["scale"]) if normed else None, f(t["weight"]),
             f(t["bias"]), f(cos), f(sin), turned, head_dim,
         )  # fmt: skip
 
@@ -252,14 +234,14 @@ def check_scaled(text: str, t: dict[str, Tensor], stored: torch.dtype, activatio
     limit = torch.iinfo(stored).min if stored == torch.int8 else torch.finfo(stored).max
     values, scale = (wide * limit).to(stored), t["bias"].double().mul(t["x"].shape[1] ** -0.5 / limit).to(torch.float32)
     b, r = t["bias"] if bias else None, t["residual"]
-    product = run.product("scaled_linear", t["x"], values, b, r, activation, scale=scale[:, None])
+    product = launch.gemm_call("scaled_linear", t["x"], values, b, r, activation, scale=scale[:, None])
 
     def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
         # As graphs write it: factors first, in x's dtype.
         weight = f((values.double() * scale.double()[:, None]).to(t["x"].dtype))
         if f(t["x"]).dtype == torch.float64:
             weight = values.double() * scale.double()[:, None]
-        return twins.linear(f(t["x"]), weight, None if b is None else f(b), f(r), activation)
+        return reference.linear(f(t["x"]), weight, None if b is None else f(b), f(r), activation)
 
     return check(product, text, twin)
 
@@ -278,7 +260,9 @@ def check_scaled(text: str, t: dict[str, Tensor], stored: torch.dtype, activatio
 def test_weights_of_eight_bits(
     m: int, n: int, k: int, dtype: torch.dtype, stored: torch.dtype, bias: bool, transposed: bool, text: str
 ) -> None:
-    if ON_GPU and unfit(GemmConfig.parse(text), scaled_shape(stored), dtype, torch.cuda.get_device_capability()):
+    if ON_GPU and config_problems(
+        GemmConfig.parse(text), scaled_shape(stored), dtype, torch.cuda.get_device_capability()
+    ):
         pytest.skip("float8 is not converted here")
     check_scaled(text, tensors(m, n, k, dtype, transposed=transposed), stored, "gelu", bias)
 
@@ -294,13 +278,13 @@ def test_every_value_of_eight_bits(dtype: torch.dtype) -> None:
         bits = torch.arange(256, device=DEVICE).to(torch.uint8).view(16, 16)
         values = bits.view(stored)
         values = torch.where(values.float().isnan(), torch.zeros_like(values.float()), values.float()).to(stored)
-        product = run.product(
+        product = launch.gemm_call(
             "scaled_linear", torch.eye(16, device=DEVICE, dtype=dtype), values, None, None, "none",
             scale=torch.ones(16, device=DEVICE),
         )  # fmt: skip
-        if ON_GPU and unfit(GemmConfig.parse(TILE), product.shape, dtype, torch.cuda.get_device_capability()):
+        if ON_GPU and config_problems(GemmConfig.parse(TILE), product.shape, dtype, torch.cuda.get_device_capability()):
             continue
-        torch.testing.assert_close(run.compute(product, GemmConfig.parse(TILE)), values.to(dtype).T, atol=0, rtol=0)
+        torch.testing.assert_close(launch.compute(product, GemmConfig.parse(TILE)), values.to(dtype).T, atol=0, rtol=0)
 
 
 def test_norm_of_rows_far_from_zero() -> None:
@@ -317,8 +301,8 @@ def test_normalise(kind: str, dtype: torch.dtype) -> None:
     for scale, shift in ((None, None), (t["scale"], t["shift"])):
         out = normalise(t["x"], Norm(kind, scale, shift, 1e-5))
         wide = [None if v is None else v.double() for v in (scale, shift)]
-        expected = twins.normalised(t["x"].double(), *wide, kind, 1e-5)
-        budget = error_budget(twins.normalised(t["x"], scale, shift, kind, 1e-5), expected, dtype)
+        expected = reference.normalised(t["x"].double(), *wide, kind, 1e-5)
+        budget = error_budget(reference.normalised(t["x"], scale, shift, kind, 1e-5), expected, dtype)
         assert float((out.double() - expected).abs().nan_to_num(torch.inf).max()) <= budget.allowed
 
 
@@ -340,15 +324,15 @@ def test_norm_after(
     t = tensors(m, n, k, dtype)
     b, r = t["bias"] if bias else None, t["residual"] if residual else None
     vectors = (t["bias"], t["residual"][0]) if scaled else (None, None)
-    product = run.product("linear_norm", t["x"], t["weight"], b, r, "none")
-    found = run.compute_normed(product, GemmConfig.parse(text), Norm(kind, *vectors, 1e-5))
+    product = launch.gemm_call("linear_norm", t["x"], t["weight"], b, r, "none")
+    found = launch.compute_normed(product, GemmConfig.parse(text), Norm(kind, *vectors, 1e-5))
     given = [t["x"], t["weight"], b, r, *vectors]
-    plain = twins.linear_norm(*given, kind, 1e-5)
-    exact = twins.linear_norm(*(None if one is None else one.double() for one in given), kind, 1e-5)
+    plain = reference.linear_norm(*given, kind, 1e-5)
+    exact = reference.linear_norm(*(None if one is None else one.double() for one in given), kind, 1e-5)
     # The norm of the sum as it was rounded; a row of few values may have a small deviation, which magnifies rounding.
     wide = [None if v is None else v.double() for v in vectors]
-    exact = exact[0], twins.normalised(found[0].double(), *wide, kind, 1e-5)
-    again = plain[0], twins.normalised(found[0], *vectors, kind, 1e-5)
+    exact = exact[0], reference.normalised(found[0].double(), *wide, kind, 1e-5)
+    again = plain[0], reference.normalised(found[0], *vectors, kind, 1e-5)
     for out, usual, expected in zip(found, again, exact, strict=True):
         assert out.dtype == dtype
         assert out.is_contiguous()
@@ -362,10 +346,10 @@ def test_partial_sums_of_strided_rows() -> None:
     residual = torch.full((2, 12, 80), torch.nan, device=DEVICE, dtype=torch.float16)[..., :40]
     residual.copy_(t["residual"].view(2, 12, 40))
     norm = Norm("layer", None, None, 1e-5)
-    product = run.product("linear_norm", t["x"].view(2, 12, 64), t["weight"], t["bias"], residual, "none")
+    product = launch.gemm_call("linear_norm", t["x"].view(2, 12, 64), t["weight"], t["bias"], residual, "none")
     for text in (TILE, SPLIT):
-        h, normed = run.compute_normed(product, GemmConfig.parse(text), norm)
-        expected = twins.linear_norm(product.x, t["weight"], t["bias"], t["residual"], None, None, "layer", 1e-5)
+        h, normed = launch.compute_normed(product, GemmConfig.parse(text), norm)
+        expected = reference.linear_norm(product.x, t["weight"], t["bias"], t["residual"], None, None, "layer", 1e-5)
         torch.testing.assert_close(h, expected[0].view(2, 12, 40), atol=2e-3, rtol=2e-3)
         torch.testing.assert_close(normed, expected[1].view(2, 12, 40), atol=4e-3, rtol=4e-3)
 
@@ -379,9 +363,9 @@ def test_strides() -> None:
     for x in (wide[:, :64], wide[:, :64].view(2, 12, 64), t["x"].t().contiguous().t()):
         lead = x.shape[:-1]
         residual = t["residual"].t().contiguous().t().view(*lead, 40)
-        for text in (TILE, PERSISTENT[0]):
-            product = run.product("linear", x, t["weight"], t["bias"], residual, "none")
-            out = run.compute(product, GemmConfig.parse(text))
+        for text in (TILE, SPLIT):
+            product = launch.gemm_call("linear", x, t["weight"], t["bias"], residual, "none")
+            out = launch.compute(product, GemmConfig.parse(text))
             assert out.shape == (*lead, 40)
             torch.testing.assert_close(out.view(24, 40), plain, atol=2e-3, rtol=2e-3)
 

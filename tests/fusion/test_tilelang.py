@@ -14,10 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from stof.fusion.ahead import CompileAhead
-from stof.fusion.templates import GemmConfig, GemmShape, config, configs, run, tilelang_gemm, twins, unfit
-from stof.fusion.templates.config import ACTIVATIONS
-from tests.fusion.test_measure import segment
+from stof.fusion.measure.async_compile import WorkerPool
+from stof.fusion.templates import (
+    GemmConfig,
+    GemmShape,
+    config_problems,
+    configs,
+    gemm_config,
+    launch,
+    reference,
+    tilelang_gemm,
+)
+from stof.fusion.templates.gemm_config import ACTIVATIONS
+from tests.fusion.test_segment_timer import segment
 
 TEXT = "16x16x16,4w,2s,tilelang"
 
@@ -138,34 +147,34 @@ def tilelang(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     module.compile = compile
     monkeypatch.setitem(sys.modules, "tilelang", module)
     monkeypatch.setitem(sys.modules, "tilelang.language", module.language)
-    monkeypatch.setattr(config, "tilelang_installed", lambda: True)
+    monkeypatch.setattr(gemm_config, "tilelang_installed", lambda: True)
     tilelang_gemm._compiled.cache_clear()
     return compiled
 
 
-def product(m: int, n: int, k: int, activation: str, bias: bool, residual: bool) -> run.Product:
+def product(m: int, n: int, k: int, activation: str, bias: bool, residual: bool) -> launch.GemmCall:
     generator = torch.Generator().manual_seed(0)
     x, weight, b, r = (
         torch.randn(size, generator=generator).half() for size in ((m, 2 * k), (n, k), (n,), (m, n))
     )  # fmt: skip
-    return run.product("linear", x[:, :k], weight, b if bias else None, r if residual else None, activation)
+    return launch.gemm_call("linear", x[:, :k], weight, b if bias else None, r if residual else None, activation)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("bias", "residual"), [(True, True), (False, False)])
 def test_program(activation: str, bias: bool, residual: bool, tilelang: list[Any]) -> None:
     call = product(21, 40, 40, activation, bias, residual)
-    out = run.compute(call, GemmConfig.parse(TEXT))
-    expected = twins.linear(call.x, call.weight, call.bias, call.residual, activation)
+    out = launch.compute(call, GemmConfig.parse(TEXT))
+    expected = reference.linear(call.x, call.weight, call.bias, call.residual, activation)
     torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
-    run.compute(call, GemmConfig.parse(TEXT))
+    launch.compute(call, GemmConfig.parse(TEXT))
     assert len(tilelang) == 1, "compiled once"
 
 
 def test_nan_passes_a_relu(tilelang: list[Any]) -> None:
     call = product(3, 8, 8, "relu", False, False)
     call.x[1, 2] = math.nan
-    out = run.compute(call, GemmConfig.parse(TEXT))
+    out = launch.compute(call, GemmConfig.parse(TEXT))
     assert out.isnan().any(1).tolist() == [False, True, False]
 
 
@@ -187,14 +196,16 @@ def test_candidates_where_it_is_installed(tilelang: list[Any]) -> None:
 def test_without_it() -> None:
     shape = GemmShape("linear", 4096, 3072, 768)
     assert not any(one.kind == "tilelang" for one in configs(shape, torch.float16, (9, 0)))
-    (why,) = unfit(GemmConfig.parse("128x128x64,8w,4s,tilelang"), shape, torch.float16, (9, 0))
+    (why,) = config_problems(GemmConfig.parse("128x128x64,8w,4s,tilelang"), shape, torch.float16, (9, 0))
     assert "pip install tilelang" in why
 
 
 def test_its_kernels_are_not_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("stof.fusion.ahead.bound_call", lambda claim, inputs, config: lambda: asked.append(config))
-    ahead = CompileAhead(1, ("cuda", 90, 32))
-    ahead.start(segment(slice(0, 2)), [TEXT, "64x64x64,4w,3s,tile"])
-    ahead.close()
+    monkeypatch.setattr(
+        "stof.fusion.measure.async_compile.bound_call", lambda match, inputs, config: lambda: asked.append(config)
+    )
+    compiler = WorkerPool(1, ("cuda", 90, 32))
+    compiler.start(segment(slice(0, 2)), [TEXT, "64x64x64,4w,3s,tile"])
+    compiler.close()
     assert asked == ["64x64x64,4w,3s,tile"]

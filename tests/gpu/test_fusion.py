@@ -14,16 +14,17 @@ pytest.importorskip("transformers")
 
 import stof
 from stof import masks
-from stof.fusion import rules, templates
-from stof.fusion.ahead import CompileAhead
-from stof.fusion.claims import claims
-from stof.fusion.lock import Lock
-from stof.fusion.measure import SegmentTimer, check
-from stof.fusion.normalise import normalise
+from stof.fusion import templates
+from stof.fusion.graph.operator_recognition import recognize_operators
+from stof.fusion.measure.async_compile import WorkerPool
+from stof.fusion.measure.segment_timer import SegmentTimer, check
 from stof.fusion.pipeline import Search, fuse
-from stof.fusion.report import FusionReport
-from stof.fusion.templates.config import GemmConfig
-from stof.fusion.templates.registry import Serving
+from stof.fusion.planner import heuristics
+from stof.fusion.planner.match import find_matches
+from stof.fusion.records.lock_file import Lock
+from stof.fusion.records.report import FusionReport
+from stof.fusion.templates.gemm_config import GemmConfig
+from stof.fusion.templates.registry import KernelPolicy
 from tests.fusion.graphs import calls, capture, products
 
 pytestmark = [
@@ -85,7 +86,7 @@ def test_models_by_rule(family: str, dtype: torch.dtype, cuda_graphs: bool) -> N
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_folded_model(dtype: torch.dtype, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small products would take the norms after them.
-    monkeypatch.setattr(rules, "FEW_FLOPS", 0.0)
+    monkeypatch.setattr(heuristics, "FEW_FLOPS", 0.0)
     torch.compiler.reset()
     module, ids = model("llama"), torch.randint(1, 30000, (2, 200), device="cuda")
     with torch.no_grad():
@@ -163,21 +164,21 @@ def test_what_others_compile_is_not_compiled_here(tmp_path: Path, monkeypatch: p
     # No other test has this activation: what this process has compiled before would not be compiled at all.
     layer = nn.Sequential(nn.Linear(256, 1024), nn.ReLU()).eval().half().cuda()
     gm = capture(layer, torch.randn(512, 256, dtype=torch.half, device="cuda"))
-    ((claim, *_), _) = claims(normalise(gm.graph)[:2], Serving.KERNELS)
-    configs = claim.template.configs(claim.problem, Serving.KERNELS)
+    ((match, *_), _) = find_matches(recognize_operators(gm.graph)[:2], KernelPolicy.KERNELS)
+    configs = match.template.configs(match.problem, KernelPolicy.KERNELS)
     some = ["", *{GemmConfig.parse(text).kind: text for text in configs if text}.values()]
-    ahead = CompileAhead(4)
-    ahead.start(claim, some)
-    ahead.wait(claim, some)
-    ahead.close()
-    assert ahead.problems == []
-    assert ahead.compiled >= 3
+    compiler = WorkerPool(4)
+    compiler.start(match, some)
+    compiler.wait(match, some)
+    compiler.close()
+    assert compiler.problems == []
+    assert compiler.compiled >= 3
     compiled: list[str] = []
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda *, src, cache_hit, **rest: compiled.extend(
             [src.name] * (not cache_hit)
         )
-        assert [check(claim, config) for config in some] == [""] * len(some)
+        assert [check(match, config) for config in some] == [""] * len(some)
     assert compiled == []
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stof
-from stof.fusion.report import FusionReport
+from stof.fusion.records.report import FusionReport
 from stof.fusion.templates import chain_linear
-from stof.fusion.templates.twins import chain_linear as plain_chain
+from stof.fusion.templates.reference import chain_linear as plain_chain
 from stof.testing.oracle import error_budget
 
 pytestmark = [

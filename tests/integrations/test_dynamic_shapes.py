@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import stof
 from stof import masks
-from stof.fusion.templates.buckets import bucket_of
+from stof.fusion.templates.row_buckets import bucket_of
 from stof.integrations import torch_compile
 from stof.integrations.torch_compile import FusionReport
 from tests.integrations import models

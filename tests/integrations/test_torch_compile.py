@@ -19,9 +19,9 @@ pytest.importorskip("transformers")
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError
-from stof.fusion.claims import Claim
-from stof.fusion.progress import Progress
-from stof.fusion.race import PLAIN, RULED, SEARCHED
+from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED
+from stof.fusion.planner.match import TemplateMatch
+from stof.fusion.planner.progress import Progress
 from stof.integrations import torch_compile
 from stof.integrations.torch_compile import CompileOptions, FusionReport, stof_backend
 from tests.integrations import models
@@ -213,7 +213,7 @@ def test_a_whole_model_that_is_slower_loses_its_templates(tmp_path: Path, monkey
         def __init__(self) -> None:
             self.failures: dict[Any, str] = {}
 
-        def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+        def __call__(self, claim: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
             return [2.0 if config is None else 1.0 for config in configs]
 
     monkeypatch.setattr(torch_compile, "SegmentTimer", Timer)
@@ -239,7 +239,7 @@ def test_what_the_rules_choose_takes_part(fastest: str, tmp_path: Path, monkeypa
         def __init__(self) -> None:
             self.failures: dict[Any, str] = {}
 
-        def __call__(self, claim: Claim, configs: Sequence[str | None]) -> list[float]:
+        def __call__(self, claim: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
             return [2.0 if config is None else 1.0 if len(claim.operators) == 1 else 3.0 for config in configs]
 
     races: list[set[str]] = []

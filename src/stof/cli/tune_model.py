@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stof.fusion.progress import Progress
-    from stof.fusion.report import FusionReport
+    from stof.fusion.planner.progress import Progress
+    from stof.fusion.records.report import FusionReport
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def tune_model(wanted: Wanted) -> None:
 
     from stof.calibration.model_loading import load
     from stof.errors import ArgumentError
-    from stof.fusion.lock import read_lock
+    from stof.fusion.records.lock_file import read_lock
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if wanted.dtype not in ("float16", "bfloat16", "float32"):
@@ -148,7 +148,7 @@ def _search(wanted: Wanted, loaded: Any, device: Any) -> list[FusionReport]:
 def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], console: Any) -> None:
     from stof.drawing.tuning import draw_tuning, is_drawable, tuning_html
     from stof.files import write_atomically
-    from stof.fusion.lock import Lock, current_versions, read_lock
+    from stof.fusion.records.lock_file import Lock, current_versions, read_lock
     from stof.tuning.machine import device_name
 
     device_text = device_name(device)

@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 
 from stof.errors import ArgumentError, MissingDependencyError
-from stof.fusion.report import FusionReport, SegmentReport
-from stof.fusion.templates.buckets import table
+from stof.fusion.records.report import FusionReport, SegmentReport
+from stof.fusion.templates.row_buckets import table
 
 _BEFORE, _AFTER = "#8c8c8c", "#4c72b0"
 _STYLE = f"""

@@ -11,28 +11,37 @@ from functools import partial
 import torch
 from torch import fx
 
-from stof.fusion.biases import lay_out_biases, scattered_biases
-from stof.fusion.bucket_search import by_buckets
-from stof.fusion.choices import Choices, Known, choices_path, update_choices
-from stof.fusion.claims import claims, without_kernel
-from stof.fusion.lower import Choice, GraphOrder, copy_graph, handed_on, lower
-from stof.fusion.merge import merge_products
-from stof.fusion.normalise import normalise
-from stof.fusion.operators import NORMS, Kind
-from stof.fusion.patches import multiply_patches, patch_embeddings
-from stof.fusion.progress import Progress
-from stof.fusion.propagate import propagate
-from stof.fusion.replay import Replay, lock_known, replayed
-from stof.fusion.report import FusionReport, SegmentReport
-from stof.fusion.rules import LONGEST, apart, bucket, joined, pays, reader, suggested
-from stof.fusion.scheme import Scheme
-from stof.fusion.search import two_stage
-from stof.fusion.sizes import is_symbolic
-from stof.fusion.space import Budget, Meter
-from stof.fusion.store import Contents, Entry, Result, Store, segment_key
-from stof.fusion.templates.buckets import in_bucket
-from stof.fusion.templates.registry import Serving
-from stof.fusion.tune import Ahead, GraphSpace, TimeClaim
+from stof.fusion.graph.fx_utils import copy_graph, propagate
+from stof.fusion.graph.mutations import GraphOrder
+from stof.fusion.graph.operator_recognition import recognize_operators
+from stof.fusion.graph.operators import NORMS, Kind
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.graph.symbolic_shapes import is_symbolic
+from stof.fusion.passes.attention_bias_layout import materialize_biases, unreadable_biases
+from stof.fusion.passes.horizontal_fusion import merge_gemms
+from stof.fusion.passes.lower_segments import lower
+from stof.fusion.passes.patch_embedding import multiply_patches, patch_embeddings
+from stof.fusion.planner.graph_space import AsyncCompiler, GraphSpace, MatchTimer
+from stof.fusion.planner.heuristics import (
+    MAX_OPS,
+    first_reader,
+    heuristic_choices,
+    is_profitable,
+    isolated_scheme,
+    merged_scheme,
+    tuning_key,
+)
+from stof.fusion.planner.lock_replay import Replay, lock_known, replayed
+from stof.fusion.planner.match import FusionChoice, find_matches, without_kernel
+from stof.fusion.planner.progress import Progress
+from stof.fusion.planner.row_bucket_search import by_buckets
+from stof.fusion.planner.search_space import Budget, MeasurementCache
+from stof.fusion.planner.two_stage_search import two_stage
+from stof.fusion.records.choices import Choices, ConfigLookup, choices_path, update_choices
+from stof.fusion.records.report import FusionReport, SegmentReport
+from stof.fusion.records.store import GraphRecord, Records, SegmentTimes, Store, segment_key
+from stof.fusion.templates.registry import KernelPolicy
+from stof.fusion.templates.row_buckets import in_bucket
 
 # Seconds after which a search that goes on writes down what it has.
 _KEEP_EVERY = 5.0
@@ -43,7 +52,7 @@ class Search:
     """How a graph's scheme is searched for; without one, the rules decide.
 
     Attributes:
-        time_claim: measures (`stof.fusion.measure.SegmentTimer`).
+        time_claim: measures (`stof.fusion.measure.segment_timer.SegmentTimer`).
         seconds: when to stop.
         per_segment: configurations drawn for each segment in a round of stage 2.
         progress: called after each measurement.
@@ -52,13 +61,13 @@ class Search:
         ahead: compiles candidates before they are measured; None compiles each where it is measured.
     """
 
-    time_claim: TimeClaim
+    time_match: MatchTimer
     seconds: float
     per_segment: int = 4
     progress: Callable[[Progress], object] | None = None
     seed: int = 0
     store: Store | None = None
-    ahead: Ahead | None = None
+    compiler: AsyncCompiler | None = None
 
 
 def fuse(
@@ -68,7 +77,7 @@ def fuse(
     twins: bool = False,
     fold: bool = False,
     experimental: bool = False,
-    known: Known = lambda text: None,
+    known: ConfigLookup = lambda text: None,
     replay: Replay | None = None,
 ) -> FusionReport:
     """Lower `gm` in place as far as it is safe; the report says what is left to Inductor, and why.
@@ -77,38 +86,38 @@ def fuse(
 
     Args:
         search: measures; without one, or a lock to replay, the rules decide.
-        twins: claim templates where they have no kernel as well, and run them as plain PyTorch.
-        fold: RMSNorms' weights may be folded into the products after them; a lock may say so as well.
-        experimental: two products may become one kernel, where a search finds that faster, or a lock that it was.
+        twins: match templates where they have no kernel as well, and run their PyTorch references.
+        fold: RMSNorms' weights may be folded into the GEMMs after them; a lock may say so as well.
+        experimental: two GEMMs may become one kernel, where a search finds that faster, or a lock that it was.
         known: what was measured before, for the rules.
         replay: a lock that says it all.
     """
-    serving = Serving.TWINS if twins else Serving.KERNELS if search or replay else Serving.DEFAULTS
+    policy = KernelPolicy.REFERENCE if twins else KernelPolicy.KERNELS if search or replay else KernelPolicy.DEFAULTS
     report = FusionReport()
-    reason = untouchable(gm.graph)
+    reason = skip_reason(gm.graph)
     if reason:
         report.notes.append(f"the whole graph is left to Inductor: {reason}")
         return report
     rewrite_patches(gm, report)
-    _rewrite(gm, report, lambda: merge_products(gm.graph), "products with packed weights stay apart")
-    operators, order = normalise(gm.graph), GraphOrder(gm.graph)
+    _rewrite(gm, report, lambda: merge_gemms(gm.graph), "GEMMs with packed weights stay apart")
+    operators, order = recognize_operators(gm.graph), GraphOrder(gm.graph)
     # Graphs that leave sizes open are others, even where their first call is alike.
     left_open = any(is_symbolic(operator.value.shape) for operator in operators)
     report.graph = Scheme(len(operators)).digest(operators) + "-open" * left_open
     report.fold = fold or (replay is not None and replay.folds(report.graph))
     if report.fold and not fold:
-        report.notes.append("norms' weights are folded into products, as where the lock was made")
+        report.notes.append("norms' weights are folded into GEMMs, as where the lock was made")
     operators = [replace(o, foldable=report.fold) if o.kind in NORMS else o for o in operators]
     chains = experimental or (replay is not None and replay.chains(report.graph))
     operators = [replace(o, chainable=chains) if o.kind is Kind.LINEAR else o for o in operators]
-    report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, serving)]
-    timer, ahead = (search.time_claim, search.ahead) if search is not None else (None, None)
-    graph = GraphSpace(operators, order, timer, serving, ahead, known)
-    meter: Meter | None = None
+    report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, policy)]
+    timer, compiler = (search.time_match, search.compiler) if search is not None else (None, None)
+    graph = GraphSpace(operators, order, timer, policy, compiler, known)
+    meter: MeasurementCache | None = None
     if replay is not None:
         chosen = replayed(graph, replay, report)
     else:
-        chosen = suggested(operators, order, serving, known)
+        chosen = heuristic_choices(operators, order, policy, known)
     if search is not None:
         meter = _meter(graph, search)
         found = _remembered(graph, meter, search, report)
@@ -116,15 +125,11 @@ def fuse(
         report.choices = graph.choices(meter.measured)
         if found is None:
             _keep(meter, search, report.choices, _results(graph, meter, search, report, chosen))
-    report.used = {bucket(choice.claim, serving): choice.config for choice in chosen.values()}
-    scheme = joined(operators, [_range(start, choice) for start, choice in chosen.items()])
+    report.used = {tuning_key(choice.match, policy): choice.config for choice in chosen.values()}
+    scheme = merged_scheme(operators, [_range(start, choice) for start, choice in chosen.items()])
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
     look_up = known if replay is None else lock_known(graph, replay.lock)
     report.segments = [_row(graph, segment, chosen.get(segment.start), meter, look_up) for segment in scheme.segments]
-    givers = set(handed_on(chosen.values(), order).values())
-    report.segments = [
-        replace(row, squares=row.start in chosen and chosen[row.start].claim in givers) for row in report.segments
-    ]
     if chosen:
         _apply(gm, list(chosen.values()), report)
     # After all else, so that choices hold for every GPU's graph.
@@ -132,7 +137,7 @@ def fuse(
     return report
 
 
-def untouchable(graph: fx.Graph) -> str:
+def skip_reason(graph: fx.Graph) -> str:
     """Why no operator of a graph may be replaced; "" if some may."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -147,18 +152,20 @@ def untouchable(graph: fx.Graph) -> str:
     return ""
 
 
-def _range(start: int, choice: Choice) -> range:
-    return range(start, start + len(choice.claim.operators))
+def _range(start: int, choice: FusionChoice) -> range:
+    return range(start, start + len(choice.match.operators))
 
 
-def _meter(graph: GraphSpace, search: Search) -> Meter:
+def _meter(graph: GraphSpace, search: Search) -> MeasurementCache:
     """A meter that knows what the store holds, and adds to it as it goes on: a search may be killed."""
     space, budget = graph.space(), Budget(search.seconds)
     if search.store is None:
-        return Meter(space, budget, search.progress)
+        return MeasurementCache(space, budget, search.progress)
     held = search.store.load().segments
     done = [
-        key for key in graph.claimed_keys() if held.get(segment_key(key), Entry()).per_segment >= search.per_segment
+        key
+        for key in graph.matched_keys()
+        if held.get(segment_key(key), SegmentTimes()).per_segment >= search.per_segment
     ]
     kept = time.monotonic()
 
@@ -170,92 +177,98 @@ def _meter(graph: GraphSpace, search: Search) -> Meter:
             _keep(meter, search, {}, {})
             kept = time.monotonic()
 
-    meter = Meter(space, budget, progress, lambda key: held.get(segment_key(key), Entry()).times, done)
+    meter = MeasurementCache(
+        space, budget, progress, lambda key: held.get(segment_key(key), SegmentTimes()).times, done
+    )
     return meter
 
 
-def _remembered(graph: GraphSpace, meter: Meter, search: Search, report: FusionReport) -> dict[int, Choice] | None:
+def _remembered(
+    graph: GraphSpace, meter: MeasurementCache, search: Search, report: FusionReport
+) -> dict[int, FusionChoice] | None:
     """What a search of this graph, as thorough as this one, chose before; None if there is none that still holds."""
     found = search.store.load().results.get(_graph_key(graph, report)) if search.store is not None else None
     if found is None or found.per_segment < search.per_segment:
         return None
-    chosen: dict[int, Choice] = {}
+    chosen: dict[int, FusionChoice] = {}
     for start, stop, name, config in found.segments:
-        claim = graph.claims(start, stop).get(name) if stop <= len(graph.operators) else None
-        times = meter.measured(start, stop) if claim is not None else {}
-        if claim is None or None not in times or (name, in_bucket(config, claim.problem.shape.m)) not in times:
+        match = graph.matches(start, stop).get(name) if stop <= len(graph.operators) else None
+        times = meter.measured(start, stop) if match is not None else {}
+        if match is None or None not in times or (name, in_bucket(config, match.problem.shape.m)) not in times:
             return None
-        chosen[start] = Choice(claim, config, "measured faster")
+        chosen[start] = FusionChoice(match, config, "measured faster")
     return chosen
 
 
 def _results(
-    graph: GraphSpace, meter: Meter, search: Search, report: FusionReport, chosen: dict[int, Choice]
-) -> dict[str, Result]:
-    if meter.spent or meter.unclear or not any(meter.times.values()):
+    graph: GraphSpace, meter: MeasurementCache, search: Search, report: FusionReport, chosen: dict[int, FusionChoice]
+) -> dict[str, GraphRecord]:
+    if meter.exhausted or meter.noisy or not any(meter.times.values()):
         return {}
-    segments = ((at, at + len(c.claim.operators), c.claim.template.name, c.config) for at, c in chosen.items())
-    return {_graph_key(graph, report): Result(search.per_segment, tuple(segments))}
+    segments = ((at, at + len(c.match.operators), c.match.template.name, c.config) for at, c in chosen.items())
+    return {_graph_key(graph, report): GraphRecord(search.per_segment, tuple(segments))}
 
 
 def _graph_key(graph: GraphSpace, report: FusionReport) -> str:
-    """What a search's result holds for: the graph, and what templates claim of it."""
-    return segment_key((report.graph, graph.serving.name, sorted(map(segment_key, graph.claimed_keys()))))
+    """What a search's result holds for: the graph, and what templates match of it."""
+    return segment_key((report.graph, graph.policy.name, sorted(map(segment_key, graph.matched_keys()))))
 
 
-def _keep(meter: Meter, search: Search, choices: Choices, results: dict[str, Result]) -> None:
+def _keep(meter: MeasurementCache, search: Search, choices: Choices, results: dict[str, GraphRecord]) -> None:
     """Write what was measured, and what came of it, to the store."""
     if search.store is None or not (meter.measurements or results):
         return
     entries = {
-        segment_key(key): Entry(times, search.per_segment if key in meter.searched else 0)
+        segment_key(key): SegmentTimes(times, search.per_segment if key in meter.searched else 0)
         for key, times in meter.certain().items()
         if times
     }
-    search.store.update(Contents(entries, results=results))
+    search.store.update(Records(entries, results=results))
     device = search.store.environment["device"]
     update_choices(choices_path(search.store.folder, device), device, choices)
 
 
 def _searched(
-    graph: GraphSpace, meter: Meter, initial: dict[int, Choice], search: Search, report: FusionReport
-) -> dict[int, Choice]:
+    graph: GraphSpace, meter: MeasurementCache, initial: dict[int, FusionChoice], search: Search, report: FusionReport
+) -> dict[int, FusionChoice]:
     """The choices a search finds."""
-    start = apart(graph.operators, [_range(place, choice) for place, choice in initial.items()])
+    start = isolated_scheme(graph.operators, [_range(place, choice) for place, choice in initial.items()])
     found = two_stage(meter.space, meter, start, per_segment=search.per_segment, seed=search.seed)
     stops = {segment.start: segment.stop for segment in found.scheme.segments}
     chosen = {
-        place: Choice(graph.claims(place, stops[place])[name], config, "measured faster")
+        place: FusionChoice(graph.matches(place, stops[place])[name], config, "measured faster")
         for place, (name, config) in found.chosen.items()
     }
     chosen = by_buckets(graph, meter, chosen, per_segment=search.per_segment, seed=search.seed)
     report.measurements = meter.measurements
-    if meter.spent:
+    if meter.exhausted:
         report.notes.append(f"the budget of {search.seconds:g} s was spent after {meter.measurements} measurements")
-    if meter.unclear:
+    if meter.noisy:
         report.notes.append(
-            f"{len(meter.unclear)} of {meter.measurements} times could not be told from other work on the device: they "
+            f"{len(meter.noisy)} of {meter.measurements} times could not be told from other work on the device: they "
             "are left out, and will be measured again"
         )
-    report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_claim.failures.items()]
+    report.notes += [f"{name} {config}: {why}" for (name, config), why in search.time_match.failures.items()]
     return chosen
 
 
-def _row(graph: GraphSpace, segment: range, choice: Choice | None, meter: Meter | None, known: Known) -> SegmentReport:
+def _row(
+    graph: GraphSpace, segment: range, choice: FusionChoice | None, meter: MeasurementCache | None, known: ConfigLookup
+) -> SegmentReport:
     text = graph.label(segment.start, segment.stop)
     if choice is None:
         why = "; ".join(dict.fromkeys(_why_not(graph, segment, meter, known)))
         taken = meter.measured(segment.start, segment.stop).get(None) if meter is not None else None
-        ours = [operator.our_attention for operator in graph.operators[segment.start : segment.stop]]
+        ours = [operator.is_stof_attention for operator in graph.operators[segment.start : segment.stop]]
         rest = "stof attention" if all(ours) else "Inductor, stof attention" if any(ours) else "Inductor"
         return SegmentReport(text, "", "", why, _finite(taken), rest=rest, start=segment.start)
     inductor_us = template_us = None
-    name, config = choice.claim.template.name, in_bucket(choice.config, choice.claim.problem.shape.m)
+    name, config = choice.match.template.name, in_bucket(choice.config, choice.match.problem.shape.m)
     if meter is not None:
         times = meter.measured(segment.start, segment.stop)
         inductor_us, template_us = times[None], times[name, config]
     else:
-        tuned = known(bucket(choice.claim, graph.serving))
+        tuned = known(tuning_key(choice.match, graph.policy))
         if tuned is not None and tuned.config == config:
             inductor_us, template_us = tuned.inductor_us, tuned.template_us
     return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us, start=segment.start)
@@ -265,36 +278,36 @@ def _finite(us: float | None) -> float | None:
     return us if us is not None and us < math.inf else None
 
 
-def _why_not(graph: GraphSpace, segment: range, meter: Meter | None, known: Known) -> Iterator[str]:
+def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, known: ConfigLookup) -> Iterator[str]:
     """For what templates nearly or exactly cover inside a segment: why they do not compute it."""
     for start in segment:
-        for stop in range(start + 2, min(start + LONGEST, segment.stop) + 1):
-            served, refused = claims(graph.operators[start:stop], graph.serving)
+        for stop in range(start + 2, min(start + MAX_OPS, segment.stop) + 1):
+            served, refused = find_matches(graph.operators[start:stop], graph.policy)
             yield from refused
-            for claim in served:
+            for match in served:
                 part = "" if len(segment) == stop - start else f"{graph.label(start, stop)} by "
-                name = part + claim.template.name
+                name = part + match.template.name
                 if meter is None:
-                    tuned = known(bucket(claim, graph.serving))
+                    tuned = known(tuning_key(match, graph.policy))
                     if tuned is not None and not tuned.pays:
                         yield f"{name}: {tuned.template_us:.1f} us at best before, Inductor {tuned.inductor_us:.1f} us"
-                    elif tuned is None and not claim.template.by_rule:
+                    elif tuned is None and not match.template.by_rule:
                         yield f"{name}: only where a search measures it faster"
-                    elif tuned is None and not pays(claim, reader(claim, graph.operators[stop:])):
-                        yield f"{name}: saves too little traffic at K = {claim.problem.shape.k}, by rule"
+                    elif tuned is None and not is_profitable(match, first_reader(match, graph.operators[stop:])):
+                        yield f"{name}: saves too little traffic at K = {match.problem.shape.k}, by rule"
                     continue
                 times = meter.measured(start, stop)
                 own = [
                     time
                     for candidate, time in times.items()
-                    if candidate is not None and candidate[0] == claim.template.name
+                    if candidate is not None and candidate[0] == match.template.name
                 ]
                 if times.get(None, math.inf) < math.inf and min(own, default=math.inf) < math.inf:
                     yield f"{name}: {min(own):.1f} us at best, Inductor {times[None]:.1f} us"
 
 
 def rewrite_patches(gm: fx.GraphModule, report: FusionReport) -> None:
-    """Patch embeddings become products; what the graph returns keeps its strides, too."""
+    """Patch embeddings become GEMMs; what the graph returns keeps its strides, too."""
     if patches := patch_embeddings(gm.graph):
         rewrite = partial(multiply_patches, gm.graph, patches)
         _rewrite(gm, report, rewrite, "patches are embedded by a convolution", strides=True)
@@ -302,8 +315,10 @@ def rewrite_patches(gm: fx.GraphModule, report: FusionReport) -> None:
 
 def rewrite_biases(gm: fx.GraphModule, report: FusionReport) -> None:
     """Biases lie in rows that kernels read."""
-    if biases := scattered_biases(gm.graph):
-        _rewrite(gm, report, partial(lay_out_biases, gm.graph, biases), "biases are copied by each layer's attention")
+    if biases := unreadable_biases(gm.graph):
+        _rewrite(
+            gm, report, partial(materialize_biases, gm.graph, biases), "biases are copied by each layer's attention"
+        )
 
 
 def _rewrite(
@@ -325,13 +340,13 @@ def _rewrite(
     gm.recompile()
 
 
-def _apply(gm: fx.GraphModule, choices: list[Choice], report: FusionReport) -> None:
+def _apply(gm: fx.GraphModule, choices: list[FusionChoice], report: FusionReport) -> None:
     """Lower, and take it back when the graph no longer fits together."""
     backup = copy_graph(gm.graph)
     lower(gm.graph, choices)
     problem = propagate(gm)
     if problem:
         gm.graph = backup
-        report.take_back("see the note below")
+        report.revert_to_inductor("see the note below")
         report.notes.append(f"the whole graph is left to Inductor: with segments replaced, {problem}")
     gm.recompile()

@@ -77,14 +77,14 @@ class ModelMask:
         keep: Tensor | None = None,
         q_offset: int | Tensor = 0,
         kv_offset: int = 0,
-        complete: bool = True,
+        includes_model_mask: bool = True,
     ) -> None:
         self.mask = mask
         self.keep = keep
         self.shape = shape
         self.q_offset = q_offset
         self.kv_offset = kv_offset
-        self.complete = complete
+        self.includes_model_mask = includes_model_mask
         self._plans: dict[tuple[object, ...], Plan] = {}
 
     def narrowed(self, sparse: Mask | None) -> Mask:
@@ -125,7 +125,7 @@ class ModelMask:
             keep=self.keep.to(device),
             q_offset=self.q_offset,
             kv_offset=self.kv_offset,
-            complete=self.complete,
+            includes_model_mask=self.includes_model_mask,
         )
 
     def contiguous(self) -> ModelMask:

@@ -50,7 +50,7 @@ class PackedBatch:
         a row (BERT's `pooler_output`) describe the first sequence only: pool what `unpack` returns instead.
         """
         rows, width = self.input_ids.shape
-        attention_mask = ModelMask(self.mask, (rows, 1, width, width), complete=False)
+        attention_mask = ModelMask(self.mask, (rows, 1, width, width), includes_model_mask=False)
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,

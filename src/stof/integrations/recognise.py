@@ -1,6 +1,6 @@
 """Mask functions of transformers, read back as named masks where they are provably the same.
 
-A named mask is a value, so its plan is found again at the next forward pass. What is not recognised is evaluated
+A named mask is a value, so its plan is found again at the next forward pass. What is not recognized is evaluated
 exactly by the caller; nothing here guesses.
 """
 

@@ -18,20 +18,20 @@ from torch import Tensor, fx, nn
 import stof
 from stof.errors import ArgumentError, UnsupportedError, shown
 from stof.files import cache_folder
-from stof.fusion.ahead import CompileAhead, settle_caches
-from stof.fusion.choices import Known, choices_path, known_choices, update_choices
-from stof.fusion.lock import read_lock
-from stof.fusion.lower import copy_module
-from stof.fusion.measure import SegmentTimer, check
-from stof.fusion.nodes import changes_inputs
+from stof.fusion.graph.fx_utils import copy_module
+from stof.fusion.graph.mutations import may_mutate_inputs
+from stof.fusion.measure.async_compile import WorkerPool, init_triton_cache
+from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, ModelComparison, differing, pick_winner
+from stof.fusion.measure.segment_timer import SegmentTimer, check
+from stof.fusion.passes.weight_packing import pack_weights, unpack_weights
 from stof.fusion.pipeline import Search, fuse, rewrite_biases, rewrite_patches
-from stof.fusion.progress import Progress
-from stof.fusion.race import PLAIN, RULED, SEARCHED, Race, decide, differing
-from stof.fusion.replay import Replay
-from stof.fusion.report import FusionReport
-from stof.fusion.store import Contents, Store, default_store, segment_key, source_digest
-from stof.fusion.weights import pack_weights, unpack_weights
-from stof.integrations.whole_calls import WholeCalls
+from stof.fusion.planner.lock_replay import Replay
+from stof.fusion.planner.progress import Progress
+from stof.fusion.records.choices import ConfigLookup, choices_path, known_choices, update_choices
+from stof.fusion.records.lock_file import read_lock
+from stof.fusion.records.report import FusionReport
+from stof.fusion.records.store import Records, Store, default_store, segment_key, source_digest
+from stof.integrations.cuda_graph_runner import CudaGraphRunner
 from stof.masks import Mask
 from stof.tuning.machine import device_name
 from stof.tuning.timing import replayed_us, wall_us
@@ -56,14 +56,14 @@ class CompileOptions:
             for each of its graphs.
         cuda_graphs: True lets Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
             "whole", for `stof.optimize`, replays whole calls, one graph for each combination of argument shapes:
-            see `WholeCalls` for what is noticed between calls, and what is not.
+            see `CudaGraphRunner` for what is noticed between calls, and what is not.
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
-        fold: fold the weights of RMSNorms into the products after them, in a copy that takes as much memory as those
-            products' weights. For weights that stay as they are: a change between calls is noticed, but not through
+        fold: fold the weights of RMSNorms into the GEMMs after them, in a copy that takes as much memory as those
+            GEMMs' weights. For weights that stay as they are: a change between calls is noticed, but not through
             `.data`, and not by a CUDA graph that was recorded before. A lock that was tuned so folds as well.
-        experimental: let a search try templates whose gain is not settled: two products in one kernel (adapters).
-        twins: let the templates' PyTorch twins serve where no kernel does, on a CPU for example, to try and test them.
-            They fuse nothing; otherwise those operators are left to Inductor, which does.
+        experimental: let a search try templates whose gain is not settled: two GEMMs in one kernel (adapters).
+        twins: run the templates' PyTorch references where there is no kernel, on a CPU for example, to try and test
+            templates. The references fuse nothing; without this option Inductor compiles those operators.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
         progress: True prints a line to stderr after each measurement, a callable is called with it.
         store: where measurements are kept for later processes: True for the user's cache folder, a path for another
@@ -145,10 +145,10 @@ class CompileOptions:
             per_segment,
             self._shown(),
             store=self._store(device),
-            ahead=CompileAhead.on(device),
+            compiler=WorkerPool.on(device),
         )
 
-    def known(self, device: torch.device) -> Known:
+    def known(self, device: torch.device) -> ConfigLookup:
         """What was measured on this device before; with `deterministic` only what comes with the package."""
         folder = None if self.deterministic else self._folder()
         return known_choices(device_name(device), folder)
@@ -207,7 +207,7 @@ def stof_backend(
     devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
     device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
     if device.type == "cuda":
-        settle_caches()
+        init_triton_cache()
     search, known = parsed.search(device), parsed.known(device)
     copies = {name: copy_module(gm) for name in (RULED, PLAIN)} if search is not None else {}
     try:
@@ -221,9 +221,9 @@ def stof_backend(
             replay=parsed.replay(device),
         )
     finally:
-        if search is not None and isinstance(search.ahead, CompileAhead):
-            search.ahead.close()
-    if search is None or not report.fused or changes_inputs(copies[PLAIN].graph):
+        if search is not None and isinstance(search.compiler, WorkerPool):
+            search.compiler.close()
+    if search is None or not report.fused or may_mutate_inputs(copies[PLAIN].graph):
         if search is not None and report.fused:
             report.notes.append(
                 "not compared as a whole: the graph may change what it is given, so it cannot run twice"
@@ -250,7 +250,7 @@ def _fastest(
     version: Callable[[str, str], Callable[..., Any]],
     options: CompileOptions,
     store: Store | None,
-    known: Known,
+    known: ConfigLookup,
 ) -> Callable[..., Any]:
     """The fastest version of a graph: what is known from an earlier process, or a race on the first call.
 
@@ -265,7 +265,7 @@ def _fastest(
     reports = {SEARCHED: searched}
 
     def settle(times: Mapping[str, float]) -> str:
-        winner, report = decide(reports, times)
+        winner, report = pick_winner(reports, times)
         if winner == RULED and store is not None:
             # Else the rules, which go by what was measured, would choose what lost.
             lost = differing(searched, report)
@@ -291,23 +291,22 @@ def _fastest(
 
     def keep(times: Mapping[str, float]) -> str:
         if store is not None:
-            store.update(Contents(races={keys[name]: (times[name], times[PLAIN]) for name in reports}))
+            store.update(Records(races={keys[name]: (times[name], times[PLAIN]) for name in reports}))
         return settle(times)
 
     timer = replayed_us if options.cuda_graphs == WHOLE else wall_us
-    return Race({name: compiled(name) for name in (*reports, PLAIN)}, keep, timer)
+    return ModelComparison({name: compiled(name) for name in (*reports, PLAIN)}, keep, timer)
 
 
 def _inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, digest: str
 ) -> Callable[..., Any]:
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    patches: dict[str, Any] = {"post_grad_custom_post_pass": _cache_mark(digest)} if digest else {}
+    patches: dict[str, Any] = {"post_grad_custom_post_pass": _inductor_cache_key(digest)} if digest else {}
     if options.cuda_graphs is True:
         patches["triton.cudagraphs"] = True
-    if options.deterministic and hasattr(config, "deterministic"):
+    if options.deterministic:
         patches["deterministic"] = True
     compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled
@@ -329,7 +328,7 @@ def optimize(
         mask: a sparse mask for the self-attention layers of a Hugging Face model (`hf.sparsify`); None leaves them to
             the model's own mask.
         attention: let stof compute the attention of a Hugging Face model; other models choose theirs themselves.
-        pack: pack the weights of query, key and value and of gate and up projection (`stof.fusion.weights`).
+        pack: pack the weights of query, key and value and of gate and up projection (`passes.weight_packing`).
         dynamic: as in `torch.compile`.
         options: of the backend, see `CompileOptions`.
 
@@ -368,7 +367,7 @@ def optimize(
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
     if parsed.cuda_graphs == WHOLE:
-        compiled.forward = WholeCalls(compiled.forward, model, frozen=parsed.fold)
+        compiled.forward = CudaGraphRunner(compiled.forward, model, folded_weights=parsed.fold)
     return cast(nn.Module, compiled)
 
 
@@ -392,7 +391,7 @@ def refuse_training(gm: fx.GraphModule) -> None:
             )
 
 
-def _cache_mark(digest: str) -> Any:
+def _inductor_cache_key(digest: str) -> Any:
     """A pass for Inductor that changes nothing and whose identity is this package's source and the scheme."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 

@@ -87,7 +87,7 @@ def enable(model: nn.Module) -> nn.Module:
         if implementation != NAME:
             part._stof_before = implementation
         if not hasattr(part, "_stof_in_order") and hands_mask_on(type(part)):
-            part._stof_in_order = part.register_forward_pre_hook(_in_order, with_kwargs=True)
+            part._stof_unpadded_hook = part.register_forward_pre_hook(_mark_unpadded_call, with_kwargs=True)
     return model
 
 
@@ -112,7 +112,7 @@ def disable(model: nn.Module) -> nn.Module:
     return model
 
 
-def _in_order(
+def _mark_unpadded_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Say that sequences are whole, where a call gives neither positions nor padding.
@@ -126,7 +126,9 @@ def _in_order(
     if not own or len(args) > 1 or any(one is not None for one in given) or not isinstance(tokens, Tensor):
         return None
     batch, length = tokens.shape
-    whole = ModelMask(FULL, (batch, 1, length, length), complete=False)  # the model's own mask is added to it
+    whole = ModelMask(
+        FULL, (batch, 1, length, length), includes_model_mask=False
+    )  # the model's own mask is added to it
     return args, kwargs | {"attention_mask": whole}
 
 
@@ -171,7 +173,7 @@ def make_mask(
         ShapeError: an `attention_mask` of another shape.
     """
     del kwargs
-    if isinstance(attention_mask, ModelMask) and attention_mask.complete:
+    if isinstance(attention_mask, ModelMask) and attention_mask.includes_model_mask:
         return attention_mask  # prepared ahead of the forward pass, by generate()
     compiling = torch.compiler.is_compiling()
     if not compiling:  # both may be tensors: assisted generation takes tokens back

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import torch
 
-from stof.fusion.templates.config import GemmConfig, GemmShape, unfit
+from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_problems
 
 
 def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[GemmConfig]:
     """Configurations worth measuring for a shape: those of the lists below that fit and do not waste most of a tile."""
     if shape.inner:
-        return [c for c in _FOR_CHAINS if c.block_m < 4 * shape.m + 16 and not unfit(c, shape, dtype, capability)]
+        return [
+            c for c in _FOR_CHAINS if c.block_m < 4 * shape.m + 16 and not config_problems(c, shape, dtype, capability)
+        ]
     found = []
     for config in (*_CANDIDATES, *(_FOR_STORED if shape.stored else ())):
         tall = config.block_m > 16 and config.block_m >= 4 * shape.m
         wide = config.block_n > 32 and config.block_n >= 4 * shape.n * (2 if shape.gated else 1)
         # Splitting pays where the tiles alone leave most of a device idle.
-        tiles = -(-shape.m // config.block_m) * -(-shape.n // config.block_n) if config.block_m else 1
+        tiles = -(-shape.m // config.block_m) * -(-shape.n // config.block_n)
         idle = config.split == 1 or tiles * config.split <= 512
         # Fewer programs than that leave nine tenths of a large GPU idle; small tiles do not.
         small = config.block_m * config.block_n <= 64 * 64
         few = tiles * config.split < 13 and not small
-        many = tiles > 2048 and small and config.kind != "cublas"
-        if not (tall or wide or few or many) and idle and not unfit(config, shape, dtype, capability):
+        many = tiles > 2048 and small
+        if not (tall or wide or few or many) and idle and not config_problems(config, shape, dtype, capability):
             found.append(config)
     return found
 
 
 _CANDIDATES = (
-    GemmConfig("cublas"),
     GemmConfig("pingpong", 128, 128, 64, stages=5),
     GemmConfig("pingpong", 128, 128, 64, stages=6),
     GemmConfig("pingpong", 64, 256, 64, stages=4),
@@ -44,10 +45,6 @@ _CANDIDATES = (
     GemmConfig("together", 128, 192, 64, stages=4),
     GemmConfig("together", 192, 128, 64, stages=5),
     GemmConfig("together", 192, 128, 64, stages=4),
-    GemmConfig("persistent", 128, 256, 64, warps=8, stages=3),
-    GemmConfig("persistent", 128, 256, 64, warps=8, stages=3, halves=True),
-    GemmConfig("persistent", 128, 128, 64, warps=8, stages=4),
-    GemmConfig("persistent", 128, 128, 64, warps=4, stages=3, halves=True),
     GemmConfig("tilelang", 128, 128, 64, warps=8, stages=4),
     GemmConfig("tilelang", 128, 256, 64, warps=8, stages=3),
     GemmConfig("tilelang", 64, 128, 64, warps=4, stages=4),
@@ -66,7 +63,6 @@ _CANDIDATES = (
     GemmConfig("tile", 64, 64, 64, warps=4, stages=6, split=5),
     GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=3),
     GemmConfig("tile", 64, 64, 128, warps=4, stages=3, split=5),
-    GemmConfig("persistent", 64, 64, 128, warps=4, stages=3),
     GemmConfig("tile", 64, 32, 128, warps=4, stages=4),
     GemmConfig("tile", 64, 32, 128, warps=4, stages=4, split=2),
     GemmConfig("tile", 64, 32, 128, warps=4, stages=4, split=4),

@@ -1,4 +1,4 @@
-"""Two products with a narrow value between them, as adapters and small MLPs have. Experimental."""
+"""Two GEMMs with a narrow value between them, as adapters and small MLPs have. Experimental."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from stof.cache_keys import settled
 from stof.errors import ArgumentError
-from stof.fusion.templates import run, twins
-from stof.fusion.templates.config import ACTIVATIONS, CHAIN, GemmConfig, whole
-from stof.fusion.templates.machine import chained
+from stof.fusion.templates import launch, reference
+from stof.fusion.templates.device_properties import pdl_options
+from stof.fusion.templates.gemm_config import ACTIVATIONS, CHAIN, GemmConfig, padded_columns
 
 
 class Chain(NamedTuple):
@@ -22,7 +22,7 @@ class Chain(NamedTuple):
     up_bias: `[N]`; residual: `[M, N]`.
     """
 
-    first: run.Product
+    first: launch.GemmCall
     up: Tensor
     up_bias: Tensor | None
     residual: Tensor | None
@@ -62,9 +62,9 @@ def chain_linear(
     call = chain(x, down, down_bias, up, up_bias, residual, activation)
     others = [t for t in (up, up_bias, residual) if t is not None]
     agree = all((t.device, t.dtype) == (x.device, x.dtype) for t in others)
-    chosen = run.choose(call.first, config) if agree else None
+    chosen = launch.resolve_config(call.first, config) if agree else None
     if chosen is None:
-        return twins.chain_linear(x, down, down_bias, up, up_bias, residual, activation)
+        return reference.chain_linear(x, down, down_bias, up, up_bias, residual, activation)
     return compute(call, chosen)
 
 
@@ -83,7 +83,7 @@ def chain(
     activation: str,
 ) -> Chain:
     """View (or, where strides are too odd, copy) the tensors of a call for the kernel."""
-    first = run.product(CHAIN, x, down.contiguous(), down_bias, None, activation)
+    first = launch.gemm_call(CHAIN, x, down.contiguous(), down_bias, None, activation)
     inner, columns = down.shape[0], up.shape[0]
     shape = replace(first.shape, n=columns, inner=inner, residual=residual is not None)
     added = None if residual is None else residual.reshape(-1, columns)
@@ -95,7 +95,7 @@ def chain(
 
 def compute(call: Chain, config: GemmConfig) -> Tensor:
     """Run a chain; result `[..., N]`, contiguous."""
-    from stof.fusion.templates.triton_chain import chain_kernel
+    from stof.fusion.templates.triton.chained_gemm import chain_kernel
 
     x, down, shape = call.first.x, call.first.weight, call.first.shape
     out = x.new_empty(shape.m, shape.n)
@@ -103,9 +103,9 @@ def compute(call: Chain, config: GemmConfig) -> Tensor:
         x, down, call.first.bias, call.up, call.up_bias, call.residual, out,
         shape.m, shape.n, shape.k, shape.inner, x.stride(0), down.stride(0), call.up.stride(0),
         0 if call.residual is None else call.residual.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, INNER=whole(shape.inner),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, INNER=padded_columns(shape.inner),
         PARTS=config.split, ACTIVATION=call.first.activation, FAST=x.device.type == "cuda",
         HAS_DOWN_BIAS=call.first.bias is not None, HAS_UP_BIAS=call.up_bias is not None,
-        HAS_RESIDUAL=call.residual is not None, num_warps=config.warps, num_stages=config.stages, **chained(x),
+        HAS_RESIDUAL=call.residual is not None, num_warps=config.warps, num_stages=config.stages, **pdl_options(x),
     )  # fmt: skip
     return out.view(*call.first.lead, shape.n)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from stof.cache_keys import settled
-from stof.fusion.templates.machine import chained
+from stof.fusion.templates.device_properties import pdl_options
 
 # Widest row that one program normalises.
 _WIDEST_ROW = 16384
 
 
 class Norm(NamedTuple):
-    """A norm next to a product: "rms" or "layer", its weight and bias (a vector of the row's width), its epsilon."""
+    """A norm next to a GEMM: "rms" or "layer", its weight and bias (a vector of the row's width), its epsilon."""
 
     kind: str
     weight: Tensor | None
@@ -37,27 +37,27 @@ def can_normalise(width: int, like: Tensor) -> bool:
 
 def row_statistics(x: Tensor, norm: Norm) -> tuple[Tensor | None, Tensor]:
     """Mean (None for RMSNorm) and 1 / deviation of every row of x `[M, K]`, float32 `[M]`."""
-    from stof.fusion.templates.triton_norm import row_statistics_kernel
+    from stof.fusion.templates.triton.row_norm import row_statistics_kernel
 
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if norm.kind == "layer" else None
     block, warps = _sizes(x.shape[1])
     settled(row_statistics_kernel)[(x.shape[0],)](
-        x, mean, rstd, x.shape[1], x.stride(0), norm.eps, BLOCK=block, NORM=norm.kind, num_warps=warps, **chained(x)
+        x, mean, rstd, x.shape[1], x.stride(0), norm.eps, BLOCK=block, NORM=norm.kind, num_warps=warps, **pdl_options(x)
     )
     return mean, rstd
 
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
     """RMSNorm or LayerNorm over the last dimension of x `[..., K]`, whose rows are contiguous; contiguous."""
-    from stof.fusion.templates.triton_norm import row_norm_kernel
+    from stof.fusion.templates.triton.row_norm import row_norm_kernel
 
     rows = x.view(-1, x.shape[-1])
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block, warps = _sizes(x.shape[-1])
     settled(row_norm_kernel)[(rows.shape[0],)](
         rows, norm.weight, norm.bias, out, rows.shape[1], rows.stride(0), norm.eps, BLOCK=block, NORM=norm.kind,
-        HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None, num_warps=warps, **chained(x),
+        HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None, num_warps=warps, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -66,7 +66,7 @@ def merge_and_normalise(
     partial: Tensor, bias: Tensor | None, residual: Tensor | None, norm: Norm, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`(h, norm(h))` in `dtype`, `[M, N]`; h is the sum of partial `[splits, M, N]` (float32), bias and residual."""
-    from stof.fusion.templates.triton_norm import merged_norm_kernel
+    from stof.fusion.templates.triton.row_norm import merged_norm_kernel
 
     splits, rows, width = partial.shape
     h = torch.empty(rows, width, dtype=dtype, device=partial.device)
@@ -77,7 +77,7 @@ def merge_and_normalise(
         0 if residual is None else residual.stride(0), norm.eps,
         BLOCK=block, SPLITS=splits, HAS_PRODUCT_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         NORM=norm.kind, HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
-        num_warps=warps, **chained(partial),
+        num_warps=warps, **pdl_options(partial),
     )  # fmt: skip
     return h, out
 

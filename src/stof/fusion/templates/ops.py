@@ -2,8 +2,8 @@
 
 Every operator takes a configuration as text (`GemmConfig`, or one for each bucket of rows: `buckets.written`). An empty
 one, or one that does not fit the tensors of a call, means the default for their shape; a CPU, and whatever no kernel
-serves, gets the twin in `twins.py`. Results are contiguous. Statistics, products and epilogues are computed in float32
-and rounded once.
+serves, gets plain PyTorch (`reference.py`). Results are contiguous. Statistics, GEMMs and epilogues are computed in
+float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError
-from stof.fusion.templates import run, twins
-from stof.fusion.templates.config import ACTIVATIONS, NORMS, PART
+from stof.fusion.templates import launch, reference
+from stof.fusion.templates.gemm_config import ACTIVATIONS, NORMS
 from stof.fusion.templates.norms import Norm, can_normalise
 
 
@@ -38,9 +38,9 @@ def linear(
         ArgumentError: an unknown activation, or text that is no configuration.
     """
     known(activation)
-    call = run.product("linear", x, weight, bias, residual, activation)
-    chosen = run.choose(call, config)
-    return twins.linear(x, weight, bias, residual, activation) if chosen is None else run.compute(call, chosen)
+    call = launch.gemm_call("linear", x, weight, bias, residual, activation)
+    chosen = launch.resolve_config(call, config)
+    return reference.linear(x, weight, bias, residual, activation) if chosen is None else launch.compute(call, chosen)
 
 
 @linear.register_fake
@@ -48,42 +48,6 @@ def _linear_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, config: str
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-@torch.library.custom_op("stof::linear_squares", mutates_args=())
-def linear_squares(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, config: str
-) -> tuple[Tensor, Tensor]:
-    """`stof::linear`, and sums of squares of its rows: what an RMSNorm that follows needs to know of them.
-
-    Args:
-        x, weight, bias, residual, activation, config: as for `stof::linear`. A configuration whose tiles are not made
-            of whole parts leaves the sums to PyTorch.
-
-    Returns:
-        `[..., N]` in x's dtype, and `[parts, ...]` in float32 (float64 for float64 x): one sum for every `config.PART`
-        columns, of the values as they were rounded.
-
-    Raises:
-        ArgumentError: an unknown activation, or text that is no configuration.
-    """
-    known(activation)
-    call = run.product("linear", x, weight, bias, residual, activation)
-    chosen = run.choose(call, config)
-    if chosen is None or not chosen.sums_squares:
-        out = twins.linear(x, weight, bias, residual, activation) if chosen is None else run.compute(call, chosen)
-        return out, twins.row_squares(out)
-    squares = torch.empty(-(-call.shape.n // PART), call.shape.m, dtype=torch.float32, device=x.device)
-    return run.compute(call, chosen, squares), squares.view(-1, *call.lead)
-
-
-@linear_squares.register_fake
-def _linear_squares_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, config: str
-) -> tuple[Tensor, Tensor]:
-    parts = -(-weight.shape[0] // PART)
-    squares = x.new_empty(parts, *x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
-    return x.new_empty(*x.shape[:-1], weight.shape[0]), squares
 
 
 @torch.library.custom_op("stof::norm_linear", mutates_args=())
@@ -100,9 +64,9 @@ def norm_linear(
 ) -> Tensor:
     """`act(norm(x) @ weight.T + bias)`; the norm is over the last dimension of x.
 
-    An RMSNorm without weight scales rows, which commutes with the product: the Gluon kernels run the product on x as it
-    is and scale its rows. Fold the norm's weight into the linear's to get there. Otherwise rows are normalised on their
-    way into the product (plain tiles), or by a kernel of their own before it.
+    An RMSNorm without weight scales rows, which commutes with the GEMM: the Gluon kernels run the GEMM on x as it
+    is and scale its rows. Fold the norm's weight into the linear's to get there. Otherwise rows are normalized on their
+    way into the GEMM (plain tiles), or by a kernel of their own before it.
 
     Args:
         x, weight, bias, activation, config: as for `stof::linear`.
@@ -117,11 +81,13 @@ def norm_linear(
         ArgumentError: an unknown activation or norm, or text that is no configuration.
     """
     known(activation, norm)
-    call = run.product("norm_linear", x, weight, bias, None, activation, Norm.of(norm, norm_weight, norm_bias, eps))
-    chosen = run.choose(call, config) if can_normalise(x.shape[-1], x) else None
+    call = launch.gemm_call(
+        "norm_linear", x, weight, bias, None, activation, Norm.of(norm, norm_weight, norm_bias, eps)
+    )
+    chosen = launch.resolve_config(call, config) if can_normalise(x.shape[-1], x) else None
     if chosen is None:
-        return twins.norm_linear(x, norm_weight, norm_bias, weight, bias, norm, eps, activation)
-    return run.compute(call, chosen)
+        return reference.norm_linear(x, norm_weight, norm_bias, weight, bias, norm, eps, activation)
+    return launch.compute(call, chosen)
 
 
 @norm_linear.register_fake
@@ -156,9 +122,9 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     """
     known(activation)
     paired(weight)
-    call = run.product("gated_linear", x, weight, bias, None, activation)
-    chosen = run.choose(call, config)
-    return twins.gated_linear(x, weight, bias, activation) if chosen is None else run.compute(call, chosen)
+    call = launch.gemm_call("gated_linear", x, weight, bias, None, activation)
+    chosen = launch.resolve_config(call, config)
+    return reference.gated_linear(x, weight, bias, activation) if chosen is None else launch.compute(call, chosen)
 
 
 @gated_linear.register_fake
@@ -180,7 +146,7 @@ def linear_norm(
 ) -> tuple[Tensor, Tensor]:
     """`(h, norm(h))` with h = x @ weight.T + bias + residual.
 
-    The bias and the residual are part of the product; the norm reads h while it is in the L2.
+    The bias and the residual are part of the GEMM; the norm reads h while it is in the L2.
 
     Args:
         x, weight, bias, residual, config: as for `stof::linear`.
@@ -195,14 +161,14 @@ def linear_norm(
         ArgumentError: an unknown norm, or text that is no configuration.
     """
     known("none", norm)
-    call = run.product("linear_norm", x, weight, bias, residual, "none")
-    chosen = run.choose(call, config)
+    call = launch.gemm_call("linear_norm", x, weight, bias, residual, "none")
+    chosen = launch.resolve_config(call, config)
     if chosen is None:
-        return twins.linear_norm(x, weight, bias, residual, norm_weight, norm_bias, norm, eps)
+        return reference.linear_norm(x, weight, bias, residual, norm_weight, norm_bias, norm, eps)
     if can_normalise(call.shape.n, x):
-        return run.compute_normed(call, chosen, Norm.of(norm, norm_weight, norm_bias, eps))
-    h = run.compute(call, chosen)
-    return h, twins.normalised(h, norm_weight, norm_bias, norm, eps)
+        return launch.compute_normed(call, chosen, Norm.of(norm, norm_weight, norm_bias, eps))
+    h = launch.compute(call, chosen)
+    return h, reference.normalised(h, norm_weight, norm_bias, norm, eps)
 
 
 @linear_norm.register_fake

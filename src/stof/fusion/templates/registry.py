@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from stof.errors import ArgumentError
-from stof.fusion.operators import NORMS, Kind
-from stof.fusion.templates import chain, ops, row_scaled, scaled, twins
-from stof.fusion.templates.buckets import bucket_of, in_bucket
+from stof.fusion.graph.operators import NORMS, Kind
+from stof.fusion.templates import chain, ops, reference, row_scaled, scaled
 from stof.fusion.templates.candidates import configs
-from stof.fusion.templates.config import GemmConfig, GemmShape, default, unfit, unserved
+from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_problems, default, unsupported
+from stof.fusion.templates.row_buckets import bucket_of
 
-# What the break-even table of benchmarks/notes/fusion.md asks for at K = 1024.
-_ASSUMED_SHARE = 0.76
+# What the break-even table of docs/fusion.md asks for at K = 1024.
+_ASSUMED_FRACTION = 0.76
 # Query, key and value, 4096 tokens, H200: BERT's 27.2 us where cuBLAS takes 24.6; LLaMA-1B's as fast as cuBLAS's.
-_PLAIN_SHARE = 0.9
+_PLAIN_FRACTION = 0.9
 _NORM = frozenset(NORMS)
 _RMS_NORM = frozenset({Kind.RMS_NORM})
 _LINEAR = frozenset({Kind.LINEAR})
@@ -29,21 +29,21 @@ _GATE = frozenset({Kind.GATE})
 _ROTARY = frozenset({Kind.ROTARY})
 
 
-class Serving(StrEnum):
-    """What may compute claimed segments; each has all that those before it have."""
+class KernelPolicy(StrEnum):
+    """What may compute matched segments; each has all that those before it have."""
 
     DEFAULTS = "kernels that are the default for some shapes"
     KERNELS = "kernels that are there to be measured"
-    TWINS = "PyTorch twins where no kernel serves"
+    REFERENCE = "PyTorch references where no kernel serves"
 
 
-def no_kernel(device: torch.device, dtype: torch.dtype, serving: Serving) -> str:
-    """What has nothing to compute a product, such as "cpu" or "float64"; "" if there is something."""
-    if serving is Serving.TWINS:
+def no_kernel(device: torch.device, dtype: torch.dtype, policy: KernelPolicy) -> str:
+    """What has nothing to compute a GEMM, such as "cpu" or "float64"; "" if there is something."""
+    if policy is KernelPolicy.REFERENCE:
         return ""
     if device.type != "cuda":
         return device.type
-    return unserved(dtype, torch.cuda.get_device_capability(device), measured=serving is Serving.KERNELS)
+    return unsupported(dtype, torch.cuda.get_device_capability(device), measured=policy is KernelPolicy.KERNELS)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Problem:
+class GemmProblem:
     """What a template is asked to compute: sizes and options, and where."""
 
     shape: GemmShape
@@ -88,17 +88,17 @@ class Template:
     Attributes:
         name: the operator's name after `stof::`.
         slots: the sequences it covers.
-        twin: the same function in plain PyTorch.
-        passes: how often less than Inductor's code it goes over the tensors between the product and its neighbours; 2
+        reference: the same function in plain PyTorch.
+        passes: how often less than Inductor's code it goes over the tensors between the GEMM and its neighbours; 2
             is one write and one read.
-        share: the share of cuBLAS's speed its product is assumed to reach where nothing has been measured.
+        share: the share of cuBLAS's speed its GEMM is assumed to reach where nothing has been measured.
     """
 
     name: str
     slots: tuple[Slot, ...]
-    twin: Callable[..., Any]
-    passes: int
-    share: float = _ASSUMED_SHARE
+    reference: Callable[..., Any]
+    saved_passes: int
+    cublas_fraction: float = _ASSUMED_FRACTION
     by_rule: bool = True
 
     @property
@@ -116,36 +116,26 @@ class Template:
                 return False
         return at == len(kinds)
 
-    def configs(self, problem: Problem, serving: Serving) -> list[str]:
-        """Configurations worth measuring, the default ("") first; where that is the twin, only if twins may serve."""
-        twin = [""] if serving is Serving.TWINS else []
+    def configs(self, problem: GemmProblem, policy: KernelPolicy) -> list[str]:
+        """Return configurations worth measuring, the default ("") first if it has a kernel or references may serve."""
+        default = [""] if policy is KernelPolicy.REFERENCE else []
         if problem.device.type != "cuda":
-            return twin
+            return default
         device = torch.cuda.get_device_properties(problem.device)
         capability = (device.major, device.minor)
-        usual = self._usual(problem)
+        usual = self._default_config(problem)
         others = [str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual]
-        return [*(twin if usual is None else [""]), *others]
+        return [*(default if usual is None else [""]), *others]
 
-    def sums_squares(self, problem: Problem, config: str) -> bool:
-        """Whether `stof::linear_squares` may take this template's place, and leaves the sums without another pass."""
-        if self.name != "linear":
-            return False
-        if problem.device.type != "cuda":
-            return True  # the twin computes them
-        own = in_bucket(config, problem.shape.m)
-        runs = GemmConfig.parse(own) if own else self._usual(problem)
-        return runs is not None and runs.sums_squares
-
-    def _usual(self, problem: Problem) -> GemmConfig | None:
-        """The default of the bucket's largest product."""
+    def _default_config(self, problem: GemmProblem) -> GemmConfig | None:
+        """The default of the bucket's largest GEMM."""
         device = torch.cuda.get_device_properties(problem.device)
         bucket = replace(problem.shape, m=bucket_of(problem.shape.m))
         return default(bucket, problem.dtype, (device.major, device.minor), device.multi_processor_count)
 
-    def refusal(self, problem: Problem, config: str, serving: Serving) -> str:
+    def refusal(self, problem: GemmProblem, config: str, policy: KernelPolicy) -> str:
         """Why a configuration cannot run a problem, in words; "" where it can, whether worth measuring or not."""
-        if config in self.configs(problem, serving):
+        if config in self.configs(problem, policy):
             return ""
         if problem.device.type != "cuda":
             return f"no kernel runs on {problem.device.type}"
@@ -156,7 +146,7 @@ class Template:
         except ArgumentError as error:
             return str(error)
         capability = torch.cuda.get_device_capability(problem.device)
-        return "; ".join(unfit(given, problem.shape, problem.dtype, capability))
+        return "; ".join(config_problems(given, problem.shape, problem.dtype, capability))
 
 
 _OPERATORS = {
@@ -172,61 +162,67 @@ _OPERATORS = {
 }
 
 TEMPLATES: tuple[Template, ...] = (
-    # By rule only where a product takes as long as its weight is copied, whatever share of cuBLAS's speed that is.
+    # By rule only where a GEMM takes as long as its weight is copied, whatever share of cuBLAS's speed that is.
     Template(
         "scaled_linear",
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
-        twins.scaled_linear,
-        passes=2,
+        reference.scaled_linear,
+        saved_passes=2,
     ),
     Template(
         "linear",
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
-        twins.linear,
-        passes=2,
-        share=0.92,  # BERT's up-projection with GELU, 4096 tokens, H200: 35.4 us, cuBLAS without 32.8
+        reference.linear,
+        saved_passes=2,
+        # BERT's up-projection with GELU, 4096 tokens, H200: 35.4 us; cuBLAS's GEMM alone takes 32.8.
+        cublas_fraction=0.92,
     ),
-    # Inductor computes the row factors together with what x is made by; what is saved is writing the normalised rows.
+    # Inductor computes the row factors together with what x is made by; what is saved is writing the normalized rows.
     Template(
         "rms_linear",
         (Slot(_RMS_NORM), Slot(_LINEAR), Slot(_ACTIVATION, optional=True)),
-        twins.rms_linear,
-        passes=1,
-        share=_PLAIN_SHARE,
+        reference.rms_linear,
+        saved_passes=1,
+        cublas_fraction=_PLAIN_FRACTION,
     ),
     Template(
-        "rms_gated_linear", (Slot(_RMS_NORM), Slot(_LINEAR), Slot(_GATE)), twins.rms_gated_linear, passes=2, share=1.0
+        "rms_gated_linear",
+        (Slot(_RMS_NORM), Slot(_LINEAR), Slot(_GATE)),
+        reference.rms_gated_linear,
+        saved_passes=2,
+        cublas_fraction=1.0,
     ),
     Template(
         "rotary_linear",
         (Slot(_RMS_NORM, optional=True), Slot(_LINEAR), Slot(_ROTARY), Slot(_ROTARY, optional=True)),
-        twins.rotary_linear,
-        passes=2,
-        share=_PLAIN_SHARE,
+        reference.rotary_linear,
+        saved_passes=2,
+        cublas_fraction=_PLAIN_FRACTION,
     ),
-    # The norm's statistics are a pass of their own; what is saved is writing the normalised rows.
+    # The norm's statistics are a pass of their own; what is saved is writing the normalized rows.
     Template(
         "norm_linear",
         (Slot(_NORM), Slot(_LINEAR), Slot(_ACTIVATION, optional=True)),
-        twins.norm_linear,
-        passes=1,
+        reference.norm_linear,
+        saved_passes=1,
     ),
     # LLaMA-1B's, 4096 tokens, H200: 379 us, cuBLAS without the gate 399.
-    Template("gated_linear", (Slot(_LINEAR), Slot(_GATE)), twins.gated_linear, passes=2, share=1.0),
-    # The norm reads the sum again; what is saved is writing the product.
+    Template("gated_linear", (Slot(_LINEAR), Slot(_GATE)), reference.gated_linear, saved_passes=2, cublas_fraction=1.0),
+    # The norm reads the sum again; what is saved is writing the GEMM.
     Template(
         "linear_norm",
         (Slot(_LINEAR), Slot(_RESIDUAL, optional=True), Slot(_NORM)),
-        twins.linear_norm,
-        passes=1,
-        share=0.69,  # BERT's down-projection, residual and LayerNorm, 4096 tokens, H200: 41.1 us, cuBLAS without 28.3
+        reference.linear_norm,
+        saved_passes=1,
+        # BERT's down-projection, residual and LayerNorm, 4096 tokens, H200: 41.1 us; cuBLAS's GEMM alone takes 28.3.
+        cublas_fraction=0.69,
     ),
     # What it saves is a kernel's start: what lies between is small beside the rows and the result.
     Template(
         "chain_linear",
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_LINEAR), Slot(_RESIDUAL, optional=True)),
-        twins.chain_linear,
-        passes=2,
+        reference.chain_linear,
+        saved_passes=2,
         by_rule=False,
     ),
 )

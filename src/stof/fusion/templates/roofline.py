@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stof.fusion.templates.config import GemmConfig, GemmShape
+from stof.fusion.templates.gemm_config import GemmConfig, GemmShape
 
 # Operations on 16-bit values that a multiprocessor's tensor cores do in a cycle, by compute capability; others are
 # taken for the fastest.
@@ -21,13 +21,13 @@ _MOST_CYCLES = 3000
 def floor_us(
     config: GemmConfig, shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], processors: int
 ) -> float:
-    """Microseconds that a product's tiles take at the least, on the multiprocessor that has most of them.
+    """Microseconds that a GEMM's tiles take at the least, on the multiprocessor that has most of them.
 
     A tile multiplies at the tensor cores' rate, and reads its rows and columns from the L2 meanwhile; whichever takes
-    longer bounds it. Epilogues, launches and latencies come on top. 0 for cuBLAS, whose tiles are its own, and for
-    chains, which have two kinds.
+    longer bounds it. Epilogues, launches and latencies come on top. 0 for chains,
+    whose two GEMMs have tiles of their own.
     """
-    if config.kind == "cublas" or shape.inner:
+    if shape.inner:
         return 0.0
     width = config.block_n // 2 if shape.gated else config.block_n
     programs = -(-shape.m // config.block_m) * -(-shape.n // width) * config.split

@@ -1,4 +1,4 @@
-"""Operators whose rows are scaled on their way out: products after an RMSNorm that is folded into their weight."""
+"""Operators whose rows are scaled on their way out: GEMMs after an RMSNorm that is folded into their weight."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError
-from stof.fusion.templates import run, twins
-from stof.fusion.templates.config import HALVES
-from stof.fusion.templates.folding import folded
+from stof.fusion.templates import launch, reference
+from stof.fusion.templates.folded_weights import folded
+from stof.fusion.templates.gemm_config import HALVES
 from stof.fusion.templates.norms import Norm
 from stof.fusion.templates.ops import known, paired
 
@@ -18,16 +18,14 @@ from stof.fusion.templates.ops import known, paired
 @torch.library.custom_op("stof::rms_linear", mutates_args=())
 def rms_linear(
     x: Tensor,
-    rstd: Tensor | None,
+    rstd: Tensor,
     norm_weight: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
     config: str,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
 ) -> Tensor:
-    """`act((rstd * x * norm_weight) @ weight.T + bias)`: an RMSNorm whose row factors are given, and a product.
+    """`act((rstd * x * norm_weight) @ weight.T + bias)`: an RMSNorm whose row factors are given, and a GEMM.
 
     The kernels compute `rstd * (x @ (weight * norm_weight).T)`: rows are scaled in float32 on their way out, and the
     weight with the norm's folded in is kept from the first call on (`folding.folded`). Source: Zhang & Sennrich 2019,
@@ -35,71 +33,61 @@ def rms_linear(
 
     Args:
         x, weight, bias, activation, config: as for `stof::linear`.
-        rstd: `[...]`, float32 (float64 for float64 x), `1 / sqrt(mean(x^2) + eps)` of every row; None with squares.
+        rstd: `[...]`, float32 (float64 for float64 x), `1 / sqrt(mean(x^2) + eps)` of every row.
         norm_weight: None or `[K]`.
-        squares: sums of squares of parts of every row of x, `[parts, ...]` of the same dtype, as
-            `stof::linear_squares` leaves them, to compute the factors from; None with rstd.
-        eps: added to the mean of the squares.
 
     Returns:
         `[..., N]` in x's dtype.
 
     Raises:
-        ArgumentError: an unknown activation, text that is no configuration, or not one of rstd and squares.
+        ArgumentError: an unknown activation, or text that is no configuration.
     """
     known(activation)
-    _given(rstd, squares)
-    call = _row_scaled("rms_linear", x, rstd, squares, eps, norm_weight, weight, bias, activation)
+    call = _row_scaled("rms_linear", x, rstd, norm_weight, weight, bias, activation)
     out = _served(call, config)
     if out is not None:
         return out
-    return twins.rms_linear(x, rstd, norm_weight, weight, bias, activation, squares, eps)
+    return reference.rms_linear(x, rstd, norm_weight, weight, bias, activation)
 
 
 @rms_linear.register_fake
-def _rms_linear_fake(x: Tensor, rstd: Tensor | None, norm_weight: Tensor | None, weight: Tensor, *rest: Any) -> Tensor:
+def _rms_linear_fake(x: Tensor, rstd: Tensor, norm_weight: Tensor | None, weight: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.custom_op("stof::rms_gated_linear", mutates_args=())
 def rms_gated_linear(
     x: Tensor,
-    rstd: Tensor | None,
+    rstd: Tensor,
     norm_weight: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
     config: str,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
 ) -> Tensor:
     """`act(n @ gate.T) * (n @ up.T)` with n = rstd * x * norm_weight.
 
     Args:
-        x, rstd, norm_weight, activation, config, squares, eps: as for `stof::rms_linear`.
+        x, rstd, norm_weight, activation, config: as for `stof::rms_linear`.
         weight, bias: as for `stof::gated_linear`.
 
     Returns:
         `[..., N]` in x's dtype.
 
     Raises:
-        ArgumentError: an unknown activation, text that is no configuration, a weight with an odd number of rows, or not
-            one of rstd and squares.
+        ArgumentError: an unknown activation, text that is no configuration, or a weight with an odd number of rows.
     """
     known(activation)
     paired(weight)
-    _given(rstd, squares)
-    call = _row_scaled("rms_gated_linear", x, rstd, squares, eps, norm_weight, weight, bias, activation)
+    call = _row_scaled("rms_gated_linear", x, rstd, norm_weight, weight, bias, activation)
     out = _served(call, config)
     if out is not None:
         return out
-    return twins.rms_gated_linear(x, rstd, norm_weight, weight, bias, activation, squares, eps)
+    return reference.rms_gated_linear(x, rstd, norm_weight, weight, bias, activation)
 
 
 @rms_gated_linear.register_fake
-def _rms_gated_linear_fake(
-    x: Tensor, rstd: Tensor | None, norm_weight: Tensor | None, weight: Tensor, *rest: Any
-) -> Tensor:
+def _rms_gated_linear_fake(x: Tensor, rstd: Tensor, norm_weight: Tensor | None, weight: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
 
 
@@ -115,8 +103,6 @@ def rotary_linear(
     turned: int,
     head_dim: int,
     config: str,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
 ) -> Tensor:
     """`(rstd * x * norm_weight) @ weight.T + bias`, then a rotary embedding of the heads in its first `turned` columns.
 
@@ -125,7 +111,7 @@ def rotary_linear(
 
     Args:
         x, norm_weight, weight, bias, config: as for `stof::rms_linear`.
-        rstd, squares, eps: as there, or neither of the tensors for no norm.
+        rstd: as there, or None for no norm.
         cos, sin: `[..., head_dim]` of x's dtype; row r of x (leading dimensions flattened) takes their row r modulo the
             number of rows they have.
         turned: a multiple of head_dim.
@@ -139,11 +125,11 @@ def rotary_linear(
     if turned % head_dim or head_dim % 2 or turned > weight.shape[0]:
         raise ArgumentError(f"{turned} columns of {weight.shape[0]} cannot be heads of {head_dim} that are rotated")
     tables = [table.reshape(-1, head_dim).contiguous() for table in (cos, sin)]
-    rotary = run.Rotary(tables[0], tables[1], turned, head_dim)
-    call = _row_scaled("rotary_linear", x, rstd, squares, eps, norm_weight, weight, bias, "none", rotary)
+    rotary = launch.Rotary(tables[0], tables[1], turned, head_dim)
+    call = _row_scaled("rotary_linear", x, rstd, norm_weight, weight, bias, "none", rotary)
     out = _served(call, config)
     if out is None:
-        return twins.rotary_linear(x, rstd, norm_weight, weight, bias, cos, sin, turned, head_dim, squares, eps)
+        return reference.rotary_linear(x, rstd, norm_weight, weight, bias, cos, sin, turned, head_dim)
     return out
 
 
@@ -158,15 +144,13 @@ def _row_scaled(
     template: str,
     x: Tensor,
     rstd: Tensor | None,
-    squares: Tensor | None,
-    eps: float,
     norm_weight: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
-    rotary: run.Rotary | None = None,
-) -> run.Product | None:
-    """A product with folded weights and scaled rows; None where there is no kernel for it, or folding is not exact."""
+    rotary: launch.Rotary | None = None,
+) -> launch.GemmCall | None:
+    """A GEMM with folded weights and scaled rows; None where there is no kernel for it, or folding is not exact."""
     if x.device.type != "cuda" or x.dtype not in HALVES or any(
         t is not None and (t.device, t.dtype) != (x.device, x.dtype) for t in (norm_weight, weight, bias)
     ):  # fmt: skip
@@ -174,17 +158,11 @@ def _row_scaled(
     whole = weight if norm_weight is None else folded(weight, norm_weight)
     if whole is None:
         return None
-    scale, parts = (rstd, 0) if squares is None else (squares, squares.shape[0])
-    norm = None if scale is None else Norm("rms", None, None, eps)
-    return run.product(template, x, whole, bias, None, activation, norm, scale, rotary, parts=parts)
+    norm = None if rstd is None else Norm("rms", None, None, 0.0)
+    return launch.gemm_call(template, x, whole, bias, None, activation, norm, rstd, rotary)
 
 
-def _served(call: run.Product | None, config: str) -> Tensor | None:
-    """The product by a kernel; None where there is none for it."""
-    chosen = None if call is None else run.choose(call, config)
-    return None if call is None or chosen is None else run.compute(call, chosen)
-
-
-def _given(rstd: Tensor | None, squares: Tensor | None) -> None:
-    if (rstd is None) == (squares is None):
-        raise ArgumentError("an RMSNorm's rows come with rstd or with squares: give one of them")
+def _served(call: launch.GemmCall | None, config: str) -> Tensor | None:
+    """The GEMM by a kernel; None where there is none for it."""
+    chosen = None if call is None else launch.resolve_config(call, config)
+    return None if call is None or chosen is None else launch.compute(call, chosen)

@@ -1,6 +1,6 @@
 """The operator for weights of 8-bit values with a factor for each column of the result: weight-only quantising.
 
-A product of few rows takes as long as its weight is copied. The kernel reads the 8-bit values and widens them in
+A GEMM of few rows takes as long as its weight is copied. The kernel reads the 8-bit values and widens them in
 registers; plain graphs write the widened weight to memory first and read it again.
 """
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError
-from stof.fusion.templates import run, twins
-from stof.fusion.templates.config import ACTIVATIONS, STORED
+from stof.fusion.templates import launch, reference
+from stof.fusion.templates.gemm_config import ACTIVATIONS, STORED
 
 
 @torch.library.custom_op("stof::scaled_linear", mutates_args=())
@@ -44,11 +44,11 @@ def scaled_linear(
         raise ArgumentError(f"a scaled weight is {' or '.join(map(str, STORED))}, got {weight.dtype}")
     if tuple(scale.shape) not in ((weight.shape[0],), (weight.shape[0], 1)):
         raise ArgumentError(f"a weight {tuple(weight.shape)} has {weight.shape[0]} factors, got {tuple(scale.shape)}")
-    call = run.product("scaled_linear", x, weight, bias, residual, activation, scale=scale)
-    chosen = run.choose(call, config)
+    call = launch.gemm_call("scaled_linear", x, weight, bias, residual, activation, scale=scale)
+    chosen = launch.resolve_config(call, config)
     if chosen is None:
-        return twins.scaled_linear(x, weight, scale, bias, residual, activation)
-    return run.compute(call, chosen)
+        return reference.scaled_linear(x, weight, scale, bias, residual, activation)
+    return launch.compute(call, chosen)
 
 
 @scaled_linear.register_fake

@@ -10,7 +10,7 @@ from typing import Any, no_type_check
 
 from torch import Tensor
 
-from stof.fusion.templates.config import GemmConfig
+from stof.fusion.templates.gemm_config import GemmConfig
 
 
 def launch(

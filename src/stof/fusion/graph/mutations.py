@@ -1,0 +1,86 @@
+"""Which nodes of a Dynamo graph write to tensors, and where in the graph they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from stof.fusion.graph.nodes import fake_value, is_view, op_name
+
+# Operators of a library: only their schemas say which argument they write to.
+_LIBRARY = torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
+
+
+class GraphOrder:
+    """Positions of the nodes of an unchanging graph, and of the nodes that write."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.place = {node: place for place, node in enumerate(graph.nodes)}
+        self.writes = [place for node, place in self.place.items() if mutates_floats(node)]
+        self.all_writes = [place for node, place in self.place.items() if mutates(node)]
+
+    def writes_between(self, first: int, last: int, *, floats: bool = True) -> bool:
+        """Whether a node between two positions writes to a tensor; with `floats`, to a floating-point tensor."""
+        return any(first <= place <= last for place in (self.writes if floats else self.all_writes))
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether a node may write to a tensor; unknown functions count as writes."""
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads() if "out" not in name]
+        return node.kwargs.get("out") is not None or any(one._schema.is_mutable for one in overloads)
+    name = op_name(node)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return name not in _PURE_HIGHER_ORDER
+    if node.kwargs.get("out") is not None or not name:
+        return True
+    return name in _PYTHON_WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+_PURE_HIGHER_ORDER = {"flex_attention"}
+_PYTHON_WRITES = {
+    "setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
+    "ilshift", "irshift",
+}  # fmt: skip
+
+
+def mutates_floats(node: fx.Node) -> bool:
+    """Whether a node may write to a floating-point tensor; segments hold no others."""
+    if not mutates(node):
+        return False
+    changed = fake_value(_changed(node))
+    return changed is None or changed.is_floating_point()
+
+
+def _changed(node: fx.Node) -> fx.Node | None:
+    """Return the node that a writing node changes, its first tensor argument; None if that is not certain."""
+    if not op_name(node) or isinstance(node.target, _LIBRARY) or node.kwargs.get("out") is not None:
+        return None
+    return node.all_input_nodes[0] if node.all_input_nodes else None
+
+
+def may_mutate_inputs(graph: fx.Graph) -> bool:
+    """Whether a graph may write to its inputs, so that a second run may differ from the first."""
+    for node in graph.nodes:
+        if not mutates(node):
+            continue
+        target = _changed(node)
+        while target is not None and (is_view(target) or mutates(target)) and target.all_input_nodes:
+            target = target.all_input_nodes[0]
+        if target is None or op_name(target) not in _ALLOCATING:
+            return True
+    return False
+
+
+_ALLOCATING = {
+    "add", "sub", "mul", "truediv", "linear", "matmul", "embedding", "where", "cat", "clone", "arange", "zeros", "ones",
+    "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full",
+    "new_empty",
+}  # fmt: skip

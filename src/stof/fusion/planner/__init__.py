@@ -1,0 +1,1 @@
+"""Which templates compute which segments: matches, heuristics, search and lock files."""

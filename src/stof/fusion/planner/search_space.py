@@ -1,0 +1,198 @@
+"""The space of candidates that a search for a scheme explores, its budget, and a cache of measurements.
+
+What a scheme costs is what templates change: the sum over its segments of the best measured time of a template less the
+time of Inductor's code for the same segment. Segments that no template covers change nothing, for Inductor compiles
+them together whatever the scheme says.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.planner.progress import Progress
+from stof.fusion.records.store import Candidate
+
+# Candidates of the segment from one place to another.
+Wanted = tuple[int, int, Sequence[Candidate | None]]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched.
+
+    Attributes:
+        intensive: for each operator whether it is compute-intensive.
+        classes: for each operator a value that is equal for places that are decided together (alike layers).
+        key: equal for segments `start, stop` that cost the same.
+        candidates: the templates' configurations for a segment, defaults first; empty when no template covers it.
+        measure: microseconds of a segment with each of some candidates, `math.inf` for one that does not run, nan for
+            one whose time could not be told.
+        longest: operators in the longest segment that any template covers.
+        prepare: told which candidates of which segments will be measured soon, so that they can be compiled meanwhile.
+        floor: microseconds that a candidate takes at the least; 0 where nothing is known.
+        label: a segment in words.
+        kind: equal for candidates that are much alike.
+    """
+
+    intensive: Sequence[bool]
+    classes: Sequence[Hashable]
+    key: Callable[[int, int], Hashable]
+    candidates: Callable[[int, int], Sequence[Candidate]]
+    measure: Callable[[int, int, Sequence[Candidate | None]], Sequence[float]]
+    longest: int
+    prepare: Callable[[Sequence[Wanted]], object] = lambda wanted: None
+    floor: Callable[[int, int, Candidate], float] = lambda start, stop, candidate: 0.0
+    label: Callable[[int, int], str] = lambda start, stop: f"operators {start}..{stop - 1}"
+    kind: Callable[[Candidate], Hashable] = lambda candidate: candidate[0]
+
+    @property
+    def size(self) -> int:
+        return len(self.intensive)
+
+
+@dataclass
+class Budget:
+    """What a search may spend; the clock is injected."""
+
+    seconds: float = math.inf
+    measurements: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+    start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.clock()
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.seconds - (self.clock() - self.start)
+
+
+class MeasurementCache:
+    """Measure each (segment, candidate) at most once, and count measurements until the budget is exhausted.
+
+    `known` returns earlier measurements of a key, such as another process's. `searched` holds the keys whose
+    configurations stage 2 has sampled to its end, in this process or before. `noisy` holds candidates whose time was
+    disturbed by other work: they are neither chosen nor measured again, and not recorded as failures.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        budget: Budget | None = None,
+        progress: Callable[[Progress], object] | None = None,
+        known: Callable[[Hashable], Mapping[Candidate | None, float]] = lambda key: {},
+        searched: Iterable[Hashable] = (),
+    ) -> None:
+        self.space, self.budget, self.progress, self.known = space, budget or Budget(), progress, known
+        self.searched = set(searched)
+        self.times: dict[Hashable, dict[Candidate | None, float]] = {}
+        self.noisy: set[tuple[Hashable, Candidate | None]] = set()
+        self.measurements = 0
+
+    @property
+    def exhausted(self) -> bool:
+        return self.measurements >= self.budget.measurements or self.budget.left <= 0
+
+    def measured(self, start: int, stop: int) -> dict[Candidate | None, float]:
+        """Return all times of a segment so far."""
+        return self._times_of(self.space.key(start, stop))
+
+    def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> None:
+        """Measure the candidates that have no time yet, together, as far as the budget allows."""
+        before = self.measurements
+        known = self.measure_missing(
+            self.space.key(start, stop), candidates, lambda new: self.space.measure(start, stop, new)
+        )
+        if self.measurements > before and self.progress is not None and None in known:
+            best, best_us = self.best(start, stop)
+            left, name = self.budget.left, self.space.label(start, stop)
+            self.progress(Progress(start, stop, name, len(known) - 1, best, best_us, known[None], left))
+
+    def untried(self, start: int, stop: int) -> list[Candidate]:
+        """Return candidates without a time whose lower bound is below the best time so far."""
+        known = self.measured(start, stop)
+        least = min(known.values(), default=math.inf)
+        left = [c for c in self.space.candidates(start, stop) if c not in known]
+        return [c for c in left if self.space.floor(start, stop, c) < least]
+
+    def prepare(self, wanted: Iterable[Wanted]) -> None:
+        """Announce candidates without a time that will be measured soon, so that they can be compiled."""
+        new = [(start, stop, [c for c in some if c not in self.measured(start, stop)]) for start, stop, some in wanted]
+        if not self.exhausted and any(some for _, _, some in new):
+            self.space.prepare([one for one in new if one[2]])
+
+    def measure_missing(
+        self,
+        key: Hashable,
+        candidates: Sequence[Candidate | None],
+        measure: Callable[[Sequence[Candidate | None]], Sequence[float]],
+    ) -> dict[Candidate | None, float]:
+        """Measure the candidates of a key that have no time, as the budget allows; return all times of the key."""
+        known = self._times_of(key)
+        new = [candidate for candidate in candidates if candidate not in known]
+        room = self.budget.measurements - self.measurements
+        new = new[: int(min(room, len(new)))]
+        if new and not self.exhausted:
+            for candidate, taken in zip(new, measure(new), strict=True):
+                known[candidate] = math.inf if math.isnan(taken) else taken
+                self.noisy |= {(key, candidate)} if math.isnan(taken) else set()
+            self.measurements += len(new)
+        return known
+
+    def certain(self) -> dict[Hashable, dict[Candidate | None, float]]:
+        """Return all times by key, without noisy ones."""
+        return {
+            key: {candidate: taken for candidate, taken in times.items() if (key, candidate) not in self.noisy}
+            for key, times in self.times.items()
+        }
+
+    def _times_of(self, key: Hashable) -> dict[Candidate | None, float]:
+        if key not in self.times:
+            self.times[key] = dict(self.known(key))
+        return self.times[key]
+
+    def best(self, start: int, stop: int) -> tuple[Candidate | None, float]:
+        """The fastest candidate measured, None (Inductor) when that is as fast."""
+        known = self.measured(start, stop)
+        inductor = known.get(None, math.inf)
+        fastest = min(known, key=lambda candidate: (known[candidate], candidate is not None), default=None)
+        return (fastest, known[fastest]) if known and inductor < math.inf else (None, inductor)
+
+    def gain(self, start: int, stop: int, tuned_fraction: float = 1.0) -> float:
+        """Microseconds that a template saves in a segment, 0 when none covers it or is faster.
+
+        Measure the first template's default if nothing has been measured. While no other configuration was tried, that
+        time counts times `tuned_fraction`: what tuning is expected to bring it down to.
+        """
+        candidates = self.space.candidates(start, stop)
+        if not candidates:
+            return 0.0
+        self.measure(start, stop, (None, candidates[0]))
+        return self.known_gain(start, stop, tuned_fraction)
+
+    def known_gain(self, start: int, stop: int, tuned_fraction: float = 1.0) -> float:
+        """Return `gain` from the times so far, without measuring."""
+        if not self.space.candidates(start, stop):
+            return 0.0
+        known = self.measured(start, stop)
+        tried = [taken for candidate, taken in known.items() if candidate is not None]
+        if known.get(None, math.inf) == math.inf or not tried:
+            return 0.0
+        best = min(tried) * (tuned_fraction if len(tried) == 1 and len(self.space.candidates(start, stop)) > 1 else 1.0)
+        return max(0.0, known[None] - best)
+
+    def total(self, scheme: Scheme, tuned_fraction: float = 1.0) -> float:
+        """Microseconds that a scheme saves; -inf when it is no scheme."""
+        if scheme.problems(self.space.intensive):
+            return -math.inf
+        return sum(self.gain(segment.start, segment.stop, tuned_fraction) for segment in scheme.segments)
+
+    def chosen(self, scheme: Scheme) -> dict[int, Candidate]:
+        """The candidates that are faster than Inductor's code, by the first operator of their segments."""
+        found = {segment.start: self.best(segment.start, segment.stop)[0] for segment in scheme.segments}
+        return {start: best for start, best in found.items() if best is not None}

@@ -1,0 +1,228 @@
+"""The two-stage search for a scheme and its parameters.
+
+Stage 1 walks boundaries with the paper's rules (expand, seize, compete), each move measured and taken back if slower.
+Stage 2 samples configurations of the segments that templates compute, first the same number each, then more where more
+was gained. After "Accelerating Sparse Transformer Inference on GPU" (arXiv 2506.06095), section on the search engine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.planner.search_space import MeasurementCache, Space
+from stof.fusion.records.store import Candidate
+
+# What tuning is hoped to leave of a default configuration's time: stage 1 keeps segments whose template loses by less.
+TUNED_FRACTION = 0.8
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A search's result: the scheme, what computes its segments, microseconds saved, measurements taken."""
+
+    scheme: Scheme
+    chosen: dict[int, Candidate]
+    saved_us: float
+    measurements: int
+
+
+def two_stage(
+    space: Space, meter: MeasurementCache, initial: Scheme, *, per_segment: int = 4, seed: int = 0
+) -> SearchResult:
+    """Stage 1 from `initial`, then stage 2 on what it found.
+
+    After each stage the segments measured so far are put together in the best way, which costs no measurement: moves of
+    single boundaries cannot cross a valley, and configurations found late may reverse a choice made early.
+    """
+    meter.prepare((start, stop, space.candidates(start, stop)[:1]) for start, stop in _covered(space))
+    stage_one(space, meter, initial, tuned_fraction=TUNED_FRACTION)
+    stage_two(space, meter, best_known_scheme(meter, tuned_fraction=TUNED_FRACTION), per_segment=per_segment, seed=seed)
+    return search_result(meter, best_known_scheme(meter))
+
+
+def _covered(space: Space) -> Iterator[tuple[int, int]]:
+    """One segment of each key that a template covers."""
+    seen: set[Hashable] = set()
+    for stop in range(1, space.size + 1):
+        for start in range(max(0, stop - space.longest), stop):
+            if space.candidates(start, stop) and space.key(start, stop) not in seen:
+                seen.add(space.key(start, stop))
+                yield start, stop
+
+
+def best_known_scheme(meter: MeasurementCache, tuned_fraction: float = 1.0) -> Scheme:
+    """The scheme that saves most with the segments measured so far; nothing is measured.
+
+    Savings add up, so the best scheme of the first n operators is some segment after a best scheme of the rest.
+    """
+    space = meter.space
+    saved, cut = [0.0], [0]
+    for stop in range(1, space.size + 1):
+        # Of equally good ones the shortest: nothing is fused without a gain.
+        starts = range(max(0, stop - space.longest), stop)
+        total, start = max((saved[start] + meter.known_gain(start, stop, tuned_fraction), start) for start in starts)
+        saved.append(total)
+        cut.append(start)
+    edges, at = [], space.size
+    while at > 0:
+        at = cut[at]
+        edges.append(at)
+    return Scheme.of(space.size, edges)
+
+
+def search_result(meter: MeasurementCache, scheme: Scheme) -> SearchResult:
+    """A scheme with the best of what has been measured so far."""
+    saved = sum(meter.known_gain(segment.start, segment.stop) for segment in scheme.segments)
+    return SearchResult(scheme, meter.chosen(scheme), saved, meter.measurements)
+
+
+def stage_one(space: Space, meter: MeasurementCache, initial: Scheme, *, tuned_fraction: float = 1.0) -> Scheme:
+    """Improve a scheme by moves of its boundaries until none helps or the budget is spent.
+
+    A move concerns all alike places at once, so that equal layers stay equal. See `MeasurementCache.gain` for
+    `tuned_fraction`.
+    """
+    starts = {space.classes[start] for start in initial.starts}
+    best = scheme_of(space, starts)
+    saved = meter.total(best, tuned_fraction)
+    tried = {frozenset(starts)}
+    improved = True
+    while improved and not meter.exhausted:
+        improved = False
+        for rule in (_expand, _seize, _compete):
+            for move in rule(space, best, starts):
+                if frozenset(move) in tried:  # the same boundary of another layer, or a move taken back before
+                    continue
+                tried.add(frozenset(move))
+                scheme = scheme_of(space, move)
+                total = meter.total(scheme, tuned_fraction)
+                if total > saved:
+                    best, saved, starts, improved = scheme, total, move, True
+                    break  # moves of the old scheme are not moves of the new one
+                if meter.exhausted:
+                    return best
+    return best
+
+
+def scheme_of(space: Space, starts: set[Hashable]) -> Scheme:
+    """The scheme with boundaries at all places of these classes."""
+    return Scheme.of(space.size, (place for place in range(1, space.size) if space.classes[place] in starts))
+
+
+def _expand(space: Space, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+    """Merge two or three neighbouring segments."""
+    for count in (1, 2):
+        for i in range(len(scheme.starts) - count + 1):
+            yield starts - {space.classes[place] for place in scheme.starts[i : i + count]}
+
+
+def _shifts(
+    space: Space, scheme: Scheme, starts: set[Hashable], allowed: Callable[[range, range], bool]
+) -> Iterator[set[Hashable]]:
+    """Give the operators at a boundary to the other segment; `allowed(taker, giver)` says between which."""
+    for left, right in zip(scheme.segments, scheme.segments[1:], strict=False):
+        for taker, giver, step in ((left, right, 1), (right, left, -1)):
+            if not allowed(taker, giver):
+                continue
+            for count in range(1, len(giver) + 1):
+                place = right.start + step * count
+                moved = starts - {space.classes[right.start]}
+                # The giver's last operator taken, the boundary is gone.
+                yield moved | ({space.classes[place]} if left.start < place < right.stop else set())
+
+
+def _heavy(space: Space, segment: range) -> int:
+    return sum(space.intensive[i] for i in segment)
+
+
+def _seize(space: Space, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+    """A segment with a compute-intensive operator takes from one without."""
+    return _shifts(space, scheme, starts, lambda taker, giver: _heavy(space, taker) > 0 and _heavy(space, giver) == 0)
+
+
+def _compete(space: Space, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+    """Two segments with compute-intensive operators contest those between; the one with a single such operator wins."""
+    return _shifts(space, scheme, starts, lambda taker, giver: _heavy(space, taker) == 1 and _heavy(space, giver) >= 1)
+
+
+def stage_two(
+    space: Space, meter: MeasurementCache, scheme: Scheme, *, per_segment: int = 4, seed: int = 0, patience: int = 2
+) -> None:
+    """Sample configurations of the scheme's segments into the meter.
+
+    A round draws `per_segment` times the number of segments, the first round evenly, later ones in proportion to what
+    each segment gained in the round before (times how often it occurs). One of each kind is drawn before the second of
+    any, and what is fastest in one segment so far before all else in the others: GEMMs of a model are alike. Ends
+    when nothing is left, when the budget is spent, or after `patience` rounds without a gain. Segments in
+    `meter.searched` are left as they are; those that were sampled to the end join them.
+    """
+    chance = random.Random(seed)
+    groups: dict[Hashable, range] = {}
+    often: dict[Hashable, int] = {}
+    for segment in scheme.segments:
+        key = space.key(segment.start, segment.stop)
+        if space.candidates(segment.start, segment.stop) and key not in meter.searched:
+            groups.setdefault(key, segment)
+            often[key] = often.get(key, 0) + 1
+    # Drawn without replacement, in an order that is settled now, so that what comes next can be compiled early.
+    queues = {key: _shuffled(space.candidates(s.start, s.stop), space.kind, chance) for key, s in groups.items()}
+    reward = dict.fromkeys(groups, 1.0)
+    sampled, idle = set(groups), 0
+    while groups and idle < patience and not meter.exhausted:
+        before = {key: meter.gain(s.start, s.stop) for key, s in groups.items()}
+        fast = _fastest(meter, groups.values())
+        left = {key: _in_order(queues[key], meter.untried(s.start, s.stop), fast) for key, s in groups.items()}
+        shares = _shares(reward, per_segment * len(groups))
+        meter.prepare((s.start, s.stop, left[key][: shares[key]]) for key, s in groups.items())
+        meter.prepare((s.start, s.stop, left[key][shares[key] :][:per_segment]) for key, s in groups.items())
+        for key, count in shares.items():
+            segment = groups[key]
+            meter.measure(segment.start, segment.stop, left[key][:count])
+            if not meter.untried(segment.start, segment.stop):
+                del groups[key]
+        reward = {k: often[k] * (meter.gain(s.start, s.stop) - before[k]) for k, s in groups.items()}
+        gained = any(meter.gain(s.start, s.stop) > before[k] for k, s in groups.items())
+        idle = 0 if gained else idle + 1
+    if not meter.exhausted:
+        meter.searched |= sampled - {key for key, _ in meter.noisy}
+
+
+def _shuffled(
+    candidates: Sequence[Candidate], kind: Callable[[Candidate], Hashable], chance: random.Random
+) -> list[Candidate]:
+    """In random order, one of each kind before the second of any: those differ most."""
+    drawn = chance.sample(candidates, len(candidates))
+    before: Counter[Hashable] = Counter()
+    turns = []
+    for candidate in drawn:
+        turns.append(before[kind(candidate)])
+        before[kind(candidate)] += 1
+    return [candidate for _, candidate in sorted(zip(turns, drawn, strict=True), key=lambda pair: pair[0])]
+
+
+def _in_order(queue: Sequence[Candidate], some: Sequence[Candidate], first: Set[str]) -> list[Candidate]:
+    """Some of a queue, those with the configurations of `first` before the others."""
+    wanted = set(some)
+    return sorted((one for one in queue if one in wanted), key=lambda one: one[1] not in first)
+
+
+def _fastest(meter: MeasurementCache, segments: Iterable[range]) -> set[str]:
+    """Each segment's fastest configuration so far, of whatever template."""
+    found = set()
+    for segment in segments:
+        tried = {c: us for c, us in meter.measured(segment.start, segment.stop).items() if c is not None}
+        if tried:
+            found.add(min(tried, key=tried.__getitem__)[1])
+    return found
+
+
+def _shares(reward: dict[Hashable, float], total: int) -> dict[Hashable, int]:
+    """`total` draws in proportion to rewards, evenly when there are none; each segment keeps one draw at least."""
+    whole = sum(reward.values())
+    even = {key: 1.0 / len(reward) for key in reward}
+    share = {key: value / whole for key, value in reward.items()} if whole > 0 else even
+    return {key: max(1, round(total * part)) for key, part in share.items()}

@@ -1,0 +1,1 @@
+"""What is kept: measurements, choices, lock files and reports."""

@@ -1,0 +1,125 @@
+"""What was done to a graph, for people: a row a segment, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from stof.fusion.records.choices import Choices
+from stof.fusion.templates.row_buckets import table
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+# Characters of a reason that has room in a table.
+_SHORT = 32
+
+
+@dataclass(frozen=True)
+class SegmentReport:
+    """One segment.
+
+    Attributes:
+        operators: what it holds.
+        template, config: what computes it; both "" for no template, and config "" for the template's default.
+        reason: why.
+        inductor_us, template_us: measured microseconds, None where nothing was measured.
+        rest: what computes it where no template does.
+        start: its first operator; segments that differ in nothing else are equal.
+    """
+
+    operators: str
+    template: str
+    config: str
+    reason: str
+    inductor_us: float | None = None
+    template_us: float | None = None
+    rest: str = "Inductor"
+    start: int = field(default=0, compare=False)
+
+    @property
+    def by(self) -> str:
+        """What computes it, in a few words; a table of configurations as how many there are."""
+        if not self.template:
+            return self.rest
+        configs = set(table(self.config).values()) if "=" in self.config else {self.config}
+        if len(configs) > 1:
+            return f"{self.template}, {len(configs)} configurations by rows"
+        return f"{self.template} {configs.pop() or '(default)'}"
+
+
+@dataclass
+class FusionReport:
+    """What was done to one graph.
+
+    Attributes:
+        segments: in graph order.
+        scheme, digest: the scheme's bits, and its stable hash.
+        notes: parts of the graph, or the whole of it, that were left alone; one line each.
+        measurements: how many times were taken to choose.
+        graph: stable hash of the operators alone; "" where they were not looked at.
+        fold: whether weights of norms might be folded into GEMMs.
+        choices: the best measured configuration of each template and shape (`stof.fusion.records.choices`).
+        used: the configuration of each problem that a template computes, by the same texts.
+        whole_us: the whole model's microseconds with templates and without, None where they were not compared.
+    """
+
+    segments: list[SegmentReport] = field(default_factory=list)
+    scheme: str = ""
+    digest: str = ""
+    notes: list[str] = field(default_factory=list)
+    measurements: int = 0
+    graph: str = ""
+    fold: bool = False
+    choices: Choices = field(default_factory=dict)
+    used: dict[str, str] = field(default_factory=dict)
+    whole_us: tuple[float, float] | None = None
+
+    @property
+    def fused(self) -> int:
+        """Segments computed by a template."""
+        return sum(bool(segment.template) for segment in self.segments)
+
+    def revert_to_inductor(self, reason: str) -> None:
+        """Leave all segments to Inductor after all."""
+        self.segments = [
+            replace(row, template="", config="", reason=reason) if row.template else row for row in self.segments
+        ]
+
+    def grouped(self) -> dict[SegmentReport, int]:
+        """Segments that are alike once, and how often they occur."""
+        rows: dict[SegmentReport, int] = {}
+        for segment in self.segments:
+            rows[segment] = rows.get(segment, 0) + 1
+        return rows
+
+    def headline(self) -> str:
+        """What came of it in one line."""
+        text = f"{self.fused} of {len(self.segments)} segments computed by templates"
+        if self.whole_us is not None:
+            fused_us, plain_us = self.whole_us
+            text += f"; whole model {plain_us:.0f} us without, {fused_us:.0f} us with ({plain_us / fused_us:.2f}x)"
+        return text
+
+    def __rich__(self) -> Group:
+        """A table for 80 columns and more; rows that repeat are counted, and long reasons follow it."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        rows = Table(title=self.headline(), title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+        rows.pad_edge, rows.collapse_padding = False, True
+        rows.caption = f"scheme {self.digest}" if self.digest else None
+        for name in ("segment", "count", "computed by", "Inductor\nus", "template\nus", "why"):
+            figures = name.endswith("us") or name == "count"
+            rows.add_column(name, justify="right" if figures else "left", overflow="fold")
+        notes: list[str] = []
+        for row, count in self.grouped().items():
+            times = [f"{t:.1f}" if t is not None else "" for t in (row.inductor_us, row.template_us)]
+            why = row.reason
+            if len(why) > _SHORT:
+                notes.append(f"{row.operators}: {why}")
+                why = "see below"
+            rows.add_row(*(Text(cell) for cell in (row.operators, str(count), row.by, *times, why)))
+        return Group(rows, *(Text(f"- {note}") for note in (*notes, *self.notes)))

@@ -1,0 +1,179 @@
+"""What has been measured, kept on disk: a second process searches without measuring.
+
+One JSON file for each environment (device, versions, this package's kernels). Writers take a lock, merge with what
+others wrote meanwhile, and replace the file whole: readers never see half of one, and a killed process leaves the old.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stof.files import cache_folder, read_or_ignore, remembering, sole_writer, write_checked
+from stof.tuning.machine import device_name, package_version
+
+# A template and its configuration, e.g. ("linear", "128x128x64,8w,3s,tile"); None is Inductor's own code.
+Candidate = tuple[str, str]
+VERSION = 3
+
+
+@dataclass
+class SegmentTimes:
+    """A segment's times in microseconds (`math.inf` for what does not run), and how thoroughly it was searched.
+
+    `per_segment` is that of the most thorough search that came to its end, 0 for none.
+    """
+
+    times: dict[Candidate | None, float] = field(default_factory=dict)
+    per_segment: int = 0
+
+
+@dataclass(frozen=True)
+class GraphRecord:
+    """What a search that came to its end chose: `(first operator, end, template, configuration)` of fused segments."""
+
+    per_segment: int
+    segments: tuple[tuple[int, int, str, str], ...]
+
+
+@dataclass
+class Records:
+    """What a store holds, by keys.
+
+    Attributes:
+        segments: their times.
+        races: of whole models, microseconds with templates and without.
+        checks: of templates in segments why they may not be used, "" where they may.
+        results: of searches, by graphs.
+    """
+
+    segments: dict[str, SegmentTimes] = field(default_factory=dict)
+    races: dict[str, tuple[float, float]] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)
+    results: dict[str, GraphRecord] = field(default_factory=dict)
+
+
+class Store:
+    """A folder of measurements.
+
+    Args:
+        folder: created when something is written.
+        environment: what measurements depend on beside the segment; other environments' files are not read.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self.folder, self.environment = folder, dict(environment)
+        text = json.dumps({"version": VERSION, **self.environment}, sort_keys=True)
+        self.path = folder / f"fusion-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+    def load(self) -> Records:
+        """What the file holds; a file that was damaged is ignored with a warning."""
+        return read_or_ignore(self.path, "version", VERSION, _contents, Records())
+
+    def update(self, new: Records) -> None:
+        """Add to the file; newer times take the place of older ones."""
+        with remembering(self.path), sole_writer(self.path):
+            merged = self.load()
+            for key, entry in new.segments.items():
+                old = merged.segments.get(key, SegmentTimes())
+                merged.segments[key] = SegmentTimes(old.times | entry.times, max(old.per_segment, entry.per_segment))
+            merged.races |= new.races
+            merged.checks |= new.checks
+            merged.results |= new.results
+            write_checked(self.path, json.dumps(self._data(merged), indent=1))
+
+    def _data(self, contents: Records) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "environment": self.environment,
+            "segments": {
+                key: {
+                    "times": [[c, None if math.isinf(time) else time] for c, time in entry.times.items()],
+                    "per_segment": entry.per_segment,
+                }
+                for key, entry in contents.segments.items()
+            },
+            "races": contents.races,
+            "checks": contents.checks,
+            "results": {
+                key: {"per_segment": one.per_segment, "segments": one.segments} for key, one in contents.results.items()
+            },
+        }
+
+
+def _entry(value: Any) -> SegmentTimes:
+    times: dict[Candidate | None, float] = {}
+    for candidate, time in value["times"]:
+        if candidate is not None:
+            template, config = candidate
+            candidate = (str(template), str(config))
+        times[candidate] = math.inf if time is None else float(time)
+    if any(time <= 0 or math.isnan(time) for time in times.values()):
+        raise ValueError("times are positive")
+    return SegmentTimes(times, int(value["per_segment"]))
+
+
+def _race(value: Any) -> tuple[float, float]:
+    fused, plain = (float(time) for time in value)
+    if not (0 < fused < math.inf and 0 < plain < math.inf):
+        raise ValueError("times are positive")
+    return fused, plain
+
+
+def _check(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a check is text")
+    return value
+
+
+def _result(value: Any) -> GraphRecord:
+    segments = ((int(start), int(stop), str(name), str(config)) for start, stop, name, config in value["segments"])
+    return GraphRecord(int(value["per_segment"]), tuple(segments))
+
+
+def _contents(data: Mapping[str, Any]) -> Records:
+    return Records(
+        {key: _entry(value) for key, value in data["segments"].items()},
+        {key: _race(value) for key, value in data["races"].items()},
+        {key: _check(value) for key, value in data["checks"].items()},
+        {key: _result(value) for key, value in data["results"].items()},
+    )
+
+
+def segment_key(key: Hashable) -> str:
+    """A search key as text for files: equal in every process for equal segments."""
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+
+
+def default_store(device: torch.device, folder: Path | None = None) -> Store | None:
+    """The store for a device and the installed versions, in a folder or the user's cache; None where there is none."""
+    folder = folder or cache_folder()
+    if folder is None:
+        return None
+    return Store(
+        folder,
+        {
+            "device": device_name(device),
+            "torch": torch.__version__,
+            "triton": package_version("triton") or "none",
+            "tilelang": package_version("tilelang") or "none",  # without it, its times are of what does not run
+            "source": source_digest("templates"),
+        },
+    )
+
+
+@functools.cache
+def source_digest(part: str = "") -> str:
+    """A hash of this package's source, or of a part of it: what another version measured or compiled is not used."""
+    hashed = hashlib.sha256()
+    for file in sorted((Path(__file__).parents[1] / part).rglob("*.py")):
+        hashed.update(file.read_bytes())
+    return hashed.hexdigest()[:16]

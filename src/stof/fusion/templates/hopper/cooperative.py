@@ -1,0 +1,299 @@
+"""Matrix GEMM with its epilogue on Hopper, in Gluon: warpgroups share a tile, one some steps behind the other.
+
+A thread block stays on its multiprocessor and walks output tiles. One warp copies operands by TMA: each consumer's rows
+for itself, and the columns once for all. Of two consumers the second is kept LAG steps behind the first, whose epilogue
+so runs while the second one's last GEMMs do, and the second one's during the first one's next. Three are in step:
+their tiles are for GEMMs of few tiles, whose last epilogue nothing hides anyway.
+
+A tile may have SIDE columns more, as a GEMM of their own: 128 + 64 columns make 192, which is no power of two.
+
+Source: structure of CUTLASS's persistent warp-specialized cooperative kernel for Hopper; the lag is ours.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from stof.fusion.templates.device_functions import tile_coordinates
+from stof.fusion.templates.hopper.epilogue import (
+    advance,
+    fetch_columns,
+    fetch_residual,
+    previous_stage,
+    shared_layout,
+    write_tile,
+)
+from stof.kernels.triton.pdl import launch_next_and_wait
+
+
+@gluon.jit
+@no_type_check
+def _fetch_rows(a_desc, a_smem, full, empty, stage, phase, row, k):
+    """Start copying a step of one consumer's rows."""
+    mbarrier.wait(empty.index(stage), phase)
+    bar = full.index(stage)
+    mbarrier.expect(bar, a_smem.shape[1] * a_smem.shape[2] * (a_smem.dtype.primitive_bitwidth // 8))
+    tma.async_copy_global_to_shared(a_desc, [row, k * a_smem.shape[2]], bar, a_smem.index(stage))
+
+
+@gluon.jit
+@no_type_check
+def _producer(
+    copies, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
+    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LAG: gl.constexpr, GROUP_M: gl.constexpr,
+    GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """The warp that copies: columns and the first consumer's rows of a step, the second's rows of LAG steps before."""
+    (
+        a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n,
+        k_tiles, columns,
+    ) = copies  # fmt: skip
+    dtype: gl.constexpr = a_smem.dtype
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    PARTS: gl.constexpr = BLOCK_N // WIDTH
+    tiles = tiles_m * tiles_n
+    steps = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0)) * k_tiles
+    tile = gl.program_id(0)
+    late_tile = tile
+    m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
+    late_m = m
+    k = 0
+    late_k = 0
+    a_stage = 0
+    a_phase = 1
+    late_stage = 0
+    late_phase = 1
+    b_stage = 0
+    b_phase = 1
+    for step in range(steps + LAG):
+        if step < steps:
+            bar = b_full.index(b_stage)
+            mbarrier.wait(b_empty.index(b_stage), b_phase)
+            mbarrier.expect(bar, (BLOCK_N + SIDE) * BLOCK_K * (dtype.primitive_bitwidth // 8))
+            first = n * (WIDTH + SIDE)
+            fetch_columns(b_desc, b_smem, bar, b_stage, first, k, columns, BLOCK_K, PARTS, TRANSPOSED)
+            if SIDE > 0:
+                fetch_columns(side_desc, side_smem, bar, b_stage, first + WIDTH, k, columns, BLOCK_K, 1, TRANSPOSED)
+            for consumer in gl.static_range(1 if LAG > 0 else CONSUMERS):
+                _fetch_rows(a_desc, a_smem, a_full, a_empty, consumer * A_STAGES + a_stage, a_phase,
+                            (CONSUMERS * m + consumer) * ROWS, k)  # fmt: skip
+            b_stage, b_phase = advance(b_stage, b_phase, B_STAGES)
+            a_stage, a_phase = advance(a_stage, a_phase, A_STAGES)
+            k += 1
+            if k == k_tiles:
+                k = 0
+                tile += gl.num_programs(0)
+                m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
+        if LAG > 0 and step >= LAG:
+            _fetch_rows(a_desc, a_smem, a_full, a_empty, A_STAGES + late_stage, late_phase, (2 * late_m + 1) * ROWS,
+                        late_k)  # fmt: skip
+            late_stage, late_phase = advance(late_stage, late_phase, A_STAGES)
+            late_k += 1
+            if late_k == k_tiles:
+                late_k = 0
+                late_tile += gl.num_programs(0)
+                late_m, _late_n = tile_coordinates(late_tile, tiles_m, tiles_n, GROUP_M)
+
+
+@gluon.jit
+@no_type_check
+def _consumer(
+    shared, NUMBER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
+    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr,
+    TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup of those that compute: its share of the rows of every tile."""
+    (
+        a_smem, b_smem, side_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc,
+        bias_ptr, row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
+    ) = shared  # fmt: skip
+    dtype: gl.constexpr = a_smem.dtype
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    b_tiles = b_smem
+    if GATED:
+        # The rows of gate and up lie one after the other: one GEMM for both.
+        b_tiles = b_smem._reinterpret(dtype, [B_STAGES, BLOCK_N, BLOCK_K], shared_layout(dtype, BLOCK_K))
+    side_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    PIECE: gl.constexpr = c_smem.shape[2]
+    PLACES: gl.constexpr = c_smem.shape[0] // CONSUMERS
+    PLACE: gl.constexpr = NUMBER * PLACES
+    FIRST: gl.constexpr = NUMBER * A_STAGES
+    number = gl.to_tensor(0)
+    a_stage = gl.to_tensor(0)
+    a_phase = gl.to_tensor(0)
+    b_stage = gl.to_tensor(0)
+    b_phase = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
+        row = (CONSUMERS * m + NUMBER) * ROWS
+        first = n * (WIDTH + SIDE)
+        if HAS_RESIDUAL:
+            # All of the GEMMs hide it.
+            for piece in gl.static_range(PLACES):
+                fetch_residual(residual_desc, c_smem.index(PLACE + piece), residual_full.index(PLACE + piece), row,
+                               first + piece * PIECE)  # fmt: skip
+        acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
+        side = acc
+        if SIDE > 0:
+            side = gl.full([ROWS, SIDE], 0.0, gl.float32, layout=side_layout)
+        for k in range(k_tiles):
+            mbarrier.wait(b_full.index(b_stage), b_phase)
+            mbarrier.wait(a_full.index(FIRST + a_stage), a_phase)
+            b = b_tiles.index(b_stage)
+            if not TRANSPOSED:
+                b = b.permute((1, 0))
+            acc = warpgroup_mma(a_smem.index(FIRST + a_stage), b, acc, use_acc=k > 0, is_async=True)
+            # The step before is done: its stages may be filled again.
+            if SIDE > 0:
+                more = side_smem.index(b_stage)
+                if not TRANSPOSED:
+                    more = more.permute((1, 0))
+                side = warpgroup_mma(a_smem.index(FIRST + a_stage), more, side, use_acc=k > 0, is_async=True)
+                acc, side = warpgroup_mma_wait(2, deps=(acc, side))
+            else:
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(a_empty.index(FIRST + previous_stage(a_stage, A_STAGES)), count=1, pred=k > 0)
+            mbarrier.arrive(b_empty.index(previous_stage(b_stage, B_STAGES)), count=1, pred=k > 0)
+            a_stage, a_phase = advance(a_stage, a_phase, A_STAGES)
+            b_stage, b_phase = advance(b_stage, b_phase, B_STAGES)
+        if SIDE > 0:
+            acc, side = warpgroup_mma_wait(0, deps=(acc, side))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(a_empty.index(FIRST + previous_stage(a_stage, A_STAGES)), count=1)
+        mbarrier.arrive(b_empty.index(previous_stage(b_stage, B_STAGES)), count=1)
+        write_tile(
+            acc, c_smem, PLACE, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr,
+            row, first, rows, columns, number, PLACES, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
+        )  # fmt: skip
+        if SIDE > 0:
+            write_tile(
+                side, c_smem, PLACE + PLACES - 1, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr,
+                row, first + WIDTH, rows, columns, number, PLACES, False, ACTIVATION, HAS_BIAS,
+                HAS_RESIDUAL, HAS_SCALE,
+            )  # fmt: skip
+        number += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+@no_type_check
+def cooperative_gemm_kernel(
+    a_desc,
+    b_desc,
+    side_desc,
+    c_desc,
+    residual_desc,
+    bias_ptr,
+    row_scale_ptr,
+    rows,
+    columns,
+    depth,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SIDE: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    A_STAGES: gl.constexpr,
+    B_STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    LAG: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    PIECE: gl.constexpr,
+    GATED: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+):
+    """As `pingpong_gemm_kernel`, with tiles of CONSUMERS (2 or 3) times ROWS rows.
+
+    SIDE: 64 or 0 columns that a tile has beyond BLOCK_N, with a descriptor of their own; not for gated GEMMs. LAG is
+    at most B_STAGES - 2, as the second consumer gives a stage back while it works on the next, and 0 for three.
+    """
+    gl.static_assert(CONSUMERS == 2 or LAG == 0)
+    dtype: gl.constexpr = a_desc.dtype
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    a_smem = gl.allocate_shared_memory(dtype, [CONSUMERS * A_STAGES, ROWS, BLOCK_K], shared_layout(dtype, BLOCK_K))
+    if TRANSPOSED:
+        b_smem = gl.allocate_shared_memory(dtype, [B_STAGES, BLOCK_K, BLOCK_N], shared_layout(dtype, BLOCK_N))
+    else:
+        b_smem = gl.allocate_shared_memory(
+            dtype, [B_STAGES * (BLOCK_N // WIDTH), WIDTH, BLOCK_K], shared_layout(dtype, BLOCK_K)
+        )
+    side_smem = b_smem
+    if SIDE > 0:
+        if TRANSPOSED:
+            side_smem = gl.allocate_shared_memory(dtype, [B_STAGES, BLOCK_K, SIDE], shared_layout(dtype, SIDE))
+        else:
+            side_smem = gl.allocate_shared_memory(dtype, [B_STAGES, SIDE, BLOCK_K], shared_layout(dtype, BLOCK_K))
+    # Without a power of two there is no place for a whole tile, but one for each piece.
+    PLACES: gl.constexpr = (BLOCK_N + SIDE) // PIECE if SIDE > 0 else 1
+    c_smem = gl.allocate_shared_memory(dtype, [CONSUMERS * PLACES, ROWS, PIECE], shared_layout(dtype, PIECE))
+    a_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * A_STAGES, 1], mbarrier.MBarrierLayout())
+    a_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * A_STAGES, 1], mbarrier.MBarrierLayout())
+    b_full = gl.allocate_shared_memory(gl.int64, [B_STAGES, 1], mbarrier.MBarrierLayout())
+    b_empty = gl.allocate_shared_memory(gl.int64, [B_STAGES, 1], mbarrier.MBarrierLayout())
+    residual_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * PLACES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS * A_STAGES):
+        mbarrier.init(a_full.index(i), count=1)
+        mbarrier.init(a_empty.index(i), count=1)
+    for i in gl.static_range(B_STAGES):
+        mbarrier.init(b_full.index(i), count=1)
+        mbarrier.init(b_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS * PLACES):
+        mbarrier.init(residual_full.index(i), count=1)
+    fence_async_shared()
+    launch_next_and_wait(True)
+
+    tiles_m = gl.cdiv(rows, CONSUMERS * ROWS)
+    tiles_n = gl.cdiv(columns, WIDTH + SIDE)
+    k_tiles = gl.cdiv(depth, BLOCK_K)
+    shared = (
+        a_smem, b_smem, side_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc,
+        bias_ptr, row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
+    )  # fmt: skip
+    copies = (
+        a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n,
+        k_tiles, columns,
+    )  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (shared, 0, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+                (_consumer, (shared, 1, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+                (_producer, (copies, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, LAG, GROUP_M, GATED,
+                             TRANSPOSED)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (shared, 0, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+                (_consumer, (shared, 1, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+                (_consumer, (shared, 2, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
+                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
+                (_producer, (copies, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, LAG, GROUP_M, GATED,
+                             TRANSPOSED)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Portable GEMM and row-norm kernels, in Triton."""

@@ -1,0 +1,364 @@
+"""Whole calls of a model as CUDA graphs, one for each combination of argument shapes: what `cuda_graphs="whole"` does.
+
+A compiled model spends time on the host in every call, most of it on Dynamo's guards and the wrappers around its
+graph, before anything is launched. With few tokens the GPU computes for about as long. Here the call is recorded from
+outside all of that. What guards would have noticed is looked at directly, as far as it is quick: arguments, modes,
+attributes of modules, masks, and where the weights lie.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils import _device
+from torch.utils import _pytree as pytree
+
+from stof.integrations.attributes import Attributes
+from stof.locks import ForkSafeLock
+from stof.plans import UsedMask, noting_masks
+from stof.tuning.capture import captured
+
+# Combinations of shapes that are kept; each holds its inputs and results, and all share the memory in between.
+MOST_RECORDED = 32
+
+_PLAIN = (type(None), bool, int, str, torch.dtype, torch.device)
+
+Replay = Callable[[Sequence[Tensor]], Any]
+Recorder = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Replay]
+
+
+class CudaGraphRunner:
+    """A callable that runs the first call of each kind as it is, records the second as a CUDA graph, and replays it.
+
+    Results are copies, so they stay valid after the next call. Calls are passed on unrecorded if an argument is neither
+    a CUDA tensor nor None, a number, text, a dtype or a device; if gradients are recorded for an argument or a result;
+    in training mode; while another capture or compilation goes on, or a transformation (`torch.func`) or a dispatch
+    mode is active; if the call before wrote to a parameter or a buffer, which recording would do twice; and if
+    recording failed once, with a warning.
+
+    The cache key covers shapes, strides, dtypes and values of arguments; grad, inference and autocast mode, default
+    dtype and deterministic algorithms. A change of these discards all recordings: training mode of the model and its
+    modules; modules, parameters and buffers that were replaced, added, removed or moved (with `folded_weights` also
+    their values, but not through `.data`); other attributes of modules, such as sparse masks, configurations and
+    forward hooks (`Attributes`); values of a tensor that is a mask. Neither covers global names and closures that the
+    model's Python code reads, nor objects nested inside attributes.
+
+    Args:
+        call: the compiled model's call.
+        module: whose parameters and buffers it reads.
+        frozen: whether something computed from weights is kept, so that new values need a new recording.
+        recorder: makes a recording; on a GPU `CudaRecorder`.
+        device_type: of the tensors whose calls are recorded.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        *,
+        folded_weights: bool = False,
+        recorder: Recorder | None = None,
+        device_type: str = "cuda",
+    ) -> None:
+        self._call, self._module = call, module
+        self._weights, self._attributes = _Weights(module, folded_weights), Attributes(module)
+        self._recorder, self._device_type = recorder or CudaRecorder(), device_type
+        self._seen: set[Hashable] = set()
+        self._failed: set[Hashable] = set()
+        self._recorded: OrderedDict[Hashable, Replay] = OrderedDict()
+        self._masks: dict[Hashable, list[UsedMask]] = {}
+        self._lock = ForkSafeLock(reentrant=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result."""
+        key, tensors = signature(args, kwargs, self._device_type)
+        if key is None or self._module.training or torch.compiler.is_compiling() or _capturing(tensors[0]):
+            return self._call(*args, **kwargs)
+        with self._lock:
+            replay = self._recorded.get(key)
+            # Begun before it is known to be right: the host looks at the weights while the GPU computes.
+            out = replay(tensors) if replay is not None else None
+            if self._changed(key):
+                self._forget()
+            elif replay is not None:
+                self._recorded.move_to_end(key)
+                return out
+            elif key in self._seen and (replay := self._second(key, args, kwargs)) is not None:
+                return replay(tensors)
+        versions = self._weights.versions()
+        out = self._call(*args, **kwargs)
+        if key not in self._failed and versions == self._weights.versions() and not _records_gradients(out):
+            if len(self._seen) >= 8 * MOST_RECORDED:  # an argument that is different in every call
+                self._seen.clear()
+            self._seen.add(key)
+        return out
+
+    def _changed(self, key: Hashable) -> bool:
+        """Whether the model is another than in the call before, or a mask than when it was recorded."""
+        weights, attributes = self._weights.changed(), self._attributes.changed()
+        return weights or attributes or any(mask.versions != then for mask, then in self._masks.get(key, ()))
+
+    def _second(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replay | None:
+        """A new recording; None, for good, if there cannot be one."""
+        self._seen.discard(key)
+        if len(self._recorded) >= MOST_RECORDED:
+            self._masks.pop(self._recorded.popitem(last=False)[0], None)
+        try:
+            with _no_autocast_cache(), noting_masks() as masks:
+                self._recorded[key] = self._recorder(self._call, args, kwargs)
+            self._masks[key] = masks
+        except Exception as error:  # whatever a model does that cannot be captured: it synchronises, copies, ...
+            self._failed.add(key)
+            reason = f"a call cannot be recorded as a CUDA graph and runs unrecorded: {error}"
+            warnings.warn(reason, RuntimeWarning, stacklevel=4)
+            return None
+        return self._recorded[key]
+
+    def _forget(self) -> None:
+        if self._recorded and self._device_type == "cuda":
+            torch.cuda.synchronize()  # one of them may be running
+        self._recorded.clear()
+        self._masks.clear()
+        self._seen.clear()
+        self._failed.clear()
+
+
+class CudaRecorder:
+    """Records calls as CUDA graphs that share their memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.alive: weakref.WeakSet[Recording] = weakref.WeakSet()
+        self.last: torch.cuda.Stream | None = None
+
+    def __call__(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replay:
+        """See `Recording`."""
+        return Recording(self, call, args, kwargs)
+
+
+class Recording:
+    """A recorded call; called with new tensors it copies them in, replays, and returns copies of the results.
+
+    Raises:
+        RuntimeError: the call cannot be captured, writes to its arguments, or returns what cannot be copied.
+    """
+
+    def __init__(
+        self, recorder: CudaRecorder, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        given = (*args, *kwargs.values())
+        inputs = [_like(x) for x in given]
+        named = dict(zip(kwargs, inputs[len(args) :], strict=True))
+        self._recorder = recorder
+        self._inputs = [_memory(x) for x in inputs if isinstance(x, Tensor)]
+        self._device = self._inputs[0].device
+        with torch.cuda.device(self._device):
+            if recorder.pool is None or not recorder.alive:  # PyTorch takes no pool again that was given up
+                recorder.pool = torch.cuda.graph_pool_handle()
+            # As every call will: a dtype that no kernel copies is found out here, where nothing is kept yet.
+            _copy_in(self._inputs, [x for x in given if isinstance(x, Tensor)])
+            versions = _versions(self._inputs)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # libraries allocate workspaces for a stream on first use
+                call(*inputs[: len(args)], **named)
+            torch.cuda.synchronize()
+            same = all(_same(new, old) for new, old in zip(inputs, given, strict=True))
+            if not same or versions != _versions(self._inputs):  # it may have written what was there already
+                raise RuntimeError("it writes to its arguments")
+            try:
+                self._graph, out = captured(lambda: call(*inputs[: len(args)], **named), side, recorder.pool)
+            except BaseException:
+                recorder.pool = None  # who knows what is left in it
+                raise
+        recorder.alive.add(self)
+        self._leaves, self._spec = pytree.tree_flatten(out)
+        for leaf in self._leaves:
+            if not isinstance(leaf, (*_PLAIN, float, Tensor)):
+                raise RuntimeError(f"it returns a {type(leaf).__name__}, whose tensors cannot be copied")
+            if isinstance(leaf, Tensor) and leaf.device != self._device:
+                raise RuntimeError(f"it returns a tensor on {leaf.device}")
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        # Until the replay has begun, the GPU waits: nothing is asked or set that need not be.
+        if torch.cuda.current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                return self._replayed(tensors)
+        return self._replayed(tensors)
+
+    def _replayed(self, tensors: Sequence[Tensor]) -> Any:
+        index, last = self._device.index, self._recorder.last
+        now = index, torch._C._cuda_getCurrentRawStream(index)
+        if last is None or now != (last.device_index, last.cuda_stream):
+            stream = torch.cuda.current_stream()
+            if last is not None:  # it may still read what this replay writes
+                stream.wait_stream(last)
+            self._recorder.last = stream
+        _copy_in(self._inputs, tensors)
+        self._graph.replay()
+        leaves = [x.clone() if isinstance(x, Tensor) else x for x in self._leaves]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+def signature(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> tuple[Hashable, list[Tensor]]:
+    """What a recording depends on, and the tensors among the arguments; (None, []) for what cannot be recorded."""
+    if _transformed():
+        return None, []
+    key: list[Hashable] = [len(args), *kwargs]
+    tensors: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if type(value) is Tensor or type(value) is nn.Parameter:
+            strided = value.layout is torch.strided and not value.is_nested
+            if value.device.type != device_type or value.requires_grad or not strided:
+                return None, []
+            key.append((value.shape, value.stride(), value.dtype, value.device, value.is_inference()))
+            tensors.append(value)
+        elif isinstance(value, float):
+            key.append(value.hex())  # tells -0.0 from 0.0, and knows a NaN again
+        elif isinstance(value, _PLAIN):
+            key.append((type(value), value))
+        else:
+            return None, []
+    if not tensors or any(x.device != tensors[0].device for x in tensors):
+        return None, []
+    key += [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    key += [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
+    if torch.is_autocast_enabled(device_type):
+        key.append(torch.get_autocast_dtype(device_type))
+    return tuple(key), tensors
+
+
+class _Weights:
+    """Where the parameters and buffers of a module lie, to see whether they are still there.
+
+    Their memory is held until others are seen. They are looked up by name in their modules, and these in theirs, so
+    that one put in another's place is seen too.
+    """
+
+    def __init__(self, module: nn.Module, folded_weights: bool) -> None:
+        self._module, self._folded_weights = module, folded_weights
+        self._parts: list[nn.Module] = []
+        self._filled: list[Mapping[str, Any]] = []
+        self._owners: list[Mapping[str, Any]] = []
+        self._names: list[str] = []
+        # Held, so that none that is put in its place can have its address.
+        self._entries: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._placed: list[Tensor] = []
+        self._versioned: list[Tensor] = []
+        # What recordings read, so that one which no longer holds may still run.
+        self._memory: list[torch.UntypedStorage] = []
+        self._places: tuple[int, ...] | None = None
+        self._counts: tuple[int, ...] = ()
+
+    def changed(self) -> bool:
+        """Whether they are others than in the call before; True for the first."""
+        other = self._places is None or not self._in_place()
+        if other:
+            self._look()
+        places = *map(operator.attrgetter("training"), self._parts), *map(Tensor.data_ptr, self._placed)
+        if other or places != self._places:
+            # Inference tensors have no version: what is written to them is not noticed.
+            self._versioned = [x for x in self._tensors if not x.is_inference()]
+            self._memory = [x.untyped_storage() for x in self._placed]
+            other, self._places = True, places
+        counts = self.versions() if self._folded_weights else ()
+        changed, self._counts = other or counts != self._counts, counts
+        return changed
+
+    def versions(self) -> tuple[int, ...]:
+        """How often each was written to, as far as PyTorch counts that."""
+        return tuple(map(operator.attrgetter("_version"), self._versioned))
+
+    def _in_place(self) -> bool:
+        """Whether the modules hold what they held, and nothing else."""
+        try:
+            now = map(operator.getitem, self._owners, self._names)
+            return all(map(operator.is_, now, self._entries)) and sum(map(len, self._filled)) == len(self._entries)
+        except KeyError:  # one is gone
+            return False
+
+    def _look(self) -> None:
+        self._parts = list(self._module.modules())
+        every = [owner for part in self._parts for owner in (part._modules, part._parameters, part._buffers)]
+        self._filled = [owner for owner in every if owner]
+        self._owners = [owner for owner in self._filled for _ in owner]
+        self._names = [name for owner in self._filled for name in owner]
+        self._entries = list(map(operator.getitem, self._owners, self._names))
+        self._tensors = [x for x in self._entries if isinstance(x, Tensor)]
+        self._placed = [x for x in self._tensors if x.layout is torch.strided]
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast converts weights anew: what it keeps ends with its context, and a recording would go on reading it."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _transformed() -> bool:
+    """Whether tensors may be more than they seem, or somebody looks at each operator."""
+    functions = torch._C._functorch.peek_interpreter_stack()
+    modes = torch._C._len_torch_function_stack() - (_device.CURRENT_DEVICE is not None)
+    watched = modes > 0 or torch._C._len_torch_dispatch_stack() > 0
+    return functions is not None or forward_ad._current_level >= 0 or watched
+
+
+def _records_gradients(out: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(out))
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Of those that have one."""
+    return tuple(x._version for x in tensors if not x.is_inference())
+
+
+def _copy_in(kept: list[Tensor], tensors: Sequence[Tensor]) -> None:
+    with torch.inference_mode():  # among them may be inference tensors, which cannot be written to outside
+        # By one kernel, after which a graph begins sooner than after copies of memory.
+        torch._foreach_copy_(kept, [_memory(x) for x in tensors])
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _like(value: Any) -> Any:
+    """A tensor's copy with its strides, an inference tensor if it is one; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    with torch.inference_mode(value.is_inference()):
+        new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        _memory(new).copy_(_memory(value))
+    return new
+
+
+def _memory(x: Tensor) -> Tensor:
+    """A view of every element that lies in memory once: an expanded tensor's before it was expanded."""
+    if 0 not in x.stride():
+        return x
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _same(new: Any, old: Any) -> bool:
+    """Whether two tensors have the same bits; anything else is not looked at."""
+    if not isinstance(new, Tensor):
+        return True
+    a, b = (_memory(x).contiguous().flatten().view(torch.uint8) for x in (new, old))
+    return torch.equal(a, b)

@@ -1,0 +1,191 @@
+"""RMSNorms folded into the GEMMs after them: weights, matches, lowering, and whole models."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import stof
+from stof.fusion.graph.operator_recognition import recognize_operators
+from stof.fusion.measure import segment_timer
+from stof.fusion.planner.match import find_matches
+from stof.fusion.records.report import FusionReport
+from stof.fusion.templates import folded_weights, reference
+from stof.fusion.templates.folded_weights import folded
+from stof.fusion.templates.registry import KernelPolicy
+from tests.fusion.graphs import RMSNorm, calls, capture, fuse
+
+K, N = 24, 16
+REFERENCE = KernelPolicy.REFERENCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_are_folded_once(dtype: torch.dtype, transposed: bool) -> None:
+    weight, scale = torch.randn(N, K).to(dtype), (torch.randn(K) + 1).to(dtype)
+    if transposed:
+        weight = weight.t().contiguous().t()
+    before = weight.clone()
+    made = folded(weight, scale)
+    assert made is not None
+    assert torch.equal(made, (weight.double() * scale.double()).to(dtype))
+    assert made.stride() == weight.stride()
+    assert folded(weight, scale) is made
+    assert torch.equal(weight, before)
+
+
+def test_a_write_is_noticed() -> None:
+    weight, scale = nn.Parameter(torch.randn(N, K)), nn.Parameter(torch.ones(K))
+    first = folded(weight, scale)
+    with torch.no_grad():
+        scale.mul_(3)
+    second = folded(weight, scale)
+    assert first is not None
+    assert second is not None
+    assert torch.equal(second, 3 * first)
+    with torch.no_grad():
+        weight.zero_()
+    third = folded(weight, scale)
+    assert third is not None
+    assert not third.any()
+
+
+def test_what_was_folded_goes_with_its_weight() -> None:
+    folded_weights._entries.clear()
+    folded(torch.randn(N, K), torch.ones(K))
+    gc.collect()
+    folded(weight := torch.randn(N, K), scale := torch.ones(K))
+    assert len(folded_weights._entries) == 1
+    assert folded(weight, scale) is not None
+
+
+@pytest.mark.parametrize("size", [1e5, 1e-6])
+def test_products_out_of_range_are_not_folded(size: float) -> None:
+    """float16 ends at 65504, and below 6e-5 it loses digits."""
+    weight, scale = torch.full((N, K), 0.7).half(), torch.ones(K).half()
+    scale[3:] = 1e-3 if size < 1 else 6e4
+    weight *= size if size < 1 else 2
+    with pytest.warns(UserWarning, match="does not fit into torch.float16; it is not folded"):
+        assert folded(weight, scale) is None
+    assert folded(weight, scale) is None  # known now, and no second warning
+    assert folded(weight.bfloat16(), scale.bfloat16()) is not None
+
+
+def test_tensors_of_inference_mode() -> None:
+    with torch.inference_mode():
+        weight, scale = torch.randn(N, K), torch.ones(K)
+        assert folded(weight, scale) is folded(weight, scale)
+
+
+class Block(nn.Module):
+    def __init__(self, forward: Callable[[Block, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.pair = RMSNorm(K), nn.Linear(K, N), nn.Linear(K, 2 * N, bias=False)
+        self.square = nn.Linear(K, K)
+        self.given = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.given(self, x)
+
+
+def gated(m: Block, x: Tensor) -> Tensor:
+    gate, up = m.pair(m.norm(x)).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+BODIES: dict[str, tuple[Callable[[Block, Tensor], Tensor], list[str]]] = {
+    "linear": (lambda m, x: m.up(m.norm(x)).sin(), ["rms_linear"]),
+    "activation": (lambda m, x: F.gelu(m.up(m.norm(x))), ["rms_linear"]),
+    "gate": (gated, ["rms_gated_linear"]),
+    "plain": (lambda m, x: m.up(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), ["rms_linear"]),
+    "builtin": (lambda m, x: m.up(F.rms_norm(x, (K,), m.norm.weight, 1e-6)), ["rms_linear"]),
+    # The sum is written anyway, so that the norm may stay with what comes after.
+    "after a sum": (lambda m, x: x.sin() + m.square(m.norm(x.sin() + x)), ["rms_linear"]),
+    "shared": (lambda m, x: m.up(n := m.norm(x)).sum() + n, []),
+    "view": (lambda m, x: m.norm(x) @ m.square.weight, ["norm_linear"]),
+    "rows": (lambda m, x: F.linear(m.norm(x), m.square.weight[:8]), ["norm_linear"]),
+    "layer norm": (lambda m, x: m.up(F.layer_norm(x, (K,))), ["norm_linear"]),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", BODIES)
+def test_what_is_folded(name: str, dynamic: bool) -> None:
+    body, expected = BODIES[name]
+    model, x = Block(body).eval(), torch.randn(3, 5, K)
+    called: list[str] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        assert fuse(gm, fold=True).notes == []
+        called.extend(calls(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        out = torch.compile(model, backend=backend, dynamic=dynamic)(x)
+        torch.testing.assert_close(out, model(x), atol=1e-5, rtol=1e-5)
+    assert called == expected
+
+
+def test_without_the_option_nothing_is_folded_and_the_report_names_it() -> None:
+    gm = capture(Block(gated).eval(), torch.randn(2, K))
+    report = fuse(gm)
+    assert calls(gm) == ["norm_linear"]
+    assert any("not folded into the GEMM's (option fold)" in reason for reason in refusals(gated))
+    assert report.fused == 1
+
+
+def refusals(body: Callable[[Block, Tensor], Tensor]) -> list[str]:
+    return [
+        str(reason)
+        for reason in find_matches(
+            recognize_operators(capture(Block(body).eval(), torch.randn(2, K)).graph), REFERENCE
+        )[1]
+    ]
+
+
+def test_a_folded_segment_alone_is_what_its_twin_computes() -> None:
+    for name in ("activation", "plain", "gate"):
+        gm = capture(Block(BODIES[name][0]).eval(), torch.randn(2, 3, K))
+        operators = [replace(one, foldable=True) for one in recognize_operators(gm.graph)]
+        match = next(c for c in find_matches(operators, REFERENCE)[0] if c.template.name.startswith("rms"))
+        inputs = segment_timer.random_inputs(match)
+        with torch.no_grad():
+            (out,) = segment_timer.segment_graph(match, inputs)(*inputs.values())
+        torch.testing.assert_close(out.double(), segment_timer.exact(match, inputs)[0], atol=1e-5, rtol=1e-5)
+        timer = segment_timer.SegmentTimer(rounds=1)
+        (taken,) = timer(match, [""])
+        assert timer.failures == {}
+        assert taken < float("inf")
+
+
+def test_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from stof.integrations import torch_compile
+    from tests.integrations import models
+
+    monkeypatch.setattr(torch_compile, "_inductor", lambda gm, inputs, options, digest: gm.forward)
+    model, ids = models.llama(), torch.randint(1, models.VOCABULARY, (2, 11))
+    model.config.use_cache = False
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.inference_mode():
+        expected = model(ids)[0]
+        reports: list[FusionReport] = []
+        torch._dynamo.reset()
+        out = stof.optimize(model, fold=True, twins=True, report=reports.append)(ids)[0]
+    torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+    assert "rms_linear" in {row.template for row in reports[-1].segments}
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_row_factors_are_those_of_the_norm() -> None:
+    x = torch.randn(4, K, dtype=torch.float64)
+    rows = reference.row_factors(x, 1e-6).unsqueeze(-1) * x
+    torch.testing.assert_close(rows, F.rms_norm(x, (K,), eps=1e-6))
