@@ -68,7 +68,7 @@ def test_commands_in_shell_blocks_parse(program: str) -> None:
         words.insert(0, program)
         while hasattr(command, "commands") and len(words) > 1 and words[1] in command.commands:
             command, words = command.commands[words[1]], words[1:]
-        known = {option for parameter in command.params for option in parameter.opts}
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         assert {word for word in words if word.startswith("--")} <= known, words
 
 

@@ -168,8 +168,8 @@ class _Ready(NamedTuple):
 class _EncodedMaps:
     """Tensor maps as a compiled kernel takes them, kept by address.
 
-    Encoding one takes about 2 us of an eager call's 25 us (`python -m benchmarks launch` on an H200 machine); a call has
-    four or more.
+    Encoding one takes about 2 us of an eager call's 25 us (`python -m benchmarks launch` on an H200 machine). A call
+    has four or more.
     """
 
     def __init__(self, windows: tuple[TensorWindow | None, ...], metadata: list[Any]) -> None:
