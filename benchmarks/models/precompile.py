@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import IO, Any
 
+from benchmarks import environment
 from benchmarks.failures import first_line
 from benchmarks.models.compare import AUTOTUNE, PEERS, prepared
 from stof.errors import StofError
@@ -59,10 +60,10 @@ class _Process:
         asked = json.dumps({"case": str(job[0]), "impls": job[1], "dtype": dtype})
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed with the process
         command = [sys.executable, "-m", "benchmarks.models.precompile", asked]
-        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(_COMPILERS)}
+        variables = environment() | {"TORCHINDUCTOR_COMPILE_THREADS": str(_COMPILERS)}
         # A group of its own, so that Inductor's processes end with it.
         popen = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command, env=variables, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         return _Process(job, log, popen)
 

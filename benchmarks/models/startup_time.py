@@ -7,7 +7,6 @@ left. Loading the model is told apart: that depends on where its weights lie.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import environment
 from stof.errors import StofError
 
 
@@ -71,11 +71,11 @@ def run_starts(ask: Ask, caches: Path, warm: int) -> list[Start]:
 
 
 def _run(ask: Ask, caches: Path, kind: str) -> Start:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_CACHE_DIR"}
-    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "XDG_CACHE_HOME": str(caches / "user")}
+    variables = {key: value for key, value in environment().items() if key != "TRITON_CACHE_DIR"}
+    variables |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "XDG_CACHE_HOME": str(caches / "user")}
     asked = json.dumps(asdict(ask) | {"kind": kind, "began": time.time()})
     command = [sys.executable, "-m", "benchmarks.models.startup_time", asked]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode != 0:
         raise StofError(f"the {kind} start failed:\n{done.stderr[-2000:]}")
     return Start(**json.loads(done.stdout.splitlines()[-1]))
