@@ -1,4 +1,4 @@
-"""From a Dynamo graph to a lowered one: what may be touched, which segments there are, which a template computes."""
+"""The pipeline from a Dynamo graph to a lowered one: recognition, planning, search, lowering, report."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ from stof.fusion.records.store import GraphRecord, Records, SegmentTimes, Store,
 from stof.fusion.templates.registry import KernelPolicy
 from stof.fusion.templates.row_buckets import in_bucket
 
-# Seconds after which a search that goes on writes down what it has.
+# Seconds between two writes of a running search's measurements to the store.
 _KEEP_EVERY = 5.0
 
 
 @dataclass(frozen=True)
 class Search:
-    """How a graph's scheme is searched for; without one, the rules decide.
+    """How to search for a graph's scheme; without a search, heuristics decide.
 
     Attributes:
-        time_claim: measures (`stof.fusion.measure.segment_timer.SegmentTimer`).
-        seconds: when to stop.
+        time_match: times the candidates of a match (`segment_timer.SegmentTimer`).
+        seconds: time budget.
         per_segment: configurations drawn for each segment in a round of stage 2.
         progress: called after each measurement.
-        seed: of the draws.
-        store: where measurements are looked up, and kept; None for none.
-        ahead: compiles candidates before they are measured; None compiles each where it is measured.
+        seed: seed of the draws.
+        store: where measurements are read and recorded; None for nowhere.
+        compiler: compiles candidates before they are measured; None compiles each candidate when it is measured.
     """
 
     time_match: MatchTimer
@@ -80,17 +80,17 @@ def fuse(
     known: ConfigLookup = lambda text: None,
     replay: Replay | None = None,
 ) -> FusionReport:
-    """Lower `gm` in place as far as it is safe; the report says what is left to Inductor, and why.
+    """Lower `gm` in place where that is safe; the report says what is left to Inductor, and why.
 
     Nodes need `meta["example_value"]`, as Dynamo leaves it.
 
     Args:
-        search: measures; without one, or a lock to replay, the rules decide.
+        search: measures candidates; without a search or a lock, heuristics decide.
         twins: match templates where they have no kernel as well, and run their PyTorch references.
-        fold: RMSNorms' weights may be folded into the GEMMs after them; a lock may say so as well.
-        experimental: two GEMMs may become one kernel, where a search finds that faster, or a lock that it was.
-        known: what was measured before, for the rules.
-        replay: a lock that says it all.
+        fold: fold weights of RMSNorms into the GEMMs after them; a lock may ask for it as well.
+        experimental: let a search choose one kernel for two GEMMs; a lock may contain such kernels in any case.
+        known: looks up recorded times, for the heuristics.
+        replay: a lock whose choices are reproduced.
     """
     policy = KernelPolicy.REFERENCE if twins else KernelPolicy.KERNELS if search or replay else KernelPolicy.DEFAULTS
     report = FusionReport()
@@ -101,7 +101,7 @@ def fuse(
     rewrite_patches(gm, report)
     _rewrite(gm, report, lambda: merge_gemms(gm.graph), "GEMMs with packed weights stay apart")
     operators, order = recognize_operators(gm.graph), GraphOrder(gm.graph)
-    # Graphs that leave sizes open are others, even where their first call is alike.
+    # A graph with symbolic sizes has another key than a static one, even if their first calls are equal.
     left_open = any(is_symbolic(operator.value.shape) for operator in operators)
     report.graph = Scheme(len(operators)).digest(operators) + "-open" * left_open
     report.fold = fold or (replay is not None and replay.folds(report.graph))
@@ -132,13 +132,13 @@ def fuse(
     report.segments = [_row(graph, segment, chosen.get(segment.start), meter, look_up) for segment in scheme.segments]
     if chosen:
         _apply(gm, list(chosen.values()), report)
-    # After all else, so that choices hold for every GPU's graph.
+    # Last, so that graph keys and choices do not depend on the GPU.
     rewrite_biases(gm, report)
     return report
 
 
 def skip_reason(graph: fx.Graph) -> str:
-    """Why no operator of a graph may be replaced; "" if some may."""
+    """Return why no operator of a graph may be replaced, or ""."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     for node in graph.nodes:
@@ -157,7 +157,7 @@ def _range(start: int, choice: FusionChoice) -> range:
 
 
 def _meter(graph: GraphSpace, search: Search) -> MeasurementCache:
-    """A meter that knows what the store holds, and adds to it as it goes on: a search may be killed."""
+    """Return a measurement cache that reads the store, and writes to it while the search runs: it may be killed."""
     space, budget = graph.space(), Budget(search.seconds)
     if search.store is None:
         return MeasurementCache(space, budget, search.progress)
@@ -186,7 +186,7 @@ def _meter(graph: GraphSpace, search: Search) -> MeasurementCache:
 def _remembered(
     graph: GraphSpace, meter: MeasurementCache, search: Search, report: FusionReport
 ) -> dict[int, FusionChoice] | None:
-    """What a search of this graph, as thorough as this one, chose before; None if there is none that still holds."""
+    """Return the choices of an earlier, equally thorough search of this graph; None if no such record is valid."""
     found = search.store.load().results.get(_graph_key(graph, report)) if search.store is not None else None
     if found is None or found.per_segment < search.per_segment:
         return None
@@ -210,12 +210,12 @@ def _results(
 
 
 def _graph_key(graph: GraphSpace, report: FusionReport) -> str:
-    """What a search's result holds for: the graph, and what templates match of it."""
+    """Return the key of a search result: the graph, and its template matches."""
     return segment_key((report.graph, graph.policy.name, sorted(map(segment_key, graph.matched_keys()))))
 
 
 def _keep(meter: MeasurementCache, search: Search, choices: Choices, results: dict[str, GraphRecord]) -> None:
-    """Write what was measured, and what came of it, to the store."""
+    """Write measurements and the search result to the store."""
     if search.store is None or not (meter.measurements or results):
         return
     entries = {
@@ -231,7 +231,7 @@ def _keep(meter: MeasurementCache, search: Search, choices: Choices, results: di
 def _searched(
     graph: GraphSpace, meter: MeasurementCache, initial: dict[int, FusionChoice], search: Search, report: FusionReport
 ) -> dict[int, FusionChoice]:
-    """The choices a search finds."""
+    """Run the search and return its choices."""
     start = isolated_scheme(graph.operators, [_range(place, choice) for place, choice in initial.items()])
     found = two_stage(meter.space, meter, start, per_segment=search.per_segment, seed=search.seed)
     stops = {segment.start: segment.stop for segment in found.scheme.segments}
@@ -279,7 +279,7 @@ def _finite(us: float | None) -> float | None:
 
 
 def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, known: ConfigLookup) -> Iterator[str]:
-    """For what templates nearly or exactly cover inside a segment: why they do not compute it."""
+    """Yield why templates that match parts of a segment, or nearly do, do not compute them."""
     for start in segment:
         for stop in range(start + 2, min(start + MAX_OPS, segment.stop) + 1):
             served, refused = find_matches(graph.operators[start:stop], graph.policy)
@@ -307,14 +307,14 @@ def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, 
 
 
 def rewrite_patches(gm: fx.GraphModule, report: FusionReport) -> None:
-    """Patch embeddings become GEMMs; what the graph returns keeps its strides, too."""
+    """Rewrite patch embeddings to GEMMs; results of the graph keep their strides."""
     if patches := patch_embeddings(gm.graph):
         rewrite = partial(multiply_patches, gm.graph, patches)
         _rewrite(gm, report, rewrite, "patches are embedded by a convolution", strides=True)
 
 
 def rewrite_biases(gm: fx.GraphModule, report: FusionReport) -> None:
-    """Biases lie in rows that kernels read."""
+    """Copy attention biases into a layout that TMA and vector loads can read."""
     if biases := unreadable_biases(gm.graph):
         _rewrite(
             gm, report, partial(materialize_biases, gm.graph, biases), "biases are copied by each layer's attention"
@@ -324,11 +324,11 @@ def rewrite_biases(gm: fx.GraphModule, report: FusionReport) -> None:
 def _rewrite(
     gm: fx.GraphModule, report: FusionReport, rewrite: Callable[[], int], otherwise: str, strides: bool = False
 ) -> None:
-    """Apply a rewrite that returns how much it changed, and take it back where the graph no longer fits together.
+    """Apply a rewrite that returns how many places it changed; revert it if fake-tensor propagation fails.
 
     Args:
-        otherwise: what is told then.
-        strides: whether what the graph returns has to keep its strides.
+        otherwise: the note in the report after a revert.
+        strides: whether results of the graph have to keep their strides.
     """
     backup = copy_graph(gm.graph)
     if not rewrite():
@@ -341,7 +341,7 @@ def _rewrite(
 
 
 def _apply(gm: fx.GraphModule, choices: list[FusionChoice], report: FusionReport) -> None:
-    """Lower, and take it back when the graph no longer fits together."""
+    """Lower the choices; revert if fake-tensor propagation fails."""
     backup = copy_graph(gm.graph)
     lower(gm.graph, choices)
     problem = propagate(gm)

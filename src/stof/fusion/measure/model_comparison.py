@@ -1,7 +1,7 @@
-"""The last word: a whole compiled model with its templates against the same model without, on its first real inputs.
+"""Comparison of whole compiled models, with templates and without, on their first real inputs.
 
-Segments are measured one by one, each with a cold L2 on a GPU that may use all its power. In a model their sum may come
-out otherwise, so what the rules would have chosen takes part, too: a search makes nothing slower.
+Segments are timed alone, with a cold L2, on a GPU below its power limit. Their savings need not add up in a model, so
+the choice of the heuristics is compared as well: a search never ends with a slower model than they give.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SEARCHED, RULED, PLAIN = "searched", "ruled", "plain"
 
 
 class ModelComparison:
-    """A compiled model that times its versions on its first call and is one of them from then on.
+    """A compiled model that times its versions on its first call and keeps the fastest.
 
     Args:
-        versions: by name; all the same function, which changes nothing in place.
-        settle: called with the times once they are known; names the one that stays.
-        timer: microseconds of each of some calls.
+        versions: versions of one function by name; the function writes to none of its inputs.
+        settle: called with the times; returns the name of the version to keep.
+        timer: measures the microseconds of some calls.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ModelComparison:
 
 
 def pick_winner(reports: Mapping[str, FusionReport], times: Mapping[str, float]) -> tuple[str, FusionReport]:
-    """Which version stays, and the report that is true of it and says so.
+    """Return the name of the version to keep and its report, with the verdict as a note.
 
     Args:
         reports: of the versions with templates, `SEARCHED` among them.
@@ -77,5 +77,5 @@ def pick_winner(reports: Mapping[str, FusionReport], times: Mapping[str, float])
 
 
 def differing(one: FusionReport, other: FusionReport) -> set[str]:
-    """The problems that two versions compute differently."""
+    """Return the problems that two versions compute with different templates or configurations."""
     return {key for key in one.used.keys() | other.used.keys() if one.used.get(key) != other.used.get(key)}

@@ -1,4 +1,4 @@
-"""A lock file applied to a graph: its scheme and configurations again, with nothing measured."""
+"""Replay of a lock file: reproduce its scheme and configurations in a graph, without measurements."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from stof.fusion.templates.row_buckets import bucket_of, format_table, table
 
 @dataclass(frozen=True)
 class Replay:
-    """A lock, the device it is to serve, and how its templates are checked before they are used.
+    """A lock file to replay on a device.
 
     Attributes:
-        check: why a configuration of a match may not be used, "" where it may (`segment_timer.check`).
-        store: where checks are remembered; None for nowhere.
+        check: returns why a configuration of a match may not be used, or "" (`segment_timer.check`).
+        store: where the results of checks are recorded; None for nowhere.
     """
 
     lock: Lock
@@ -43,7 +43,7 @@ class Replay:
 
 
 def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[int, FusionChoice]:
-    """The lock's choices by first operator; rules decide what it does not say, and the report tells, a line each."""
+    """Return the lock's choices by first operator; heuristics decide the rest, and notes in the report say which."""
     lock = replay.lock
     if lock.device != replay.device:
         report.notes.append(
@@ -64,14 +64,14 @@ def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[in
 
 
 def lock_known(graph: GraphSpace, lock: Lock) -> ConfigLookup:
-    """What the lock says of a shape, else what was known anyway."""
+    """Look a shape up in the lock, then in the recorded choices."""
     return lambda text: lock.choices.get(text) or graph.known(text)
 
 
 def _fitting(
     graph: GraphSpace, replay: Replay, locked: LockedGraph, report: FusionReport
 ) -> tuple[dict[int, FusionChoice], list[range], set[tuple[str, str]]]:
-    """The locked choices that serve, the segments of those that do not, and configurations that are no good."""
+    """Return the locked choices that work here, segments of the others, and the configurations that failed."""
     segments = {segment.start: segment for segment in locked.scheme.segments}
     chosen: dict[int, FusionChoice] = {}
     left: list[range] = []
@@ -109,17 +109,17 @@ def _fitting(
 
 @dataclass(frozen=True)
 class _Checks:
-    """Which configurations serve, each checked once; `known` says why not, "" where they do, by key."""
+    """Checks of configurations, each done once; `known` has the reasons against them by key, "" for none."""
 
     graph: GraphSpace
     replay: Replay
     known: dict[str, str]
 
     def usable(self, match: TemplateMatch, text: str, segment: range) -> tuple[str, dict[int, tuple[str, str]]]:
-        """The part of a configuration (of a table of them) that serves; the rest by bucket: configuration and why not.
+        """Return the usable part of a configuration or table, and the refused ones by bucket with the reason.
 
-        What a kernel computes does not depend on how many rows there are: each configuration is checked on the rows of
-        the call that is being compiled, and that it fits in its own bucket.
+        The result of a kernel does not depend on the number of rows: each configuration is run on the rows of the call
+        that is being compiled, and tested for whether it fits its own bucket.
         """
         own = bucket_of(match.problem.shape.m)
         try:

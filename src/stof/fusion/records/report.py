@@ -1,4 +1,4 @@
-"""What was done to a graph, for people: a row a segment, and why."""
+"""Reports of what fusion did to a graph: one row for each segment, with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stof.fusion.templates.row_buckets import table
 if TYPE_CHECKING:
     from rich.console import Group
 
-# Characters of a reason that has room in a table.
+# Longest reason, in characters, that is printed inside the table.
 _SHORT = 32
 
 
@@ -20,12 +20,13 @@ class SegmentReport:
     """One segment.
 
     Attributes:
-        operators: what it holds.
-        template, config: what computes it; both "" for no template, and config "" for the template's default.
-        reason: why.
-        inductor_us, template_us: measured microseconds, None where nothing was measured.
-        rest: what computes it where no template does.
-        start: its first operator; segments that differ in nothing else are equal.
+        operators: its operators in words.
+        template, config: the template and configuration that compute it; template "" for none, config "" for the
+            template's default.
+        reason: why this template, or none, computes it.
+        inductor_us, template_us: measured microseconds, None without measurements.
+        rest: what computes it without a template.
+        start: its first operator, ignored by comparisons.
     """
 
     operators: str
@@ -39,7 +40,7 @@ class SegmentReport:
 
     @property
     def by(self) -> str:
-        """What computes it, in a few words; a table of configurations as how many there are."""
+        """Return what computes the segment, in a few words."""
         if not self.template:
             return self.rest
         configs = set(table(self.config).values()) if "=" in self.config else {self.config}
@@ -50,13 +51,13 @@ class SegmentReport:
 
 @dataclass
 class FusionReport:
-    """What was done to one graph.
+    """What fusion did to one graph.
 
     Attributes:
         segments: in graph order.
         scheme, digest: the scheme's bits, and its stable hash.
-        notes: parts of the graph, or the whole of it, that were left alone; one line each.
-        measurements: how many times were taken to choose.
+        notes: why parts of the graph, or all of it, were not changed; one line each.
+        measurements: the number of times measured for the choice.
         graph: stable hash of the operators alone; "" where they were not looked at.
         fold: whether weights of norms might be folded into GEMMs.
         choices: the best measured configuration of each template and shape (`stof.fusion.records.choices`).
@@ -81,20 +82,20 @@ class FusionReport:
         return sum(bool(segment.template) for segment in self.segments)
 
     def revert_to_inductor(self, reason: str) -> None:
-        """Leave all segments to Inductor after all."""
+        """Record that all segments are left to Inductor after all."""
         self.segments = [
             replace(row, template="", config="", reason=reason) if row.template else row for row in self.segments
         ]
 
     def grouped(self) -> dict[SegmentReport, int]:
-        """Segments that are alike once, and how often they occur."""
+        """Return equal segments once, with their number."""
         rows: dict[SegmentReport, int] = {}
         for segment in self.segments:
             rows[segment] = rows.get(segment, 0) + 1
         return rows
 
     def headline(self) -> str:
-        """What came of it in one line."""
+        """Return a summary in one line."""
         text = f"{self.fused} of {len(self.segments)} segments computed by templates"
         if self.whole_us is not None:
             fused_us, plain_us = self.whole_us

@@ -1,4 +1,4 @@
-"""How a template runs: shapes, configurations as short text, and the one rule for what fits what."""
+"""Shapes and configurations of GEMM templates, and which configurations fit which shapes."""
 
 from __future__ import annotations
 
@@ -102,8 +102,9 @@ class GemmConfig:
 
     Attributes:
         kind: one of `KINDS`.
-        block_m, block_n, block_k: a tile's rows, columns of GEMMs (gated: gate and up together) and depth of a step.
-            pingpong's tile belongs to one of its two consumers. Powers of two; together also has 192 columns or rows.
+        block_m, block_n, block_k: rows and columns of a tile (gated: gate and up together), and depth of a step.
+            With pingpong each of the two consumers has a tile of its own. Powers of two; together also takes 192
+            columns or rows.
         warps: of a Triton program (Gluon kernels have four for each consumer, and one).
         stages: steps in flight (together: of the columns).
         split: programs that share a tile's depth (tile only), or the columns of a chain's rows.

@@ -1,4 +1,4 @@
-"""From tensors to kernels: the 2-D view a kernel wants, the configuration that fits, the launch."""
+"""Kernel launches: 2-D views of the tensors of a call, its configuration, and the launch."""
 
 from __future__ import annotations
 
@@ -34,11 +34,16 @@ class Rotary(NamedTuple):
 
 
 class GemmCall(NamedTuple):
-    """The tensors of one call as kernels read them: rows contiguous, weights in either order.
+    """The tensors of one call as kernels read them.
 
-    x `[M, K]`; weight `[N, K]` (gated: `[2 N, K]`), contiguous in either direction; bias `[N]` or `[2 N]`; residual
-    `[M, N]`; lead: the result's shape but for its last dimension; row_scale: the norm's 1 / deviation of every row,
-    float32 `[M]`, where the caller has it; scale: factors of the columns, `[N]`, for a weight of 8-bit values.
+    Attributes:
+        x: `[M, K]`, rows contiguous.
+        weight: `[N, K]` (gated: `[2 N, K]`), contiguous in either direction.
+        bias: `[N]` (gated: `[2 N]`) or None.
+        residual: `[M, N]`, rows contiguous, or None.
+        lead: the result's shape without its last dimension.
+        row_scale: the factor of every row by an RMSNorm, float32 `[M]`, if the caller has computed it.
+        scale: factors of the columns, `[N]`, for a weight of 8-bit values.
     """
 
     x: Tensor
@@ -66,7 +71,7 @@ def gemm_call(
     rotary: Rotary | None = None,
     scale: Tensor | None = None,
 ) -> GemmCall:
-    """View (or, where strides are too odd, copy) the tensors of a call for the kernels."""
+    """Return the tensors of a call as 2-D views, or copies where kernels cannot read their strides."""
     k = x.shape[-1]
     n = weight.shape[0] // (2 if template in GATED else 1)
     rows = x.shape[:-1].numel()  # of tensors without elements, reshape cannot tell
@@ -101,10 +106,11 @@ def gemm_call(
 
 
 def resolve_config(call: GemmCall, text: str) -> GemmConfig | None:
-    """The configuration given as text if it fits these tensors, else the default for the shape, else None.
+    """Return the given configuration if it fits these tensors, else the default for the shape, else None.
 
-    Both go by the bucket of the rows: a configuration for each bucket if the text has several, and the default is that
-    of the bucket's largest GEMM. Where there is no default, as in float32, the nearest bucket's serves that fits.
+    Both depend on the bucket of the number of rows: the text may have a configuration for each bucket, and the default
+    is that of the bucket's largest GEMM. Without a default, as in float32, the configuration of the nearest bucket that
+    fits is used.
 
     Raises:
         ArgumentError: the text is no configuration.
@@ -126,7 +132,7 @@ def resolve_config(call: GemmCall, text: str) -> GemmConfig | None:
 def compute_normed(call: GemmCall, config: GemmConfig, norm: Norm) -> tuple[Tensor, Tensor]:
     """Run a GEMM, and a norm over its result's last dimension: `(h, norm(h))`, both `[..., N]` and contiguous.
 
-    Where programs share a tile's depth, the norm's kernel adds up what they leave: it reads every row anyway.
+    With split-K the norm's kernel, which reads every row anyway, reduces the partial sums.
     """
     if config.split == 1:
         h = compute(call, config)
@@ -156,7 +162,7 @@ def compute(call: GemmCall, config: GemmConfig) -> Tensor:
 
 
 def row_factors(x: Tensor, eps: float) -> Tensor:
-    """What an RMSNorm multiplies the rows of x `[..., K]` by: `[...]`, float32 (float64 for float64 x)."""
+    """Return the factors by which an RMSNorm multiplies the rows of x `[..., K]`: `[...]`, float32 at least."""
     if can_normalise(x.shape[-1], x) and x.is_contiguous():
         return row_statistics(x.view(-1, x.shape[-1]), Norm("rms", None, None, eps))[1].view(x.shape[:-1])
     return reference.row_factors(x, eps)
@@ -170,7 +176,7 @@ def _tile(
     mean: Tensor | None,
     rstd: Tensor | None,
 ) -> None:
-    """Into `out`; or with `partial` `[splits, M, N]` into that, for another kernel to add up."""
+    """Launch into `out`, or write partial sums to `partial` `[splits, M, N]` for another kernel to reduce."""
     from stof.fusion.templates.triton.gemm import tile_gemm_kernel
     from stof.kernels.triton.scratch import zeroed_counters
 
@@ -259,14 +265,14 @@ def _tilelang(call: GemmCall, config: GemmConfig, out: Tensor) -> None:
 
 
 def _positions(call: GemmCall) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """cos, sin, how many positions they have, and the columns that are rotated; none of it without heads to rotate."""
+    """Return cos, sin, their number of positions, and the number of rotated columns; (None, None, 0, 0) for none."""
     if call.rotary is None:
         return None, None, 0, 0
     return call.rotary.cos, call.rotary.sin, call.rotary.cos.shape[0], call.rotary.turned
 
 
 def _agree(call: GemmCall) -> bool:
-    """Whether all tensors have one device, and GEMMs one dtype; anything else is PyTorch's to serve or refuse."""
+    """Whether all tensors have one device and, but for 8-bit weights, one dtype; PyTorch computes or refuses others."""
     norm = () if call.norm is None else (call.norm.weight, call.norm.bias)
     tables = () if call.rotary is None else call.rotary[:2]
     others = [call.weight, call.bias, call.residual, call.row_scale, call.scale, *norm, *tables]
@@ -283,10 +289,10 @@ def _aligned(x: Tensor) -> bool:
 
 
 def _row_stride(x: Tensor) -> int:
-    """A single row may have any stride; TMA wants a multiple of 16 bytes."""
+    """Return the row stride, rounded to the 16 bytes that TMA needs where a single row makes it arbitrary."""
     return x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // 8) * 8
 
 
 def _extent(x: Tensor) -> tuple[list[int], list[int]]:
-    """Shape and strides as TMA wants them."""
+    """Return shape and strides of a TMA descriptor."""
     return list(x.shape), [_row_stride(x), 1]

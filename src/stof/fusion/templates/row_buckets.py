@@ -1,7 +1,7 @@
-"""Buckets of rows: calls of one bucket share a configuration, and so a compiled kernel.
+"""Buckets of rows: calls of one bucket share a configuration, and thereby a compiled kernel.
 
-A GEMM over tokens has as many rows as a request has, and every kernel takes any number of them. What suits 16 rows
-does not suit 4096, so a configuration is chosen by the power of two that the number of rows is rounded up to.
+The number of rows of a GEMM over tokens changes from call to call, and every kernel takes any number. The fastest
+configuration depends on it, so configurations are chosen by the number of rows rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ SMALLEST = 16
 
 
 def bucket_of(rows: int) -> int:
-    """The bucket of a number of rows: the power of two it is rounded up to, 16 at least."""
+    """Return the bucket of a number of rows: the next power of two, 16 at least."""
     return max(SMALLEST, 1 << max(0, rows - 1).bit_length())
 
 
 def format_table(configs: Mapping[int, str]) -> str:
-    """One text for the configurations of several buckets, such as `16=16x32x128,4w,3s,tile;4096=`."""
+    """Return the configurations of several buckets as one text, such as `16=16x32x128,4w,3s,tile;4096=`."""
     return ";".join(f"{bucket}={config}" for bucket, config in sorted(configs.items()))
 
 
 def in_bucket(text: str, rows: int) -> str:
-    """The configuration for a number of rows in what operators are given; "" for a bucket that the text leaves out.
+    """Return the configuration in a text for a number of rows; "" for a bucket that the text does not list.
 
     Text without buckets is a configuration for any number of rows.
 
@@ -37,9 +37,9 @@ def in_bucket(text: str, rows: int) -> str:
 
 
 def nearest_first(text: str, rows: int) -> list[str]:
-    """The configurations that a text has for buckets, those of the buckets nearest to a number of rows first.
+    """Return the configurations in a text by their buckets' distance from a number of rows, nearest first.
 
-    None for text without buckets. Of two buckets equally far the larger comes first.
+    Of two buckets at equal distance the larger comes first. Text without buckets gives an empty list.
     """
     found = table(text) if "=" in text else {}
     own = bucket_of(rows).bit_length()
@@ -48,7 +48,7 @@ def nearest_first(text: str, rows: int) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def table(text: str) -> Mapping[int, str]:
-    """The configurations in text with buckets, by bucket.
+    """Return the configurations in a text with buckets, by bucket.
 
     Raises:
         ArgumentError: buckets that are none.
