@@ -137,7 +137,7 @@ class PingPong:
 
 
 class Together:
-    """The thread block of `hopper_together.py`; a_stages, stages and lag as `GemmConfig` derives them."""
+    """The thread block of `hopper/cooperative.py`; a_stages, stages and lag as `GemmConfig` derives them."""
 
     def __init__(self, tiles: int, k_tiles: int, config: GemmConfig) -> None:
         self.tiles, self.k_tiles, self.config = tiles, k_tiles, config

@@ -309,15 +309,15 @@ def test_every_mask_function_means_what_it_means_to_sdpa(fn: Callable[..., Any],
 
 
 def test_a_reader_that_disagrees_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stof.integrations import recognise
+    from stof.integrations import mask_recognition
 
     window = masking_utils.sliding_window_overlay(3)
-    assert recognise.recognise(window, 8, 8, 0, 0) is not None
-    monkeypatch.setitem(recognise._READERS, window.__code__, lambda held, whole: masks.sliding_window(7))
-    monkeypatch.setattr(recognise, "_TRUSTED", set(recognise._TRUSTED))
+    assert mask_recognition.recognize_mask(window, 8, 8, 0, 0) is not None
+    monkeypatch.setitem(mask_recognition._READERS, window.__code__, lambda held, whole: masks.sliding_window(7))
+    monkeypatch.setattr(mask_recognition, "_TRUSTED", set(mask_recognition._TRUSTED))
     with pytest.warns(RuntimeWarning, match=r"changed sliding_window_overlay"):
-        recognise._check_readers()
-    assert recognise.recognise(window, 8, 8, 0, 0) is None
+        mask_recognition._check_readers()
+    assert mask_recognition.recognize_mask(window, 8, 8, 0, 0) is None
 
 
 def test_is_causal_of_a_call() -> None:

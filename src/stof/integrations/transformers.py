@@ -32,8 +32,8 @@ except ImportError as error:
         "install it with pip install --upgrade transformers"
     ) from error
 
-from stof.integrations.forwards import hands_mask_on
-from stof.integrations.recognise import recognise, recognise_plain
+from stof.integrations.forward_inspection import hands_mask_on
+from stof.integrations.mask_recognition import recognize_mask, recognize_plain_mask
 from stof.integrations.served import (
     check_can_serve,
     check_module,
@@ -184,10 +184,10 @@ def make_mask(
     if compiling:
         # Closures and offsets are symbols here; only plain masks of whole sequences can be told.
         start = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
-        own = recognise_plain(mask_function) if start else None
+        own = recognize_plain_mask(mask_function) if start else None
     else:
         assert isinstance(q_offset, int)
-        own = recognise(mask_function, q_length, kv_length, q_offset, kv_offset)
+        own = recognize_mask(mask_function, q_length, kv_length, q_offset, kv_offset)
     keep: Tensor | None = None
     if own is None:
         keep = _evaluated(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, pads, use_vmap, device)

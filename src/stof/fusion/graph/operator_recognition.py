@@ -123,7 +123,7 @@ def _scaled_linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
 
 
 def _product(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
-    """`(x, weight, bias, transposed)` of a matrix GEMM with a 2-D weight, or of a bias added to one."""
+    """`(x, weight, bias, transposed)` of a GEMM with a 2-D weight, or of a bias added to one."""
     name = op_name(node)
     read: tuple[Any, ...] | None = None
     if name == "linear":

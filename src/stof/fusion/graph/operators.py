@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
     @property
     def compute_intensive(self) -> bool:
-        """The paper's CI class (matrix GEMMs inside); everything else is MI, bound by memory."""
+        """The paper's CI class (GEMMs inside); everything else is MI, bound by memory."""
         return self in (Kind.LINEAR, Kind.ATTENTION, Kind.MATMUL)
 
 

@@ -82,10 +82,5 @@ class Scheme:
         text = repr((self.bits, [operator.signature() for operator in operators]))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def show(self, operators: Sequence[Operator]) -> str:
-        """One line a segment: its bit, its operators."""
-        bits = self.bits
-        return "\n".join(f"{bits[s.start]}  {' + '.join(operators[i].label for i in s)}" for s in self.segments)
-
     def __str__(self) -> str:
         return self.bits

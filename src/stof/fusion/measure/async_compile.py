@@ -1,7 +1,7 @@
-"""Compiling kernels in other processes before they are measured; this process then finds them in Triton's cache.
+"""Asynchronous compilation: worker processes compile kernels into Triton's cache before this process measures them.
 
-What to compile is learnt from the launching code itself: a candidate is called while Triton's hook for new kernels
-takes their specialisations down and stops it before it compiles or launches anything.
+The launching code itself determines what to compile: a candidate is called while Triton's JIT hook records the
+specializations of new kernels and stops each call before it compiles or launches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WorkerPool:
 
     @staticmethod
     def on(device: torch.device) -> WorkerPool | None:
-        """As many processes as Inductor has; none where it compiles in this one, or nothing is compiled."""
+        """Return a pool as large as Inductor's; None if Inductor compiles in this process, or for a CPU."""
         from torch._inductor import config
 
         threads = int(config.compile_threads)
@@ -61,26 +61,26 @@ class WorkerPool:
                 self._wanted[match.problem.text(), config] = [self.submit(*one) for one in found]
 
     def wait(self, match: TemplateMatch, configs: Iterable[str]) -> None:
-        """Until these are compiled, or have failed to."""
+        """Wait until these are compiled or have failed."""
         self.wait_for({number for config in configs for number in self._wanted.get((match.problem.text(), config), ())})
 
     def wait_for(self, numbers: set[int]) -> None:
-        """Until the jobs of these numbers are done."""
+        """Wait until the jobs with these numbers are done."""
         with self._answered:
             self._answered.wait_for(lambda: numbers <= self._problems.keys() or self._ended, COMPILE_TIMEOUT_S)
 
     @property
     def problems(self) -> list[str]:
-        """What could not be compiled, and why."""
+        """Return why kernels could not be compiled."""
         return [problem for problem in self._problems.values() if problem]
 
     @property
     def compiled(self) -> int:
-        """Kernels that are done."""
+        """Return the number of finished kernels."""
         return len(self._problems)
 
     def close(self) -> None:
-        """End the processes; what they are compiling is given up."""
+        """Terminate the processes and abandon unfinished kernels."""
         self._ended = True
         if self._process is None:
             return
@@ -92,7 +92,7 @@ class WorkerPool:
         self._listener.join()
 
     def submit(self, module: str, name: str, specialization: str) -> int:
-        """The number of the job that compiles a kernel; equal kernels are one job."""
+        """Submit a kernel; return the number of its job. Equal kernels are one job."""
         number = self._jobs.get((name, specialization))
         if number is None:
             number = self._jobs[name, specialization] = len(self._jobs)
@@ -180,7 +180,7 @@ def select_ptxas() -> None:
 
 
 def current_target() -> tuple[str, int, int]:
-    """The GPU that kernels are compiled for in this process."""
+    """Return the GPU target that this process compiles for."""
     from triton.runtime.driver import driver
 
     target = driver.active.get_current_target()
@@ -188,7 +188,7 @@ def current_target() -> tuple[str, int, int]:
 
 
 def specializations(call: Callable[[], object]) -> list[tuple[str, str, str]]:
-    """Module, name and specialisation of every kernel that a call would compile; nothing is compiled or launched.
+    """Return module, name and specialization of every kernel that a call would compile, without compiling or launching.
 
     A call that cannot run at all may have none: it fails again where it is measured.
     """

@@ -25,7 +25,7 @@ _ERROR_ULPS = 2.0
 
 
 class SegmentTimer:
-    """Times candidates for matched segments; what failed, and why, collects in `failures`."""
+    """Times candidates of matched segments; `failures` collects the reasons of those that fail."""
 
     def __init__(self, *, rounds: int = 5) -> None:
         self.rounds = rounds
@@ -66,14 +66,14 @@ class SegmentTimer:
 
 
 def check(match: TemplateMatch, config: str) -> str:
-    """Why a configuration of a match's template may not be used; "" when it runs and its result is right."""
+    """Return why a configuration of a match may not be used; "" if it runs and its result is correct."""
     with torch._guards.tracing(None), torch.no_grad():
         inputs = random_inputs(match)
         return _checked(match, inputs, config, exact(match, inputs))[0]
 
 
 def random_inputs(match: TemplateMatch) -> dict[fx.Node, Tensor]:
-    """A random tensor for each tensor a match reads, laid out as in the graph."""
+    """Return a random tensor for each tensor that a match reads, with its strides in the graph."""
     inputs: dict[fx.Node, Tensor] = {}
     generator = torch.Generator(match.problem.device).manual_seed(0)
     for node in match.arguments.values():
@@ -97,7 +97,7 @@ def random_inputs(match: TemplateMatch) -> dict[fx.Node, Tensor]:
 
 
 def segment_graph(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> fx.GraphModule:
-    """The segment's own operators as a module of the tensors it reads, in the order of `inputs`."""
+    """Return the operators of the segment as a module, whose arguments are in the order of `inputs`."""
     graph = fx.Graph()
     copied: dict[fx.Node, Any] = {node: graph.placeholder(f"arg{i}") for i, node in enumerate(inputs)}
 
@@ -119,7 +119,7 @@ def segment_graph(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> fx.Gra
 
 
 def compiled_segment(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> Callable[[], object]:
-    """Inductor's code for the segment, bound to its inputs; the timer captures graphs itself."""
+    """Compile the segment with Inductor, without its CUDA graphs, and bind the inputs."""
     from torch._inductor.compile_fx import compile_fx
 
     args = list(inputs.values())
@@ -128,7 +128,7 @@ def compiled_segment(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> Cal
 
 
 def exact(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> tuple[Tensor, ...]:
-    """The segment's results by the template's reference in float64."""
+    """Compute the results of the segment by the template's reference in float64."""
     return _results(match.template.reference(**_computed(_arguments(match, inputs, torch.float64))))
 
 
@@ -143,7 +143,7 @@ def _arguments(match: TemplateMatch, inputs: dict[fx.Node, Tensor], dtype: torch
 
 
 def bound_call(match: TemplateMatch, inputs: dict[fx.Node, Tensor], config: str) -> Callable[[], Any]:
-    """A call of the template's operator on these tensors."""
+    """Bind the template's operator to these tensors."""
     arguments = _arguments(match, inputs)
     return lambda: match.template.operator(**_computed(arguments), config=config)
 
@@ -163,7 +163,7 @@ def _results(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def _checked(
     match: TemplateMatch, inputs: dict[fx.Node, Tensor], config: str, expected: tuple[Tensor, ...]
 ) -> tuple[str, Callable[[], Any]]:
-    """A call of the template's operator, and why it may not be used ("" if it may)."""
+    """Return why the template's operator may not be used ("" if it may), and its call."""
     call = bound_call(match, inputs, config)
     try:
         got = _results(call())

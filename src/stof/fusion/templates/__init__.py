@@ -1,4 +1,4 @@
-"""Kernel templates: matrix GEMMs together with what surrounds them.
+"""Kernel templates: GEMMs together with what surrounds them.
 
 `ops` registers `torch.ops.stof.linear`, `norm_linear`, `gated_linear` and `linear_norm`, `row_scaled`
 `rms_linear`, `rms_gated_linear` and `rotary_linear`, `scaled` `scaled_linear`, `chain` `chain_linear`; `config` says

@@ -11,7 +11,7 @@ import triton.language as tl
 @triton.jit
 @no_type_check
 def tile_coordinates(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of a tile: GROUP_M rows of tiles are walked side by side, so that both operands stay in the L2."""
+    """Return row and column of a tile; GROUP_M rows of tiles are rasterized together, to keep operands in L2."""
     width = GROUP_M * tiles_n
     group = tile // width
     first = group * GROUP_M
@@ -23,7 +23,7 @@ def tile_coordinates(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 @triton.jit
 @no_type_check
 def prefetch_l2(pointers):
-    """Start copying the lines that hold these addresses to the L2. No value is read: whoever still writes them may."""
+    """Prefetch the cache lines of these addresses into the L2. No value is read, so concurrent writes are safe."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -86,7 +86,7 @@ def activate(x, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 @no_type_check
 def widened(x, dtype: tl.constexpr, FAST: tl.constexpr):
-    """8-bit values as 16-bit floating-point ones, exactly. FAST as for `activate`."""
+    """Convert 8-bit values to 16-bit floating point, exactly. FAST as for `activate`."""
     if x.dtype == tl.int8 and not FAST:
         x = x.to(tl.float32).to(dtype)  # the interpreter takes integers for the bits of bfloat16
     elif x.dtype == tl.int8 and dtype == tl.float16:

@@ -1,4 +1,4 @@
-"""What launches need to know of the device, and of what is installed."""
+"""Properties of devices and installed packages that launches depend on."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 @functools.cache
 def device_limits(index: int) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors of a CUDA device."""
+    """Return compute capability and number of multiprocessors of a CUDA device."""
     found = torch.cuda.get_device_properties(index)
     return (found.major, found.minor), found.multi_processor_count
 
 
 def programs(tensor: Tensor) -> int:
-    """Persistent programs: one a multiprocessor. Triton's interpreter takes them one by one: three."""
+    """Return the number of persistent programs: one per multiprocessor, three in Triton's interpreter."""
     return device_limits(tensor.device.index or 0)[1] if tensor.device.type == "cuda" else 3
 
 
 def pdl_options(tensor: Tensor) -> dict[str, bool]:
-    """Options of kernels that take turns, where there is such a thing."""
+    """Return launch options for programmatic dependent launch, on GPUs that have it."""
     from stof.kernels.triton.pdl import supports_pdl
 
     return {"CHAINED": True, "launch_pdl": True} if supports_pdl(tensor.device) else {"CHAINED": False}
@@ -30,5 +30,5 @@ def pdl_options(tensor: Tensor) -> dict[str, bool]:
 
 @functools.cache
 def tilelang_installed() -> bool:
-    """Whether there is a TileLang to import."""
+    """Whether TileLang is installed."""
     return importlib.util.find_spec("tilelang") is not None

@@ -45,7 +45,7 @@ def folded(weight: Tensor, norm_weight: Tensor) -> Tensor | None:
         norm_weight: `[K]`, of the same dtype and device.
 
     Returns:
-        `[N, K]`, laid out like the weight; None where GEMMs are too large or too small for the dtype (float16), with
+        `[N, K]`, laid out like the weight; None where products are too large or too small for the dtype (float16), with
         one warning, and inside a capture of a CUDA graph that has never run before.
 
     Writes to either tensor are noticed by its version; tensors made under inference mode have none and must not change.

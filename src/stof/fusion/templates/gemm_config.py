@@ -28,7 +28,7 @@ GLUON = ("pingpong", "together")
 HALVES = (torch.float16, torch.bfloat16)
 # What weights may be stored as, and the least compute capability that converts it.
 STORED = {torch.int8: (8, 0), torch.float8_e4m3fn: (8, 9)}
-# cuBLAS has better GEMMs than ours: there to be measured, not by default.
+# cuBLAS is faster than the templates: candidates of a search, never a default.
 _IF_MEASURED = (torch.float32,)
 _LEAST_CAPABILITY = (8, 0)
 # Shared memory that one program may have, in bytes, by compute capability; what is not listed has the least of them.
@@ -38,7 +38,7 @@ _LEAST_SHARED = 101_376
 _SHARED_REST = 2048
 # Bytes of x that Hopper's L2 (50 MB) keeps while all of a weight passes, and of a weight that it keeps itself.
 _ROWS_KEPT, _WEIGHT_KEPT = 2**24, 24 * 2**20
-# Depth of gated GEMMs from which on wide tiles are the default.
+# Depth from which wide tiles are the default for gated GEMMs.
 _DEEP = 2048
 # Of a chain: what lies between has room in a program's registers.
 MOST_INNER = 256
@@ -283,13 +283,13 @@ def _unfit_for_hopper(config: GemmConfig, shape: GemmShape, capability: tuple[in
     if config.consumers == 3 and config.extra_columns:
         found.append("three consumers have no columns on the side")
     if rows not in (64, 128) or rows * config.block_n > 128 * 128:
-        found.append("a consumer computes 64 or 128 rows and at most 128 x 128 GEMMs")
+        found.append("a consumer computes 64 or 128 rows and at most 128 x 128 accumulators")
     if config.block_k != 64 or config.stages < 2:
         found.append("steps are 64 deep (a row of 128 bytes), and a stage is free again when the next step runs")
     if shape.gated and shape.transposed:
         found.append("gate and up must lie below each other")
     if config.block_n < (128 if shape.gated else 64):
-        found.append("a piece of the result has 64 columns (gated: of 128 columns of GEMMs)")
+        found.append("a piece of the result has 64 columns (gated: from 128 columns of accumulators)")
     return found
 
 

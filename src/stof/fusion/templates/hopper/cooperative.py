@@ -1,11 +1,11 @@
-"""Matrix GEMM with its epilogue on Hopper, in Gluon: warpgroups share a tile, one some steps behind the other.
+"""Warp-specialized cooperative GEMM with a fused epilogue for Hopper, in Gluon.
 
-A thread block stays on its multiprocessor and walks output tiles. One warp copies operands by TMA: each consumer's rows
-for itself, and the columns once for all. Of two consumers the second is kept LAG steps behind the first, whose epilogue
-so runs while the second one's last GEMMs do, and the second one's during the first one's next. Three are in step:
-their tiles are for GEMMs of few tiles, whose last epilogue nothing hides anyway.
+Thread blocks are persistent, and the consumer warpgroups of a thread block share a tile. One producer warp copies
+operands by TMA: rows for each consumer, columns once for all. Of two consumers the second runs LAG steps behind the
+first, so that the epilogue of each overlaps MMA steps of the other. Three consumers run in step: their tiles are for
+problems with few tiles, whose last epilogue nothing overlaps.
 
-A tile may have SIDE columns more, as a GEMM of their own: 128 + 64 columns make 192, which is no power of two.
+A tile may have SIDE extra columns with an accumulator of their own: 128 + 64 columns make 192, not a power of two.
 
 Source: structure of CUTLASS's persistent warp-specialized cooperative kernel for Hopper; the lag is ours.
 """
@@ -39,7 +39,7 @@ from stof.kernels.triton.pdl import launch_next_and_wait
 @gluon.jit
 @no_type_check
 def _fetch_rows(a_desc, a_smem, full, empty, stage, phase, row, k):
-    """Start copying a step of one consumer's rows."""
+    """Start the TMA copy of one step of a consumer's rows."""
     mbarrier.wait(empty.index(stage), phase)
     bar = full.index(stage)
     mbarrier.expect(bar, a_smem.shape[1] * a_smem.shape[2] * (a_smem.dtype.primitive_bitwidth // 8))
@@ -53,7 +53,7 @@ def _producer(
     A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LAG: gl.constexpr, GROUP_M: gl.constexpr,
     GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """The warp that copies: columns and the first consumer's rows of a step, the second's rows of LAG steps before."""
+    """Producer warp: copy columns and the first consumer's rows of a step, and the second's rows LAG steps later."""
     (
         a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n,
         k_tiles, columns,
@@ -113,7 +113,7 @@ def _consumer(
     TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     HAS_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup of those that compute: its share of the rows of every tile."""
+    """Consumer warpgroup: compute its share of the rows of every tile."""
     (
         a_smem, b_smem, side_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc,
         bias_ptr, row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
@@ -140,7 +140,7 @@ def _consumer(
         row = (CONSUMERS * m + NUMBER) * ROWS
         first = n * (WIDTH + SIDE)
         if HAS_RESIDUAL:
-            # All of the GEMMs hide it.
+            # The copy overlaps the whole main loop.
             for piece in gl.static_range(PLACES):
                 fetch_residual(residual_desc, c_smem.index(PLACE + piece), residual_full.index(PLACE + piece), row,
                                first + piece * PIECE)  # fmt: skip
@@ -155,7 +155,7 @@ def _consumer(
             if not TRANSPOSED:
                 b = b.permute((1, 0))
             acc = warpgroup_mma(a_smem.index(FIRST + a_stage), b, acc, use_acc=k > 0, is_async=True)
-            # The step before is done: its stages may be filled again.
+            # The previous step is done: release its stages.
             if SIDE > 0:
                 more = side_smem.index(b_stage)
                 if not TRANSPOSED:
@@ -239,7 +239,7 @@ def cooperative_gemm_kernel(
             side_smem = gl.allocate_shared_memory(dtype, [B_STAGES, BLOCK_K, SIDE], shared_layout(dtype, SIDE))
         else:
             side_smem = gl.allocate_shared_memory(dtype, [B_STAGES, SIDE, BLOCK_K], shared_layout(dtype, BLOCK_K))
-    # Without a power of two there is no place for a whole tile, but one for each piece.
+    # A tile whose width is no power of two has a buffer for each piece instead of one for the tile.
     PLACES: gl.constexpr = (BLOCK_N + SIDE) // PIECE if SIDE > 0 else 1
     c_smem = gl.allocate_shared_memory(dtype, [CONSUMERS * PLACES, ROWS, PIECE], shared_layout(dtype, PIECE))
     a_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * A_STAGES, 1], mbarrier.MBarrierLayout())

@@ -1,4 +1,4 @@
-"""What the Gluon kernels share: rings of stages, and a finished tile's way out (scale, bias, activation, residual)."""
+"""Shared parts of the Hopper GEMM kernels: pipeline stages, and the epilogue (scale, bias, activation, residual)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shared_layout(dtype, width):  # type: ignore[no-untyped-def]
 @gluon.jit
 @no_type_check
 def advance(stage, phase, STAGES: gl.constexpr):
-    """The next stage of a ring, and the phase of its barriers there."""
+    """Return the next pipeline stage and its phase."""
     stage += 1
     if stage == STAGES:
         stage = 0
@@ -38,7 +38,7 @@ def fetch_columns(
     b_desc, b_smem, bar, stage, first, k, columns, BLOCK_K: gl.constexpr, PARTS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a step of a tile's columns from `first` on: all at once, or gate and up."""
+    """Start the TMA copies of one step of a tile's columns from `first` on: one box, or gate and up."""
     for part in gl.static_range(PARTS):
         b = b_smem.index(stage * PARTS + part)
         column = first + part * columns
@@ -51,9 +51,9 @@ def fetch_columns(
 @gluon.jit
 @no_type_check
 def previous_stage(stage, STAGES: gl.constexpr):
-    """The stage of the step before.
+    """Return the previous pipeline stage.
 
-    Not carried through the loop: Triton 3.6 and 3.7 then take the one before the loop, in every turn.
+    It is recomputed: Triton 3.6 and 3.7 read a loop-carried previous stage as its value before the loop.
     """
     return (stage + (STAGES - 1)) % STAGES
 
@@ -61,7 +61,7 @@ def previous_stage(stage, STAGES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def split_halves(acc):
-    """Left and right half of a tile's columns. Both lie in the same threads, so nothing moves."""
+    """Return the left and right half of a tile's columns. Both lie in the same threads: no data moves."""
     ROWS: gl.constexpr = acc.shape[0]
     HALF: gl.constexpr = acc.shape[1] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -101,7 +101,7 @@ def apply_rotary(acc, cos_ptr, sin_ptr, row, rows, positions, HEAD_DIM: gl.const
 @gluon.jit
 @no_type_check
 def fetch_residual(residual_desc, staged, bar, row, column):
-    """Start copying the residual of a piece of a tile into the place of its output, once the one before has left it."""
+    """Start the TMA copy of a residual piece into its output buffer, once the previous store has read that buffer."""
     tma.store_wait(0)
     _barrier()
     mbarrier.expect(bar, staged.shape[0] * staged.shape[1] * (staged.dtype.primitive_bitwidth // 8))
@@ -143,13 +143,13 @@ def write_tile(
     HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr, cos_ptr=None, sin_ptr=None, positions=0,
     turned=0, HEAD_DIM: gl.constexpr = 0,
 ):  # fmt: skip
-    """GEMMs of a tile become its part of the result, in as many pieces as a place in `c_smem` takes.
+    """Run the epilogue of a tile and store it, in pieces as wide as a buffer in `c_smem`.
 
-    acc: GEMMs `[ROWS, BLOCK_N]`, gate and up side by side where GATED. row, first: its first row and column.
+    acc: accumulators `[ROWS, BLOCK_N]`, gate and up side by side where GATED. row, first: its first row and column.
     place: where in `c_smem` the first piece goes. PLACES: 1 when all pieces go there, the first one's residual being
     on its way; else the places this consumer has, one for each piece and all residuals on their way. number: tiles
     that this consumer has written.
-    row_scale_ptr: HAS_SCALE, factors of the rows.
+    row_scale_ptr: factors of the rows, if HAS_SCALE.
     HEAD_DIM: of heads that are rotated in the first `turned` columns, 0 for none; see `apply_rotary`.
     """
     ROWS: gl.constexpr = acc.shape[0]

@@ -1,8 +1,8 @@
-"""Matrix GEMM with its epilogue on Hopper, in Gluon: two warpgroups take turns.
+"""Warp-specialized ping-pong GEMM with a fused epilogue for Hopper, in Gluon.
 
-A thread block stays on its multiprocessor and walks output tiles. One warp copies operands by TMA. Each of the two
-consumers has tiles of its own, and the tensor cores work on one tile while the other's epilogue (bias, activation,
-residual, store) runs on the ordinary cores.
+Thread blocks are persistent. One producer warp copies operands by TMA. Each of two consumer warpgroups computes tiles
+of its own: the tensor cores work on the tile of one consumer while the CUDA cores run the epilogue (bias, activation,
+residual, store) of the other.
 
 Source: structure of CUTLASS's persistent warp-specialized ping-pong kernel for Hopper.
 """
@@ -36,7 +36,7 @@ from stof.kernels.triton.pdl import launch_next_and_wait
 @gluon.jit
 @no_type_check
 def first_step(number, k_tiles, STAGES: gl.constexpr):
-    """Stage and phase of the first step of a tile, `number` tiles of the thread block having come before."""
+    """Return the pipeline stage and phase of the first step of this thread block's tile `number`."""
     count = number * k_tiles
     return count % STAGES, (count // STAGES) & 1
 
@@ -44,7 +44,7 @@ def first_step(number, k_tiles, STAGES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def turn_phase(number, NUMBER: gl.constexpr):
-    """Phase of a consumer's turn: the other consumer's tile before it; the first tile of all waits for nobody."""
+    """Return the phase of a consumer's ping-pong barrier; the first tile of all does not wait."""
     return ((number // 2) & 1) ^ (1 - NUMBER)
 
 
@@ -55,7 +55,7 @@ def _producer(
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """The warp that copies: the steps of all tiles of this thread block, one after the other."""
+    """Producer warp: copy the steps of all tiles of this thread block in order."""
     dtype: gl.constexpr = a_smem.dtype
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     PARTS: gl.constexpr = BLOCK_N // WIDTH
@@ -80,7 +80,7 @@ def _consumer(
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup of those that compute: every other tile."""
+    """Consumer warpgroup: compute every second tile of this thread block."""
     (
         a_smem, b_smem, c_smem, full, empty, turn, residual_full, c_desc, residual_desc, bias_ptr, row_scale_ptr,
         cos_ptr, sin_ptr, positions, turned, tiles_m, tiles_n, k_tiles, rows, columns,
@@ -92,17 +92,17 @@ def _consumer(
     if GATED:
         # The rows of gate and up lie one after the other: one GEMM for both.
         b_tiles = b_smem._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_K], shared_layout(dtype, BLOCK_K))
-    # How many tiles of this thread block came before.
+    # The number of this tile among the tiles of this thread block.
     number = gl.to_tensor(NUMBER)
     for tile in range(gl.program_id(0) + NUMBER * gl.num_programs(0), tiles_m * tiles_n, 2 * gl.num_programs(0)):
         m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
         if HAS_RESIDUAL:
-            # All of the GEMMs hide it.
+            # The copy overlaps the whole main loop.
             fetch_residual(residual_desc, c_smem.index(NUMBER), residual_full.index(NUMBER), m * ROWS, n * WIDTH)
         stage, phase = first_step(number, k_tiles, STAGES)
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
-        # Until the other consumer has seen all its stages filled. Earlier, a stage could be two fills behind the one
-        # waited for, which a barrier's single phase bit does not tell from none behind.
+        # Wait until the other consumer has seen all its stages filled. Before that, a stage could be two fills behind
+        # the expected one, which the single phase bit of a barrier cannot tell from the expected one.
         mbarrier.wait(turn.index(NUMBER), turn_phase(number, NUMBER))
         for k in range(k_tiles):
             mbarrier.wait(full.index(stage), phase)
@@ -110,7 +110,7 @@ def _consumer(
             if not TRANSPOSED:
                 b = b.permute((1, 0))
             acc = warpgroup_mma(a_smem.index(stage), b, acc, use_acc=k > 0, is_async=True)
-            # The step before is done: its stage may be filled again.
+            # The previous step is done: release its stage.
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index(previous_stage(stage, STAGES)), count=1, pred=k > 0)
             stage, phase = advance(stage, phase, STAGES)

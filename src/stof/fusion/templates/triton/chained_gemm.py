@@ -1,4 +1,4 @@
-"""Two matrix GEMMs in one kernel, what lies between them narrow enough to stay in registers."""
+"""Two GEMMs in one kernel, what lies between them narrow enough to stay in registers."""
 
 from __future__ import annotations
 

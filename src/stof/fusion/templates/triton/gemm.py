@@ -42,7 +42,7 @@ def _epilogue(
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """What becomes of GEMMs `[r, n]` on their way out, in float32; `up` is ignored unless GATED."""
+    """Apply the epilogue to accumulators `[r, n]`, in float32; `up` is ignored unless GATED."""
     if HAS_BIAS:
         acc = acc + tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -63,7 +63,7 @@ def _prefetch_weights(
     b_ptr, column, columns, first, last, depth, stride_bn, stride_bk, up_offset,
     BLOCK_N: tl.constexpr, GATED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Start copying columns `column ...` of B, from depth `first` to `last`, to the L2, a line an address."""
+    """Prefetch columns of B from `column` on, depth `first` to `last`, into the L2: one address per cache line."""
     LINE: tl.constexpr = 128 // (b_ptr.dtype.element_ty.primitive_bitwidth // 8)
     LINES_N: tl.constexpr = (BLOCK_N + LINE - 1) // LINE if TRANSPOSED else BLOCK_N
     LINES_K: tl.constexpr = 512 // LINES_N
@@ -156,7 +156,7 @@ def tile_gemm_kernel(
     begin = split * steps // SPLITS
     end = (split + 1) * steps // SPLITS
     if CHAINED:
-        # Weights do not wait for the kernel before; one row of tiles asks for them.
+        # Weights do not depend on the previous kernel; the first row of tiles prefetches them.
         if m == 0:
             _prefetch_weights(b_ptr, n_tile * BLOCK_N, columns, begin * BLOCK_K, end * BLOCK_K, depth, stride_bn,
                               stride_bk, up_offset, BLOCK_N, GATED, TRANSPOSED)  # fmt: skip

@@ -22,7 +22,7 @@ _UNBOUNDED = 2**31 - 1
 _PROBE = 12
 
 
-def recognise(fn: Callable[..., Any], q_length: int, kv_length: int, q_offset: int, kv_offset: int) -> Mask | None:
+def recognize_mask(fn: Callable[..., Any], q_length: int, kv_length: int, q_offset: int, kv_offset: int) -> Mask | None:
     """The named mask equal to transformers' mask function on this call's queries and keys; None if none is."""
     shift = q_offset - kv_offset
     if shift < 0:
@@ -37,7 +37,7 @@ def recognise(fn: Callable[..., Any], q_length: int, kv_length: int, q_offset: i
     return mask.with_query_offset(shift) if mask != full() else mask
 
 
-def recognise_plain(fn: Callable[..., Any]) -> Mask | None:
+def recognize_plain_mask(fn: Callable[..., Any]) -> Mask | None:
     """Causal or bidirectional, by the function's identity alone: what compilers can follow."""
     if fn is hf.causal_mask_function:
         return causal()
@@ -45,7 +45,7 @@ def recognise_plain(fn: Callable[..., Any]) -> Mask | None:
 
 
 def _named(fn: Callable[..., Any], whole: int | None) -> Mask | None:
-    plain = recognise_plain(fn)
+    plain = recognize_plain_mask(fn)
     if plain is not None:
         return plain
     code = getattr(fn, "__code__", None)
