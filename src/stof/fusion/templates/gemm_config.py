@@ -356,7 +356,7 @@ def _for_chains(shape: GemmShape, processors: int) -> list[GemmConfig]:
 def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     """Small tiles, most of whose steps are under way at once; two such programs fit a multiprocessor.
 
-    As found on an H200 for BERT's GEMMs at 128 tokens, one call after the other; `stof bench gemm --chain` times
+    As found on an H200 for BERT's GEMMs at 128 tokens, one call after the other; `python -m benchmarks gemm --chain` times
     them so, no file records it yet. Up to 32 rows are not measured.
     """
     if shape.stored:
