@@ -356,8 +356,8 @@ def _for_chains(shape: GemmShape, processors: int) -> list[GemmConfig]:
 def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     """Small tiles, most of whose steps are under way at once; two such programs fit a multiprocessor.
 
-    As found on an H200 for BERT's GEMMs at 128 tokens, one call after the other; `python -m benchmarks gemm --chain` times
-    them so, no file records it yet. Up to 32 rows are not measured.
+    As found on an H200 for BERT's GEMMs at 128 tokens, one call after the other, as `python -m benchmarks gemm --chain`
+    times them; no file records it. Up to 32 rows are not measured.
     """
     if shape.stored:
         rows = 16 if shape.m <= 16 else 32 if shape.m <= 32 else 64

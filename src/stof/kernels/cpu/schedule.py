@@ -18,7 +18,7 @@ from stof.kernels.cpu.grouping import (
 )
 from stof.layout.layout import Layout
 
-# The figures here are milliseconds on 2 cores (AVX-512), fp32, S = 4096, H = 12, D = 64: benchmarks/attention/cpu_constants.py.
+# Figures are milliseconds on 2 cores (AVX-512), fp32, S = 4096, H = 12, D = 64: benchmarks/attention/cpu_constants.py.
 
 # Masked steps are padded: products of 575 columns are slower than of 576 (causal window of 512: 47.8 against 45.2).
 COLUMN_MULTIPLE = 16
