@@ -14,7 +14,7 @@ from torch import Tensor
 
 import stof
 from stof import masks
-from stof.dynamic import _core, fill_room
+from stof.dynamic import _core, fill_buffers
 from stof.errors import (
     ArgumentError,
     DeviceError,
@@ -27,9 +27,9 @@ from stof.errors import (
 from stof.kernels.reference import reference_attention
 from stof.kernels.triton import runtime
 from stof.kernels.triton.block_wise import block_wise_attention
-from stof.kernels.triton.runtime import OVERFLOW, Problem, WorkRoom
-from stof.kernels.triton.runtime_blocks import block_room
-from stof.kernels.triton.runtime_slash import vertical_slash_room
+from stof.kernels.triton.runtime import OVERFLOW, DynamicSizes, WorkBuffers
+from stof.kernels.triton.runtime_blocks import block_buffers
+from stof.kernels.triton.runtime_slash import vertical_slash_buffers
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import bits
 from stof.masks import Mask
@@ -67,24 +67,26 @@ def ascending(draw: st.DrawFn, leading: tuple[int, ...], most: int, limit: int) 
     return torch.tensor(lists, dtype=dtype).view(*leading, size).to(DEVICE)
 
 
-def room_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, block: int = BLOCK) -> WorkRoom:
-    """As `stof.dynamic.make_room`, with small tiles."""
+def room_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, block: int = BLOCK) -> WorkBuffers:
+    """As `stof.dynamic.make_buffers`, with small tiles."""
     core, offset = _core(mask)
-    problem = Problem(q_len, kv_len, block, block, *mask.dims(1, 1) if mask.heads == 1 else (mask.batch, mask.heads))
+    problem = DynamicSizes(
+        q_len, kv_len, block, block, *mask.dims(1, 1) if mask.heads == 1 else (mask.batch, mask.heads)
+    )
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
-        room = vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, DEVICE)
+        room = vertical_slash_buffers(problem, vertical.shape[-1], slash.shape[-1], offset, DEVICE)
         room.use_work(captured=False)
         return room
     if isinstance(core, BlockTopK):
-        chosen = block_room(problem, core.k, core.block_size, core.causal, DEVICE)
+        chosen = block_buffers(problem, core.k, core.block_size, core.causal, DEVICE)
         chosen.use_work(captured=False)
         return chosen
-    return runtime.dense_room(problem, density, DEVICE)
+    return runtime.dense_buffers(problem, density, DEVICE)
 
 
-def assert_exact(mask: Mask, q_len: int, kv_len: int, room: WorkRoom) -> None:
-    fill_room(room, mask)
+def assert_exact(mask: Mask, q_len: int, kv_len: int, room: WorkBuffers) -> None:
+    fill_buffers(room, mask)
     assert not bool(room.flags.any())
     dense = mask.to_dense(q_len, kv_len, device=DEVICE)
     assert torch.equal(counted(room.work), dense.int())
@@ -194,7 +196,7 @@ def test_the_same_room_serves_every_mask(kind: str) -> None:
 def test_attention(kind: str) -> None:
     mask = example(kind)
     room = room_of(mask, 90, 90)
-    fill_room(room, mask)
+    fill_buffers(room, mask)
     q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv)
     keep = mask.to_dense(90, device=DEVICE)
     # Keys that nobody sees may hold anything.
@@ -204,7 +206,7 @@ def test_attention(kind: str) -> None:
     assert_attention(out, lse, q, k.nan_to_num(), v.nan_to_num(), keep)
 
 
-def run(room: WorkRoom, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def run(room: WorkBuffers, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5
     return block_wise_attention(q, k, v, room.work, BlockWiseConfig(), scale=scale, softcap=0.0, bias=bias, sinks=None)
 
@@ -214,7 +216,7 @@ def test_biases(kind: str, length: int) -> None:
     """Rows among NaN, where tiles of columns that follow each other are read in stretches."""
     mask = example(kind)
     room = room_of(mask, length, length)
-    fill_room(room, mask)
+    fill_buffers(room, mask)
     assert room.work.stretches == (kind == "block_topk")
     q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=length, kv_len=length, head_dim=16).qkv)
     bias = torch.full((1, 2, length, 104), torch.nan, device=DEVICE)[..., :length].copy_(torch.randn(2, length, length))
@@ -226,7 +228,7 @@ def test_biases(kind: str, length: int) -> None:
 def test_rows_without_room_are_nan_and_flagged(kind: str) -> None:
     mask = example(kind)
     room = room_of(mask, 90, 90, density=0.3)
-    fill_room(room, mask)
+    fill_buffers(room, mask)
     assert bool((room.flags & OVERFLOW).any())
     q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv)
     out, lse = run(room, q, k, v)
@@ -236,7 +238,7 @@ def test_rows_without_room_are_nan_and_flagged(kind: str) -> None:
     assert torch.equal(lost, out.isnan().any(-1))
     # Whole row blocks are lost; the others are right.
     enough = room_of(mask, 90, 90)
-    fill_room(enough, mask)
+    fill_buffers(enough, mask)
     expected, _ = run(enough, q, k, v)
     assert torch.equal(out[~lost], expected[~lost])
     assert not bool(lost.all())
@@ -268,7 +270,7 @@ def test_bad_numbers_raise_or_flag(name: str) -> None:
     with pytest.raises(MaskError, match=f"{message}.*head 1"):
         stof.plan(mask, 90, heads=2)
     room = room_of(mask, 90, 90)
-    fill_room(room, mask)
+    fill_buffers(room, mask)
     assert room.flags.tolist()[0] == 0
     assert room.flags.tolist()[1] != 0
     q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv)
@@ -402,7 +404,7 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stof.streams.stream_id", lambda: current[-1].cuda_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(f"held for {stream.name}"))
-    monkeypatch.setattr("stof.dynamic.fill_room", lambda room, mask: log.append(f"built on {current[-1].name}"))
+    monkeypatch.setattr("stof.dynamic.fill_buffers", lambda room, mask: log.append(f"built on {current[-1].name}"))
     mask = example("block_topk")
     plan = stof.dynamic_plan(mask, 90, heads=2)
     plan._room = room_of(mask, 90, 90)

@@ -23,7 +23,7 @@ from stof.caching import PlanCache
 from stof.locks import ForkSafeLock
 from stof.plans import plan_cache
 from stof.selection import CallSpec, failures
-from stof.selection.choice import Choice
+from stof.selection.kernel_choice import KernelChoice
 
 SOURCE = Path(stof.__file__).parent
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def test_a_child_can_note_failures_while_another_thread_did() -> None:
     def work() -> None:
         call = CallSpec("cpu", torch.float32, head_dim=8, value_dim=8, heads=1, kv_heads=1, q_len=1, kv_len=1)
         with pytest.warns(RuntimeWarning, match="is left out"):
-            failures.add(Choice("reference"), call, CPU, "for this test")
+            failures.add(KernelChoice("reference"), call, CPU, "for this test")
 
     assert while_held(failures._lock, work) == 0
 

@@ -15,7 +15,7 @@ from stof.attention import masked_attention_op
 from stof.errors import ArgumentError, DeviceError, DtypeError, KernelError, ShapeError, UnsupportedError
 from stof.kernels.fp8 import FP8, Scales
 from stof.kernels.triton.work import BoundCall
-from stof.selection import IMPLEMENTATIONS, Candidate, Choice, candidates, choose, failures
+from stof.selection import IMPLEMENTATIONS, Candidate, KernelChoice, candidates, choose, failures
 from stof.selection.implementations import Options
 from stof.selection.model import load_model
 from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention
@@ -236,8 +236,8 @@ def test_refusals_on_a_gpu() -> None:
 
 def test_choices_without_a_device() -> None:
     call = call_of(head_dim=128, dtype=FP8)
-    assert choose(call) == Choice("hopper", widened=True)
-    assert choose(call, implementation="hopper_fp8") == Choice("hopper_fp8")
+    assert choose(call) == KernelChoice("hopper", widened=True)
+    assert choose(call, implementation="hopper_fp8") == KernelChoice("hopper_fp8")
 
 
 def test_other_layouts_than_its_own() -> None:
@@ -251,7 +251,7 @@ def test_other_layouts_than_its_own() -> None:
 def test_a_widened_choice_that_fails_is_left_out() -> None:
     call, device = call_of(device="cpu", dtype=FP8), torch.device("cpu")
     first = choose(call, device)
-    assert first == Choice("row_block", widened=True)
+    assert first == KernelChoice("row_block", widened=True)
     wide = call.widened()
     assert wide is not None
     try:

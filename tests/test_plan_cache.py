@@ -18,7 +18,7 @@ from stof.errors import MaskError, ShapeError, UnsupportedError
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig, build_layout
 from stof.plans import Plan, PlanCache
-from stof.selection.choice import Choice
+from stof.selection.kernel_choice import KernelChoice
 from stof.testing import assert_attention, make_inputs
 
 KEEP = torch.ones(64, 64, dtype=torch.bool).tril()
@@ -66,7 +66,7 @@ def test_first_calls_in_a_capture_are_refused(monkeypatch: pytest.MonkeyPatch) -
     chosen: list[Any] = []
     own = Plan.choice
 
-    def choice(*args: Any) -> Choice:
+    def choice(*args: Any) -> KernelChoice:
         chosen.append(args)
         return own(*args)
 
@@ -230,7 +230,7 @@ def test_a_plan_that_was_called_is_pickled_and_copied() -> None:
 def test_lists_of_jobs_are_made_on_the_host(implementation: str, layout: LayoutConfig, kernel: BlockWiseConfig) -> None:
     """Also where another device is the default one, as `torch.set_default_device("cuda")` makes it."""
     built = build_layout(masks.longformer(80, 3), 1000, 1000, layout)
-    choice = Choice(implementation, None, None, kernel)
+    choice = KernelChoice(implementation, None, None, kernel)
     expected = Plan.of_layout(built, "").prepared(choice)
     with torch.device("meta"):
         found = Plan.of_layout(built, "").prepared(choice)

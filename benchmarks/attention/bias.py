@@ -23,7 +23,7 @@ from benchmarks.failures import first_line
 from benchmarks.peers.mask_formats import mask_mod
 from benchmarks.results_io import provenance
 from stof.calibration.measure import BIAS, cell_bias, cell_mask
-from stof.testing.attention_check import TOLERANCE, Expected, Problem
+from stof.testing.attention_check import TOLERANCE, AttentionProblem, Expected
 from stof.testing.mask_grid import Shape
 from stof.tuning.timing import time_calls
 
@@ -34,7 +34,7 @@ CELLS = (
 IMPLS = "hopper block_wise sdpa flex"
 
 
-def ours(problem: Problem, bias: Tensor, implementation: str) -> Callable[[], Tensor]:
+def ours(problem: AttentionProblem, bias: Tensor, implementation: str) -> Callable[[], Tensor]:
     """`stof.attention` with a ready plan, by one implementation; "stof" leaves the choice to it."""
     plan = stof.plan(
         problem.grid_mask.mask(problem.shape.q_len), problem.shape.q_len, problem.shape.kv_len, device=problem.device
@@ -43,13 +43,13 @@ def ours(problem: Problem, bias: Tensor, implementation: str) -> Callable[[], Te
     return lambda: stof.attention(problem.q, problem.k, problem.v, plan, bias=bias, implementation=name)
 
 
-def sdpa(problem: Problem, bias: Tensor) -> Callable[[], Tensor]:
+def sdpa(problem: AttentionProblem, bias: Tensor) -> Callable[[], Tensor]:
     """Mask and bias as one tensor, made beforehand."""
     both = bias.masked_fill(~problem.keep, float("-inf"))
     return lambda: F.scaled_dot_product_attention(problem.q, problem.k, problem.v, attn_mask=both)
 
 
-def flex(problem: Problem, bias: Tensor) -> Callable[[], Tensor]:
+def flex(problem: AttentionProblem, bias: Tensor) -> Callable[[], Tensor]:
     """The bias added by a `score_mod`, under the mask's own blocks of 128 x 128."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -65,7 +65,7 @@ def flex(problem: Problem, bias: Tensor) -> Callable[[], Tensor]:
     return lambda: compiled(problem.q, problem.k, problem.v, score_mod=add, block_mask=block_mask)
 
 
-def prepared(name: str, problem: Problem, bias: Tensor) -> Callable[[], Tensor]:
+def prepared(name: str, problem: AttentionProblem, bias: Tensor) -> Callable[[], Tensor]:
     if name == "sdpa":
         return sdpa(problem, bias)
     return flex(problem, bias) if name == "flex" else ours(problem, bias, name)
@@ -74,7 +74,7 @@ def prepared(name: str, problem: Problem, bias: Tensor) -> Callable[[], Tensor]:
 def measure(mask: str, sizes: str, impls: list[str], device: torch.device) -> list[dict[str, Any]]:
     """One row for each implementation: its error against float64, and its time where that is small."""
     shape = Shape.parse(sizes)
-    problem = Problem.draw(cell_mask(mask, shape), shape, device, torch.float16)
+    problem = AttentionProblem.draw(cell_mask(mask, shape), shape, device, torch.float16)
     bias = cell_bias(mask + BIAS, problem)
     assert bias is not None
     expected = Expected.of(problem, 256, bias)

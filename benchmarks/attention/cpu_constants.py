@@ -18,7 +18,7 @@ from benchmarks.attention.run import run_attention
 from benchmarks.cli.attention import results_table
 from benchmarks.peers import PEERS, Call, Peer
 from stof.kernels.cpu import grouping, schedule
-from stof.testing.attention_check import Problem
+from stof.testing.attention_check import AttentionProblem
 from stof.testing.mask_grid import Shape, grid_mask
 from stof.tuning.machine import device_name
 
@@ -43,7 +43,7 @@ RACES: dict[str, Choices] = {
 }
 
 
-def prepare(choice: dict[str, Any], problem: Problem) -> Call:
+def prepare(choice: dict[str, Any], problem: AttentionProblem) -> Call:
     """A plan made with the choice in force; constants are put back at once."""
     constants = {name: value for name, value in choice.items() if name != "block_m"}
     owners = {name: grouping if hasattr(grouping, name) else schedule for name in constants}

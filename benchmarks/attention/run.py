@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.failures import first_line
 from benchmarks.peers.interface import Call, Peer
-from stof.testing.attention_check import TOLERANCE, Expected, Problem
+from stof.testing.attention_check import TOLERANCE, AttentionProblem, Expected
 from stof.testing.mask_grid import GridMask, Shape
 from stof.tuning.timing import time_calls
 
@@ -112,7 +112,11 @@ def run_attention(
         report(f"{grid_mask.name} {shape}")
         with torch.no_grad():
             rows, not_run = _run_cell(
-                Problem.draw(grid_mask, shape, device, dtype), peers, check_rows, rounds if timed else 0, report
+                AttentionProblem.draw(grid_mask, shape, device, dtype),
+                peers,
+                check_rows,
+                rounds if timed else 0,
+                report,
             )
         results += rows
         if on_cell is not None:
@@ -123,7 +127,7 @@ def run_attention(
 
 
 def _run_cell(
-    problem: Problem, peers: Sequence[Peer], check_rows: int, rounds: int, report: Report
+    problem: AttentionProblem, peers: Sequence[Peer], check_rows: int, rounds: int, report: Report
 ) -> tuple[list[Row], list[NotRun]]:
     expected = Expected.of(problem, check_rows)
     calls: dict[str, Call] = {}
@@ -174,7 +178,7 @@ def _where(grid_mask: GridMask, shape: Shape, dtype: torch.dtype) -> dict[str, A
     return {"mask": grid_mask.name, **asdict(shape), "dtype": str(dtype).removeprefix("torch.")}
 
 
-def _prepare_and_check(peer: Peer, problem: Problem, expected: Expected) -> tuple[Call, float, float] | str:
+def _prepare_and_check(peer: Peer, problem: AttentionProblem, expected: Expected) -> tuple[Call, float, float] | str:
     """The call to time, its build time and its error, or why this peer gave no result."""
     _ = problem.keep  # evaluated outside the build time
     try:

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.failures import first_line
 from benchmarks.peers.interface import Call, Peer
 from benchmarks.peers.mask_formats import block_lists, intervals
-from stof.testing.attention_check import Problem
+from stof.testing.attention_check import AttentionProblem
 
 
 @cache
@@ -29,7 +29,7 @@ def _import_failure(module: str, package: str) -> str | None:
     return None
 
 
-def _unusable(problem: Problem, module: str, package: str) -> str | None:
+def _unusable(problem: AttentionProblem, module: str, package: str) -> str | None:
     if problem.device.type != "cuda":
         return "runs on CUDA devices only"
     if not problem.half:
@@ -37,20 +37,20 @@ def _unusable(problem: Problem, module: str, package: str) -> str | None:
     return _import_failure(module, package)
 
 
-def _sequence_major(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def _sequence_major(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2).contiguous() for x in (problem.q, problem.k, problem.v))
     return q, k, v
 
 
-def _flash4_missing(problem: Problem) -> str | None:
+def _flash4_missing(problem: AttentionProblem) -> str | None:
     return _unusable(problem, "flash_attn.cute.interface", "flash-attn-4")
 
 
-def _runs_natively(problem: Problem) -> bool:
+def _runs_natively(problem: AttentionProblem) -> bool:
     return problem.grid_mask.unmasked or (problem.grid_mask.window is not None and problem.aligned)
 
 
-def _flash4_blocks_missing(problem: Problem, head_dims: int = 256) -> str | None:
+def _flash4_blocks_missing(problem: AttentionProblem, head_dims: int = 256) -> str | None:
     if _runs_natively(problem):
         return "flash-4 runs this mask without blocks"
     if problem.shape.head_dim > head_dims:
@@ -58,7 +58,7 @@ def _flash4_blocks_missing(problem: Problem, head_dims: int = 256) -> str | None
     return _flash4_missing(problem)
 
 
-def _flash4_arguments(problem: Problem, block: tuple[int, int]) -> dict[str, Any]:
+def _flash4_arguments(problem: AttentionProblem, block: tuple[int, int]) -> dict[str, Any]:
     """How FlashAttention-4 is told this mask: its own window arguments, else a mask_mod with lists of blocks."""
     if _runs_natively(problem):
         return {"window_size": problem.grid_mask.window or (None, None)}
@@ -76,7 +76,7 @@ def _flash4_arguments(problem: Problem, block: tuple[int, int]) -> dict[str, Any
     return {"mask_mod": mask_mod, "aux_tensors": aux_tensors, "block_sparse_tensors": tensors}
 
 
-def _prepare_flash4(problem: Problem, block: tuple[int, int] = (128, 128)) -> Call:
+def _prepare_flash4(problem: AttentionProblem, block: tuple[int, int] = (128, 128)) -> Call:
     attend = importlib.import_module("flash_attn.cute.interface").flash_attn_func
     arguments = _flash4_arguments(problem, block)
     q, k, v = _sequence_major(problem)
@@ -88,11 +88,11 @@ def _prepare_flash4(problem: Problem, block: tuple[int, int] = (128, 128)) -> Ca
     return call
 
 
-def _cudnn_missing(problem: Problem) -> str | None:
+def _cudnn_missing(problem: AttentionProblem) -> str | None:
     return _unusable(problem, "cudnn.flex_attention", "nvidia-cudnn-frontend")
 
 
-def _prepare_cudnn_flex(problem: Problem) -> Call:
+def _prepare_cudnn_flex(problem: AttentionProblem) -> Call:
     api = importlib.import_module("cudnn.flex_attention")
     q, k, v = _sequence_major(problem)
     rows = intervals(problem.keep[0, 0])  # [F, Sq], the same for every sequence

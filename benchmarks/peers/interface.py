@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stof.testing.attention_check import Problem
+from stof.testing.attention_check import AttentionProblem
 
 Call = Callable[[], Tensor]
 
@@ -26,5 +26,5 @@ class Peer:
 
     name: str
     summary: str
-    missing: Callable[[Problem], str | None]
-    prepare: Callable[[Problem], Call]
+    missing: Callable[[AttentionProblem], str | None]
+    prepare: Callable[[AttentionProblem], Call]

@@ -13,42 +13,42 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import stof
 from benchmarks.peers.interface import Call, Peer
 from benchmarks.peers.mask_formats import mask_mod
-from stof.testing.attention_check import Problem
+from stof.testing.attention_check import AttentionProblem
 
 
-def _always(problem: Problem) -> str | None:
+def _always(problem: AttentionProblem) -> str | None:
     del problem
     return None
 
 
-def _prepare_stof(problem: Problem) -> Call:
+def _prepare_stof(problem: AttentionProblem) -> Call:
     shape = problem.shape
     stof.plan_cache.clear()  # build_us is the cost of a new mask
     plan = stof.plan(problem.grid_mask.mask(shape.q_len), shape.q_len, shape.kv_len, device=problem.device)
     return lambda: stof.attention(problem.q, problem.k, problem.v, plan)
 
 
-def _native(problem: Problem) -> bool:
+def _native(problem: AttentionProblem) -> bool:
     """Whether SDPA computes this mask without a mask tensor."""
     return problem.grid_mask.unmasked or (problem.grid_mask.causal and problem.shape.q_len == problem.shape.kv_len)
 
 
-def _native_missing(problem: Problem) -> str | None:
+def _native_missing(problem: AttentionProblem) -> str | None:
     return None if _native(problem) else "serves only full and causal masks"
 
 
-def _bias(problem: Problem) -> Tensor:
+def _bias(problem: AttentionProblem) -> Tensor:
     """The mask as what SDPA's kernels add to the scores, so that no call has to convert it: `[1, 1, Sq, Skv]`."""
     return torch.zeros_like(problem.keep, dtype=problem.q.dtype).masked_fill_(~problem.keep, float("-inf"))
 
 
-def _repeated(problem: Problem) -> tuple[Tensor, Tensor]:
+def _repeated(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """K and V with one head for every query head, for kernels that know no grouped heads; made once, untimed."""
     group = problem.shape.heads // problem.shape.kv_heads
     return problem.k.repeat_interleave(group, 1), problem.v.repeat_interleave(group, 1)
 
 
-def _prepare_sdpa(problem: Problem) -> Call:
+def _prepare_sdpa(problem: AttentionProblem) -> Call:
     if problem.device.type == "cpu":
         keep, grouped = problem.keep, problem.grouped
         return lambda: F.scaled_dot_product_attention(
@@ -59,12 +59,12 @@ def _prepare_sdpa(problem: Problem) -> Call:
     return lambda: F.scaled_dot_product_attention(problem.q, k, v, attn_mask=bias)
 
 
-def _prepare_native(problem: Problem) -> Call:
+def _prepare_native(problem: AttentionProblem) -> Call:
     causal, grouped = problem.grid_mask.causal, problem.grouped
     return lambda: F.scaled_dot_product_attention(problem.q, problem.k, problem.v, is_causal=causal, enable_gqa=grouped)
 
 
-def _kept_tail(problem: Problem) -> int | None:
+def _kept_tail(problem: AttentionProblem) -> int | None:
     """How many of the last keys every query sees and no others, for queries at the end of a cache."""
     window = problem.grid_mask.window
     if problem.shape.q_len != 1 or window is None or not problem.aligned:
@@ -72,27 +72,27 @@ def _kept_tail(problem: Problem) -> int | None:
     return problem.shape.kv_len if window[0] is None else min(window[0] + 1, problem.shape.kv_len)
 
 
-def _sliced_missing(problem: Problem) -> str | None:
+def _sliced_missing(problem: AttentionProblem) -> str | None:
     return None if _kept_tail(problem) else "serves only one query at the end of a cache"
 
 
-def _prepare_sliced(problem: Problem) -> Call:
+def _prepare_sliced(problem: AttentionProblem) -> Call:
     first, grouped = problem.shape.kv_len - (_kept_tail(problem) or 0), problem.grouped
     k, v = problem.k[:, :, first:], problem.v[:, :, first:]
     return lambda: F.scaled_dot_product_attention(problem.q, k, v, enable_gqa=grouped)
 
 
-def _half_on_cuda(problem: Problem) -> str | None:
+def _half_on_cuda(problem: AttentionProblem) -> str | None:
     if problem.device.type != "cuda":
         return "runs on CUDA devices only"
     return None if problem.half else "takes float16 and bfloat16 only"
 
 
-def _flash_missing(problem: Problem) -> str | None:
+def _flash_missing(problem: AttentionProblem) -> str | None:
     return _half_on_cuda(problem) or _native_missing(problem)
 
 
-def _prepare_flash(problem: Problem) -> Call:
+def _prepare_flash(problem: AttentionProblem) -> Call:
     causal, grouped = problem.grid_mask.causal, problem.grouped
 
     def call() -> Tensor:
@@ -102,7 +102,7 @@ def _prepare_flash(problem: Problem) -> Call:
     return call
 
 
-def _prepare_cudnn(problem: Problem) -> Call:
+def _prepare_cudnn(problem: AttentionProblem) -> Call:
     causal = _native(problem) and problem.grid_mask.causal
     bias = None if _native(problem) else _bias(problem)
 
@@ -118,23 +118,23 @@ def _prepare_cudnn(problem: Problem) -> Call:
     return partial(attend, problem.k, problem.v, problem.grouped)
 
 
-def _flex_missing(problem: Problem) -> str | None:
+def _flex_missing(problem: AttentionProblem) -> str | None:
     if problem.device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         return "FlexAttention on the CPU needs a C++ compiler"
     return None
 
 
-def _autotuned_missing(problem: Problem) -> str | None:
+def _autotuned_missing(problem: AttentionProblem) -> str | None:
     return None if problem.device.type == "cuda" else "there is nothing to tune on the CPU"
 
 
-def _small_blocks_missing(problem: Problem) -> str | None:
+def _small_blocks_missing(problem: AttentionProblem) -> str | None:
     if problem.device.type != "cuda":
         return "block sizes are fixed on the CPU"
     return "the same as flex without a mask" if problem.grid_mask.unmasked else None
 
 
-def _prepare_flex(problem: Problem, block: int = 128, mode: str | None = None) -> Call:
+def _prepare_flex(problem: AttentionProblem, block: int = 128, mode: str | None = None) -> Call:
     from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_mask, flex_attention
 
     shape, block_mask = problem.shape, None

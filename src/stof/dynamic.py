@@ -12,9 +12,9 @@ from torch import Tensor
 from stof import streams
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
 from stof.host import tensors_on_host
-from stof.kernels.triton.runtime import OVERFLOW, DenseRoom, Problem, WorkRoom, dense_room, fill_dense
-from stof.kernels.triton.runtime_blocks import BlockRoom, block_room, fill_blocks
-from stof.kernels.triton.runtime_slash import SlashRoom, fill_vertical_slash, vertical_slash_room
+from stof.kernels.triton.runtime import OVERFLOW, DenseRoom, DynamicSizes, WorkBuffers, dense_buffers, fill_dense
+from stof.kernels.triton.runtime_blocks import BlockBuffers, block_buffers, fill_blocks
+from stof.kernels.triton.runtime_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.kernels.triton.work import BoundCall
 from stof.layout import Layout, LayoutConfig
 from stof.layout.survey import Survey
@@ -24,7 +24,7 @@ from stof.masks.compose import QueryOffset
 from stof.masks.runtime import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMask, BlockTopK, VerticalSlash, described
 from stof.masks.tensors import DenseMask, as_mask
 from stof.plans import Plan, call_sizes_of
-from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, Choice, PreparedLayout, weighed
+from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, PreparedLayout, weighed
 from stof.selection.geometry import MaskGeometry
 from stof.selection.gpu import runtime_choice, runtime_hopper_choices, shared_memory_limit
 from stof.selection.implementations import prepared_tiles, prepared_work
@@ -56,7 +56,7 @@ class DynamicPlan(Plan):
         self, mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device, density: float | None
     ) -> None:
         self._mask, self._sizes, self._density = mask, sizes, density
-        self._room: WorkRoom | None = None
+        self._room: WorkBuffers | None = None
         # The last one, and the last one that is part of a CUDA graph: that runs in replays alone.
         self._updates = {False: Update(), True: Update()}
         self._replayed = False
@@ -66,7 +66,7 @@ class DynamicPlan(Plan):
         super().__init__(repr(mask), lengths, dims, device, call_sizes=call_sizes_of(mask, dims), geometry=geometry)
         if device.type == "cuda":
             with tensors_on_host():
-                self._room = make_room(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
+                self._room = make_buffers(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
         self.update(mask)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -126,14 +126,14 @@ class DynamicPlan(Plan):
                     if self._replayed and not capturing:
                         self._updates[capturing].join()  # replays of attention ask nobody
 
-    def _fill(self, room: WorkRoom, capturing: bool, ordered: int) -> None:
+    def _fill(self, room: WorkBuffers, capturing: bool, ordered: int) -> None:
         """Launch what writes the lists, behind what writes and reads them; see `Update.wait_for_calls`."""
         last = self._updates[capturing]
         last.join()
         if not capturing:
             # A kernel that reads a range's begin under one mask and its end under another may hang.
             last.wait_for_calls(ordered)
-        fill_room(room, self._mask)
+        fill_buffers(room, self._mask)
 
     def check(self) -> None:
         """Raise if anything could not be computed since the last check; waits for the device.
@@ -171,7 +171,7 @@ class DynamicPlan(Plan):
     def row_orders(self) -> tuple[str, ...]:
         return ()
 
-    def choice(self, call: CallSpec, implementation: str | None = None) -> Choice:
+    def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
         """The fastest candidate, of one implementation when it is named; decided once.
 
         Raises:
@@ -191,7 +191,7 @@ class DynamicPlan(Plan):
             found = self._choices[key] = self._chosen(call, offered if implementation is None else (implementation,))
         return found
 
-    def _chosen(self, call: CallSpec, offered: tuple[str, ...]) -> Choice:
+    def _chosen(self, call: CallSpec, offered: tuple[str, ...]) -> KernelChoice:
         reasons: dict[str, list[str]] = {}
         for name in offered:
             if name not in _KERNELS:
@@ -234,7 +234,7 @@ class DynamicPlan(Plan):
         found = self._in_room(self._room, wide)
         return [replace(one, choice=one.choice and replace(one.choice, widened=True)) for one in found]
 
-    def _in_room(self, room: WorkRoom, call: CallSpec) -> list[Candidate]:
+    def _in_room(self, room: WorkBuffers, call: CallSpec) -> list[Candidate]:
         """`candidates` with tensors as they are."""
         refusals = {name: list(IMPLEMENTATIONS[name].capabilities.refusals(call)) for name in _KERNELS}
         refusals["hopper"] += room.hopper_refusals()
@@ -261,17 +261,17 @@ class DynamicPlan(Plan):
             kept = torch.full((1, self.q_len), self.kv_len)
         return Survey(counts, kept, self.mask_batch, self.mask_heads)
 
-    def reject(self, choice: Choice, call: CallSpec, error: KernelError) -> None:
+    def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
         """Leave a choice out from now on; behind the block-wise kernel there is no other to turn to."""
         if self._room is not None and choice.implementation == "block_wise":
             raise error
         super().reject(choice, call, error)
 
-    def prepared(self, choice: Choice | str) -> PreparedLayout:
+    def prepared(self, choice: KernelChoice | str) -> PreparedLayout:
         """The work of the present mask; its tensors stay the same from step to step."""
         if self._room is None:
             return super().prepared(choice)
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, KernelChoice)
         kernel, choice = choice.kernel, replace(choice, widened=False)
         assert kernel is not None
         found = self._prepared.get(choice)
@@ -376,28 +376,28 @@ def _signature(mask: Mask) -> Hashable:
     return (type(core), offset, shapes, settings)
 
 
-def make_room(
+def make_buffers(
     mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device, density: float | None
-) -> WorkRoom:
+) -> WorkBuffers:
     """Fixed lists for masks like this one; `sizes` are its leading dimensions."""
     core, offset = _core(mask)
     if isinstance(core, BlockTopK):
         core.check_sizes(*lengths)
         block = min(core.block_size, _BLOCK)
-        problem = Problem(*lengths, block, block, *sizes)
-        return _ready(block_room(problem, core.k, core.block_size, core.causal, device))
-    problem = Problem(*lengths, _BLOCK, _BLOCK, *sizes)
+        problem = DynamicSizes(*lengths, block, block, *sizes)
+        return _ready(block_buffers(problem, core.k, core.block_size, core.causal, device))
+    problem = DynamicSizes(*lengths, _BLOCK, _BLOCK, *sizes)
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
-        return _ready(vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, device))
+        return _ready(vertical_slash_buffers(problem, vertical.shape[-1], slash.shape[-1], offset, device))
     if isinstance(core, BitMask):
         core.check_sizes(*lengths)
     else:
         core.check(*lengths)
-    return dense_room(problem, density, device)
+    return dense_buffers(problem, density, device)
 
 
-def _ready(room: WorkRoom) -> WorkRoom:
+def _ready(room: WorkBuffers) -> WorkBuffers:
     """The room, with the block-wise kernel's lists in use where there is no other kernel."""
     needed, device = IMPLEMENTATIONS["hopper"].capabilities.compute_capability, room.flags.device
     if room.hopper_refusals() or device.type != "cuda" or torch.cuda.get_device_capability(device) != needed:
@@ -405,15 +405,15 @@ def _ready(room: WorkRoom) -> WorkRoom:
     return room
 
 
-def fill_room(room: WorkRoom, mask: Mask) -> None:
+def fill_buffers(room: WorkBuffers, mask: Mask) -> None:
     """Write a mask's work; the host is not asked for anything."""
     core, _ = _core(mask)
-    if isinstance(room, SlashRoom):
+    if isinstance(room, SlashBuffers):
         assert isinstance(core, VerticalSlash)
         vertical, slash = core.tensors()
         fill_vertical_slash(room, vertical, slash, OUT_OF_RANGE, NOT_ASCENDING)
     elif isinstance(core, BlockTopK):
-        assert isinstance(room, BlockRoom)
+        assert isinstance(room, BlockBuffers)
         fill_blocks(room, core.tensors()[0], NOT_A_NUMBER)
     else:
         assert isinstance(room, DenseRoom)

@@ -44,7 +44,7 @@ from stof.selection import (
     IMPLEMENTATIONS,
     CallSpec,
     Candidate,
-    Choice,
+    KernelChoice,
     MaskGeometry,
     PreparedLayout,
     candidates,
@@ -57,7 +57,7 @@ from stof.selection import (
 from stof.validation import usable_device
 
 # How calls run: for each, and for an implementation that was named, what was chosen.
-Decisions = dict[tuple[CallSpec, str | None], Choice]
+Decisions = dict[tuple[CallSpec, str | None], KernelChoice]
 # Batch and heads that a call must have, None for any.
 CallSizes = tuple[int | None, int | None]
 # Kept calls of one plan: shapes and strides rarely vary under one pair of lengths.
@@ -134,7 +134,7 @@ class Plan:
         self._layout = layout
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
         self._survey: Survey | None = None
-        self._prepared: dict[Choice, PreparedLayout] = {}
+        self._prepared: dict[KernelChoice, PreparedLayout] = {}
         self._choices: Decisions = {}
         self._bound: dict[Hashable, BoundCall] = {}
         self._in_graphs: set[BoundCall] = set()
@@ -291,7 +291,7 @@ class Plan:
             self._survey = survey_of_layout(self.layout)
         return self._survey
 
-    def choice(self, call: CallSpec, implementation: str | None = None) -> Choice:
+    def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
         """How a call runs: the fastest candidate, of one implementation when it is named; decided once."""
         key = (call, implementation)
         found = self._choices.get(key)
@@ -303,11 +303,11 @@ class Plan:
         """Every way to run a call, see `stof.explain`."""
         return candidates(call, self.device, self if self.device.type == "cuda" else None)
 
-    def unfit(self, choice: Choice) -> str | None:
+    def unfit(self, choice: KernelChoice) -> str | None:
         """Why this plan cannot run a choice, as far as was found out."""
         return self._unfit.get(_fitting(choice))
 
-    def reject(self, choice: Choice, call: CallSpec, error: KernelError) -> None:
+    def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
         """Leave a choice out from now on: it failed on this device, or with this plan's layout."""
         if isinstance(error, UnfitLayoutError):
             self._unfit[_fitting(choice)] = str(error)
@@ -352,21 +352,21 @@ class Plan:
         if capturing(self.device):
             self._in_graphs.add(call)
 
-    def prepared(self, choice: Choice | str) -> PreparedLayout:
+    def prepared(self, choice: KernelChoice | str) -> PreparedLayout:
         """The layout of a choice in the form its implementation reads; computed once."""
-        choice = Choice(choice) if isinstance(choice, str) else replace(choice, widened=False)
+        choice = KernelChoice(choice) if isinstance(choice, str) else replace(choice, widened=False)
         found = self._prepared.get(choice)
         if found is None:
             # Complete when it is there: calls on other streams read it too.
             found = self._prepared[choice] = lasting(self.device, partial(self._prepare, choice))
         return found
 
-    def _prepare(self, choice: Choice) -> PreparedLayout:
+    def _prepare(self, choice: KernelChoice) -> PreparedLayout:
         implemented, layout = IMPLEMENTATIONS[choice.implementation], self._layout_of(choice)
         with tensors_on_host():
             return PreparedLayout(choice.implementation, *implemented.prepare(layout, choice.kernel))
 
-    def _layout_of(self, choice: Choice) -> Layout:
+    def _layout_of(self, choice: KernelChoice) -> Layout:
         if choice.layout is None or self.fixed is not None:
             return self.layout
         key = (choice.layout, choice.row_order)
@@ -561,7 +561,7 @@ def call_sizes_of(mask: Mask | None, mask_sizes: tuple[int, int]) -> CallSizes:
     return batch if by_batch else None, heads if by_heads else None
 
 
-def _fitting(choice: Choice) -> tuple[object, ...]:
+def _fitting(choice: KernelChoice) -> tuple[object, ...]:
     """What decides whether a layout fits a choice."""
     paired = choice.kernel is not None and choice.kernel.paired
     return choice.implementation, choice.layout, choice.row_order, paired

@@ -14,16 +14,16 @@ from benchmarks.attention.decode import needed_bytes
 from benchmarks.peers import PEERS, cute
 from benchmarks.peers.mask_formats import BlockLists, block_lists, intervals, mask_mod
 from benchmarks.peers.pytorch import _bias, _repeated
-from stof.testing.attention_check import Problem
+from stof.testing.attention_check import AttentionProblem
 from stof.testing.mask_grid import GRID, GridMask, Shape, decode_masks, grid_mask
 
 CPU = torch.device("cpu")
 SPARSE = [name for name in GRID if GRID[name].window is None]
 
 
-def problem(mask: GridMask | str, shape: str = "1,2,16,640", dtype: torch.dtype = torch.float32) -> Problem:
+def problem(mask: GridMask | str, shape: str = "1,2,16,640", dtype: torch.dtype = torch.float32) -> AttentionProblem:
     grid = grid_mask(mask) if isinstance(mask, str) else mask
-    return Problem.draw(grid, Shape.parse(shape), CPU, dtype)
+    return AttentionProblem.draw(grid, Shape.parse(shape), CPU, dtype)
 
 
 def decoded_intervals(form: Tensor, kv_len: int) -> Tensor:

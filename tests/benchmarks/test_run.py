@@ -17,7 +17,7 @@ from benchmarks.peers.mask_formats import mask_mod
 from benchmarks.results_io import provenance, write_results
 from stof.errors import ArgumentError
 from stof.testing import oracle_attention
-from stof.testing.attention_check import Expected, Problem, relative_error
+from stof.testing.attention_check import AttentionProblem, Expected, relative_error
 from stof.testing.mask_grid import GRID, Shape, grid_mask, window_of
 from stof.tuning.timing import time_calls
 
@@ -66,7 +66,7 @@ def test_peers_agree_with_float64(name: str) -> None:
 
 
 def test_a_wrong_result_has_no_time() -> None:
-    def off_by_one(problem: Problem) -> Callable[[], Tensor]:
+    def off_by_one(problem: AttentionProblem) -> Callable[[], Tensor]:
         good = PEERS["sdpa"].prepare(problem)
         return lambda: good().roll(1, dims=2)
 
@@ -92,7 +92,7 @@ def test_missing_peers_are_named() -> None:
 
 
 def test_a_peer_that_fails_does_not_end_the_race() -> None:
-    def broken(problem: Problem) -> Callable[[], Tensor]:
+    def broken(problem: AttentionProblem) -> Callable[[], Tensor]:
         raise RuntimeError("out of luck")
 
     rows, said = run([Peer("broken", "", lambda problem: None, broken), peer("stof")])
@@ -101,7 +101,7 @@ def test_a_peer_that_fails_does_not_end_the_race() -> None:
 
 
 def test_a_peer_may_raise_anything() -> None:
-    def broken(problem: Problem) -> Callable[[], Tensor]:
+    def broken(problem: AttentionProblem) -> Callable[[], Tensor]:
         raise AssertionError
 
     cells: list[tuple[list[Row], list[NotRun]]] = []
@@ -127,7 +127,7 @@ def test_check_only_times_nothing() -> None:
 
 
 def test_the_check_samples_rows_of_every_head() -> None:
-    problem = Problem.draw(grid_mask("longformer"), Shape.parse("2,4,2,16,300,300"), CPU, torch.float32)
+    problem = AttentionProblem.draw(grid_mask("longformer"), Shape.parse("2,4,2,16,300,300"), CPU, torch.float32)
     everything, some = Expected.of(problem, 1024), Expected.of(problem, 64)
     assert torch.equal(everything.rows, torch.arange(300))
     assert len(some.rows) == 64

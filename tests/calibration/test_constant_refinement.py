@@ -16,12 +16,12 @@ from stof.calibration.constant_refinement import FACTORS, LEAST_GAIN, polish
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import survey
-from stof.selection.choice import Choice
+from stof.selection.kernel_choice import KernelChoice
 from stof.selection.model import DeviceModel, KernelTimes, kernel_key
 from stof.testing.mask_grid import Shape
 
 LAYOUTS = [LayoutConfig(64, 64), LayoutConfig(128, 128), LayoutConfig(64, 32)]
-CHOICES = [Choice("block_wise", layout, None, BlockWiseConfig(4, 3)) for layout in LAYOUTS]
+CHOICES = [KernelChoice("block_wise", layout, None, BlockWiseConfig(4, 3)) for layout in LAYOUTS]
 LENGTHS = (512, 1024, 2048)
 
 

@@ -15,9 +15,9 @@ from stof.calibration import measure as selector
 from stof.cli.tune_device import tune_device
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout.survey import survey
-from stof.selection import Choice
+from stof.selection import KernelChoice
 from stof.selection.model import DeviceModel, KernelTimes, estimate, kernel_key
-from stof.testing.attention_check import Expected, Problem
+from stof.testing.attention_check import AttentionProblem, Expected
 from stof.testing.mask_grid import Shape
 
 MASKS = {
@@ -28,7 +28,7 @@ MASKS = {
     "strided": masks.strided(64, 64, 8),
 }
 LAYOUT = LayoutConfig(64, 64)
-CHOICES = [Choice("block_wise", LAYOUT, None, BlockWiseConfig(4, 3, 128, split_tiles=split)) for split in (0, 8)]
+CHOICES = [KernelChoice("block_wise", LAYOUT, None, BlockWiseConfig(4, 3, 128, split_tiles=split)) for split in (0, 8)]
 TRUTH = KernelTimes(item=5.0, partial=1.5, full=0.8, merge=2.5, collect=0.3, solo=0.5)
 
 
@@ -120,7 +120,7 @@ def test_cells_can_be_drawn() -> None:
 def test_cells_with_a_bias() -> None:
     """What is measured is checked against attention with that bias, and fitted to kernels that take one."""
     shape = Shape.parse("2,2,16,40")
-    problem = Problem.draw(selector.cell_mask("causal+bias", shape), shape, torch.device("cpu"), torch.float32)
+    problem = AttentionProblem.draw(selector.cell_mask("causal+bias", shape), shape, torch.device("cpu"), torch.float32)
     assert selector.cell_bias("causal", problem) is None
     bias = selector.cell_bias("causal+bias", problem)
     assert bias is not None
@@ -129,7 +129,7 @@ def test_cells_with_a_bias() -> None:
     assert Expected.of(problem, 64, bias).error(out) < 1e-5
     assert Expected.of(problem, 16, bias).error(out) < 1e-5
     assert Expected.of(problem, 64).error(out) > 0.1
-    choice = Choice("block_wise")
+    choice = KernelChoice("block_wise")
     row = selector.Measured("causal+bias", "2,2,2,16,40,40", "float16", choice, 1.0, [[0]], [[0]], 1.0)
     assert selector.call_of_row(row).has_bias
     assert not selector.call_of_row(replace(row, mask="causal")).has_bias

@@ -13,9 +13,9 @@ import stof
 from stof import masks
 from stof.dynamic import DynamicPlan
 from stof.errors import KernelError, MaskError
-from stof.kernels.triton.runtime_blocks import BlockRoom
+from stof.kernels.triton.runtime_blocks import BlockBuffers
 from stof.masks import Mask
-from stof.selection import CallSpec, Choice
+from stof.selection import CallSpec, KernelChoice
 from stof.selection.select import failures
 from stof.testing import assert_attention
 from tests.gpu.test_calls import captured
@@ -83,14 +83,14 @@ def test_every_shape_of_tiles(size: int, tile: tuple[int, int], split_tiles: int
         check(q, k, v, plan, mask)
 
 
-def fixed_to(plan: DynamicPlan, choice: Choice, split_tiles: int) -> None:
+def fixed_to(plan: DynamicPlan, choice: KernelChoice, split_tiles: int) -> None:
     """Let all of a plan's calls run by this choice."""
     from dataclasses import replace
 
     assert choice.kernel is not None
     only = replace(choice, kernel=replace(choice.kernel, split_tiles=split_tiles))
 
-    def choose(call: CallSpec, implementation: str | None = None) -> Choice:
+    def choose(call: CallSpec, implementation: str | None = None) -> KernelChoice:
         del call, implementation
         return only
 
@@ -152,7 +152,7 @@ def test_lists_first_used_after_a_captured_update() -> None:
         graph.replay()
         assert_attention(out, None, q, k, v, mask.to_dense(1003, device="cuda"))
         check(q, k, v, plan, mask)
-    assert isinstance(plan._room, BlockRoom)
+    assert isinstance(plan._room, BlockBuffers)
     assert len(plan._room.late) == 1
 
 

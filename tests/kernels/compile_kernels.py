@@ -34,7 +34,7 @@ from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.orders import named_order
 from stof.layout.survey import Survey
 from stof.masks.tensors import as_mask
-from stof.selection import CallSpec, Choice
+from stof.selection import CallSpec, KernelChoice
 from stof.selection.gpu import gpu_choices, runtime_choice
 from stof.selection.resources import fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
 from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble, report
@@ -68,7 +68,7 @@ class Case:
     group: str
     name: str
     call: CallSpec
-    choice: Choice
+    choice: KernelChoice
     archs: tuple[int, ...]
 
 
@@ -78,7 +78,7 @@ class Open:
     fixed: LayoutConfig | None = None
     row_orders: tuple[str, ...] = ("remainder 2",)
 
-    def unfit(self, choice: Choice) -> str | None:
+    def unfit(self, choice: KernelChoice) -> str | None:
         return None
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
@@ -219,12 +219,12 @@ def _fp8() -> Iterator[Case]:
 
 
 def _row_wise(call: CallSpec, archs: tuple[int, ...]) -> Iterator[Case]:
-    yield Case("row-wise", f"row_wise {_short(call)}", call, Choice("row_wise", LayoutConfig(64, 64, 1)), archs)
+    yield Case("row-wise", f"row_wise {_short(call)}", call, KernelChoice("row_wise", LayoutConfig(64, 64, 1)), archs)
 
 
 def _tile_sizes(group: str, call: CallSpec, implementation: str, archs: tuple[int, ...]) -> Iterator[Case]:
     """Every tile size for sm_90, and the first one in every kind; the first one for the other GPUs too."""
-    by_tile: dict[tuple[int, ...], list[Choice]] = {}
+    by_tile: dict[tuple[int, ...], list[KernelChoice]] = {}
     for choice in gpu_choices(call, Open(), implementation):
         layout, kernel = choice.layout, choice.kernel
         assert layout is not None
@@ -245,7 +245,7 @@ def _kinds(
         yield _case(group, call, kind, choices, archs)
 
 
-def _case(group: str, call: CallSpec, kind: str, choices: list[Choice], archs: tuple[int, ...]) -> Case:
+def _case(group: str, call: CallSpec, kind: str, choices: list[KernelChoice], archs: tuple[int, ...]) -> Case:
     """The first choice of a kind: how columns are gathered, split or not."""
     slabs = {
         "contiguous": (None,),
@@ -281,7 +281,7 @@ def _short(call: CallSpec) -> str:
     return f"{str(call.dtype).removeprefix('torch.')} D {widths}{rows}"
 
 
-def layout_of(call: CallSpec, choice: Choice) -> Layout:
+def layout_of(call: CallSpec, choice: KernelChoice) -> Layout:
     """A layout of the choice's kind, with partial and full tiles."""
     # Causal, so that there are partial tiles.
     rows, columns = torch.arange(call.q_len)[:, None], torch.arange(call.kv_len)[None, :]

@@ -16,8 +16,8 @@ from stof.kernels.hopper.forward import _refreshing
 from stof.kernels.hopper.runtime_blocks import bitmaps_of, block_counts, block_refusals
 from stof.kernels.hopper.tile_lists import TileLists
 from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE, work_list
-from stof.kernels.triton.runtime import Problem
-from stof.kernels.triton.runtime_blocks import BlockRoom, block_room, fill_blocks
+from stof.kernels.triton.runtime import DynamicSizes
+from stof.kernels.triton.runtime_blocks import BlockBuffers, block_buffers, fill_blocks
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.masks import Mask
@@ -48,13 +48,13 @@ def config_of(size: int, block_m: int, block_n: int) -> LayoutConfig:
     return LayoutConfig(block_m, block_n, 16 if block_n > size else None)
 
 
-def room_of(mask: Mask, q_len: int, kv_len: int) -> BlockRoom:
+def room_of(mask: Mask, q_len: int, kv_len: int) -> BlockBuffers:
     assert isinstance(mask, BlockTopK)
-    problem = Problem(q_len, kv_len, 64, 64, mask.batch, mask.heads)
-    return block_room(problem, mask.k, mask.block_size, mask.causal, torch.device("cpu"))
+    problem = DynamicSizes(q_len, kv_len, 64, 64, mask.batch, mask.heads)
+    return block_buffers(problem, mask.k, mask.block_size, mask.causal, torch.device("cpu"))
 
 
-def fill(room: BlockRoom, mask: Mask) -> None:
+def fill(room: BlockBuffers, mask: Mask) -> None:
     assert isinstance(mask, BlockTopK)
     fill_blocks(room, mask.tensors()[0], NOT_A_NUMBER)
 
@@ -210,7 +210,7 @@ def test_jobs_take_what_the_device_has_found() -> None:
     assert torch.equal(jobs[:-1, 5], jobs[:-1, 3] + 1)
 
 
-def check_call(room: BlockRoom, lists: TileLists, mask: Mask, split_tiles: int, batch: int = 1) -> None:
+def check_call(room: BlockBuffers, lists: TileLists, mask: Mask, split_tiles: int, batch: int = 1) -> None:
     """Two masks in turn through one bound call."""
     heads = room.problem.mask_heads * 2
     q, k, v = make_inputs(

@@ -11,8 +11,8 @@ from torch import Tensor
 from stof import masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import ASIDE, TileLists
-from stof.kernels.triton.runtime import Problem
-from stof.kernels.triton.runtime_slash import SlashRoom, fill_vertical_slash, vertical_slash_room
+from stof.kernels.triton.runtime import DynamicSizes
+from stof.kernels.triton.runtime_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.masks import Mask
@@ -45,14 +45,14 @@ def parts_of(mask: Mask) -> tuple[VerticalSlash, int]:
     return core, offset
 
 
-def room_of(mask: Mask, q_len: int, kv_len: int | None = None) -> SlashRoom:
+def room_of(mask: Mask, q_len: int, kv_len: int | None = None) -> SlashBuffers:
     core, offset = parts_of(mask)
-    problem = Problem(q_len, q_len + offset if kv_len is None else kv_len, 64, 64, core.batch, core.heads)
+    problem = DynamicSizes(q_len, q_len + offset if kv_len is None else kv_len, 64, 64, core.batch, core.heads)
     vertical, slash = core.tensors()
-    return vertical_slash_room(problem, vertical.shape[-1], slash.shape[-1], offset, torch.device("cpu"))
+    return vertical_slash_buffers(problem, vertical.shape[-1], slash.shape[-1], offset, torch.device("cpu"))
 
 
-def fill(room: SlashRoom, mask: Mask) -> None:
+def fill(room: SlashBuffers, mask: Mask) -> None:
     fill_vertical_slash(room, *parts_of(mask)[0].tensors(), OUT_OF_RANGE, NOT_ASCENDING)
 
 

@@ -11,7 +11,7 @@ import torch
 from stof import LayoutConfig, masks
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
-from stof.selection import CallSpec, Choice, gpu
+from stof.selection import CallSpec, KernelChoice, gpu
 from stof.selection.gpu import fits, geometries, gpu_choices, worthwhile
 from tests.selection.fakes import H200_SHARED, Geometry, call_of
 
@@ -76,11 +76,11 @@ def test_the_first_choice_fits_everywhere_it_is_made_for(call: CallSpec) -> None
 
 def test_fits() -> None:
     call = call_of(head_dim=128)
-    choice = Choice("block_wise", LayoutConfig(128, 128), None, BlockWiseConfig(8, 3))
+    choice = KernelChoice("block_wise", LayoutConfig(128, 128), None, BlockWiseConfig(8, 3))
     needed = 2 * (128 * 128 + 3 * 128 * 256) + 1024
     assert fits(choice, call, needed)
     assert not fits(choice, call, needed - 1)
-    assert fits(Choice("row_wise", LayoutConfig()), call, 1)
+    assert fits(KernelChoice("row_wise", LayoutConfig()), call, 1)
 
 
 def test_a_fixed_layout_is_kept() -> None:
@@ -153,12 +153,12 @@ MIXED, EMPTY = masks.causal(), ~masks.full()
 )
 def test_worthwhile(mask: Any, layout: LayoutConfig, kernel: BlockWiseConfig, expected: bool) -> None:
     counted = Geometry(mask, 512, 512).survey((layout, replace(layout, slab=None)), None)
-    assert worthwhile(Choice("block_wise", layout, None, kernel), counted) == expected
+    assert worthwhile(KernelChoice("block_wise", layout, None, kernel), counted) == expected
 
 
 def test_worthwhile_without_a_kernel() -> None:
     counted = Geometry(MIXED, 100, 100).survey((), None)
-    assert worthwhile(Choice("row_wise", LayoutConfig()), counted)
+    assert worthwhile(KernelChoice("row_wise", LayoutConfig()), counted)
 
 
 def test_something_is_always_worthwhile() -> None:
@@ -173,7 +173,7 @@ def test_something_is_always_worthwhile() -> None:
 
 def test_texts() -> None:
     kernel = BlockWiseConfig(4, 3, 128, pack=True, split_tiles=9, side=2)
-    choice = Choice("decode", LayoutConfig(16, 64, 1), "remainder 16", kernel)
+    choice = KernelChoice("decode", LayoutConfig(16, 64, 1), "remainder 16", kernel)
     text = str(choice)
     for part in (
         "decode",
@@ -187,8 +187,8 @@ def test_texts() -> None:
         assert part in text
     for part in ("heads packed", "split at 9 tiles", "2 heads side by side"):
         assert part in text
-    assert str(Choice("batched")) == "batched"
-    assert "contiguous" in str(Choice("block_wise", LayoutConfig(64, 64)))
+    assert str(KernelChoice("batched")) == "batched"
+    assert "contiguous" in str(KernelChoice("block_wise", LayoutConfig(64, 64)))
 
 
 def test_layouts_of_choices_can_be_built() -> None:

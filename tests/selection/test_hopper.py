@@ -17,7 +17,7 @@ from stof.layout import build_layout
 from stof.layout.orders import named_order
 from stof.layout.survey import survey
 from stof.masks import Mask
-from stof.selection import IMPLEMENTATIONS, Choice, candidates, choose, failures
+from stof.selection import IMPLEMENTATIONS, KernelChoice, candidates, choose, failures
 from stof.selection.gpu import _CHUNK_KEYS, _CHUNK_KEYS_OF_ONE, _HOPPER_L2_SHARE, fits, gpu_choices, starves
 from stof.selection.model import kernel_key
 from stof.testing.mask_grid import grid_mask
@@ -40,7 +40,7 @@ BIASED = {64: {(128, 128): 3, (192, 64): 4, (64, 64): 2}, 128: {(128, 64): 3, (6
 DILATED = masks.dilated_window(500, dilation=16)
 
 
-def choices_of(mask: Mask | None = None, fixed: LayoutConfig | None = None, **changes: Any) -> list[Choice]:
+def choices_of(mask: Mask | None = None, fixed: LayoutConfig | None = None, **changes: Any) -> list[KernelChoice]:
     call = call_of(**changes)
     orders = ("remainder 16", "patch 16 32 8 8")
     geometry = Geometry(masks.causal() if mask is None else mask, call.q_len, call.kv_len, fixed, orders)
@@ -168,7 +168,7 @@ def test_choices_with_a_bias_fit(head_dim: int) -> None:
 
 def test_three_thread_blocks_are_for_short_row_blocks() -> None:
     layout = LayoutConfig(64, 64, None)
-    choice = Choice("hopper", layout, None, BlockWiseConfig(4, 3))
+    choice = KernelChoice("hopper", layout, None, BlockWiseConfig(4, 3))
     window = masks.sliding_window
     cases = (window(300), 64, False), (window(550), 64, False), (window(1000), 64, True), (window(1000), 128, False)
     for mask, head_dim, expected in cases:

@@ -18,7 +18,7 @@ from stof.layout import build_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.plans import Plan
-from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, MaskGeometry, failures, select
+from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, MaskGeometry, failures, select
 from stof.selection.implementations import Options
 from stof.testing import make_inputs, oracle_attention
 from tests.selection.fakes import GPU, call_of, fake_gpu
@@ -60,7 +60,7 @@ class OnCpu:
     def prefer(self, row_order: str | None, name: str = "hopper") -> None:
         """Estimates by which choices with this row order are fastest."""
 
-        def estimate(choice: Choice, *rest: Any) -> float:
+        def estimate(choice: KernelChoice, *rest: Any) -> float:
             return 1.0 + 2.0 * (choice.implementation != name) + 1.0 * (choice.row_order != row_order)
 
         self.monkeypatch.setattr(select, "estimate", estimate)

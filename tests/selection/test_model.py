@@ -16,7 +16,7 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout.survey import Survey, TileCounts
-from stof.selection import Choice, candidates
+from stof.selection import KernelChoice, candidates
 from stof.selection import model as model_module
 from stof.selection.gpu import geometries, gpu_choices
 from stof.selection.model import (
@@ -45,11 +45,11 @@ def counted(partial: list[int], full: list[int] | None = None, kept: int = 64) -
     return Survey({TILES: counts}, torch.full((1, 64 * len(partial)), kept), 1, 1)
 
 
-def choice_of(**kernel: int) -> Choice:
-    return Choice("block_wise", TILES, None, BlockWiseConfig(4, 3, 128, **kernel))  # type: ignore[arg-type]
+def choice_of(**kernel: int) -> KernelChoice:
+    return KernelChoice("block_wise", TILES, None, BlockWiseConfig(4, 3, 128, **kernel))  # type: ignore[arg-type]
 
 
-def cost(survey: Survey, choice: Choice, **call: int) -> float:
+def cost(survey: Survey, choice: KernelChoice, **call: int) -> float:
     blocks = survey.counts[TILES].partial.shape[1]
     sizes = {"q_len": 64 * blocks, "kv_len": 8192, **call}
     return estimate_tiles(choice, call_of(**sizes), survey, MODEL, TIMES)
@@ -95,7 +95,7 @@ def test_chunks_read_back(rows: int, read: int) -> None:
     layout = LayoutConfig(rows, 64)
     counts = TileCounts(torch.tensor([[64, 4]]), torch.tensor([[0, 0]]))
     survey = Survey({layout: counts}, torch.full((1, 2 * rows), 64), 1, 1)
-    choice = Choice("hopper", layout, None, BlockWiseConfig(4, 3, split_tiles=8))
+    choice = KernelChoice("hopper", layout, None, BlockWiseConfig(4, 3, split_tiles=8))
     load, *_ = critical_load(choice, call_of(q_len=2 * rows, kv_len=4096), survey, MODEL, TIMES)
     assert float(load[4]) == read
 
@@ -241,17 +241,17 @@ def test_occupancy() -> None:
     # 58 KB a program: three in 228 KB, though registers would allow four.
     assert occupancy(choice_of(), call, MODEL.shared_bytes) == 3
     # By registers: 65536 / (168 * 128) = 3 where memory would allow more.
-    small = Choice("block_wise", LayoutConfig(64, 16), None, BlockWiseConfig(4, 2, 168))
+    small = KernelChoice("block_wise", LayoutConfig(64, 16), None, BlockWiseConfig(4, 2, 168))
     assert occupancy(small, call, MODEL.shared_bytes) == 3
     # One at least, whatever the estimate says.
-    large = Choice("block_wise", LayoutConfig(128, 128), None, BlockWiseConfig(8, 4))
+    large = KernelChoice("block_wise", LayoutConfig(128, 128), None, BlockWiseConfig(8, 4))
     assert occupancy(large, call_of(head_dim=256), MODEL.shared_bytes) == 1
-    tiny = Choice("decode", LayoutConfig(1, 16), None, BlockWiseConfig(1, 2, 32))
+    tiny = KernelChoice("decode", LayoutConfig(1, 16), None, BlockWiseConfig(1, 2, 32))
     assert occupancy(tiny, call, MODEL.shared_bytes) == 8
 
 
 def test_row_wise_by_rows_and_keys() -> None:
-    choice = Choice("row_wise", LayoutConfig(64, 64, 1))
+    choice = KernelChoice("row_wise", LayoutConfig(64, 64, 1))
     call = call_of(q_len=640)
     few, many = (estimate(choice, call, counted([1] * 10, kept=kept), MODEL) for kept in (8, 800))
     assert few is not None
@@ -271,7 +271,7 @@ def test_unknown_kernels_are_guessed() -> None:
     assert half is not None
     assert single is not None
     assert 0 < half < single
-    assert estimate(Choice("batched"), call_of(), counted([1]), MODEL) is None
+    assert estimate(KernelChoice("batched"), call_of(), counted([1]), MODEL) is None
 
 
 def test_biases_have_constants_of_their_own_or_cost_more() -> None:

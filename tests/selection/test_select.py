@@ -19,7 +19,7 @@ from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, statistics
 from stof.layout.orders import by_remainder
 from stof.layout.search import CLUSTERED
-from stof.selection import IMPLEMENTATIONS, CallSpec, Choice, candidates, choose, failures, own_layout, select
+from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, candidates, choose, failures, own_layout, select
 from stof.testing import assert_attention, make_inputs
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 
@@ -73,7 +73,7 @@ def test_order(mask: str, call: CallSpec) -> None:
 def test_what_is_picked_makes_sense() -> None:
     long = call_of(q_len=4096, kv_len=4096)
 
-    def picked(mask: Any, call: CallSpec = long) -> Choice:
+    def picked(mask: Any, call: CallSpec = long) -> KernelChoice:
         return choose(call, GPU, Geometry(mask, call.q_len, call.kv_len, row_orders=mask.row_orders))
 
     assert picked(masks.full()).implementation in ("hopper", "block_wise")
@@ -189,7 +189,7 @@ def test_the_same_kernel_is_not_tried_with_another_cut() -> None:
     call, geometry = call_of(q_len=2048, kv_len=2048), Geometry(masks.full(), 2048, 2048)
     kernel = BlockWiseConfig(4, 3, 128, split_tiles=8)
     with pytest.warns(RuntimeWarning, match="failed"):
-        failures.add(Choice("block_wise", LayoutConfig(64, 64), None, kernel), call, GPU, "no room")
+        failures.add(KernelChoice("block_wise", LayoutConfig(64, 64), None, kernel), call, GPU, "no room")
     for candidate in candidates(call, GPU, geometry):
         choice = candidate.choice
         if choice is not None and choice.layout == LayoutConfig(64, 64) and choice.kernel is not None:
@@ -215,7 +215,7 @@ def test_everything_fails_down_to_plain_pytorch() -> None:
 
 
 def test_threads_warn_once() -> None:
-    choice, call = Choice("block_wise", LayoutConfig(), None, BlockWiseConfig()), call_of()
+    choice, call = KernelChoice("block_wise", LayoutConfig(), None, BlockWiseConfig()), call_of()
     barrier = threading.Barrier(8)
 
     def fail() -> None:

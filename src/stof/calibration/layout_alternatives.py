@@ -15,9 +15,9 @@ from stof.errors import KernelError
 from stof.layout import statistics
 from stof.layout.search import RowOrders, column_order, find_order
 from stof.masks import Mask, reordered
-from stof.selection import Choice, MaskGeometry, candidates, default_config
+from stof.selection import KernelChoice, MaskGeometry, candidates, default_config
 from stof.selection.model import DEFAULT_DEVICE, load_model
-from stof.testing.attention_check import TOLERANCE, Expected, Problem
+from stof.testing.attention_check import TOLERANCE, AttentionProblem, Expected
 from stof.testing.mask_grid import GridMask, Shape
 from stof.tuning.timing import time_calls
 
@@ -40,7 +40,7 @@ class Alternative:
         reordered: q, k and v are put in another order first, and the output back, which the times contain.
     """
 
-    choice: Choice
+    choice: KernelChoice
     computed_over_needed: float
     estimate_us: float | None = None
     measured_us: float | None = None
@@ -58,7 +58,7 @@ def estimated(mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str = DEFAULT_G
     """
     call = replace(call_of(shape, dtype), mask_heads=mask.dims(shape.batch, shape.heads)[1])
     geometry = MaskGeometry(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads)
-    best: dict[tuple[object, ...], tuple[Choice, float | None]] = {}
+    best: dict[tuple[object, ...], tuple[KernelChoice, float | None]] = {}
     for candidate in candidates(call, torch.device("cuda", 0), geometry, load_model(gpu)):
         choice = candidate.choice
         if choice is not None and choice.layout is not None and not candidate.refusals:
@@ -109,7 +109,7 @@ def measured(
         only: on a CUDA device, those of `estimated` to time; default the 12 best.
         rounds: timed rounds; medians are reported.
     """
-    problem = Problem.draw(GridMask("given", lambda q_len: mask, dense_like=False), shape, device, dtype)
+    problem = AttentionProblem.draw(GridMask("given", lambda q_len: mask, dense_like=False), shape, device, dtype)
     expected = Expected.of(problem, _CHECKED_ROWS)
     if device.type == "cuda":
         chosen = (
@@ -142,13 +142,13 @@ def measured(
 
 def _on_gpu(
     mask: Mask, shape: Shape, device: torch.device, chosen: Sequence[Alternative]
-) -> list[tuple[Alternative, stof.Plan, Choice]]:
+) -> list[tuple[Alternative, stof.Plan, KernelChoice]]:
     plan = stof.plan(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device=device)
     plan.found_order()  # an order that the estimates found on the CPU is found again on the device
     return [(alternative, plan, alternative.choice) for alternative in chosen]
 
 
-def _on_cpu(mask: Mask, shape: Shape) -> list[tuple[Alternative, stof.Plan, Choice]]:
+def _on_cpu(mask: Mask, shape: Shape) -> list[tuple[Alternative, stof.Plan, KernelChoice]]:
     """The row orders there are under the default block sizes."""
     config = default_config(torch.device("cpu"))
     orders = RowOrders(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device="cpu")
@@ -166,5 +166,5 @@ def _on_cpu(mask: Mask, shape: Shape) -> list[tuple[Alternative, stof.Plan, Choi
             row_order=orders.rows(name),
         )
         ratio = statistics(plan.layout).computed_over_needed
-        listed.append((Alternative(Choice("row_block", config, name), ratio), plan, Choice("row_block")))
+        listed.append((Alternative(KernelChoice("row_block", config, name), ratio), plan, KernelChoice("row_block")))
     return listed

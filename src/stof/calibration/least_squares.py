@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stof.calibration.constant_refinement import estimated, polish
 from stof.calibration.measure import Measured, call_of_row, survey_of
-from stof.selection import Choice
+from stof.selection import KernelChoice
 from stof.selection.model import (
     DeviceModel,
     KernelTimes,
@@ -128,8 +128,8 @@ class Regret:
 
     mask: str
     shape: str
-    picked: Choice
-    best: Choice
+    picked: KernelChoice
+    best: KernelChoice
     picked_us: float
     best_us: float
 
@@ -196,7 +196,7 @@ def regret_table(rows: Sequence[Measured], model: DeviceModel) -> Table:
     return table
 
 
-def short_name(choice: Choice) -> str:
+def short_name(choice: KernelChoice) -> str:
     """`64x32 gathered 4w3s168r split 32`: a choice in a table's cell."""
     layout, kernel = choice.layout, choice.kernel
     if layout is None or kernel is None:

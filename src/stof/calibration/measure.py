@@ -15,9 +15,9 @@ from stof.errors import ArgumentError, KernelError
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
-from stof.selection import CallSpec, Choice
+from stof.selection import CallSpec, KernelChoice
 from stof.selection.implementations import IMPLEMENTATIONS, Options
-from stof.testing.attention_check import TOLERANCE, Expected, Problem
+from stof.testing.attention_check import TOLERANCE, AttentionProblem, Expected
 from stof.testing.mask_grid import GridMask, Shape, decode_masks, grid_mask
 from stof.tuning.timing import time_calls
 
@@ -41,7 +41,7 @@ class Measured:
     mask: str
     shape: str
     dtype: str
-    choice: Choice
+    choice: KernelChoice
     us: float
     partial: list[list[int]]
     full: list[list[int]]
@@ -96,7 +96,7 @@ def cell_mask(name: str, shape: Shape) -> GridMask:
     return grid_mask(name)
 
 
-def cell_bias(name: str, problem: Problem) -> Tensor | None:
+def cell_bias(name: str, problem: AttentionProblem) -> Tensor | None:
     """Scores' bias `[1, H, Sq, Skv]`, normally distributed, of cells that have one."""
     if not name.endswith(BIAS):
         return None
@@ -132,7 +132,7 @@ def measure_cell(
 ) -> list[Measured]:
     """Time every candidate of a cell, by its mask's name, that is right and not hopeless."""
     mask = cell_mask(name, shape)
-    problem = Problem.draw(mask, shape, device, dtype)
+    problem = AttentionProblem.draw(mask, shape, device, dtype)
     bias = cell_bias(name, problem)
     expected = Expected.of(problem, 256, bias)
     plan = stof.plan(mask.mask(shape.q_len), shape.q_len, shape.kv_len, device=device)
@@ -141,7 +141,7 @@ def measure_cell(
     weighed = [c for c in plan.candidates(call) if c.estimate_us is not None and only in ("", c.name)]
     best = (weighed[0].estimate_us or 0.0) if weighed else 0.0
     calls: dict[str, Callable[[], object]] = {}
-    chosen: dict[str, Choice] = {}
+    chosen: dict[str, KernelChoice] = {}
     for candidate in weighed:
         choice = candidate.choice
         if choice is None or (candidate.estimate_us or 0.0) > _WORTH_MEASURING * best:
@@ -172,7 +172,7 @@ def measure_cell(
 
 
 def runner(
-    inputs: tuple[Tensor, Tensor, Tensor], plan: stof.Plan, choice: Choice, bias: Tensor | None = None
+    inputs: tuple[Tensor, Tensor, Tensor], plan: stof.Plan, choice: KernelChoice, bias: Tensor | None = None
 ) -> Callable[[], Tensor]:
     """A call of exactly this choice on q, k and v; `KernelError` where it cannot run here."""
     prepared = plan.prepared(choice)
@@ -209,7 +209,7 @@ def from_json(values: Iterable[dict[str, Any]]) -> list[Measured]:
             choice = value["choice"]
             layout = choice["layout"] and LayoutConfig(**choice["layout"])
             kernel = choice["kernel"] and BlockWiseConfig(**choice["kernel"])
-            picked = Choice(choice["implementation"], layout, choice["row_order"], kernel)
+            picked = KernelChoice(choice["implementation"], layout, choice["row_order"], kernel)
             rows.append(Measured(**{**value, "choice": picked}))
     except (TypeError, KeyError) as error:
         raise ArgumentError(f"these are no measurements of stof tune --device: {error!r}") from None
@@ -278,7 +278,7 @@ def _warm_cell(job: tuple[str, str, str, str]) -> str | None:
         # One sequence and two key heads are enough: sizes are no constants of a kernel.
         shape = replace(shape, batch=1, heads=2 * (shape.heads // shape.kv_heads), kv_heads=2)
         device = torch.device("cuda")
-        problem = Problem.draw(cell_mask(name, shape), shape, device, getattr(torch, dtype))
+        problem = AttentionProblem.draw(cell_mask(name, shape), shape, device, getattr(torch, dtype))
         plan = stof.plan(problem.grid_mask.mask(shape.q_len), shape.q_len, shape.kv_len, device=device)
         bias = cell_bias(name, problem)
         call = call_of(Shape.parse(sizes), problem.q.dtype, bias is not None)

@@ -1,9 +1,9 @@
 """Which implementation runs a call and how: capabilities declared once, refusals reported together, times estimated."""
 
 from stof.selection.capabilities import CallSpec, Capabilities
-from stof.selection.choice import Choice
 from stof.selection.geometry import MaskGeometry
 from stof.selection.implementations import IMPLEMENTATIONS, Implementation, PreparedLayout
+from stof.selection.kernel_choice import KernelChoice
 from stof.selection.own_layout import default_config, own_layout
 from stof.selection.paper import paper_choice
 from stof.selection.select import (
@@ -21,8 +21,8 @@ __all__ = [
     "CallSpec",
     "Candidate",
     "Capabilities",
-    "Choice",
     "Implementation",
+    "KernelChoice",
     "MaskGeometry",
     "PreparedLayout",
     "candidates",

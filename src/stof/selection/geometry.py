@@ -11,7 +11,7 @@ from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.search import RowOrders
 from stof.layout.survey import Survey, survey
 from stof.masks import Mask
-from stof.selection.choice import Choice
+from stof.selection.kernel_choice import KernelChoice
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class MaskGeometry:
         """Name of a row order found by looking at the mask, None where that is nothing new; searched once."""
         return self.orders.found()
 
-    def unfit(self, choice: Choice) -> str | None:
+    def unfit(self, choice: KernelChoice) -> str | None:
         """Nothing is known to be unfit before it was built."""
         del choice
         return None

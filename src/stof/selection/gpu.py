@@ -13,7 +13,7 @@ from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
-from stof.selection.choice import Choice
+from stof.selection.kernel_choice import KernelChoice
 from stof.selection.resources import (
     FP8_STAGES,
     crowded,
@@ -89,7 +89,7 @@ class Geometry(Protocol):
     @property
     def row_orders(self) -> tuple[str, ...]: ...
 
-    def unfit(self, choice: Choice) -> str | None:
+    def unfit(self, choice: KernelChoice) -> str | None:
         """Why this plan cannot run a choice, as far as was found out."""
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
@@ -101,7 +101,7 @@ class Geometry(Protocol):
 
 def gpu_choices(
     call: CallSpec, geometry: Geometry, implementation: str, found_order: str | None = None
-) -> list[Choice]:
+) -> list[KernelChoice]:
     """Every choice of one implementation for a call, whether it pays or not.
 
     With `found_order`, those that take the rows in that order.
@@ -113,25 +113,25 @@ def gpu_choices(
     if implementation == "hopper_fp8":
         return _fp8_choices(call, geometry) if None in orders else []
     if implementation == "row_wise":
-        return [Choice("row_wise", geometry.fixed or LayoutConfig(64, 64, 1))] if None in orders else []
+        return [KernelChoice("row_wise", geometry.fixed or LayoutConfig(64, 64, 1))] if None in orders else []
     tiles = _decode_tiles(call) if implementation == "decode" else _block_tiles(call)
-    choices: list[Choice] = []
+    choices: list[KernelChoice] = []
     for order in orders:
         for (block_m, block_n, warps, stages, registers), pack in tiles:
             for layout in _layouts(geometry.fixed, block_m, block_n, order):
                 kernel = BlockWiseConfig(warps, stages, registers, pack=pack, side=_side(call))
-                choice = Choice(implementation, layout, order, kernel)
+                choice = KernelChoice(implementation, layout, order, kernel)
                 if geometry.fixed or not crowded(choice, call):
                     choices += _variants(choice, call)
     return list(dict.fromkeys(choices))
 
 
-def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None, ...]) -> list[Choice]:
+def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None, ...]) -> list[KernelChoice]:
     """Contiguous tiles, slabs of 16 or 8 columns, columns put aside, and evenly spaced rows and columns.
 
     With a bias, which is copied in whole tiles, the first alone.
     """
-    choices: list[Choice] = []
+    choices: list[KernelChoice] = []
     fixed, side = geometry.fixed, _side(call, share=_HOPPER_L2_SHARE)
     table = _HOPPER_BIAS_TILES if call.has_bias else _HOPPER_TILES
     slabs = (None,) if call.has_bias else (None, 16, 8)
@@ -148,11 +148,11 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
             serves = not call.has_bias if fixed.aside else fixed.slab in slabs
             layouts += [(fixed, None)] if serves else []
         for layout, order in layouts:
-            choices += _variants(Choice("hopper", layout, order, kernel), call)
+            choices += _variants(KernelChoice("hopper", layout, order, kernel), call)
             if _goes_in_pairs(layout, order, call):
                 # Heavy row blocks whole: in pairs, cutting them never paid.
                 paired = replace(kernel, num_stages=_PAIRED_STAGES, paired=True)
-                choices.append(Choice("hopper", layout, order, paired))
+                choices.append(KernelChoice("hopper", layout, order, paired))
     return choices
 
 
@@ -167,13 +167,13 @@ def _goes_in_pairs(layout: LayoutConfig, order: str | None, call: CallSpec) -> b
     )
 
 
-def _fp8_choices(call: CallSpec, geometry: Geometry) -> list[Choice]:
+def _fp8_choices(call: CallSpec, geometry: Geometry) -> list[KernelChoice]:
     """Contiguous tiles of the one size there is, and columns put aside."""
     kernel = BlockWiseConfig(4, FP8_STAGES, side=_side(call, share=_HOPPER_L2_SHARE))
     layouts = [LayoutConfig(*FP8_TILE), LayoutConfig(*FP8_TILE, 1, aside=True)]
     if geometry.fixed is not None:
         layouts = [layout for layout in layouts if layout == geometry.fixed]
-    return [choice for own in layouts for choice in _variants(Choice("hopper_fp8", own, None, kernel), call)]
+    return [choice for own in layouts for choice in _variants(KernelChoice("hopper_fp8", own, None, kernel), call)]
 
 
 def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
@@ -189,30 +189,30 @@ def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
     )
 
 
-def runtime_choice(call: CallSpec, layout: LayoutConfig, limit: int) -> Choice:
+def runtime_choice(call: CallSpec, layout: LayoutConfig, limit: int) -> KernelChoice:
     """How the block-wise kernel runs work that is made on the device; `limit` as `shared_memory_limit` gives it."""
     kernel = BlockWiseConfig(4, 3, side=_side(call))
-    choice = Choice("block_wise", layout, None, kernel)
+    choice = KernelChoice("block_wise", layout, None, kernel)
     return choice if fits(choice, call, limit) else replace(choice, kernel=replace(kernel, num_stages=2))
 
 
-def runtime_hopper_choices(call: CallSpec, serves: Callable[[LayoutConfig], bool]) -> list[Choice]:
+def runtime_hopper_choices(call: CallSpec, serves: Callable[[LayoutConfig], bool]) -> list[KernelChoice]:
     """How the Hopper kernel may run tiles that are made on the device, in the shapes that can be made."""
     side = _side(call, share=_HOPPER_L2_SHARE)
-    choices: list[Choice] = []
+    choices: list[KernelChoice] = []
     for block_m, block_n, stages in _HOPPER_TILES[head_dim_class(call.head_dim, call.value_dim)]:
         layouts = [LayoutConfig(block_m, block_n, slab) for slab in (None, 16)]
         for layout in filter(serves, layouts):
-            choices += _variants(Choice("hopper", layout, None, BlockWiseConfig(4, stages, side=side)), call)
+            choices += _variants(KernelChoice("hopper", layout, None, BlockWiseConfig(4, stages, side=side)), call)
     return choices
 
 
-def geometries(choices: list[Choice]) -> tuple[LayoutConfig, ...]:
+def geometries(choices: list[KernelChoice]) -> tuple[LayoutConfig, ...]:
     """The distinct layouts of some choices."""
     return tuple(dict.fromkeys(choice.layout for choice in choices if choice.layout is not None))
 
 
-def worthwhile(choice: Choice, survey: Survey, simpler: bool = True) -> bool:
+def worthwhile(choice: KernelChoice, survey: Survey, simpler: bool = True) -> bool:
     """Whether a choice differs from a simpler one on this mask; `simpler` says whether that one can run."""
     if choice.kernel is None or choice.layout is None:
         return True
@@ -231,7 +231,7 @@ def worthwhile(choice: Choice, survey: Survey, simpler: bool = True) -> bool:
     return True
 
 
-def starves(choice: Choice, call: CallSpec, survey: Survey) -> bool:
+def starves(choice: KernelChoice, call: CallSpec, survey: Survey) -> bool:
     """Whether three thread blocks on a multiprocessor would wait for the L2 cache, or pairs for their small tiles.
 
     Each of the three reads keys and values for 64 rows alone. Short row blocks do not notice; with 64 tiles each, 12
@@ -256,7 +256,7 @@ def shared_memory_limit(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-def fits(choice: Choice, call: CallSpec, limit: int) -> bool:
+def fits(choice: KernelChoice, call: CallSpec, limit: int) -> bool:
     """Whether a choice's shared memory stays within the device's."""
     if choice.kernel is None or choice.layout is None:
         return True
@@ -292,7 +292,7 @@ def _layouts(fixed: LayoutConfig | None, block_m: int, block_n: int, order: str 
     return [gathered] if order else [LayoutConfig(block_m, block_n, None), gathered]
 
 
-def _variants(choice: Choice, call: CallSpec) -> Iterator[Choice]:
+def _variants(choice: KernelChoice, call: CallSpec) -> Iterator[KernelChoice]:
     """The choice with heavy row blocks whole, and split at several lengths."""
     assert choice.kernel is not None
     assert choice.layout is not None

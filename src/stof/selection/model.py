@@ -21,7 +21,7 @@ from stof.kernels.hopper.tile_scheduler import LATE
 from stof.kernels.triton.work import parts_of
 from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
-from stof.selection.choice import Choice
+from stof.selection.kernel_choice import KernelChoice
 from stof.selection.resources import ON_HOPPER, head_dim_class, occupancy, one_by_one
 
 # The device whose constants stand in for those of devices that were never tuned.
@@ -120,7 +120,7 @@ class DeviceModel:
         )
 
 
-def kernel_key(choice: Choice, call: CallSpec) -> str:
+def kernel_key(choice: KernelChoice, call: CallSpec) -> str:
     """Which constants a block-wise or decode choice goes by."""
     layout, kernel = choice.layout, choice.kernel
     assert layout is not None
@@ -196,7 +196,7 @@ def model_to_dict(model: DeviceModel) -> dict[str, Any]:
     }
 
 
-def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel) -> float | None:
+def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: DeviceModel) -> float | None:
     """Microseconds of one call with a cold L2 cache, or None for implementations the model does not know."""
     if choice.implementation == "row_wise":
         kept = float(survey.kept.double().mean(0).sum()) * call.batch * call.heads
@@ -216,7 +216,7 @@ def estimate(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel)
     return _GUESS_PENALTY * estimate_tiles(choice, call, survey, model, _with_scattered_bias(times, choice, call))
 
 
-def _times(choice: Choice, call: CallSpec, model: DeviceModel) -> KernelTimes | None:
+def _times(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> KernelTimes | None:
     """Constants of a choice, if it or a like one was measured.
 
     Those without a bias say enough of those with one, and Triton's with rows in order of those without.
@@ -241,7 +241,7 @@ def _times(choice: Choice, call: CallSpec, model: DeviceModel) -> KernelTimes | 
     return times
 
 
-def _bias_cost(choice: Choice, call: CallSpec) -> float:
+def _bias_cost(choice: KernelChoice, call: CallSpec) -> float:
     """What a bias makes of the time of a tile that was not measured with one; decoding waits for keys and values."""
     if choice.implementation == "decode":
         return 1.0
@@ -250,7 +250,7 @@ def _bias_cost(choice: Choice, call: CallSpec) -> float:
     return _NARROW_BIAS_COST if one_by_one(choice, call) else _BIAS_COST
 
 
-def _with_scattered_bias(times: KernelTimes, choice: Choice, call: CallSpec) -> KernelTimes:
+def _with_scattered_bias(times: KernelTimes, choice: KernelChoice, call: CallSpec) -> KernelTimes:
     scattered = call.bias_to_copy and choice.implementation == "block_wise"
     return _costlier(times, _SCATTERED_BIAS_COST) if scattered else times
 
@@ -259,12 +259,12 @@ def _costlier(times: KernelTimes, factor: float) -> KernelTimes:
     return replace(times, partial=times.partial * factor, full=times.full * factor)
 
 
-def _with_stages(choice: Choice, more: int) -> Choice:
+def _with_stages(choice: KernelChoice, more: int) -> KernelChoice:
     assert choice.kernel is not None
     return replace(choice, kernel=replace(choice.kernel, num_stages=choice.kernel.num_stages + more))
 
 
-def guessed_times(choice: Choice, call: CallSpec) -> KernelTimes:
+def guessed_times(choice: KernelChoice, call: CallSpec) -> KernelTimes:
     """Constants for a kernel that was not measured: its arithmetic at what like kernels reach on an H200."""
     assert choice.layout is not None
     flops = 2.0 * max(choice.layout.block_m, 64) * choice.layout.block_n * (call.head_dim + call.value_dim)
@@ -272,7 +272,9 @@ def guessed_times(choice: Choice, call: CallSpec) -> KernelTimes:
     return KernelTimes(item=6.0, partial=1.1 * tile, full=tile, merge=2.0, collect=0.2, solo=0.6)
 
 
-def estimate_tiles(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel, times: KernelTimes) -> float:
+def estimate_tiles(
+    choice: KernelChoice, call: CallSpec, survey: Survey, model: DeviceModel, times: KernelTimes
+) -> float:
     """`estimate` of a choice that works on tiles, with given constants."""
     load, filled, bytes_us = critical_load(choice, call, survey, model, times)
     busy = times.solo + (1 - times.solo) * filled
@@ -283,7 +285,7 @@ def estimate_tiles(choice: Choice, call: CallSpec, survey: Survey, model: Device
     return model.launch + times.start + work_us + before_us
 
 
-def aside_us(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel) -> float:
+def aside_us(choice: KernelChoice, call: CallSpec, survey: Survey, model: DeviceModel) -> float:
     """Time until keys and values are put side by side: another launch, and each of them read and written once."""
     if choice.implementation not in ON_HOPPER or choice.layout is None or not survey.counts[choice.layout].aside:
         return 0.0
@@ -292,14 +294,14 @@ def aside_us(choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel)
     return _ASIDE_US + 2 * elements * call.dtype.itemsize / model.bytes_per_us
 
 
-def across_us(choice: Choice, call: CallSpec, model: DeviceModel) -> float:
+def across_us(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> float:
     """Time until 8-bit values are laid across: another launch, and each of them read and written once."""
     if choice.implementation != "hopper_fp8":
         return 0.0
     return _ASIDE_US + 2 * call.batch * call.kv_heads * call.kv_len * call.value_dim / model.bytes_per_us
 
 
-def laying_out_us(choice: Choice, call: CallSpec, model: DeviceModel) -> float:
+def laying_out_us(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> float:
     """Time until a bias lies in rows that TMA can copy tiles of: another launch, and each value read and written."""
     if choice.implementation != "hopper" or not call.bias_to_copy:
         return 0.0
@@ -318,7 +320,7 @@ def overlapped(compute_us: float, bytes_us: float) -> float:
 
 
 def critical_load(
-    choice: Choice, call: CallSpec, survey: Survey, model: DeviceModel, times: KernelTimes
+    choice: KernelChoice, call: CallSpec, survey: Survey, model: DeviceModel, times: KernelTimes
 ) -> tuple[Tensor, float, float]:
     """What the slot that ends last has done, how full the machine was, and the time memory needs.
 

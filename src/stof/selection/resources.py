@@ -7,7 +7,7 @@ import torch
 from stof.kernels.hopper.tile_lists import blocks_per_sm, out_tile_width, padded_width, q_stages
 from stof.layout import LayoutConfig
 from stof.selection.capabilities import CallSpec
-from stof.selection.choice import Choice
+from stof.selection.kernel_choice import KernelChoice
 
 # Implementations whose programs are the Hopper kernel's.
 ON_HOPPER = ("hopper", "hopper_fp8")
@@ -41,7 +41,7 @@ def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: b
     return held + rows * layout.block_n * max(4, max(1, num_stages - 1) * call.bias_itemsize)
 
 
-def crowded(choice: Choice, call: CallSpec) -> bool:
+def crowded(choice: KernelChoice, call: CallSpec) -> bool:
     """Whether threads of the block-wise kernel would hold more scores than go with a bias."""
     if not call.has_bias or choice.layout is None or choice.kernel is None:
         return False
@@ -49,7 +49,7 @@ def crowded(choice: Choice, call: CallSpec) -> bool:
     return scores > (_SCORES_ONE_BY_ONE if one_by_one(choice, call) else _SCORES)
 
 
-def one_by_one(choice: Choice, call: CallSpec) -> bool:
+def one_by_one(choice: KernelChoice, call: CallSpec) -> bool:
     """Whether the block-wise kernel reads a bias value by value, as columns or rows of it do not follow each other."""
     return call.bias_to_copy > 0 or (choice.layout is not None and choice.layout.slab == 1)
 
@@ -59,7 +59,7 @@ def block_shared_bytes(shared_bytes: int) -> int:
     return shared_bytes - _RESERVED
 
 
-def hopper_shared_memory(choice: Choice, call: CallSpec) -> int:
+def hopper_shared_memory(choice: KernelChoice, call: CallSpec) -> int:
     """Bytes of shared memory of the Hopper kernel: Q and output of row blocks, stages of K, V and bias, barriers."""
     layout, kernel = choice.layout, choice.kernel
     assert layout is not None
@@ -78,7 +78,7 @@ def fp8_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> 
     return rows + num_stages * layout.block_n * 2 * call.head_dim + _RESERVED
 
 
-def occupancy(choice: Choice, call: CallSpec, shared_bytes: int) -> int:
+def occupancy(choice: KernelChoice, call: CallSpec, shared_bytes: int) -> int:
     """Programs that fit on a multiprocessor with so much shared memory at once."""
     assert choice.kernel is not None
     assert choice.layout is not None

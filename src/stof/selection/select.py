@@ -14,9 +14,9 @@ from stof.layout.search import GOOD_ENOUGH, WORTH
 from stof.layout.survey import Survey
 from stof.locks import ForkSafeLock
 from stof.selection.capabilities import CallSpec
-from stof.selection.choice import Choice
 from stof.selection.gpu import Geometry, fits, geometries, gpu_choices, shared_memory_limit, starves, worthwhile
 from stof.selection.implementations import IMPLEMENTATIONS
+from stof.selection.kernel_choice import KernelChoice
 from stof.selection.model import DeviceModel, estimate, load_model, widening_us
 from stof.selection.resources import block_shared_bytes
 
@@ -38,7 +38,7 @@ class Candidate:
 
     name: str
     refusals: tuple[str, ...]
-    choice: Choice | None = None
+    choice: KernelChoice | None = None
     estimate_us: float | None = None
     constants_of: str = ""
 
@@ -58,7 +58,7 @@ class Failures:
         self._reasons: dict[tuple[object, ...], str] = {}
         self._lock = ForkSafeLock()
 
-    def add(self, choice: Choice, call: CallSpec, device: torch.device, reason: str) -> None:
+    def add(self, choice: KernelChoice, call: CallSpec, device: torch.device, reason: str) -> None:
         """Remember a failure, and warn of it the first time."""
         key = self._key(choice, call, device)
         with self._lock:
@@ -67,7 +67,7 @@ class Failures:
             self._reasons[key] = reason
         warnings.warn(f"stof: {choice} failed and is left out from now on: {reason}", RuntimeWarning, stacklevel=4)
 
-    def reason(self, choice: Choice, call: CallSpec, device: torch.device) -> str | None:
+    def reason(self, choice: KernelChoice, call: CallSpec, device: torch.device) -> str | None:
         return self._reasons.get(self._key(choice, call, device))
 
     def clear(self) -> None:
@@ -75,7 +75,7 @@ class Failures:
             self._reasons.clear()
 
     @staticmethod
-    def _key(choice: Choice, call: CallSpec, device: torch.device) -> tuple[object, ...]:
+    def _key(choice: KernelChoice, call: CallSpec, device: torch.device) -> tuple[object, ...]:
         kernel = choice.kernel and replace(choice.kernel, split_tiles=min(1, choice.kernel.split_tiles), side=0)
         options = (call.has_bias, call.bias_itemsize, call.has_softcap, call.has_sinks)
         return (str(device), choice.implementation, choice.layout, kernel, call.dtype, call.head_dim, options)
@@ -133,17 +133,17 @@ def _candidates(
     """`candidates` with tensors as they are."""
     runs: list[Candidate] = []
     refused: list[Candidate] = []
-    weighed: dict[str, list[Choice]] = {}
+    weighed: dict[str, list[KernelChoice]] = {}
     for name, impl in IMPLEMENTATIONS.items():
         refusals = tuple(impl.capabilities.refusals(call))
         if refusals:
             refused.append(Candidate(name, refusals))
         elif device is None or geometry is None or name not in _MODELLED:
-            failed = None if device is None else failures.reason(Choice(name), call, device)
+            failed = None if device is None else failures.reason(KernelChoice(name), call, device)
             if failed is None:
-                runs.append(Candidate(name, (), Choice(name)))
+                runs.append(Candidate(name, (), KernelChoice(name)))
             else:
-                refused.append(Candidate(name, (failed,), Choice(name)))
+                refused.append(Candidate(name, (failed,), KernelChoice(name)))
         else:
             weighed[name] = gpu_choices(call, geometry, name)
             if not weighed[name]:
@@ -161,7 +161,7 @@ def _candidates(
     return _ranked(runs) + refused
 
 
-def weighed(choices: list[Choice], call: CallSpec, device: torch.device, geometry: Geometry) -> list[Candidate]:
+def weighed(choices: list[KernelChoice], call: CallSpec, device: torch.device, geometry: Geometry) -> list[Candidate]:
     """Candidates for some choices and no others, fastest first, then those that cannot run."""
     model, limit = _model_and_limit(device, None)
     counted = geometry.survey(geometries(choices), None)
@@ -176,12 +176,12 @@ def weighed(choices: list[Choice], call: CallSpec, device: torch.device, geometr
     return sorted(good, key=lambda c: (c.estimate_us is None, c.estimate_us or 0.0)) + bad
 
 
-def _estimated(choice: Choice, call: CallSpec, counted: Survey, model: DeviceModel) -> Candidate:
+def _estimated(choice: KernelChoice, call: CallSpec, counted: Survey, model: DeviceModel) -> Candidate:
     constants_of = model.device if model.stands_in_for else ""
     return Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model), constants_of)
 
 
-def _failure(choice: Choice, call: CallSpec, device: torch.device, geometry: Geometry, limit: int) -> str | None:
+def _failure(choice: KernelChoice, call: CallSpec, device: torch.device, geometry: Geometry, limit: int) -> str | None:
     """Why a choice that its implementation's capabilities allow cannot run all the same."""
     reason = failures.reason(choice, call, device) or geometry.unfit(choice)
     if reason is None and not fits(choice, call, limit):
@@ -197,12 +197,17 @@ def _model_and_limit(device: torch.device, model: DeviceModel | None) -> tuple[D
 
 
 def _weigh(
-    choices: list[Choice], call: CallSpec, device: torch.device, geometry: Geometry, model: DeviceModel, limit: int
+    choices: list[KernelChoice],
+    call: CallSpec,
+    device: torch.device,
+    geometry: Geometry,
+    model: DeviceModel,
+    limit: int,
 ) -> tuple[list[Candidate], list[Candidate], dict[str | None, float]]:
     """Candidates the cost model knows, those that cannot run here, and the waste of each row order."""
     good: list[Candidate] = []
     bad: list[Candidate] = []
-    starved: list[tuple[Choice, Survey]] = []
+    starved: list[tuple[KernelChoice, Survey]] = []
     waste: dict[str | None, float] = {}
     for order in dict.fromkeys(choice.row_order for choice in choices):
         ordered = [choice for choice in choices if choice.row_order == order]
@@ -232,7 +237,7 @@ def _search_pays(waste: dict[str | None, float]) -> bool:
     return own > GOOD_ENOUGH and min(waste.values()) > WORTH * own
 
 
-def _contiguous(choice: Choice) -> Choice:
+def _contiguous(choice: KernelChoice) -> KernelChoice:
     """The same choice without gathering."""
     return choice if choice.layout is None else replace(choice, layout=choice.layout.contiguous())
 
@@ -260,7 +265,7 @@ def choose(
     device: torch.device | None = None,
     geometry: Geometry | None = None,
     implementation: str | None = None,
-) -> Choice:
+) -> KernelChoice:
     """The choice to run, of one implementation when it is named.
 
     Raises:
@@ -270,13 +275,13 @@ def choose(
         # One choice each: no need to weigh.
         for name in IMPLEMENTATIONS:
             wide = call if takes(name, call) else call.widened() or call
-            failed = device is not None and failures.reason(Choice(name), wide, device) is not None
+            failed = device is not None and failures.reason(KernelChoice(name), wide, device) is not None
             if implementation in (None, name) and not failed and not refusals(name, call):
-                return Choice(name, widened=wide is not call)
+                return KernelChoice(name, widened=wide is not call)
     ranked = candidates(call, device, geometry)
     for candidate in ranked:
         if not candidate.refusals and implementation in (None, candidate.name):
-            return candidate.choice or Choice(candidate.name)
+            return candidate.choice or KernelChoice(candidate.name)
     reasons: dict[str, tuple[str, ...]] = {}
     for candidate in ranked:
         if implementation in (None, candidate.name):

@@ -17,7 +17,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, tor
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionProblem:
     """One cell of the grid: a mask, a shape, and the inputs everyone gets.
 
     Attributes:
@@ -54,7 +54,7 @@ class Problem:
         return self.grid_mask.dense(self.shape, self.device)
 
     @staticmethod
-    def draw(grid_mask: GridMask, shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
+    def draw(grid_mask: GridMask, shape: Shape, device: torch.device, dtype: torch.dtype) -> AttentionProblem:
         """Normally distributed inputs, the same for every run on one kind of device."""
         generator = torch.Generator(device=device).manual_seed(0)
 
@@ -63,7 +63,9 @@ class Problem:
             return torch.randn(size, generator=generator, device=device).to(dtype)
 
         q = tensor(shape.heads, shape.q_len)
-        return Problem(grid_mask, shape, q, tensor(shape.kv_heads, shape.kv_len), tensor(shape.kv_heads, shape.kv_len))
+        return AttentionProblem(
+            grid_mask, shape, q, tensor(shape.kv_heads, shape.kv_len), tensor(shape.kv_heads, shape.kv_len)
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Expected:
     out: Tensor
 
     @staticmethod
-    def of(problem: Problem, most_rows: int, bias: Tensor | None = None) -> Expected:
+    def of(problem: AttentionProblem, most_rows: int, bias: Tensor | None = None) -> Expected:
         """Exact attention in float64 on at most `most_rows` rows: both ends and a random sample (seed 0).
 
         `bias`: added to the scores, None or `[1, H, Sq, Skv]`.

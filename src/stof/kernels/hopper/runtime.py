@@ -42,7 +42,7 @@ class FilledTiles:
         return sum(t.numel() * t.element_size() for t in held.values())
 
 
-class Dealt(NamedTuple):
+class WorkPartition(NamedTuple):
     """Fields of `TileLists` that say who computes what, and int32 `[P * R + 1]`, items before each row block."""
 
     items: Tensor
@@ -52,7 +52,9 @@ class Dealt(NamedTuple):
     first_item: Tensor
 
 
-def dealt_items(partial: Tensor, full: Tensor, split_tiles: int, nothing: int, device: torch.device) -> Dealt:
+def partition_items(
+    partial: Tensor, full: Tensor, split_tiles: int, nothing: int, device: torch.device
+) -> WorkPartition:
     """Items of row blocks; each computes nothing, and spoils it, until the lists are filled.
 
     Args:
@@ -69,4 +71,4 @@ def dealt_items(partial: Tensor, full: Tensor, split_tiles: int, nothing: int, d
     first_item = torch.searchsorted(owner, torch.arange(len(tiles) + 1)).int()
     ranges = torch.tensor([nothing, nothing + 1, nothing + 1, 0, _NAN_BITS], dtype=torch.int32)
     ranges = ranges.expand(len(items), RANGE_FIELDS).contiguous().to(device)
-    return Dealt(items, item_ptr, ranges, chunks, first_item.to(device))
+    return WorkPartition(items, item_ptr, ranges, chunks, first_item.to(device))

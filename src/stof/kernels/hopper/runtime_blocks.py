@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.runtime import FilledTiles, dealt_items
+from stof.kernels.hopper.runtime import FilledTiles, partition_items
 from stof.kernels.hopper.tile_lists import RUN, TileLists, oob_column
 from stof.kernels.triton.work import accumulator_order
 from stof.layout import LayoutConfig, bits
@@ -20,7 +20,7 @@ from stof.layout.survey import TileCounts
 
 if TYPE_CHECKING:
     from stof.kernels.triton.launch import Launch
-    from stof.kernels.triton.runtime_blocks import BlockRoom
+    from stof.kernels.triton.runtime_blocks import BlockBuffers
 
 # Columns of a slab where tiles are pairs of blocks; a block is a run of them.
 _SLAB = 16
@@ -28,7 +28,7 @@ _SLAB = 16
 _TILES_AT_ONCE = 64
 
 
-def block_refusals(room: BlockRoom) -> tuple[str, ...]:
+def block_refusals(room: BlockBuffers) -> tuple[str, ...]:
     """Why the kernel cannot run masks like the room's, in any shape of tiles."""
     problem, found = room.problem, []
     if room.block_size < 64:
@@ -51,7 +51,7 @@ def _paired(config: LayoutConfig, block_size: int) -> bool:
     return config == LayoutConfig(RUN, 2 * RUN, _SLAB) and block_size == RUN
 
 
-def block_counts(room: BlockRoom, config: LayoutConfig) -> TileCounts:
+def block_counts(room: BlockBuffers, config: LayoutConfig) -> TileCounts:
     """Tiles of each row block where no score is -inf; of two possible counts of partial ones, the likelier."""
     problem, size = room.problem, room.block_size
     row_blocks = -(-problem.q_len // config.block_m)
@@ -83,7 +83,7 @@ def bitmaps_of(block_m: int, width: int, kv_len: int) -> Tensor:
     return torch.stack(keep)
 
 
-def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) -> FilledTiles:
+def make_block_tiles(room: BlockBuffers, config: LayoutConfig, split_tiles: int) -> FilledTiles:
     """Lists for the room's masks.
 
     Args:
@@ -112,7 +112,7 @@ def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) ->
     columns = torch.zeros(nothing + 2, width, dtype=torch.int32, device=device)
     spare = oob_column(problem.kv_len)
     columns[nothing:] = -1 - spare if paired else spare
-    dealt = dealt_items(counts.partial, counts.full, split_tiles, nothing, device)
+    dealt = partition_items(counts.partial, counts.full, split_tiles, nothing, device)
     empty = torch.zeros(0, dtype=torch.int32, device=device)
     lists = TileLists(
         pattern_of=room.work.pattern_of,
@@ -138,7 +138,7 @@ def make_block_tiles(room: BlockRoom, config: LayoutConfig, split_tiles: int) ->
     return FilledTiles(lists, (dealt.first_item,), (_filling(room, lists, dealt.first_item, slots, nothing),))
 
 
-def _filling(room: BlockRoom, lists: TileLists, first_item: Tensor, slots: int, nothing: int) -> Launch:
+def _filling(room: BlockBuffers, lists: TileLists, first_item: Tensor, slots: int, nothing: int) -> Launch:
     from stof.kernels.hopper.fill import fill_tiles
     from stof.kernels.triton.launch import Launch
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.runtime import FilledTiles, dealt_items
+from stof.kernels.hopper.runtime import FilledTiles, partition_items
 from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
 
 if TYPE_CHECKING:
     from stof.kernels.triton.launch import Launch
-    from stof.kernels.triton.runtime_slash import SlashRoom
+    from stof.kernels.triton.runtime_slash import SlashBuffers
 
 # Rows of a row block, and columns of a tile.
 BLOCK = 64
@@ -26,7 +26,7 @@ BLOCK = 64
 _COPY, _TILES_AT_ONCE, _SIDE = 1024, 64, 64
 
 
-def slash_refusals(room: SlashRoom) -> tuple[str, ...]:
+def slash_refusals(room: SlashBuffers) -> tuple[str, ...]:
     """Why the kernel cannot run masks like the room's."""
     problem, found = room.problem, []
     # 0 * NaN is NaN, and TMA reads whole tiles: each column of theirs has to be seen by a row that exists, or be none.
@@ -37,7 +37,7 @@ def slash_refusals(room: SlashRoom) -> tuple[str, ...]:
     return tuple(found)
 
 
-def slash_counts(room: SlashRoom, config: LayoutConfig) -> TileCounts:
+def slash_counts(room: SlashBuffers, config: LayoutConfig) -> TileCounts:
     """Tiles of each row block, all of them partial, were all distances neighbours and all lists spread evenly."""
     problem = room.problem
     reach = problem.q_len + room.offset
@@ -48,7 +48,7 @@ def slash_counts(room: SlashRoom, config: LayoutConfig) -> TileCounts:
     return TileCounts(partial, torch.zeros_like(partial))
 
 
-def make_slash_tiles(room: SlashRoom, config: LayoutConfig, split_tiles: int) -> FilledTiles:
+def make_slash_tiles(room: SlashBuffers, config: LayoutConfig, split_tiles: int) -> FilledTiles:
     """Lists for the room's masks.
 
     Raises:
@@ -72,7 +72,7 @@ def make_slash_tiles(room: SlashRoom, config: LayoutConfig, split_tiles: int) ->
 
     columns = zeros(nothing + 2, 1)
     columns[nothing:] = oob_column(problem.kv_len)
-    dealt = dealt_items(counts.partial, counts.full, split_tiles, nothing, device)
+    dealt = partition_items(counts.partial, counts.full, split_tiles, nothing, device)
     lists = TileLists(
         pattern_of=room.work.pattern_of,
         items=dealt.items,
@@ -98,7 +98,7 @@ def make_slash_tiles(room: SlashRoom, config: LayoutConfig, split_tiles: int) ->
 
 
 def _launches(
-    room: SlashRoom, lists: TileLists, tables: tuple[Tensor, ...], slots: int, own_bitmaps: int, nothing: int
+    room: SlashBuffers, lists: TileLists, tables: tuple[Tensor, ...], slots: int, own_bitmaps: int, nothing: int
 ) -> tuple[Launch, ...]:
     from stof.kernels.hopper import fill_slash as kernels
     from stof.kernels.triton.launch import Launch

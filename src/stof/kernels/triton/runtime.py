@@ -1,7 +1,7 @@
 """The block-wise kernel's work, rebuilt on the device from tensors that change: no host synchronisation, fixed sizes.
 
-A `WorkRoom` owns the lists, whose addresses and sizes never change, so attention and building may both be captured in
-a CUDA graph. `fill_*` write them anew. What does not fit sets a flag and turns the rows concerned to NaN.
+`WorkBuffers` own the lists, whose addresses and sizes never change, so attention and building may both be captured
+in a CUDA graph. `fill_*` write them anew. What does not fit sets a flag and turns the rows concerned to NaN.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COPY, _COLUMNS = 1024, 128
 
 
 @dataclass(frozen=True)
-class Problem:
+class DynamicSizes:
     """Sizes that never change. Rows and keys of the attention, block sizes, and leading sizes of the mask."""
 
     q_len: int
@@ -53,7 +53,7 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WorkRoom:
+class WorkBuffers:
     """Lists of fixed size for the work of one problem.
 
     Attributes:
@@ -67,7 +67,7 @@ class WorkRoom:
         unfilled: those of `filled` that as yet only replays of a captured call fill, in which they were first used.
     """
 
-    problem: Problem
+    problem: DynamicSizes
     work: Work
     flags: Tensor
     launches: dict[Hashable, tuple[Launch, ...]] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def _capturing() -> bool:
 
 
 def empty_work(
-    problem: Problem, device: torch.device, *, tiles: int, bitmaps: int, shared: bool = False, bases: bool = False
+    problem: DynamicSizes, device: torch.device, *, tiles: int, bitmaps: int, shared: bool = False, bases: bool = False
 ) -> Work:
     """Lists for so many tiles and bitmaps; `shared` and `bases` as in `Work`.
 
@@ -254,7 +254,7 @@ def _placed(partial: Tensor, full: Tensor, bad: Tensor, tiles: int) -> tuple[Ten
     return begin, begin + torch.where(poisoned, 0, partial), place, poisoned
 
 
-def _flag(room: WorkRoom, problems: Tensor, poisoned: Tensor) -> None:
+def _flag(room: WorkBuffers, problems: Tensor, poisoned: Tensor) -> None:
     """Remember what was wrong."""
     overflow = (poisoned & (problems == 0)[:, None]).any(1)
     room.flags.bitwise_or_(problems | torch.where(overflow, OVERFLOW, 0).int())
@@ -265,7 +265,7 @@ def _up(count: Tensor, step: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class DenseRoom(WorkRoom):
+class DenseRoom(WorkBuffers):
     """Lists for a dense mask; `owner` is int32 `[tiles, 2]`, see `fill_blocks.dense_bitmaps`."""
 
     owner: Tensor
@@ -274,7 +274,7 @@ class DenseRoom(WorkRoom):
         return (*super().tensors(), self.owner)
 
 
-def dense_room(problem: Problem, density: float | None, device: torch.device) -> DenseRoom:
+def dense_buffers(problem: DynamicSizes, density: float | None, device: torch.device) -> DenseRoom:
     """Lists for tiles that hold a share `density` of all scores; None for all of them."""
     per_row = -(-problem.kv_len // problem.block_n)
     # Columns are gathered: two tiles of a row block, one of each kind, may be less than full.
@@ -294,7 +294,7 @@ def fill_dense(room: DenseRoom, keep: Tensor) -> None:
     """Write the work of a dense mask.
 
     Args:
-        room: from `dense_room`.
+        room: from `dense_buffers`.
         keep: bool `[B | 1, H | 1, Sq, Skv]`, or bits of it, int32 `[B | 1, H | 1, Sq, ceil(Skv / 32)]`.
     """
     from stof.kernels.triton import fill_blocks as kernels

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stof.kernels.hopper.runtime import FilledTiles
 from stof.kernels.hopper.runtime_blocks import block_counts, block_refusals, fits_blocks, make_block_tiles
-from stof.kernels.triton.runtime import Problem, WorkRoom, empty_work
+from stof.kernels.triton.runtime import DynamicSizes, WorkBuffers, empty_work
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
 
@@ -26,7 +26,7 @@ _TILES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BlockRoom(WorkRoom):
+class BlockBuffers(WorkBuffers):
     """Lists for `k` key blocks of `block_size` keys to a query block.
 
     Attributes:
@@ -62,7 +62,7 @@ class BlockRoom(WorkRoom):
         return make_block_tiles(self, config, split_tiles)
 
 
-def block_room(problem: Problem, k: int, block_size: int, causal: bool, device: torch.device) -> BlockRoom:
+def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, device: torch.device) -> BlockBuffers:
     """Lists for `k` key blocks to a query block: they always fit."""
     count = problem.patterns * problem.row_blocks
     query_blocks = -(-problem.q_len // block_size)
@@ -70,7 +70,7 @@ def block_room(problem: Problem, k: int, block_size: int, causal: bool, device: 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    return BlockRoom(
+    return BlockBuffers(
         problem=problem,
         work=empty_work(problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=2 * count, bases=True),
         flags=zeros(problem.patterns),
@@ -83,16 +83,16 @@ def block_room(problem: Problem, k: int, block_size: int, causal: bool, device: 
     )
 
 
-def _slots(problem: Problem, k: int, block_size: int) -> int:
+def _slots(problem: DynamicSizes, k: int, block_size: int) -> int:
     """Tiles of a row block: two partial ones, then full ones."""
     return k * (block_size // problem.block_n) + 2
 
 
-def fill_blocks(room: BlockRoom, scores: Tensor, nan_bit: int) -> None:
+def fill_blocks(room: BlockBuffers, scores: Tensor, nan_bit: int) -> None:
     """Choose blocks, and fill the lists in use.
 
     Args:
-        room: from `block_room`.
+        room: from `block_buffers`.
         scores: float `[B | 1, H | 1, query blocks, key blocks]`.
         nan_bit: the flag for NaN scores.
     """
@@ -103,7 +103,7 @@ def fill_blocks(room: BlockRoom, scores: Tensor, nan_bit: int) -> None:
     room.fill()
 
 
-def _selecting(room: BlockRoom, scores: Tensor, nan_bit: int) -> Launch:
+def _selecting(room: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
     import triton
 
     from stof.kernels.triton import fill_blocks as kernels
@@ -125,7 +125,7 @@ def _selecting(room: BlockRoom, scores: Tensor, nan_bit: int) -> Launch:
     )
 
 
-def _filling(room: BlockRoom) -> Launch:
+def _filling(room: BlockBuffers) -> Launch:
     """What writes the block-wise kernel's work."""
     import triton
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stof.kernels.hopper.runtime import FilledTiles
 from stof.kernels.hopper.runtime_slash import BLOCK, make_slash_tiles, slash_counts, slash_refusals
-from stof.kernels.triton.runtime import Problem, WorkRoom, empty_work
+from stof.kernels.triton.runtime import DynamicSizes, WorkBuffers, empty_work
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
 
@@ -27,7 +27,7 @@ _WORDS, _COPY, _EDGES, _SIDE = 2048, 256, 128, 128
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SlashRoom(WorkRoom):
+class SlashBuffers(WorkBuffers):
     """Lists for any `verticals` columns and `distances` slash distances.
 
     The list of tiles begins with shared tiles whose columns only some rows of a row block see, `chunks` a pattern; then
@@ -76,9 +76,9 @@ class SlashRoom(WorkRoom):
         return make_slash_tiles(self, config, split_tiles)
 
 
-def vertical_slash_room(
-    problem: Problem, verticals: int, distances: int, offset: int, device: torch.device
-) -> SlashRoom:
+def vertical_slash_buffers(
+    problem: DynamicSizes, verticals: int, distances: int, offset: int, device: torch.device
+) -> SlashBuffers:
     """Lists with room for any indices of these sizes; `offset` is the position of the first query.
 
     Raises:
@@ -100,7 +100,7 @@ def vertical_slash_room(
         shared=True,
     )
     words = -(-(reach + _BASE + problem.block_m + 64) // 32)
-    return SlashRoom(
+    return SlashBuffers(
         problem=problem,
         work=work,
         flags=torch.zeros(patterns, dtype=torch.int32, device=device),
@@ -123,7 +123,7 @@ def vertical_slash_room(
     )
 
 
-def _own_tiles(problem: Problem, verticals: int, distances: int, offset: int) -> list[int]:
+def _own_tiles(problem: DynamicSizes, verticals: int, distances: int, offset: int) -> list[int]:
     """Tiles that each row block may need for itself: vertical columns, and less than a tile at each end of a run."""
     block_m, block_n, kv_len = problem.block_m, problem.block_n, problem.kv_len
     ends = [min((row_block + 1) * block_m + offset, kv_len) for row_block in range(problem.row_blocks)]
@@ -137,12 +137,12 @@ def _own_tiles(problem: Problem, verticals: int, distances: int, offset: int) ->
 
 
 def fill_vertical_slash(
-    room: SlashRoom, vertical: Tensor, slash: Tensor, out_of_range: int, not_ascending: int
+    room: SlashBuffers, vertical: Tensor, slash: Tensor, out_of_range: int, not_ascending: int
 ) -> None:
     """Read a `vertical_slash`, and fill the lists in use.
 
     Args:
-        room: from `vertical_slash_room`.
+        room: from `vertical_slash_buffers`.
         vertical, slash: int32 or int64 `[B | 1, H | 1, n]`, ascending, -1 in unused places at the end. Lists that
             are not make their pattern's results NaN.
         out_of_range, not_ascending: flags for lists that are not.
@@ -154,7 +154,7 @@ def fill_vertical_slash(
     room.fill()
 
 
-def _reading(room: SlashRoom, vertical: Tensor, slash: Tensor, out_of_range: int, not_ascending: int) -> Launch:
+def _reading(room: SlashBuffers, vertical: Tensor, slash: Tensor, out_of_range: int, not_ascending: int) -> Launch:
     """What checks a mask's lists, and makes tables of them."""
     import triton
 
@@ -183,7 +183,7 @@ def _reading(room: SlashRoom, vertical: Tensor, slash: Tensor, out_of_range: int
     )  # fmt: skip
 
 
-def _work_launches(room: SlashRoom) -> tuple[Launch, ...]:
+def _work_launches(room: SlashBuffers) -> tuple[Launch, ...]:
     """What writes the block-wise kernel's work."""
     import triton
 

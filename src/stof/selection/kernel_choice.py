@@ -9,7 +9,7 @@ from stof.layout import LayoutConfig
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """What the selector decides on.
 
     Attributes:
