@@ -79,6 +79,7 @@ def test_nothing_repeats() -> None:
     assert Repetition().count == 0
 
 
+@pytest.mark.slow
 def test_keys_are_equal_in_every_process() -> None:
     """Caches and locks go by them: no address, no seed of hashes, nothing of one process may be in them."""
     code = """

@@ -118,6 +118,7 @@ def test_numbers_that_hardly_fit(name: str, offset: int) -> None:
     assert_same(mask.with_query_offset(offset), 40, 75, LayoutConfig(64, 128))
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 70), st.integers(0, 70), st.integers(0, 40), st.integers(1, 70), st.integers(0, 90), st.booleans()
 )
@@ -176,6 +177,7 @@ def surveyed(draw: st.DrawFn) -> tuple[Mask, int, int]:
     return mask, q_len, kv_len
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tall_pieces")
 @given(problem=surveyed())
 @settings(max_examples=8)
