@@ -10,7 +10,6 @@ import argparse
 from pathlib import Path
 
 from stof.errors import ArgumentError
-from stof.files import read_checked
 from stof.fusion.records.choices import (
     PACKAGED,
     VERSION,
@@ -20,6 +19,7 @@ from stof.fusion.records.choices import (
     read_choices,
     write_choices,
 )
+from stof.runtime.files import read_checked
 
 
 def measured(path: Path) -> tuple[str, Choices]:

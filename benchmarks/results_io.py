@@ -15,7 +15,7 @@ import torch
 import stof
 from benchmarks.attention.run import NotRun
 from stof.errors import ArgumentError
-from stof.files import read_json, write_atomically
+from stof.runtime.files import read_json, write_atomically
 from stof.tuning.machine import device_name, package_version
 
 _R = TypeVar("_R")

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import stof
 from stof import masks
-from stof.dynamic import _core, fill_buffers
 from stof.errors import (
     ArgumentError,
     DeviceError,
@@ -24,16 +23,17 @@ from stof.errors import (
     ShapeError,
     UnsupportedError,
 )
-from stof.kernels.reference import reference_attention
-from stof.kernels.triton import runtime
+from stof.kernels.torch.reference import reference_attention
 from stof.kernels.triton.block_wise import block_wise_attention
-from stof.kernels.triton.runtime import OVERFLOW, DynamicSizes, WorkBuffers
-from stof.kernels.triton.runtime_blocks import block_buffers
-from stof.kernels.triton.runtime_slash import vertical_slash_buffers
 from stof.kernels.triton.work import BlockWiseConfig
-from stof.layout import bits
+from stof.layout import bitmaps as bits
 from stof.masks import Mask
-from stof.masks.runtime import OUT_OF_RANGE, BlockTopK, VerticalSlash
+from stof.masks.dynamic import OUT_OF_RANGE, BlockTopK, VerticalSlash
+from stof.plans.block_topk import block_buffers
+from stof.plans.buffers import OVERFLOW, DynamicSizes, WorkBuffers
+from stof.plans.dynamic import _core, fill_buffers
+from stof.plans.plan import buffers as runtime
+from stof.plans.vertical_slash import vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
 from tests.interpreter import IN_INTERPRETER
@@ -68,7 +68,7 @@ def ascending(draw: st.DrawFn, leading: tuple[int, ...], most: int, limit: int) 
 
 
 def room_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, block: int = BLOCK) -> WorkBuffers:
-    """As `stof.dynamic.make_buffers`, with small tiles."""
+    """As `stof.plans.dynamic.make_buffers`, with small tiles."""
     core, offset = _core(mask)
     problem = DynamicSizes(
         q_len, kv_len, block, block, *mask.dims(1, 1) if mask.heads == 1 else (mask.batch, mask.heads)
@@ -335,7 +335,7 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block_wise = IMPLEMENTATIONS["block_wise"]
     anywhere = replace(block_wise.capabilities, devices=())
     monkeypatch.setitem(IMPLEMENTATIONS, "block_wise", replace(block_wise, capabilities=anywhere))
-    monkeypatch.setattr("stof.dynamic.shared_memory_limit", lambda device: 2**20)
+    monkeypatch.setattr("stof.plans.dynamic.shared_memory_limit", lambda device: 2**20)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     one_stream(monkeypatch)
@@ -401,10 +401,10 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
-    monkeypatch.setattr("stof.streams.stream_id", lambda: current[-1].cuda_stream)
+    monkeypatch.setattr("stof.runtime.streams.stream_id", lambda: current[-1].cuda_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(f"held for {stream.name}"))
-    monkeypatch.setattr("stof.dynamic.fill_buffers", lambda room, mask: log.append(f"built on {current[-1].name}"))
+    monkeypatch.setattr("stof.plans.dynamic.fill_buffers", lambda *given: log.append(f"built on {current[-1].name}"))
     mask = example("block_topk")
     plan = stof.dynamic_plan(mask, 90, heads=2)
     plan._room = room_of(mask, 90, 90)

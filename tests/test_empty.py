@@ -14,7 +14,7 @@ import stof
 from stof import masks
 from stof.attention import masked_attention_op
 from stof.errors import ShapeError
-from stof.kernels.fp8 import FP8
+from stof.kernels.quantization import FP8
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import make_inputs
 

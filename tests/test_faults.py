@@ -18,10 +18,11 @@ import pytest
 import torch
 
 import stof
-from stof import files, masks
-from stof.caching import PlanCache
-from stof.locks import ForkSafeLock
-from stof.plans import plan_cache
+from stof import masks
+from stof.plans.cache import PlanCache
+from stof.plans.plan import plan_cache
+from stof.runtime import files
+from stof.runtime.locks import ForkSafeLock
 from stof.selection import CallSpec, failures
 from stof.selection.kernel_choice import KernelChoice
 

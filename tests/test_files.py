@@ -15,12 +15,13 @@ import torch
 
 import stof
 from benchmarks.results_io import read_results, write_json
-from stof import files, masks
+from stof import masks
 from stof.errors import ArgumentError, LockFileError, PlanFileError
-from stof.files import read_checked, read_json, write_atomically, write_checked
 from stof.fusion.records.choices import TunedConfig, choices_path, read_choices, update_choices
 from stof.fusion.records.lock_file import Lock, read_lock
 from stof.fusion.records.store import Records, SegmentTimes, Store
+from stof.runtime import files
+from stof.runtime.files import read_checked, read_json, write_atomically, write_checked
 
 # Writing
 

@@ -13,11 +13,11 @@ import stof
 from stof import masks
 from stof.attention import masked_attention_op
 from stof.errors import ArgumentError, DeviceError, DtypeError, KernelError, ShapeError, UnsupportedError
-from stof.kernels.fp8 import FP8, Scales
+from stof.kernels.quantization import FP8, Scales
 from stof.kernels.triton.work import BoundCall
 from stof.selection import IMPLEMENTATIONS, Candidate, KernelChoice, candidates, choose, failures
+from stof.selection.cost_model import load_model
 from stof.selection.implementations import Options
-from stof.selection.model import load_model
 from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention
 from stof.testing.inputs import spread
 from stof.testing.mask_grid import grid_mask

@@ -18,13 +18,14 @@ SOURCE = Path(stof.__file__).parent
 
 # Lowest first; units of one line may import each other. Those of the first import nothing.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "host", "lasting", "cache_keys", "files", "locks", "streams"),
+    ("errors",),
+    ("runtime",),
     ("masks",),
     ("layout",),
     ("kernels",),
     ("selection",),
-    ("ops",),
-    ("validation", "caching", "plans", "dynamic"),
+    ("validation", "plans"),
+    ("operators",),
     ("attention",),
     ("__init__",),  # `import stof`: the public operator
     ("fusion", "drawing"),
@@ -43,7 +44,7 @@ TESTING = "testing"
 
 
 def unit_of(module: str) -> str:
-    """`stof.layout.build` -> `layout`, `stof` -> `__init__`."""
+    """`stof.layout.build.build` -> `layout`, `stof` -> `__init__`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import stof
 from stof import masks
-from stof.kernels.fp8 import FP8, widened
-from stof.kernels.reference import reference_attention
+from stof.kernels.quantization import FP8, widened
+from stof.kernels.torch.reference import reference_attention
 from stof.kernels.triton.work import BoundCall
 from stof.selection import IMPLEMENTATIONS, Capabilities
 from stof.selection.implementations import Options

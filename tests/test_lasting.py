@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stof.lasting import lasting
+from stof.runtime.memory import lasting
 
 
 @pytest.fixture

@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stof
-from stof import masks, plans
+from stof import masks
 from stof.errors import MaskError, ShapeError, UnsupportedError
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig, build_layout
-from stof.plans import Plan, PlanCache
+from stof.plans.plan import Plan, PlanCache
+from stof.plans.plan import plan as plans
 from stof.selection.kernel_choice import KernelChoice
 from stof.testing import assert_attention, make_inputs
 
@@ -26,7 +27,7 @@ KEEP = torch.ones(64, 64, dtype=torch.bool).tril()
 
 def cache_of(entries: int, size: int, monkeypatch: pytest.MonkeyPatch) -> PlanCache:
     cache = PlanCache(max_entries=entries, max_bytes=size)
-    monkeypatch.setattr("stof.plans.plan_cache", cache)
+    monkeypatch.setattr("stof.plans.plan.plan_cache", cache)
     return cache
 
 
@@ -62,7 +63,7 @@ def test_first_calls_in_a_capture_are_refused(monkeypatch: pytest.MonkeyPatch) -
     """Before anything is chosen or built: lists are made on the host. Calls that were made before run."""
     cache_of(8, 2**20, monkeypatch)
     state = [True]
-    monkeypatch.setattr("stof.lasting.capturing", lambda device: state[0])
+    monkeypatch.setattr("stof.runtime.memory.capturing", lambda device: state[0])
     chosen: list[Any] = []
     own = Plan.choice
 

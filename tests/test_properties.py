@@ -17,8 +17,8 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.layout import build_layout, orders
-from stof.layout.cluster import cluster_rows
-from stof.layout.search import find_order
+from stof.layout.orders.cluster import cluster_rows
+from stof.layout.orders.search import find_order
 from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.selection import IMPLEMENTATIONS, CallSpec, candidates

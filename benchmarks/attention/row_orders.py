@@ -22,7 +22,7 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.calibration.layout_alternatives import estimated, estimated_reordered, measured
 from stof.layout import build_layout, statistics
-from stof.layout.search import find_order
+from stof.layout.orders.search import find_order
 from stof.masks import Mask
 from stof.testing.mask_grid import GRID, Shape
 from stof.tuning.machine import device_name

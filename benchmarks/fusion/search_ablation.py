@@ -20,7 +20,6 @@ from torch import fx
 
 from benchmarks.fusion.layer import LayerShape, plain_layer, weights_of
 from stof.errors import ArgumentError
-from stof.files import read_json
 from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.scheme import Scheme
@@ -29,6 +28,7 @@ from stof.fusion.planner.graph_space import AsyncCompiler, GraphSpace, MatchTime
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
 from stof.fusion.planner.two_stage_search import SearchResult, search_result, stage_one, two_stage
 from stof.fusion.records.store import Candidate, Records, SegmentTimes, Store, segment_key
+from stof.runtime.files import read_json
 
 # Of the exhaustive search's measurements, what the others may take.
 SHARES = (0.1, 0.2)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from stof import errors, masks
 from stof.attention import attention, explain, plan
-from stof.dynamic import DynamicPlan, dynamic_plan
-from stof.kernels.fp8 import quantise_heads
+from stof.kernels.quantization import quantise_heads
 from stof.layout import Layout, LayoutConfig
-from stof.plans import Plan, plan_cache
+from stof.plans.dynamic import DynamicPlan, dynamic_plan
+from stof.plans.plan import Plan, plan_cache
 
 if TYPE_CHECKING:
     from torch import nn

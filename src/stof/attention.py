@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError, UnsupportedError
-from stof.kernels.fp8 import Scales, wide_dtype, widened
 from stof.kernels.hopper.tile_lists import may_be_tma_readable, tma_readable, unbroadcast
+from stof.kernels.quantization import Scales, wide_dtype, widened
 from stof.kernels.triton.work import BoundCall
-from stof.lasting import lasting
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.base import numbered_mask
 from stof.masks.parse import mask_by_key
 from stof.masks.tensors import DenseMask, as_mask
-from stof.ops import (
+from stof.operators import (
     MASKED,
     VARYING,
     empty_results,
     forward_only,
-    is_plain,
     refuse_derivatives,
     results_of_nothing,
     scales_of,
 )
-from stof.plans import Plan, make_plan, unsized_plan
+from stof.plans.plan import Plan, make_plan, unsized_plan
+from stof.runtime.memory import lasting
+from stof.runtime.private import is_plain
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, refusals
 from stof.selection.implementations import Options
 from stof.validation import (
@@ -66,7 +66,7 @@ def plan(
             takes calls of any sizes, and builds a layout at the first call of each.
         device: where the calls will run; default torch's default device.
         config: block sizes and gathering; default by device.
-        row_order: int64 `[q_len]`, see `stof.layout.orders`.
+        row_order: int64 `[q_len]`, see `stof.layout.orders.named`.
 
     Raises:
         ShapeError: the mask does not fit the lengths, batch or heads.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, DeviceError, DtypeError, HeadCountError, ShapeError, shown
-from stof.kernels.fp8 import FP8
+from stof.kernels.quantization import FP8
 
 _LARGEST = sys.float_info.max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

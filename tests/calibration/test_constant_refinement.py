@@ -16,8 +16,8 @@ from stof.calibration.constant_refinement import FACTORS, LEAST_GAIN, polish
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import survey
+from stof.selection.cost_model import DeviceModel, KernelTimes, kernel_key
 from stof.selection.kernel_choice import KernelChoice
-from stof.selection.model import DeviceModel, KernelTimes, kernel_key
 from stof.testing.mask_grid import Shape
 
 LAYOUTS = [LayoutConfig(64, 64), LayoutConfig(128, 128), LayoutConfig(64, 32)]

@@ -10,8 +10,8 @@ from stof.calibration import layout_alternatives as alternatives
 from stof.calibration.layout_alternatives import estimated, estimated_reordered, measured
 from stof.errors import KernelError
 from stof.layout import build_layout, statistics
-from stof.layout.search import CLUSTERED
-from stof.selection.model import load_model
+from stof.layout.orders.search import CLUSTERED
+from stof.selection.cost_model import load_model
 from stof.testing.mask_grid import Shape
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from stof.cli.tune_device import tune_device
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout.survey import survey
 from stof.selection import KernelChoice
-from stof.selection.model import DeviceModel, KernelTimes, estimate, kernel_key
+from stof.selection.cost_model import DeviceModel, KernelTimes, estimate, kernel_key
 from stof.testing.attention_check import AttentionProblem, Expected
 from stof.testing.mask_grid import Shape
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from stof.errors import ArgumentError, LockFileError
-from stof.files import write_checked
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.planner.lock_replay import Replay
 from stof.fusion.planner.match import TemplateMatch
@@ -27,6 +26,7 @@ from stof.fusion.records.store import GraphRecord, Records, Store
 from stof.fusion.templates.registry import Template
 from stof.fusion.templates.row_buckets import format_table
 from stof.integrations.torch_compile import CompileOptions
+from stof.runtime.files import write_checked
 from tests.fusion.graphs import RMSNorm, calls, capture
 from tests.fusion.test_segment_timer import Model, Table
 from tests.fusion.test_template_ops import GONE

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from stof import files
-from stof.files import cache_folder, write_checked
 from stof.fusion.records import store as store_module
 from stof.fusion.records.choices import TunedConfig, choices_path, read_choices, update_choices
 from stof.fusion.records.store import GraphRecord, Records, SegmentTimes, Store, default_store, segment_key
+from stof.runtime import files
+from stof.runtime.files import cache_folder, write_checked
 
 RESULT = GraphRecord(3, ((0, 2, "linear", ""), (4, 6, "linear", "64x64x64,4w,4s,tile")))
 ENTRY = SegmentTimes({None: 3.5, ("linear", ""): 2.0, ("linear", "64x64x32,4w,3s,tile"): math.inf}, 4)

@@ -97,7 +97,7 @@ def test_an_option_that_is_ignored_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_values_that_are_read_without_need_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense attention gives keys that nobody sees a weight of 0, and 0 * NaN is NaN."""
-    monkeypatch.setattr(importlib.import_module("stof.kernels.reference"), "_seen_values", lambda v, *given: v)
+    monkeypatch.setattr(importlib.import_module("stof.kernels.torch.reference"), "_seen_values", lambda v, *given: v)
     dense = IMPLEMENTATIONS["reference"]
     for name in ("row_block", "batched"):
         monkeypatch.setitem(IMPLEMENTATIONS, name, replace(dense, name=name))

@@ -9,8 +9,8 @@ import torch
 
 from stof import LayoutConfig, masks
 from stof.layout import Layout, build_layout
-from stof.layout.device import launch
 from stof.layout.survey import survey
+from stof.runtime import plain_launch as launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.errors import MaskError
-from stof.layout import bits
+from stof.layout import bitmaps as bits
 from stof.masks import Mask
 from stof.testing import assert_attention, make_inputs
 from tests.gpu.test_triton import random_inputs

@@ -20,11 +20,11 @@ from stof.errors import UnsupportedError
 from stof.kernels.hopper.tile_lists import padded_width
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 from stof.layout import Layout, build_layout
-from stof.layout.orders import named_order
+from stof.layout.orders.named import named_order
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS, failures
-from stof.selection.gpu import _HOPPER_BIAS_TILES, _HOPPER_TILES
+from stof.selection.gpu_candidates import _HOPPER_BIAS_TILES, _HOPPER_TILES
 from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
 from stof.testing.mask_grid import grid_mask

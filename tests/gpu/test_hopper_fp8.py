@@ -14,7 +14,7 @@ from torch import Tensor
 
 import stof
 from stof import LayoutConfig, masks
-from stof.kernels.fp8 import Scales
+from stof.kernels.quantization import Scales
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
 from stof.masks import Mask

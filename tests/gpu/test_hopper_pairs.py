@@ -16,7 +16,7 @@ from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 from stof.layout import Layout
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS
-from stof.selection.gpu import _PAIRED_STAGES
+from stof.selection.gpu_candidates import _PAIRED_STAGES
 from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention
 from stof.testing.mask_grid import grid_mask

@@ -8,7 +8,7 @@ import torch
 import stof
 from stof import masks
 from stof.calibration.layout_alternatives import estimated, measured
-from stof.layout.search import CLUSTERED, computed, find_order
+from stof.layout.orders.search import CLUSTERED, computed, find_order
 from stof.testing import assert_attention, make_inputs
 from stof.testing.mask_grid import Shape
 

@@ -188,7 +188,7 @@ def test_explain_estimates() -> None:
 
 def fail_launches(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """The first launches of Triton kernels fail as on a GPU that lacks something."""
-    from stof.kernels.triton.launch import Launch
+    from stof.runtime.launch import Launch
 
     real, left = Launch.__call__, [times]
 

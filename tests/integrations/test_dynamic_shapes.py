@@ -103,13 +103,13 @@ def test_masks_in_dynamic_graphs_are_planned_once_a_length(monkeypatch: pytest.M
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend="eager", dynamic=True, fullgraph=True)
     made: list[tuple[int, int]] = []
-    build = stof.plans.Plan.__init__
+    build = stof.plans.plan.Plan.__init__
 
     def counted(self: Any, mask: Any, lengths: tuple[int, int], *args: Any, **named: Any) -> None:
         made.append(lengths)
         build(self, mask, lengths, *args, **named)
 
-    monkeypatch.setattr(stof.plans.Plan, "__init__", counted)
+    monkeypatch.setattr(stof.plans.plan.Plan, "__init__", counted)
     stof.plan_cache.clear()
     for place, length in enumerate((7, 12, 7, 31, 12, 7)):
         q, k, v = (torch.randn(2, 3, length, 8) for _ in range(3))

@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stof.kernels.fp8 import FP8
-from stof.kernels.triton.launch import TensorMap
+from stof.kernels.quantization import FP8
+from stof.runtime.launch import TensorMap
 
 ARCHS = (80, 89, 90, 100, 120)
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}

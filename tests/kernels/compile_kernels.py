@@ -22,20 +22,20 @@ import torch
 import triton
 
 import stof
-from stof.kernels.fp8 import FP8
 from stof.kernels.hopper import forward as hopper
 from stof.kernels.hopper.fp8 import forward as fp8_forward
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
 from stof.kernels.hopper.tile_lists import RANGE_FIELDS, blocks_per_sm, make_fp8_lists, make_tile_lists
+from stof.kernels.quantization import FP8
 from stof.kernels.triton import block_wise as triton_attention
 from stof.kernels.triton import row_wise
 from stof.kernels.triton.work import make_work
 from stof.layout import Layout, LayoutConfig, build_layout
-from stof.layout.orders import named_order
+from stof.layout.orders.named import named_order
 from stof.layout.survey import Survey
 from stof.masks.tensors import as_mask
 from stof.selection import CallSpec, KernelChoice
-from stof.selection.gpu import gpu_choices, runtime_choice
+from stof.selection.gpu_candidates import gpu_choices, runtime_choice
 from stof.selection.resources import fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
 from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble, report
 from tests.kernels.covering import KINDS, covering

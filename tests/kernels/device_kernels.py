@@ -7,16 +7,20 @@ from typing import Any
 
 from triton.compiler import ASTSource
 
-from stof.masks.program import Programs
+from stof.masks.gpu_program import Programs
 from tests.kernels.assemble import Compiled, assemble
 
 
 def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
-    from stof.kernels.hopper import fill
-    from stof.kernels.hopper import fill_slash as hopper_slash
     from stof.kernels.hopper.fp8 import transpose_v
-    from stof.kernels.triton import fill_blocks, fill_slash, fill_slash_tables
+    from stof.kernels.hopper.gather_columns import gather_columns
+    from stof.kernels.hopper.refresh_work import refresh_work
+    from stof.plans.fill import block_topk as fill_blocks
+    from stof.plans.fill import hopper_vertical_slash as hopper_slash
+    from stof.plans.fill import slash_tables as fill_slash_tables
+    from stof.plans.fill import vertical_slash as fill_slash
+    from stof.plans.fill.hopper_block_topk import fill_tiles
 
     ints, i = "*i32", "i32"
     for kind in (ints, "*i64"):
@@ -28,13 +32,13 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         yield fill_blocks.select_blocks, given, {"num_warps": num_warps}
     yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}
     for block_m, width, paired in ((64, 64, False), (64, 64, True), (128, 128, False)):
-        yield fill.fill_tiles, [*[ints] * 6, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
-        yield fill.refresh_work, [*[ints] * 3, i, 8 if paired else 1, 128], {}
+        yield fill_tiles, [*[ints] * 6, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
+        yield refresh_work, [*[ints] * 3, i, 8 if paired else 1, 128], {}
     yield hopper_slash.slash_columns, [*[ints] * 5, i, 64, 1024], {"num_warps": 8}
     yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}
     yield hopper_slash.slash_fill, [*[ints] * 10, *[i] * 8, 64, 64], {"num_warps": 1}
     for kind, width in (("*fp16", 64), ("*bf16", 128)):
-        yield fill.put_aside, [*[kind] * 4, ints, *[i] * 12, 32, width, True], {}
+        yield gather_columns, [*[kind] * 4, ints, *[i] * 12, 32, width, True], {}
     for listed, group in ((False, 1), (False, 4), (True, 1)):
         scales = ["*fp32"] * 4
         yield transpose_v.transpose_v, [*[ints] * 4, *scales, ints, *[i] * 18, listed, group, 32, 128, True], {}
@@ -46,7 +50,12 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 
 def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
-    from stof.layout.device import build, counting, kernels, reading, source, survey
+    from stof.layout.build.gpu import build
+    from stof.layout.build.gpu import build_kernels as kernels
+    from stof.layout.build.gpu import count as survey
+    from stof.layout.build.gpu import count_kernel as counting
+    from stof.layout.build.gpu import mask_input as source
+    from stof.layout.build.gpu import tile_bits as reading
 
     ints, i = "*i32", "i32"
     writing = {"num_warps": build._WRITERS}

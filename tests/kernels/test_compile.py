@@ -107,7 +107,7 @@ def path_of(version: str) -> Path | None:
 def test_every_shape_is_compiled() -> None:
     """Also where combinations are left out: each tile that the selector has for Hopper, with its stages."""
     pytest.importorskip("triton")
-    from stof.selection.gpu import _HOPPER_BIAS_TILES, _HOPPER_TILES, _PAIRED_STAGES
+    from stof.selection.gpu_candidates import _HOPPER_BIAS_TILES, _HOPPER_TILES, _PAIRED_STAGES
     from stof.selection.resources import head_dim_class
     from tests.kernels.compile_kernels import cases
     from tests.kernels.covering import covering

@@ -13,11 +13,11 @@ from torch import Tensor
 from stof import LayoutConfig
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import copy_for_tma, may_be_tma_readable, tma_readable
-from stof.kernels.triton.launch import Launch
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
+from stof.runtime.launch import Launch
 from stof.selection import IMPLEMENTATIONS
-from stof.selection.gpu import _HOPPER_BIAS_TILES
+from stof.selection.gpu_candidates import _HOPPER_BIAS_TILES
 from stof.selection.implementations import Options
 from stof.testing import assert_attention
 from tests.kernels.test_hopper_jobs import even_layout, layout_of, reads_unseen_keys

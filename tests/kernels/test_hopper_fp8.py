@@ -11,15 +11,15 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.fp8 import FP8, Scales
 from stof.kernels.hopper.fp8.forward import bind_fp8
 from stof.kernels.hopper.fp8.forward_kernel import GROUPS, D, fp8_forward_kernel
 from stof.kernels.hopper.fp8.transpose_v import transpose_v
 from stof.kernels.hopper.tile_lists import ACROSS, make_fp8_lists
-from stof.kernels.triton.launch import Launch, TensorMap
+from stof.kernels.quantization import FP8, Scales
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
-from stof.layout.orders import named_order
+from stof.layout.orders.named import named_order
+from stof.runtime.launch import Launch, TensorMap
 from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention
 from stof.testing.inputs import spread
 from tests.interpreter import IN_INTERPRETER

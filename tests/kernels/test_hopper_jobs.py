@@ -19,7 +19,7 @@ from stof.kernels.hopper.paired_tile_lists import make_paired_lists
 from stof.kernels.hopper.tile_lists import ASIDE, RUN, TileLists, make_tile_lists
 from stof.kernels.hopper.tile_scheduler import LATE, WORK_FIELDS, WORK_SIZE, chunk_slots, work_costs, work_list
 from stof.layout import Layout, build_layout
-from stof.layout.orders import named_order
+from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
 from stof.testing.mask_grid import grid_mask
 from tests.strategies import dense_masks

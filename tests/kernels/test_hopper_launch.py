@@ -17,12 +17,12 @@ from stof.kernels.hopper.forward_kernel import forward_kernel
 from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
 from stof.kernels.hopper.tile_lists import ASIDE, RUN
 from stof.kernels.hopper.tile_scheduler import PAIR_BITMAP, PAIR_LEFT_OUT, WORK_FIELDS, work_list
-from stof.kernels.triton.launch import Launch, TensorMap, _descriptors
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
-from stof.layout.orders import named_order
+from stof.layout.orders.named import named_order
+from stof.runtime.launch import Launch, TensorMap, _descriptors
 from stof.selection import IMPLEMENTATIONS
-from stof.selection.gpu import gpu_choices
+from stof.selection.gpu_candidates import gpu_choices
 from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
 from tests.kernels.test_hopper_jobs import TILES, even_layout, keep_of, layout_of

@@ -16,7 +16,7 @@ from stof.kernels.hopper.paired_tile_lists import MOST_LEFT_OUT, make_paired_lis
 from stof.kernels.hopper.tile_lists import LEFT_OUT_BIT, TileLists, make_tile_lists
 from stof.kernels.hopper.tile_scheduler import PAIR_BITMAP, PAIR_LEFT_OUT, work_list
 from stof.layout import Layout, build_layout
-from stof.layout.orders import named_order
+from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
 from tests.kernels.test_hopper_jobs import GRID, columns_of, grid_layout, keep_of, layout_of, reads_unseen_keys
 from tests.strategies import dense_masks

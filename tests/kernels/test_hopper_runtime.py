@@ -13,15 +13,15 @@ from torch import Tensor
 from stof import masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.forward import _refreshing
-from stof.kernels.hopper.runtime_blocks import bitmaps_of, block_counts, block_refusals
 from stof.kernels.hopper.tile_lists import TileLists
 from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE, work_list
-from stof.kernels.triton.runtime import DynamicSizes
-from stof.kernels.triton.runtime_blocks import BlockBuffers, block_buffers, fill_blocks
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.masks import Mask
-from stof.masks.runtime import NOT_A_NUMBER, BlockTopK
+from stof.masks.dynamic import NOT_A_NUMBER, BlockTopK
+from stof.plans.block_topk import BlockBuffers, block_buffers, fill_blocks
+from stof.plans.buffers import DynamicSizes
+from stof.plans.hopper_block_topk import bitmaps_of, block_counts, block_refusals
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.implementations import Options, prepared_tiles
 from stof.testing import assert_attention, make_inputs

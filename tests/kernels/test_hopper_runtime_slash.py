@@ -11,13 +11,13 @@ from torch import Tensor
 from stof import masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import ASIDE, TileLists
-from stof.kernels.triton.runtime import DynamicSizes
-from stof.kernels.triton.runtime_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.compose import QueryOffset
-from stof.masks.runtime import NOT_ASCENDING, OUT_OF_RANGE, VerticalSlash
+from stof.masks.dynamic import NOT_ASCENDING, OUT_OF_RANGE, VerticalSlash
+from stof.plans.buffers import DynamicSizes
+from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.implementations import Options, prepared_tiles
 from stof.testing import assert_attention, make_inputs

@@ -13,8 +13,8 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from stof.errors import KernelError
-from stof.kernels.triton import launch
-from stof.kernels.triton.launch import Launch, TensorMap
+from stof.runtime import launch
+from stof.runtime.launch import Launch, TensorMap
 
 STREAM = 77
 

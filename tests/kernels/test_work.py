@@ -15,12 +15,12 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.triton import block_wise as triton_attention
-from stof.kernels.triton import scratch
-from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.work import ITEM_FIELDS, STRETCH, BlockWiseConfig, Work, accumulator_order, make_work
 from stof.layout import Layout, build_layout
-from stof.layout.build import PARTIAL_TILE_COST
+from stof.layout.build.build import PARTIAL_TILE_COST
 from stof.masks.tensors import as_mask
+from stof.runtime import counters as scratch
+from stof.runtime.counters import zeroed_counters
 from stof.testing import assert_attention, make_inputs
 from tests.strategies import dense_masks, row_orders
 

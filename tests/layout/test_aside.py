@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.errors import ArgumentError
-from stof.layout import aside, build_layout, statistics
-from stof.layout.grow import extend_layout
+from stof.layout import build_layout, statistics
+from stof.layout import compaction as aside
+from stof.layout.extend import extend_layout
 from stof.layout.io import load_layout, save_layout
 from stof.masks.tensors import as_mask
 from stof.testing.mask_grid import grid_mask

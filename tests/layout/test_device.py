@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.layout import Layout, build_layout
-from stof.layout.aside import seen_columns
-from stof.layout.build import PARTIAL_TILE_COST
-from stof.layout.device import build as device_build
-from stof.layout.device import source as device_source
-from stof.layout.device.build import device_layout
-from stof.layout.device.survey import device_columns, device_counts
+from stof.layout.build.build import PARTIAL_TILE_COST
+from stof.layout.build.gpu import build as device_build
+from stof.layout.build.gpu import mask_input as device_source
+from stof.layout.build.gpu.build import device_layout
+from stof.layout.build.gpu.count import device_columns, device_counts
+from stof.layout.compaction import seen_columns
 from stof.layout.head_mask import HeadMask
 from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
-from stof.masks.program import DEPTH, programs_of
+from stof.masks.gpu_program import DEPTH, programs_of
 from tests.strategies import dense_masks, mask_trees
 
 pytest.importorskip("triton")
@@ -38,7 +38,7 @@ def on_device(
 
 
 def by_torch(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> Layout:
-    with mock.patch("stof.layout.build.device_layout", return_value=None):
+    with mock.patch("stof.layout.build.build.device_layout", return_value=None):
         return build_layout(mask, q_len, kv_len, config, device=DEVICE, **sizes)
 
 
@@ -201,7 +201,7 @@ def test_survey(problem: tuple[Mask, int, int]) -> None:
     own = HeadMask(mask, q_len, kv_len, b, h, None, DEVICE)
     columns = device_columns(own, 64)
     assert columns is not None
-    with mock.patch("stof.layout.aside.device_columns", return_value=None):
+    with mock.patch("stof.layout.compaction.device_columns", return_value=None):
         seen = seen_columns(own, 64)
     assert torch.equal(columns[0], seen.some)
     assert torch.equal(columns[1], seen.every)
@@ -227,7 +227,7 @@ def test_several_patterns(name: str) -> None:
 @pytest.mark.parametrize("tiles", [4, 140])
 def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, tiles: int) -> None:
     """Few bitmaps are numbered in one way, more of them in another."""
-    from stof.layout.device import kernels
+    from stof.layout.build.gpu import build_kernels as kernels
 
     keep = torch.rand(16, 16 * tiles, generator=torch.Generator().manual_seed(0)) < 0.5
     mask, config = masks.from_dense(keep.to(DEVICE)), LayoutConfig(16, 16)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from stof.errors import KernelError
-from stof.layout.device import source
-from stof.layout.device.source import on_device
+from stof.layout.build.gpu import mask_input as source
+from stof.layout.build.gpu.mask_input import on_device
 
 pytest.importorskip("triton")
 
 from triton.runtime.errors import PTXASError
 
-from stof.layout.device import launch
+from stof.runtime import plain_launch as launch
 from tests.kernels.test_launch import STREAM, Kernel
 
 CUDA = torch.device("cuda", 0)

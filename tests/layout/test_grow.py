@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import stof
 from stof import LayoutConfig, masks
 from stof.errors import ArgumentError, ShapeError
-from stof.layout import Layout, build_layout, grow
+from stof.layout import Layout, build_layout
+from stof.layout import extend as grow
 from stof.masks import Mask
 from stof.testing import assert_attention, make_inputs
 from tests.strategies import configs, mask_trees

@@ -17,7 +17,8 @@ import stof
 from stof import LayoutConfig, masks
 from stof.errors import TooLargeError
 from stof.kernels.cpu import make_schedule
-from stof.layout import build_layout, strips
+from stof.layout import build_layout
+from stof.layout.build.build import strips
 from stof.layout.limits import available_bytes
 from stof.masks.index import Index
 from stof.masks.rules import Documents
@@ -183,12 +184,12 @@ def test_errors_of_the_allocator_say_what_failed() -> None:
     mask = masks.causal()
     for error in (RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError("lists")):
         with (
-            mock.patch("stof.plans.own_layout", side_effect=error),
+            mock.patch("stof.plans.plan.own_layout", side_effect=error),
             pytest.raises(TooLargeError, match=f"more memory than there is; plan fewer.*{error}"),
         ):
             stof.plan(mask, 9, 11)
     with (
-        mock.patch("stof.plans.own_layout", side_effect=RuntimeError("other")),
+        mock.patch("stof.plans.plan.own_layout", side_effect=RuntimeError("other")),
         pytest.raises(RuntimeError, match=r"^other"),
     ):
         stof.plan(mask, 9, 11)

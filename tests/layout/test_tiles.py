@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.errors import MaskFunctionError
-from stof.layout import Layout, build_layout, strips, tiles
+from stof.layout import Layout, build_layout
+from stof.layout.build.build import closed_form as tiles
+from stof.layout.build.build import strips
 from stof.layout.survey import survey
 from stof.masks import Mask
 from tests.strategies import dense_masks, mask_trees
@@ -23,7 +25,7 @@ configs = st.builds(LayoutConfig, st.sampled_from([16, 32, 64]), st.sampled_from
 
 def slow(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> Layout:
     """Every score evaluated."""
-    with mock.patch("stof.layout.build.tiles_of", return_value=None):
+    with mock.patch("stof.layout.build.build.tiles_of", return_value=None):
         return build_layout(mask, q_len, kv_len, config, **sizes)
 
 

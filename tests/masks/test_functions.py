@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 import stof
 from stof import masks
 from stof.errors import MaskError, MaskFunctionError, ShapeError
-from stof.layout.build import build_layout
+from stof.layout.build.build import build_layout
 from stof.masks import Index, Mask, elementwise, functions
-from stof.masks.program import programs_of
+from stof.masks.gpu_program import programs_of
 
 B, H, Q, K = 2, 3, 11, 14
 GENERATOR = torch.Generator().manual_seed(0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.layout import build_layout
-from stof.layout.search import find_order
+from stof.layout.orders.search import find_order
 from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.masks.tensors import DenseMask

@@ -66,9 +66,9 @@ def test_a_seed_draws_the_same_mutants() -> None:
 
 def test_tests_of_a_module() -> None:
     imports = Imports(ROOT)
-    distances = reaching_tests(imports, Path("src/stof/layout/cluster.py"))
+    distances = reaching_tests(imports, Path("src/stof/layout/orders/cluster.py"))
     assert distances["tests/layout/test_search.py"] == 0
-    assert distances["tests/masks/test_numbers.py"] == 1.5  # through stof.layout.search
+    assert distances["tests/masks/test_numbers.py"] == 1.5  # through stof.layout.orders.search
     assert list(distances.values()) == sorted(distances.values())
     # By a name of the package: stof.masks.sliding_window.
     assert reaching_tests(imports, Path("src/stof/masks/patterns.py"))["tests/masks/test_patterns.py"] == 0

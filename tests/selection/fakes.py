@@ -11,7 +11,7 @@ import torch
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.selection import CallSpec, MaskGeometry, select
-from stof.selection.model import load_model
+from stof.selection.cost_model import load_model
 
 GPU = torch.device("cuda", 0)
 H200_SHARED = 232_448
@@ -64,4 +64,4 @@ def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream on which dynamic plans find themselves where there is no GPU; whatever it is asked for is nothing."""
     stream = SimpleNamespace(cuda_stream=0, record_event=lambda: None, wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr("stof.streams.stream_id", lambda: 0)
+    monkeypatch.setattr("stof.runtime.streams.stream_id", lambda: 0)

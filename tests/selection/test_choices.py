@@ -11,8 +11,9 @@ import torch
 from stof import LayoutConfig, masks
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
-from stof.selection import CallSpec, KernelChoice, gpu
-from stof.selection.gpu import fits, geometries, gpu_choices, worthwhile
+from stof.selection import CallSpec, KernelChoice
+from stof.selection import gpu_candidates as gpu
+from stof.selection.gpu_candidates import fits, geometries, gpu_choices, worthwhile
 from tests.selection.fakes import H200_SHARED, Geometry, call_of
 
 CALLS = {

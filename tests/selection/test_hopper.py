@@ -14,12 +14,12 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import blocks_per_sm, make_tile_lists, padded_width
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
-from stof.layout.orders import named_order
+from stof.layout.orders.named import named_order
 from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.selection import IMPLEMENTATIONS, KernelChoice, candidates, choose, failures
-from stof.selection.gpu import _CHUNK_KEYS, _CHUNK_KEYS_OF_ONE, _HOPPER_L2_SHARE, fits, gpu_choices, starves
-from stof.selection.model import kernel_key
+from stof.selection.cost_model import kernel_key
+from stof.selection.gpu_candidates import _CHUNK_KEYS, _CHUNK_KEYS_OF_ONE, _HOPPER_L2_SHARE, fits, gpu_choices, starves
 from stof.testing.mask_grid import grid_mask
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 

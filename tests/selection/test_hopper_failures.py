@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from stof import LayoutConfig, masks, plans
+from stof import LayoutConfig, masks
 from stof.errors import KernelError, UnsupportedError
 from stof.layout import build_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
-from stof.plans import Plan
+from stof.plans.plan import Plan
+from stof.plans.plan import plan as plans
 from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, MaskGeometry, failures, select
 from stof.selection.implementations import Options
 from stof.testing import make_inputs, oracle_attention

@@ -17,9 +17,8 @@ from stof import LayoutConfig, masks
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection import KernelChoice, candidates
-from stof.selection import model as model_module
-from stof.selection.gpu import geometries, gpu_choices
-from stof.selection.model import (
+from stof.selection import cost_model as model_module
+from stof.selection.cost_model import (
     DeviceModel,
     KernelTimes,
     critical_load,
@@ -31,6 +30,7 @@ from stof.selection.model import (
     model_from_dict,
     model_to_dict,
 )
+from stof.selection.gpu_candidates import geometries, gpu_choices
 from stof.selection.resources import head_dim_class, occupancy, shared_memory
 from tests.selection.fakes import GPU, Geometry, call_of, fake_gpu
 

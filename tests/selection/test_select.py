@@ -17,9 +17,9 @@ from stof import LayoutConfig, masks
 from stof.errors import KernelError, UnsupportedError
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, statistics
-from stof.layout.orders import by_remainder
-from stof.layout.search import CLUSTERED
-from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, candidates, choose, failures, own_layout, select
+from stof.layout.orders.named import by_remainder
+from stof.layout.orders.search import CLUSTERED
+from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, candidates, choose, failures, select
 from stof.testing import assert_attention, make_inputs
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 

@@ -13,10 +13,10 @@ import stof
 from stof.calibration.measure import call_of, runner
 from stof.errors import KernelError
 from stof.layout import statistics
-from stof.layout.search import RowOrders, column_order, find_order
+from stof.layout.orders.search import RowOrders, column_order, find_order
 from stof.masks import Mask, reordered
 from stof.selection import KernelChoice, MaskGeometry, candidates, default_config
-from stof.selection.model import DEFAULT_DEVICE, load_model
+from stof.selection.cost_model import DEFAULT_DEVICE, load_model
 from stof.testing.attention_check import TOLERANCE, AttentionProblem, Expected
 from stof.testing.mask_grid import GridMask, Shape
 from stof.tuning.timing import time_calls

@@ -15,7 +15,7 @@ from torch import Tensor
 from stof.calibration.constant_refinement import estimated, polish
 from stof.calibration.measure import Measured, call_of_row, survey_of
 from stof.selection import KernelChoice
-from stof.selection.model import (
+from stof.selection.cost_model import (
     DeviceModel,
     KernelTimes,
     aside_us,

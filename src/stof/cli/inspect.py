@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stof.calibration.layout_alternatives import Alternative
     from stof.drawing import DrawStyle
     from stof.layout import Layout, LayoutConfig, LayoutStatistics
-    from stof.plans import Plan
+    from stof.plans.plan import Plan
 
 Q_LEN = 4096
 
@@ -109,7 +109,7 @@ def inspect(
 
 def _load(path: str, given: dict[str, Any]) -> Plan:
     from stof.errors import ArgumentError
-    from stof.plans import Plan
+    from stof.plans.plan import Plan
 
     if given:
         named = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -187,7 +187,7 @@ def _alternatives(
 
     import stof
     from stof.calibration.layout_alternatives import DEFAULT_GPU, estimated, estimated_reordered, measured
-    from stof.selection.model import load_model
+    from stof.selection.cost_model import load_model
     from stof.testing.mask_grid import Shape
     from stof.tuning.machine import device_name
 

@@ -33,9 +33,9 @@ def tune_device(
     from stof.calibration import least_squares, measure
     from stof.calibration.constant_refinement import polish
     from stof.errors import ArgumentError
-    from stof.files import write_atomically
+    from stof.runtime.files import write_atomically
     from stof.selection import IMPLEMENTATIONS
-    from stof.selection.model import DEFAULT_DEVICE, load_model, model_to_dict
+    from stof.selection.cost_model import DEFAULT_DEVICE, load_model, model_to_dict
 
     console = Console(stderr=True)
     wanted_masks = names("--masks", masks, list(dict.fromkeys(mask for mask, _ in measure.CELLS)))
@@ -102,7 +102,7 @@ def _read(file: Path) -> list[Measured]:
     """
     from stof.calibration.measure import from_json
     from stof.errors import ArgumentError
-    from stof.files import read_json
+    from stof.runtime.files import read_json
 
     try:
         data = read_json(file)

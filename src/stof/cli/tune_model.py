@@ -147,8 +147,8 @@ def _search(wanted: Wanted, loaded: Any, device: Any) -> list[FusionReport]:
 
 def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], console: Any) -> None:
     from stof.drawing.tuning import draw_tuning, is_drawable, tuning_html
-    from stof.files import write_atomically
     from stof.fusion.records.lock_file import Lock, current_versions, read_lock
+    from stof.runtime.files import write_atomically
     from stof.tuning.machine import device_name
 
     device_text = device_name(device)

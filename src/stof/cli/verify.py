@@ -127,7 +127,7 @@ def verify_one(
 ) -> Verified:
     """Draw calls until `time.monotonic()` is `end`, at least one; or the call of this number alone."""
     from stof.errors import StofError
-    from stof.kernels.fp8 import FP8
+    from stof.kernels.quantization import FP8
     from stof.testing import random_call
 
     found = Verified(implementation.name)
@@ -163,7 +163,7 @@ def _check(implementation: Implementation, call: RandomCall, device: torch.devic
     import torch
 
     import stof
-    from stof.kernels.fp8 import FP8
+    from stof.kernels.quantization import FP8
     from stof.testing import assert_attention
 
     (q, k, v), mask, options = call.inputs.qkv, call.mask, dict(call.options)

@@ -14,7 +14,7 @@ from stof.drawing.raster import KINDS, Raster, layout_of, rasterize
 from stof.drawing.text import COLOURS
 from stof.errors import MissingDependencyError
 from stof.layout import Layout, statistics
-from stof.plans import Plan
+from stof.plans.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

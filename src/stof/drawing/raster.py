@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stof.errors import ArgumentError
 from stof.layout import Layout
-from stof.plans import Plan
+from stof.plans.plan import Plan
 
 # Kinds of tiles, in the order of `Raster.tiles`.
 KINDS = ("full", "partial", "gathered full", "gathered partial")

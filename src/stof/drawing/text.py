@@ -14,7 +14,7 @@ from torch import Tensor
 from stof.drawing.raster import KINDS, layout_of, rasterize
 from stof.errors import ArgumentError
 from stof.layout import Layout
-from stof.plans import Plan
+from stof.plans.plan import Plan
 
 DrawStyle = Literal["colour", "shades", "ascii"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stof.masks import Mask
-from stof.plans import Plan
+from stof.plans.plan import Plan
 
 # What every module has: tensors, modules and the training mode, which others look at, and hooks.
 _EVERY = frozenset(vars(nn.Module()))

@@ -23,8 +23,8 @@ from torch.utils import _device
 from torch.utils import _pytree as pytree
 
 from stof.integrations.attributes import Attributes
-from stof.locks import ForkSafeLock
-from stof.plans import UsedMask, noting_masks
+from stof.plans.plan import UsedMask, noting_masks
+from stof.runtime.locks import ForkSafeLock
 from stof.tuning.capture import captured
 
 # Combinations of shapes that are kept; each holds its inputs and results, and all share the memory in between.

@@ -14,7 +14,7 @@ from stof.masks import Index, Mask, full
 from stof.masks.base import Spans
 from stof.masks.bounds import Kept
 from stof.masks.compose import Wrapped
-from stof.plans import Plan
+from stof.plans.plan import Plan
 
 FULL = full()
 

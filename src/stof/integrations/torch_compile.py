@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 
 import stof
 from stof.errors import ArgumentError, UnsupportedError, shown
-from stof.files import cache_folder
 from stof.fusion.graph.fx_utils import copy_module
 from stof.fusion.graph.mutations import may_mutate_inputs
 from stof.fusion.measure.async_compile import WorkerPool, init_triton_cache
@@ -33,6 +32,7 @@ from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Records, Store, default_store, segment_key, source_digest
 from stof.integrations.cuda_graph_runner import CudaGraphRunner
 from stof.masks import Mask
+from stof.runtime.files import cache_folder
 from stof.tuning.machine import device_name
 from stof.tuning.timing import replayed_us, wall_us
 

@@ -1,9 +1,9 @@
 """Layouts: a mask compiled to row blocks, tiles and bitmaps (see `Layout`)."""
 
 from stof.layout import orders
-from stof.layout.build import build_layout
+from stof.layout.build.build import build_layout
 from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
-from stof.layout.stats import LayoutStatistics, statistics
+from stof.layout.statistics import LayoutStatistics, statistics
 
 __all__ = ["Layout", "LayoutConfig", "LayoutStatistics", "build_layout", "orders", "statistics"]

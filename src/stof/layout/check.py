@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import LayoutError
-from stof.layout import bits
-from stof.layout.aside import listed_keys
+from stof.layout import bitmaps as bits
+from stof.layout.compaction import listed_keys
 from stof.layout.layout import Layout
 
 

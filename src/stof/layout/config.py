@@ -25,7 +25,8 @@ class LayoutConfig:
         block_n: key columns of a tile.
         slab: columns gathered together (1, 8 or 16); None keeps aligned, contiguous tiles.
         aside: tiles are aligned, contiguous ones and, with slab 1, stretches of one list for all row blocks, of the
-            columns that most row blocks see alone: a kernel may put those side by side first (`stof.layout.aside`).
+            columns that most row blocks see alone: a kernel may copy those to consecutive
+            rows first (`stof.layout.compaction`).
     """
 
     block_m: int = 64

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import PlanFileError, StofError
-from stof.files import write_atomically
 from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
+from stof.runtime.files import write_atomically
 
 FORMAT = "stof-layout"
 VERSION = 1

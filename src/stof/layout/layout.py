@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stof.layout import bits
+from stof.layout import bitmaps as bits
 from stof.layout.config import LayoutConfig
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stof.layout.aside import divided, division_counts, listed_keys, looked_at, may_pay, seen_columns
-from stof.layout.build import checked_order
+from stof.layout.build.build import checked_order
+from stof.layout.build.gpu.count import SlabCounts, device_counts
+from stof.layout.build.strips import strips
+from stof.layout.compaction import divided, division_counts, listed_keys, looked_at, may_pay, seen_columns
 from stof.layout.config import LayoutConfig
-from stof.layout.device.survey import SlabCounts, device_counts
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
-from stof.layout.strips import strips
 from stof.masks.base import Mask
 
 # Masks of a batch or of heads counted before the rest is taken to be like them: counting is linear in them.

@@ -1,6 +1,7 @@
 """Masks: what may attend to what, as composable values. See `docs/how-to/masks.md` for the cookbook."""
 
 from stof.masks.base import Mask
+from stof.masks.dynamic import block_topk, from_bits, vertical_slash
 from stof.masks.functions import from_function
 from stof.masks.index import Index
 from stof.masks.parse import PATTERNS, parse
@@ -22,7 +23,6 @@ from stof.masks.patterns import (
     strided,
 )
 from stof.masks.reorder import reordered
-from stof.masks.runtime import block_topk, from_bits, vertical_slash
 from stof.masks.tensors import as_mask, from_block_mask, from_dense
 
 __all__ = [

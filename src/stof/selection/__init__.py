@@ -1,11 +1,11 @@
 """Which implementation runs a call and how: capabilities declared once, refusals reported together, times estimated."""
 
 from stof.selection.capabilities import CallSpec, Capabilities
-from stof.selection.geometry import MaskGeometry
+from stof.selection.default_layout import default_config, own_layout
 from stof.selection.implementations import IMPLEMENTATIONS, Implementation, PreparedLayout
 from stof.selection.kernel_choice import KernelChoice
-from stof.selection.own_layout import default_config, own_layout
-from stof.selection.paper import paper_choice
+from stof.selection.mask_geometry import MaskGeometry
+from stof.selection.paper_eq1 import paper_choice
 from stof.selection.select import (
     Candidate,
     candidates,

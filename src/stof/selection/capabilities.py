@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from stof.kernels.fp8 import FP8, wide_dtype
+from stof.kernels.quantization import FP8, wide_dtype
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from stof.errors import KernelError
-from stof.kernels.batched import BatchedLayout, batched_attention, make_batched
 from stof.kernels.cpu import Schedule, empty_output, make_schedule, row_block_attention
-from stof.kernels.fp8 import FP8
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
 from stof.kernels.hopper.tile_lists import TileLists, make_fp8_lists, make_tile_lists
-from stof.kernels.reference import reference_attention
+from stof.kernels.quantization import FP8
+from stof.kernels.torch.batched import BatchedLayout, batched_attention, make_batched
+from stof.kernels.torch.reference import reference_attention
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall, Work, make_work
 from stof.layout import Layout
 from stof.selection.capabilities import Capabilities
-from stof.selection.model import DECODE_ROWS
+from stof.selection.cost_model import DECODE_ROWS
 from stof.selection.resources import FP8_STAGES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -10,14 +10,22 @@ from dataclasses import dataclass, replace
 import torch
 
 from stof.errors import UnsupportedError
-from stof.layout.search import GOOD_ENOUGH, WORTH
+from stof.layout.orders.search import GOOD_ENOUGH, WORTH
 from stof.layout.survey import Survey
-from stof.locks import ForkSafeLock
+from stof.runtime.locks import ForkSafeLock
 from stof.selection.capabilities import CallSpec
-from stof.selection.gpu import Geometry, fits, geometries, gpu_choices, shared_memory_limit, starves, worthwhile
+from stof.selection.cost_model import DeviceModel, estimate, load_model, widening_us
+from stof.selection.gpu_candidates import (
+    Geometry,
+    fits,
+    geometries,
+    gpu_choices,
+    shared_memory_limit,
+    starves,
+    worthwhile,
+)
 from stof.selection.implementations import IMPLEMENTATIONS
 from stof.selection.kernel_choice import KernelChoice
-from stof.selection.model import DeviceModel, estimate, load_model, widening_us
 from stof.selection.resources import block_shared_bytes
 
 # Implementations whose choices the cost model weighs; the others follow in their order of preference.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stof import masks
-from stof.kernels.fp8 import FP8
+from stof.kernels.quantization import FP8
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.selection import CallSpec, Implementation

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from stof.fusion.graph.nodes import fake_value, op_name
 from stof.fusion.graph.symbolic_shapes import Values, size_hint
 from stof.fusion.graph.weight_only_quant import QuantizedWeight
-from stof.ops import MASKED, VARYING
+from stof.operators import MASKED, VARYING
 
 
 class Kind(StrEnum):

@@ -40,7 +40,7 @@ def compile_one(line: str) -> str:
     import triton
     from triton.runtime.driver import driver
 
-    from stof.cache_keys import settled
+    from stof.runtime.cache_keys import settled
 
     job = json.loads(line)
     try:

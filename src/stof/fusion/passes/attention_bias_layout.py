@@ -17,8 +17,8 @@ from stof.fusion.graph.operators import ATTENTION_OPERATORS
 from stof.fusion.graph.symbolic_shapes import is_symbolic
 from stof.kernels.hopper.tile_lists import BIAS_STEP, has_aligned_rows, may_be_tma_readable
 from stof.selection import IMPLEMENTATIONS, CallSpec
+from stof.selection.cost_model import DECODE_ROWS
 from stof.selection.implementations import GPU_FLOATS
-from stof.selection.model import DECODE_ROWS
 
 # By TMA, and in stretches of 16 bytes (`Work.stretches`).
 _READERS = ("hopper", "block_wise")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stof.files import read_or_ignore, remembering, slug, sole_writer, write_checked
+from stof.runtime.files import read_or_ignore, remembering, slug, sole_writer, write_checked
 
 VERSION = 2
 PACKAGED = Path(__file__).parent / "data"

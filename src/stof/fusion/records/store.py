@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stof.files import cache_folder, read_or_ignore, remembering, sole_writer, write_checked
+from stof.runtime.files import cache_folder, read_or_ignore, remembering, sole_writer, write_checked
 from stof.tuning.machine import device_name, package_version
 
 # A template and its configuration, e.g. ("linear", "128x128x64,8w,3s,tile"); None is Inductor's own code.

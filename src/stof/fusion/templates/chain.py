@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stof.cache_keys import settled
 from stof.errors import ArgumentError
 from stof.fusion.templates import launch, reference
 from stof.fusion.templates.device_properties import pdl_options
 from stof.fusion.templates.gemm_config import ACTIVATIONS, CHAIN, GemmConfig, padded_columns
+from stof.runtime.cache_keys import settled
 
 
 class Chain(NamedTuple):

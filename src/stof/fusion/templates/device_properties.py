@@ -23,7 +23,7 @@ def programs(tensor: Tensor) -> int:
 
 def pdl_options(tensor: Tensor) -> dict[str, bool]:
     """Return launch options for programmatic dependent launch, on GPUs that have it."""
-    from stof.kernels.triton.pdl import supports_pdl
+    from stof.runtime.pdl import supports_pdl
 
     return {"CHAINED": True, "launch_pdl": True} if supports_pdl(tensor.device) else {"CHAINED": False}
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from stof.lasting import lasting
-from stof.locks import ForkSafeLock
+from stof.runtime.locks import ForkSafeLock
+from stof.runtime.memory import lasting
 
 
 @dataclass(frozen=True)

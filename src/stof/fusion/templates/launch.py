@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stof.cache_keys import settled
 from stof.fusion.templates import gemm_config as configuration
 from stof.fusion.templates import reference
 from stof.fusion.templates.device_properties import device_limits, pdl_options, programs
 from stof.fusion.templates.gemm_config import GATED, GLUON, STORED, GemmConfig, GemmShape, config_problems
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
 from stof.fusion.templates.row_buckets import bucket_of, in_bucket, nearest_first
+from stof.runtime.cache_keys import settled
 
 # Asked for in every call: a few buckets of each GEMM of a model.
 _default = functools.lru_cache(maxsize=4096)(configuration.default)
@@ -178,7 +178,7 @@ def _tile(
 ) -> None:
     """Launch into `out`, or write partial sums to `partial` `[splits, M, N]` for another kernel to reduce."""
     from stof.fusion.templates.triton.gemm import tile_gemm_kernel
-    from stof.kernels.triton.scratch import zeroed_counters
+    from stof.runtime.counters import zeroed_counters
 
     x, weight, shape, norm = call.x, call.weight, call.shape, call.norm
     width = config.block_n // 2 if shape.gated else config.block_n

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stof.cache_keys import settled
 from stof.fusion.templates.device_properties import pdl_options
+from stof.runtime.cache_keys import settled
 
 # Widest row that one program normalises.
 _WIDEST_ROW = 16384

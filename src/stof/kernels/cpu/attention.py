@@ -27,7 +27,7 @@ from stof.kernels.cpu.grouping import (
     Step,
 )
 from stof.kernels.cpu.schedule import Schedule
-from stof.kernels.fp8 import FP8
+from stof.kernels.quantization import FP8
 from stof.kernels.ranges import pattern_ranges
 from stof.kernels.softmax import softmax_and_lse
 

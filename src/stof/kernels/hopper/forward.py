@@ -27,11 +27,11 @@ from stof.kernels.hopper.tile_lists import (
     unbroadcast,
 )
 from stof.kernels.hopper.tile_scheduler import chunk_slots, skips_empty_groups, work_list
-from stof.kernels.triton.launch import Launch, TensorMap
-from stof.kernels.triton.pdl import supports_pdl
-from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
-from stof.lasting import lasting, refuse_capture
+from stof.runtime.counters import zeroed_counters
+from stof.runtime.launch import Launch, TensorMap
+from stof.runtime.memory import lasting, refuse_capture
+from stof.runtime.pdl import supports_pdl
 
 # 128-byte swizzle, as TMA writes and wgmma reads, of elements of so many bytes.
 _SWIZZLED = {n: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * n, rank=4) for n in (1, 2)}
@@ -230,14 +230,14 @@ class _Aside:
     """
 
     def __init__(self, k: Tensor, v: Tensor, lists: TileLists, heads: int) -> None:
-        from stof.kernels.hopper.fill import put_aside
+        from stof.kernels.hopper.gather_columns import gather_columns
 
         batch, kv_heads, _, head_dim = k.shape
         mask_batch, mask_heads, count = lists.aside.shape
         own = heads if mask_heads > 1 else kv_heads
         self.like = torch.empty(batch, own, count, head_dim, dtype=k.dtype, device="meta")
         self._put = Launch(
-            put_aside,
+            gather_columns,
             batch * own * (count // _ROWS_ASIDE),
             (lists.aside,),
             (
@@ -259,7 +259,7 @@ class _Aside:
 
 def _refreshing(jobs: Tensor, lists: TileLists) -> Launch:
     """What gives jobs the tiles that the device has listed since."""
-    from stof.kernels.hopper.fill import refresh_work
+    from stof.kernels.hopper.refresh_work import refresh_work
 
     count = len(jobs) - 1
     return Launch(

@@ -61,7 +61,7 @@ from stof.kernels.hopper.producer import (
     slab_view,
 )
 from stof.kernels.hopper.tile_scheduler import PAIR_BITMAP, PAIR_LEFT_OUT, WORK_FIELDS, WORK_SIZE
-from stof.kernels.triton.pdl import launch_next, wait_previous
+from stof.runtime.pdl import launch_next, wait_previous
 
 FIELDS = gl.constexpr(WORK_FIELDS)
 SIZE = gl.constexpr(WORK_SIZE)

@@ -21,7 +21,7 @@ from stof.kernels.hopper.tile_lists import LEFT_OUT_BIT, SMALL_TILE, TileLists, 
 from stof.kernels.hopper.tile_scheduler import choose_first_tile
 from stof.kernels.triton.work import accumulator_order
 from stof.layout import Layout
-from stof.layout.build import shared
+from stof.layout.build.build import shared
 
 # One less than the stages of K and V there are at least.
 MOST_LEFT_OUT = 3

@@ -11,8 +11,8 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_scheduler import order_first_tiles
 from stof.kernels.triton.work import accumulator_order, parts_of
 from stof.layout import Layout
-from stof.layout.aside import listed_keys
-from stof.layout.orders import by_remainder
+from stof.layout.compaction import listed_keys
+from stof.layout.orders.named import by_remainder
 
 # In `TileLists.tile_bitmap` of pairs, the first bit of the number of skipped tiles; the bits below are the bitmap.
 LEFT_OUT_BIT = 28

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stof.host import tensors_on_host
-from stof.layout.build import PARTIAL_TILE_COST
+from stof.layout.build.build import PARTIAL_TILE_COST
+from stof.runtime.cpu_default import tensors_on_host
 
 if TYPE_CHECKING:
     from stof.kernels.hopper.tile_lists import TileLists

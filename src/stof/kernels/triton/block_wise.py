@@ -10,10 +10,10 @@ from torch import Tensor
 
 from stof.kernels.cpu.attention import empty_output
 from stof.kernels.triton.block_wise_kernel import block_wise_kernel
-from stof.kernels.triton.launch import Launch
-from stof.kernels.triton.pdl import supports_pdl
-from stof.kernels.triton.scratch import zeroed_counters
 from stof.kernels.triton.work import STRETCH, BlockWiseConfig, BoundCall, Work
+from stof.runtime.counters import zeroed_counters
+from stof.runtime.launch import Launch
+from stof.runtime.pdl import supports_pdl
 
 
 def block_wise_attention(

@@ -16,8 +16,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.pdl import launch_next_and_wait
 from stof.kernels.triton.work import ITEM_FIELDS, STRETCH
+from stof.runtime.pdl import launch_next_and_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

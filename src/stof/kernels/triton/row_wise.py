@@ -18,10 +18,10 @@ from torch import Tensor
 
 from stof.errors import ArgumentError, LayoutError
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.triton.launch import Launch
-from stof.kernels.triton.pdl import launch_next_and_wait, supports_pdl
 from stof.kernels.triton.work import BoundCall
 from stof.layout.layout import Layout
+from stof.runtime.launch import Launch
+from stof.runtime.pdl import launch_next_and_wait, supports_pdl
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, UnfitLayoutError
-from stof.layout import Layout, bits
-from stof.layout.build import PARTIAL_TILE_COST
+from stof.layout import Layout
+from stof.layout import bitmaps as bits
+from stof.layout.build.build import PARTIAL_TILE_COST
 
 # int32 fields of a work item: row block, first and last partial tile, first and last full tile, then for split row
 # blocks: chunks it is cut into, slot of its first chunk, number of this chunk, number of the split row block; last the

@@ -30,7 +30,7 @@ from stof.fusion.templates.hopper.epilogue import (
     shared_layout,
     write_tile,
 )
-from stof.kernels.triton.pdl import launch_next_and_wait
+from stof.runtime.pdl import launch_next_and_wait
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from stof.fusion.templates.device_functions import activate
-from stof.kernels.triton.pdl import launch_next_and_wait
+from stof.runtime.pdl import launch_next_and_wait
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from stof.fusion.templates.device_functions import activate, prefetch_l2, tile_coordinates, widened
-from stof.kernels.triton.pdl import launch_next_and_wait
+from stof.runtime.pdl import launch_next_and_wait
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.pdl import launch_next_and_wait
+from stof.runtime.pdl import launch_next_and_wait
 
 
 @triton.jit

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from stof.kernels.cpu.attention import empty_output
-from stof.kernels.fp8 import FP8
 from stof.kernels.hopper.forward import Window, multiprocessors, readable, work_memory
 from stof.kernels.hopper.fp8.forward_kernel import fp8_forward_kernel
 from stof.kernels.hopper.fp8.transpose_v import transpose_v
 from stof.kernels.hopper.tile_lists import TileLists
 from stof.kernels.hopper.tile_scheduler import chunk_slots, work_list
-from stof.kernels.triton.launch import Launch
-from stof.kernels.triton.pdl import supports_pdl
+from stof.kernels.quantization import FP8
 from stof.kernels.triton.work import BlockWiseConfig, BoundCall
-from stof.lasting import lasting, refuse_capture
+from stof.runtime.launch import Launch
+from stof.runtime.memory import lasting, refuse_capture
+from stof.runtime.pdl import supports_pdl
 
 # Rows of Q for one warpgroup, and elements of a head.
 _ROWS, _WIDTH = 64, 128

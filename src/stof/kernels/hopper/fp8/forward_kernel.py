@@ -54,7 +54,7 @@ from stof.kernels.hopper.producer import (
 )
 from stof.kernels.hopper.softmax import exponents, masked, thread_sums
 from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE
-from stof.kernels.triton.pdl import launch_next_and_wait
+from stof.runtime.pdl import launch_next_and_wait
 
 FIELDS = gl.constexpr(WORK_FIELDS)
 SIZE = gl.constexpr(WORK_SIZE)

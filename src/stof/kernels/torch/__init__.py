@@ -1,0 +1,1 @@
+"""Attention by PyTorch operators, on any device."""

@@ -1,0 +1,285 @@
+"""Mask to layout, one strip of row blocks at a time: no `S x S` tensor is ever held.
+
+Vectorised torch throughout, so it runs where the mask's tensors are: CPU or GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stof.errors import ArgumentError
+from stof.layout import bitmaps as bits
+from stof.layout.compaction import aside_tiles
+from stof.layout.config import LayoutConfig
+from stof.layout.build.gpu.build import device_layout
+from stof.layout.head_mask import HeadMask
+from stof.layout.layout import Layout
+from stof.layout.limits import check_numbers, check_tiles
+from stof.layout.build.strips import SPAN, Strip, strip_scores, strips
+from stof.layout.build.closed_form import tiles_of
+from stof.masks.base import Mask, check_lengths, check_sizes
+
+# A partial tile costs 1.09 full ones (measured on an H200 with bitmaps in registers, D = 128).
+PARTIAL_TILE_COST = 1.09
+# Row blocks are ordered by whole hundredths: a float sum would round, and so order them, differently on a GPU.
+_PARTIAL_HUNDREDTHS = round(100 * PARTIAL_TILE_COST)
+
+
+def build_layout(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    config: LayoutConfig | None = None,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str = "cpu",
+    row_order: Tensor | None = None,
+) -> Layout:
+    """Compile `mask` for one pair of lengths.
+
+    Args:
+        mask: what to keep.
+        q_len, kv_len: lengths; they may differ.
+        config: block sizes and gathering.
+        batch, heads: sizes of the call, for masks that depend on them.
+        device: where to evaluate the mask and keep the layout.
+        row_order: int tensor `[q_len]`, a permutation that says which original row stands at each position;
+            like rows side by side make denser tiles (see `stof.layout.orders.named`).
+
+    Raises:
+        ShapeError: the mask does not fit the lengths, batch or heads, or one of them is below 1.
+        ArgumentError: `row_order` is not a permutation.
+        TooLargeError: the layout takes more memory than there is.
+    """
+    config = LayoutConfig() if config is None else config
+    check_lengths(q_len, kv_len)
+    check_sizes(batch, heads)
+    mask.check(q_len, kv_len)
+    mask_batch, mask_heads = mask.dims(batch, heads, device)
+    order = checked_order(row_order, q_len, device)
+    check_tiles(HeadMask(mask, q_len, kv_len, 0, 0, order, torch.device(device)), config)
+    if order is None and torch.device(device).type == "cuda":
+        dims = (mask_batch, mask_heads)
+        layout = device_layout(mask, q_len, kv_len, config, dims, _PARTIAL_HUNDREDTHS, torch.device(device))
+        if layout is not None:
+            return layout
+    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
+    distinct: list[Pattern] = []
+    pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
+    known: dict[int, int] = {}
+    for b in range(mask_batch):
+        for h in range(mask_heads):
+            if numbers[b][h] in known:
+                pattern_of[b, h] = known[numbers[b][h]]
+                continue
+            built = compiled(HeadMask(mask, q_len, kv_len, b, h, order, torch.device(device)), config)
+            same = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
+            if same == len(distinct):
+                distinct.append(built)
+            pattern_of[b, h] = known[numbers[b][h]] = same
+    return assemble(distinct, pattern_of.to(device), q_len, kv_len, config, order)
+
+
+def checked_order(row_order: Tensor | None, q_len: int, device: torch.device | str) -> Tensor | None:
+    if row_order is None:
+        return None
+    if not isinstance(row_order, Tensor):
+        raise ArgumentError(f"row_order is an integer tensor [{q_len}], got {type(row_order).__name__}")
+    if row_order.dtype not in (torch.int32, torch.int64) or row_order.shape != (q_len,):
+        raise ArgumentError(f"row_order is an integer tensor [{q_len}], got {row_order.dtype} {list(row_order.shape)}")
+    row_order = row_order.to(device=device, dtype=torch.int64)
+    if not torch.equal(row_order.sort().values, torch.arange(q_len, device=device)):
+        raise ArgumentError("row_order is not a permutation of 0 .. q_len - 1")
+    return row_order
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Tiles of consecutive row blocks; bitmaps not yet shared, tile order already final."""
+
+    tile_count: Tensor  # [n] tiles of each row block
+    partial_count: Tensor  # [n]
+    columns: Tensor  # [t, slabs_per_tile] first column of each slab, -1 in unused slots
+    partial: Tensor  # [t] bool
+    bitmaps: Tensor  # [partial tiles, block_m, words]
+
+    @staticmethod
+    def join(parts: list[Pattern]) -> Pattern:
+        if len(parts) == 1:
+            return parts[0]
+        names = ("tile_count", "partial_count", "columns", "partial", "bitmaps")
+        return Pattern(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    def equals(self, other: Pattern) -> bool:
+        pairs = ((getattr(self, n), getattr(other, n)) for n in ("tile_count", "partial", "columns", "bitmaps"))
+        return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+def compiled(own: HeadMask, config: LayoutConfig) -> Pattern:
+    """Tiles of a mask: in closed form where it can be asked for whole tiles, else strip by strip."""
+    if config.aside:
+        found = aside_tiles(own, config)
+        if found is not None:
+            return Pattern(*found)
+        # Without such columns tiles are aligned and contiguous, their columns one by one here.
+        plain = compiled(own, config.contiguous())
+        columns = plain.columns + torch.arange(config.block_n, device=plain.columns.device)
+        return replace(plain, columns=torch.where(columns < own.kv_len, columns, -1))
+    if own.order is None and config.slab is None:
+        found = tiles_of(own, config)
+        if found is not None:
+            return Pattern(*found)
+    return Pattern.join([_compile_strip(strip, config) for strip in strips(own, config.block_m)])
+
+
+def _compile_strip(strip: Strip, config: LayoutConfig) -> Pattern:
+    """Choose and pack the tiles of some row blocks (contiguous tiles are slabs as wide as the tile)."""
+    keep = strip.keep
+    count, _block_m, kv_len = keep.shape
+    slab, per_tile = config.slab_columns, config.slabs_per_tile
+    kept = keep.sum(1, dtype=torch.int32)  # [n, kv_len] kept scores of each column
+    slabs = -(-kv_len // slab)
+    kept = torch.nn.functional.pad(kept, (0, slabs * slab - kv_len)).view(count, slabs, slab)
+    needed = (kept > 0).any(-1)  # [n, slabs]
+    full = (kept == strip.valid_rows.view(-1, 1, 1)).all(-1)
+
+    # Full slabs fill full tiles; the few left over join the partial ones.
+    full_tiles = torch.div(full.sum(1), per_tile, rounding_mode="floor")
+    full_rank = full.cumsum(1) - 1
+    in_full = full & (full_rank < (full_tiles * per_tile)[:, None])
+    in_partial = needed & ~in_full
+    partial_rank = in_partial.cumsum(1) - 1
+    partial_tiles = torch.div(in_partial.sum(1) + per_tile - 1, per_tile, rounding_mode="floor")
+
+    tile_count = partial_tiles + full_tiles
+    first_tile = tile_count.cumsum(0) - tile_count
+    total = int(tile_count.sum())
+    columns = torch.full((total, per_tile), -1, dtype=torch.int64, device=keep.device)
+    for member, rank, offset in (
+        (in_partial, partial_rank, first_tile),
+        (in_full, full_rank, first_tile + partial_tiles),
+    ):
+        block, number = member.nonzero(as_tuple=True)
+        place = rank[block, number]
+        tile = offset[block] + torch.div(place, per_tile, rounding_mode="floor")
+        columns[tile, torch.remainder(place, per_tile)] = number * slab
+
+    owner = torch.repeat_interleave(torch.arange(count, device=keep.device), tile_count, output_size=total)
+    partial = torch.arange(total, device=keep.device) < (first_tile + partial_tiles)[owner]
+    bitmaps = _bitmaps(keep, owner[partial], columns[partial], config)
+    if strip.spans is not None:
+        stretch = strip.spans[torch.div(columns.clamp(min=0), SPAN, rounding_mode="floor")]
+        columns = torch.where(columns < 0, columns, stretch * SPAN + torch.remainder(columns, SPAN))
+    return Pattern(tile_count, partial_tiles, columns, partial, bitmaps)
+
+
+def _bitmaps(keep: Tensor, owner: Tensor, columns: Tensor, config: LayoutConfig) -> Tensor:
+    """Packed bits `[t, block_m, words]` of the tiles with these slabs, in pieces that bound memory."""
+    count, block_m, kv_len = keep.shape
+    words = bits.words(config.block_n)
+    out = torch.empty(len(owner), block_m, words, dtype=torch.int32, device=keep.device)
+    step = max(1, strip_scores(keep.device) // (block_m * config.block_n))
+    padded = torch.nn.functional.pad(keep, (0, -kv_len % config.slab_columns))
+    slabbed = padded.view(count, block_m, -1, config.slab_columns)
+    for start in range(0, len(owner), step):
+        slots = columns[start : start + step]
+        number = torch.div(slots.clamp(min=0), config.slab_columns, rounding_mode="floor")
+        # [t, slabs, block_m, slab]: advanced indices around a slice move to the front
+        picked = slabbed[owner[start : start + step, None], :, number]
+        picked = picked & (slots >= 0)[:, :, None, None]
+        out[start : start + step] = bits.pack(picked.transpose(1, 2).flatten(2))
+    return out
+
+
+def assemble(
+    patterns: list[Pattern],
+    pattern_of: Tensor,
+    q_len: int,
+    kv_len: int,
+    config: LayoutConfig,
+    order: Tensor | None,
+) -> Layout:
+    """A layout of the distinct masks."""
+    joined = Pattern.join(patterns)
+    bitmaps, number = shared(joined.bitmaps)
+    return laid_out(joined, bitmaps, number, pattern_of, q_len, kv_len, config, order)
+
+
+def laid_out(
+    joined: Pattern,
+    bitmaps: Tensor,
+    number: Tensor,
+    pattern_of: Tensor,
+    q_len: int,
+    kv_len: int,
+    config: LayoutConfig,
+    order: Tensor | None,
+) -> Layout:
+    """The same from the tiles of all masks, one after the other, and the number of each partial tile's bitmap."""
+    check_numbers(config, len(joined.partial), len(bitmaps), bitmaps.device)
+    bitmaps, number = _by_first_use(bitmaps, number)
+    partial_count = joined.partial_count
+    pointers = torch.nn.functional.pad(joined.tile_count.cumsum(0), (1, 0))
+    base, gathered = bases(joined.columns, kv_len, config)
+    row_blocks = -(-q_len // config.block_m)
+    tile_bitmap = torch.full_like(base, -1)
+    tile_bitmap[joined.partial] = number
+    hundredths = (joined.tile_count - partial_count) * 100 + partial_count * _PARTIAL_HUNDREDTHS
+    cost = (hundredths.double() / 100).float()
+    return Layout(
+        q_len=q_len,
+        kv_len=kv_len,
+        config=config,
+        pattern_of=pattern_of,
+        row_block_ptr=pointers.int(),
+        partial_count=partial_count.int(),
+        tile_base=base.int(),
+        gathered=gathered.int(),
+        tile_bitmap=tile_bitmap.int(),
+        bitmaps=bitmaps,
+        cost=cost,
+        order=torch.argsort(hundredths, descending=True, stable=True).int(),
+        row_order=None if order is None else order.int().expand(len(partial_count) // row_blocks, -1).contiguous(),
+    )
+
+
+def _by_first_use(bitmaps: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Bitmaps in the order in which tiles use them: one order, however they were found."""
+    tiles = torch.arange(len(number), device=number.device)
+    first = torch.full((len(bitmaps),), len(number), dtype=torch.int64, device=number.device)
+    order = first.scatter_reduce_(0, number, tiles, reduce="amin").argsort()
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return bitmaps[order], place[number]
+
+
+def bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, Tensor]:
+    """`tile_base` and `gathered`: tiles whose slabs follow each other, to the last key at most, are contiguous."""
+    steps = torch.arange(config.slabs_per_tile, device=columns.device) * config.slab_columns
+    expected = columns[:, :1] + steps
+    follows = (columns == expected) | ((columns < 0) & (expected >= kv_len))
+    contiguous = follows.all(1) & (columns[:, 0] >= 0)
+    if config.aside:
+        # Neighbours on the list of columns put aside stay tiles of that list.
+        contiguous &= torch.remainder(columns[:, 0], config.block_n) == 0
+    slot = (~contiguous).cumsum(0) - 1
+    return torch.where(contiguous, columns[:, 0], ~slot), columns[~contiguous]
+
+
+def shared(bitmaps: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct bitmaps and, for each given one, its row among them."""
+    if len(bitmaps) < 2:
+        return bitmaps, torch.arange(len(bitmaps), device=bitmaps.device)
+    flat = bitmaps.flatten(1)
+    generator = torch.Generator("cpu").manual_seed(0x570F)
+    weights = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator, device="cpu").to(flat.device)
+    hashes = torch.cat([(part.long() * weights).sum(1) for part in flat.split(2**12)])
+    _, number = torch.unique(hashes, return_inverse=True)
+    first = torch.full((int(number.max()) + 1,), len(flat), dtype=torch.int64, device=flat.device)
+    first.scatter_reduce_(0, number, torch.arange(len(flat), device=flat.device), reduce="amin")
+    if not torch.equal(flat[first[number]], flat):  # two bitmaps with one hash: keep them all apart
+        return bitmaps, torch.arange(len(bitmaps), device=bitmaps.device)
+    return bitmaps[first], number

@@ -1,0 +1,191 @@
+"""What the kernels that build and count read: a mask's programs, or a dense mask's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from stof.errors import KernelError
+from stof.masks.base import Mask
+from stof.masks.gpu_program import Programs, programs_of
+from stof.masks.tensors import DenseMask
+
+# Scores that a kernel's program handles at once, so that each of its threads has registers for them: running a mask's
+# program a bit takes none, reading a dense mask 16 bytes at a time a byte takes a quarter.
+_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS = 2**14, 2**10, 2**13
+# Numbers that one program of `prepare` clears.
+_CLEARED = 2**10
+# Numbers of a letter that is kept for the next build, and letters that nobody uses.
+_LETTER = 2**12
+# Glances at a letter, some 0.2 ms, before the host waits like everybody.
+_GLANCES = 1000
+_letters: list[Letter] = []
+# Letters of builds under way. Those of builds that failed stay: kernels may write to them yet, and pinned memory that
+# is given back is given to others at once.
+_lent: set[Letter] = set()
+
+# Devices whose Triton does not compile the kernels, or has none.
+_without: set[torch.device] = set()
+
+# What a kernel reads: programs, bytes of dense masks, or four of their bytes, four columns, as one int32.
+PROGRAM, BYTES, QUADS = range(3)
+
+T = TypeVar("T")
+
+
+def on_device(device: torch.device, make: Callable[[torch.device], T | None]) -> T | None:
+    """What `make` returns with this device, its number known, as the current one; None where there is no Triton."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device in _without:
+        return None
+    try:
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return make(device)
+        with torch.cuda.device(device):
+            return make(device)
+    except (KernelError, ImportError) as error:
+        _without.add(device)
+        reason = f"stof: layouts are built by torch from now on, which is slower: {error}"
+        warnings.warn(reason, RuntimeWarning, stacklevel=4)
+        return None
+
+
+@functools.cache
+def triton_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
+    """`kernels`, `reading` and `launch`, imported when first needed; an import statement takes a while every time."""
+    from stof.layout.build.gpu import build_kernels as kernels
+    from stof.runtime import plain_launch as launch
+    from stof.layout.build.gpu import tile_bits as reading
+
+    return kernels, reading, launch
+
+
+class Letter:
+    """Numbers on the host that kernels read and write where they lie: in pinned memory for those of a GPU.
+
+    Having them copied, and making tensors of them, takes several times as long as all kernels of a build. One letter
+    belongs to one build, until it is read.
+
+    Attributes:
+        tensor: int32.
+        numbers: the same memory as a ctypes array.
+    """
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.pinned = pinned
+        self.tensor = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self.numbers = (ctypes.c_int32 * size).from_address(self.tensor.data_ptr())
+
+    @staticmethod
+    def of(found: int, numbers: list[int], pinned: bool) -> Letter:
+        """A letter with room for some numbers, 0 until they are written, followed by these."""
+        end = found + len(numbers)
+        if not pinned or end > _LETTER:
+            letter = Letter(end, pinned)
+        else:
+            try:
+                letter = _letters.pop()  # by one thread only
+            except IndexError:
+                letter = Letter(_LETTER, pinned)
+        letter.numbers[:end] = [0] * found + numbers  # type: ignore[assignment]  # they become c_int32
+        _lent.add(letter)
+        return letter
+
+    def wait(self, count: int, device: torch.device) -> None:
+        """Wait until kernels have written the first `count` numbers, none of them 0, or until they have ended."""
+        if device.type != "cuda":
+            return
+        if count:
+            # A number is seen much earlier than the driver says that its kernel has ended.
+            for _ in range(_GLANCES):
+                if 0 not in self.numbers[:count]:
+                    return
+        torch.cuda.current_stream(device).synchronize()
+
+    def read(self, count: int) -> list[int]:
+        """The first numbers. The kernels have ended: the next build may have the letter."""
+        found = self.numbers[:count]
+        _lent.discard(self)
+        if self.pinned and len(self.numbers) == _LETTER:
+            _letters.append(self)
+        return found
+
+
+class Source(NamedTuple):
+    """What the kernels read.
+
+    Attributes:
+        dense: bytes of a dense mask `[.., Sq, Skv]`, as they are or four as one int32; None where there are programs.
+        kind: PROGRAM, BYTES or QUADS.
+        programs: of the masks; or in their place, which (batch, head) entry of a dense mask each pattern is.
+        strides: of batch, heads, queries and keys of a dense mask; of four int32 where it is read so.
+        heads: entries of a dense mask in one batch entry.
+        patterns: masks there are.
+    """
+
+    dense: Tensor | None
+    kind: int
+    programs: Programs
+    strides: tuple[int, ...]
+    heads: int
+    patterns: int
+
+    def rows_at_once(self, block_m: int, columns: int) -> int:
+        """Rows of a row block that a program handles together: a power of two that divides them."""
+        scores = (_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS)[self.kind]
+        return min(block_m & -block_m, max(1, scores // columns))
+
+    def prepared(self, zeros: int, rest: int, found: int, device: torch.device) -> tuple[Tensor, Letter, int]:
+        """What kernels start from, made without waiting for what the device does.
+
+        Args:
+            zeros, rest: numbers that are 0 at first, and numbers that may be anything.
+            found: numbers that the device has to tell.
+            device: the current one.
+
+        Returns:
+            int32 on the device, zeros first; a letter in which kernels may write the first `found` numbers; and where
+            the numbers of the programs begin.
+        """
+        _, reading, launching = triton_modules()
+        numbers, _, draws, drawn = self.programs
+        first, count = zeros + rest + drawn, len(numbers)
+        state = torch.empty(first + count, dtype=torch.int32, device=device)
+        numbers = list(itertools.chain(numbers, *draws))
+        letter = Letter.of(found, numbers, device.type == "cuda")
+        sizes = (found, zeros, first, count, len(draws))
+        programs = -(-max(zeros, count, drawn) // _CLEARED)
+        launching.launch(reading.prepare, programs, (letter.tensor, state), sizes, (), device=device)
+        return state, letter, first
+
+
+def source_of(
+    mask: Mask, q_len: int, kv_len: int, mask_heads: int, entries: list[int], device: torch.device
+) -> Source | None:
+    """What the kernels read of some entries, `batch entry * mask_heads + head`; None for masks they do not serve."""
+    if not isinstance(mask, DenseMask):
+        programs = programs_of(mask, q_len, kv_len, [divmod(entry, mask_heads) for entry in entries])
+        if programs is None:
+            return None
+        return Source(None, PROGRAM, programs, (0, 0, 0, 0), 1, len(entries))
+    keep = mask.for_rows(q_len)
+    if keep.device != device:
+        return None
+    strides = keep.stride()
+    if max(map(abs, strides)) >= 2**31:
+        return None
+    heads, places = keep.shape[1], Programs(entries, 0, [], 0)
+    aligned = not (kv_len % 16 or keep.data_ptr() % 16 or any(n % 16 for n in strides[:3]))
+    if aligned and strides[3] == 1:
+        strides = (*(n // 16 for n in strides[:3]), 1)
+        return Source(keep.view(torch.int32), QUADS, places, strides, heads, len(entries))
+    return Source(keep.view(torch.uint8), BYTES, places, strides, heads, len(entries))

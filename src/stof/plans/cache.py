@@ -1,0 +1,83 @@
+"""A bounded cache of plans."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from stof.runtime.locks import ForkSafeLock
+
+
+class Held(Protocol):
+    """What the cache holds."""
+
+    def bytes(self) -> int:
+        """Memory it takes."""
+
+
+P = TypeVar("P", bound=Held)
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """State of the plan cache: entries, their bytes, and hits and misses so far."""
+
+    entries: int
+    bytes: int
+    hits: int
+    misses: int
+
+
+class PlanCache(Generic[P]):
+    """Least recently used plans, bounded in number and in bytes; safe to use from several threads."""
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._plans: OrderedDict[Hashable, P] = OrderedDict()
+        self._lock = ForkSafeLock()
+        self._hits = self._misses = 0
+
+    def get(self, key: Hashable) -> P | None:
+        with self._lock:
+            found = self._plans.get(key)
+            if found is None:
+                self._misses += 1
+                return None
+            self._hits += 1
+            self._plans.move_to_end(key)
+            return found
+
+    def put(self, key: Hashable, plan: P) -> None:
+        """Keep `plan` unless it alone exceeds the bound."""
+        if plan.bytes() > self._max_bytes:
+            return
+        with self._lock:
+            if key in self._plans:
+                return
+            self._plans[key] = plan
+            while len(self._plans) > self._max_entries:
+                self._plans.popitem(last=False)
+        # Plans grow when another implementation prepares them, so all are measured again, but not under the lock.
+        total = 0
+        for held_key, held in reversed(self.items()):
+            total += held.bytes()
+            if total > self._max_bytes:
+                with self._lock:
+                    self._plans.pop(held_key, None)
+
+    def items(self) -> list[tuple[Hashable, P]]:
+        """All plans with their keys, at this moment."""
+        with self._lock:
+            return list(self._plans.items())
+
+    def clear(self) -> None:
+        with self._lock:
+            self._plans.clear()
+            self._hits = self._misses = 0
+
+    def info(self) -> CacheInfo:
+        with self._lock:
+            plans, hits, misses = list(self._plans.values()), self._hits, self._misses
+        return CacheInfo(len(plans), sum(plan.bytes() for plan in plans), hits, misses)

@@ -1,0 +1,420 @@
+"""Plans for masks that a model makes at run time: fixed memory, rebuilt on the device in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
+from stof.kernels.triton.work import BoundCall
+from stof.layout import Layout, LayoutConfig
+from stof.layout.survey import Survey
+from stof.masks import Mask
+from stof.masks.base import check_lengths, check_sizes
+from stof.masks.compose import QueryOffset
+from stof.masks.dynamic import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMask, BlockTopK, VerticalSlash, described
+from stof.masks.tensors import DenseMask, as_mask
+from stof.plans.block_topk import BlockBuffers, block_buffers, fill_blocks
+from stof.plans.buffers import OVERFLOW, DenseRoom, DynamicSizes, WorkBuffers, dense_buffers, fill_dense
+from stof.plans.plan import Plan, call_sizes_of
+from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
+from stof.runtime import streams
+from stof.runtime.cpu_default import tensors_on_host
+from stof.runtime.streams import Update
+from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, PreparedLayout, weighed
+from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit
+from stof.selection.implementations import prepared_tiles, prepared_work
+from stof.selection.mask_geometry import MaskGeometry
+from stof.validation import usable_device
+
+# The tile of which two programs or more fit a multiprocessor at every head_dim: benchmarks/notes/attention.md.
+_BLOCK = 64
+# What may run a plan on a GPU.
+_KERNELS = ("hopper", "block_wise")
+
+
+class DynamicPlan(Plan):
+    """A plan whose mask is replaced in every step. Make it with `stof.dynamic_plan`, then `update` and attend.
+
+    On a GPU all memory is fixed and `update` only launches kernels: it can be captured in a CUDA graph together with
+    the attention calls that follow, and replayed after the mask's tensors changed in place. Lists that the Hopper
+    kernel reads are made by the first call it runs; make that one before a capture, within which the Triton kernel
+    would serve instead. Elsewhere `update` builds anew.
+
+    Calls and updates may be on any streams: each waits for what it depends on. The caller orders replays of graphs that
+    hold some of them, and calls and updates by several threads.
+
+    What cannot be computed (indices that mean nothing, more tiles than there is room for) gives NaN in the rows
+    concerned, and `check` raises.
+    """
+
+    def __init__(
+        self, mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device, density: float | None
+    ) -> None:
+        self._mask, self._sizes, self._density = mask, sizes, density
+        self._room: WorkBuffers | None = None
+        # The last one, and the last one that is part of a CUDA graph: that runs in replays alone.
+        self._updates = {False: Update(), True: Update()}
+        self._replayed = False
+        self._captured = False
+        dims = mask.dims(*sizes)
+        geometry = self._geometry_of(mask, lengths, device)
+        super().__init__(repr(mask), lengths, dims, device, call_sizes=call_sizes_of(mask, dims), geometry=geometry)
+        if device.type == "cuda":
+            with tensors_on_host():
+                self._room = make_buffers(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
+        self.update(mask)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies have memory of their own, filled from the present mask."""
+        return DynamicPlan, (self._mask, (self.q_len, self.kv_len), self._sizes, self.device, self._density)
+
+    def _geometry_of(self, mask: Mask, lengths: tuple[int, int], device: torch.device) -> MaskGeometry:
+        return MaskGeometry(mask, *lengths, batch=self._sizes[0], heads=self._sizes[1], device=device)
+
+    @property
+    def mask(self) -> Mask:
+        """The present one."""
+        return self._mask
+
+    def update(self, mask: Mask | Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
+        """Take another mask of the same kind and shapes, or the same one after its tensors changed.
+
+        Args:
+            mask: its tensors must not change before the attention calls under it.
+            stream: where to build, beside the work that the current stream is given next; None for the current stream.
+                Building begins after the current stream's work so far, which made the mask and may still read the last
+                one, and attention under this plan waits for it. May be captured, fork and join, in a CUDA graph; once
+                attention was captured, updates outside of a graph make the current stream wait at once.
+
+        Raises:
+            PlanMismatchError: a mask of another kind, or tensors of other shapes.
+            MaskError: elsewhere than on a GPU, indices or scores that mean nothing; on a GPU `check` reports them.
+        """
+        mask = as_mask(mask)
+        if _signature(mask) != _signature(self._mask):
+            raise PlanMismatchError(
+                f"this plan takes masks like {self._mask!r}, got {mask!r}; make another with stof.dynamic_plan"
+            )
+        if self._room is None:
+            mask.check(self.q_len, self.kv_len)  # one that means nothing leaves the plan as it was
+        self._mask, self._geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
+        if self._room is None:
+            self._layout = None
+            self._prepared.clear()
+            self._bound.clear()
+        else:
+            with torch.cuda.device(self.device):
+                capturing = torch.cuda.is_current_stream_capturing()
+                self._captured = self._captured or capturing
+                current = streams.stream_id()
+                if stream is None:
+                    self._fill(self._room, capturing, current)
+                    self._updates[capturing] = Update() if capturing else Update.here()
+                else:
+                    stream.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(stream):
+                        self._fill(self._room, capturing, current)
+                        self._updates[capturing] = Update.here()
+                    for tensor in _tensors(mask):
+                        # Their memory may be given to others when the current stream has passed this point.
+                        tensor.record_stream(stream)
+                    if self._replayed and not capturing:
+                        self._updates[capturing].join()  # replays of attention ask nobody
+
+    def _fill(self, room: WorkBuffers, capturing: bool, ordered: int) -> None:
+        """Launch what writes the lists, behind what writes and reads them; see `Update.wait_for_calls`."""
+        last = self._updates[capturing]
+        last.join()
+        if not capturing:
+            # A kernel that reads a range's begin under one mask and its end under another may hang.
+            last.wait_for_calls(ordered)
+        fill_buffers(room, self._mask)
+
+    def check(self) -> None:
+        """Raise if anything could not be computed since the last check; waits for the device.
+
+        Raises:
+            MaskError: names the batch entries and heads, and what was wrong with their masks.
+        """
+        if self._room is None:
+            return  # `update` has raised already
+        self._wait()
+        found = self._room.flags.tolist()
+        if not any(found):
+            return
+        self._room.flags.zero_()
+        lines = []
+        for number, flags in enumerate(found):
+            if flags:
+                reasons = [described(flags)] if described(flags) else []
+                if flags & OVERFLOW:
+                    reasons.append(f"more tiles than there is room for ({self._room.tiles} in all)")
+                b, h = divmod(number, self.mask_heads)
+                lines.append(f"  - batch entry {b}, head {h}: {' and '.join(reasons)}")
+        shown = lines[:8] + [f"  - and {len(lines) - 8} more"] * (len(lines) > 8)
+        advice = (
+            "; for more room, make the plan with a larger `density`" if any(flags & OVERFLOW for flags in found) else ""
+        )
+        raise MaskError("\n".join([f"masks of this plan gave NaN since the last check{advice}:", *shown]))
+
+    @property
+    def layout(self) -> Layout:
+        """The present mask's layout, built anew each time: for pictures, figures and files."""
+        return self._build(LayoutConfig(_BLOCK, _BLOCK, 1), None)
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        return ()
+
+    def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
+        """The fastest candidate, of one implementation when it is named; decided once.
+
+        Raises:
+            UnsupportedError: none can run the call.
+        """
+        if self._room is None:
+            return super().choice(call, implementation)
+        # The Hopper kernel's first call deals out jobs on the host, which no graph can hold.
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing and implementation == "hopper":
+            reason = "its first call for such tensors cannot be captured; make one before the capture"
+            raise UnsupportedError("a dynamic plan cannot run this call", {"hopper": [reason]})
+        offered = (*_KERNELS[1:],) if capturing else _KERNELS
+        key = (call, implementation or ",".join(offered))
+        found = self._choices.get(key)
+        if found is None:
+            found = self._choices[key] = self._chosen(call, offered if implementation is None else (implementation,))
+        return found
+
+    def _chosen(self, call: CallSpec, offered: tuple[str, ...]) -> KernelChoice:
+        reasons: dict[str, list[str]] = {}
+        for name in offered:
+            if name not in _KERNELS:
+                reasons[name] = [f"dynamic plans run on {' and '.join(_KERNELS)}, not on {name}"]
+        for candidate in self.candidates(call):
+            if candidate.name in offered:
+                if candidate.choice is not None and not candidate.refusals:
+                    return candidate.choice
+                reasons.setdefault(candidate.name, []).extend(candidate.refusals)
+        raise UnsupportedError("a dynamic plan cannot run this call", reasons)
+
+    def kept(self, *given: Any) -> BoundCall | None:
+        """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
+        self._wait()
+        return super().kept(*given)
+
+    def _wait(self) -> None:
+        """Let the plan's device's current stream wait for the last update."""
+        if self._room is not None and torch.cuda.is_initialized():
+            with torch.cuda.device(self.device):
+                capturing = torch.cuda.is_current_stream_capturing()
+                self._replayed = self._replayed or capturing
+                # An eager update has ended before a capture begins.
+                self._updates[capturing].join()
+                self._room.catch_up()
+
+    def refuse_first_call(self) -> None:
+        """Nothing: see `choice` for what runs within a capture."""
+
+    def candidates(self, call: CallSpec) -> list[Candidate]:
+        """The ways to run a call on a GPU: by the block-wise Triton kernel, and by the Hopper kernel where it can.
+
+        Neither takes 8-bit tensors with tiles made at run time; these are widened.
+        """
+        if self._room is None:
+            return super().candidates(call)
+        wide = call.widened()
+        if wide is None:
+            return self._in_room(self._room, call)
+        found = self._in_room(self._room, wide)
+        return [replace(one, choice=one.choice and replace(one.choice, widened=True)) for one in found]
+
+    def _in_room(self, room: WorkBuffers, call: CallSpec) -> list[Candidate]:
+        """`candidates` with tensors as they are."""
+        refusals = {name: list(IMPLEMENTATIONS[name].capabilities.refusals(call)) for name in _KERNELS}
+        refusals["hopper"] += room.hopper_refusals()
+        if call.has_bias:
+            refusals["hopper"].append("no bias where tiles are made at run time")
+        choices = [] if refusals["hopper"] else runtime_hopper_choices(call, room.hopper_serves)
+        refused = [Candidate(name, tuple(reasons)) for name, reasons in refusals.items() if reasons]
+        if refusals["block_wise"]:
+            return refused
+        problem = room.problem
+        layout = LayoutConfig(problem.block_m, problem.block_n, None if room.work.bases else 1)
+        block_wise = runtime_choice(call, layout, shared_memory_limit(self.device))
+        if not choices:
+            return [Candidate("block_wise", (), block_wise), *refused]
+        # Where there are no estimates, for a few rows, the first one runs.
+        return weighed([block_wise, *choices], call, self.device, self) + refused
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        """As for other plans; on a GPU as many tiles as can be told beforehand."""
+        if self._room is None:
+            return super().survey(geometries, row_order)
+        with tensors_on_host():
+            counts = {geometry: self._room.counts(geometry) for geometry in geometries}
+            kept = torch.full((1, self.q_len), self.kv_len)
+        return Survey(counts, kept, self.mask_batch, self.mask_heads)
+
+    def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
+        """Leave a choice out from now on; behind the block-wise kernel there is no other to turn to."""
+        if self._room is not None and choice.implementation == "block_wise":
+            raise error
+        super().reject(choice, call, error)
+
+    def prepared(self, choice: KernelChoice | str) -> PreparedLayout:
+        """The work of the present mask; its tensors stay the same from step to step."""
+        if self._room is None:
+            return super().prepared(choice)
+        assert isinstance(choice, KernelChoice)
+        kernel, choice = choice.kernel, replace(choice, widened=False)
+        assert kernel is not None
+        found = self._prepared.get(choice)
+        if found is None:
+            room = self._room
+            with tensors_on_host():
+                if choice.implementation == "hopper":
+                    assert choice.layout is not None
+                    lists = room.use_hopper(choice.layout, kernel.split_tiles, self._captured)
+                    tensors, sizes = prepared_tiles(lists, kernel)
+                else:
+                    room.use_work(self._captured)
+                    tensors, sizes = prepared_work(room.work, kernel)
+            found = self._prepared[choice] = PreparedLayout(choice.implementation, tensors, sizes)
+        return found
+
+    def extended(self, rows: int, mask: Mask | None = None) -> Plan:
+        """Not for plans of fixed sizes."""
+        del rows, mask
+        raise ArgumentError("a dynamic plan has fixed lengths; make another with stof.dynamic_plan")
+
+    def _check_unchanged(self) -> None:
+        """The mask's tensors are meant to change."""
+
+    def bytes(self) -> int:
+        """Memory of the fixed lists."""
+        return super().bytes() if self._room is None else self._room.bytes()
+
+    def __repr__(self) -> str:
+        return f"DynamicPlan({self._mask!r}, q_len={self.q_len}, kv_len={self.kv_len}, device={str(self.device)!r})"
+
+
+def dynamic_plan(
+    mask: Mask | Tensor,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str | None = None,
+    density: float | None = None,
+) -> DynamicPlan:
+    """A plan for masks that change in every step, whose work is built on the device.
+
+    Args:
+        mask: the first mask: `vertical_slash` (also `.with_query_offset`), `block_topk`, `from_bits`, or a dense bool
+            tensor. Later ones are of the same kind and shapes.
+        q_len, kv_len: lengths in tokens; `kv_len` defaults to `q_len`.
+        batch, heads: sizes of the calls to come.
+        device: where the calls run and the masks' tensors are; default that of the mask.
+        density: largest share of all scores, over heads and rows, that the tiles may take, for bool tensors and bits;
+            it bounds the plan's memory. Tiles hold a little more than the mask keeps. Default: room for any mask of
+            these shapes, which `vertical_slash` and `block_topk` always have.
+
+    Raises:
+        MaskError: a mask of another kind, or (not on a GPU) one that means nothing.
+        ShapeError: the mask does not fit the lengths, batch or heads.
+        ArgumentError: a density outside 0 to 1, or more room than a plan can hold.
+    """
+    mask = as_mask(mask)
+    kv_len = q_len if kv_len is None else kv_len
+    check_lengths(q_len, kv_len)
+    check_sizes(batch, heads)
+    if density is not None and not 0 < density <= 1:
+        raise ArgumentError(f"density is above 0 and at most 1, or None for room for any mask, got {density!r}")
+    own = _tensors(mask)[0].device
+    where = own if device is None else usable_device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    if where != own:
+        raise ArgumentError(f"the mask's tensors are on {own}, the plan on {where}; make them where the calls run")
+    return DynamicPlan(mask, (q_len, kv_len), (batch, heads), where, density)
+
+
+def _core(mask: Mask) -> tuple[Mask, int]:
+    """The mask without its query offset, and that."""
+    return (mask.mask, mask.offset) if isinstance(mask, QueryOffset) else (mask, 0)
+
+
+def _tensors(mask: Mask) -> tuple[Tensor, ...]:
+    """What a mask is made from, `[B | 1, H | 1, ...]`.
+
+    Raises:
+        MaskError: a mask that no dynamic plan takes.
+    """
+    core, offset = _core(mask)
+    if isinstance(core, VerticalSlash) or (isinstance(core, BlockTopK | BitMask) and not offset):
+        return core.tensors()
+    if isinstance(core, DenseMask) and not offset:
+        return (core.for_rows(core.keep.shape[-2]),)
+    raise MaskError(
+        "a dynamic plan takes vertical_slash (also with a query offset), block_topk, from_bits or a dense bool tensor, "
+        f"got {mask!r}; masks that stay the same go to stof.plan"
+    )
+
+
+def _signature(mask: Mask) -> Hashable:
+    """What masks of one plan have in common."""
+    core, offset = _core(mask)
+    shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in _tensors(mask))
+    settings = (core.k, core.block_size, core.causal) if isinstance(core, BlockTopK) else ()
+    return (type(core), offset, shapes, settings)
+
+
+def make_buffers(
+    mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device, density: float | None
+) -> WorkBuffers:
+    """Fixed lists for masks like this one; `sizes` are its leading dimensions."""
+    core, offset = _core(mask)
+    if isinstance(core, BlockTopK):
+        core.check_sizes(*lengths)
+        block = min(core.block_size, _BLOCK)
+        problem = DynamicSizes(*lengths, block, block, *sizes)
+        return _ready(block_buffers(problem, core.k, core.block_size, core.causal, device))
+    problem = DynamicSizes(*lengths, _BLOCK, _BLOCK, *sizes)
+    if isinstance(core, VerticalSlash):
+        vertical, slash = core.tensors()
+        return _ready(vertical_slash_buffers(problem, vertical.shape[-1], slash.shape[-1], offset, device))
+    if isinstance(core, BitMask):
+        core.check_sizes(*lengths)
+    else:
+        core.check(*lengths)
+    return dense_buffers(problem, density, device)
+
+
+def _ready(room: WorkBuffers) -> WorkBuffers:
+    """The room, with the block-wise kernel's lists in use where there is no other kernel."""
+    needed, device = IMPLEMENTATIONS["hopper"].capabilities.compute_capability, room.flags.device
+    if room.hopper_refusals() or device.type != "cuda" or torch.cuda.get_device_capability(device) != needed:
+        room.use_work(captured=False)
+    return room
+
+
+def fill_buffers(room: WorkBuffers, mask: Mask) -> None:
+    """Write a mask's work; the host is not asked for anything."""
+    core, _ = _core(mask)
+    if isinstance(room, SlashBuffers):
+        assert isinstance(core, VerticalSlash)
+        vertical, slash = core.tensors()
+        fill_vertical_slash(room, vertical, slash, OUT_OF_RANGE, NOT_ASCENDING)
+    elif isinstance(core, BlockTopK):
+        assert isinstance(room, BlockBuffers)
+        fill_blocks(room, core.tensors()[0], NOT_A_NUMBER)
+    else:
+        assert isinstance(room, DenseRoom)
+        fill_dense(room, _tensors(mask)[0])

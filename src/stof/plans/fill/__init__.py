@@ -1,0 +1,1 @@
+"""Triton kernels that rebuild the tile lists of dynamic plans on the GPU."""

@@ -1,0 +1,296 @@
+"""Triton kernels that write the block-wise kernel's work from block scores, and from dense masks on the device."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from stof.plans.fill.common import (
+    ALL_BITS,
+    ITEM_STRIDE,
+    bits_from,
+    store_columns,
+    store_item,
+    store_poison,
+    store_words,
+)
+
+
+@triton.jit
+@no_type_check
+def select_blocks(
+    scores_ptr,  # [B | 1, H | 1, query blocks, key blocks]
+    chosen_ptr,  # [P, query blocks, k] int32, ascending
+    count_ptr,  # [P, query blocks] int32
+    bad_ptr,  # [P] int32, zero before
+    flags_ptr,  # [P] int32, what was wrong gathered over updates
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_k,
+    mask_heads,
+    query_blocks,
+    key_blocks,
+    k,
+    NAN_BIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,  # key blocks rounded up to a power of two
+):
+    """The k best key blocks of one query block; of equal scores the first."""
+    program = tl.program_id(0)
+    pattern = program // query_blocks
+    query_block = program % query_blocks
+    x = tl.arange(0, BLOCK)
+    at = (pattern // mask_heads).to(tl.int64) * stride_b + (pattern % mask_heads).to(tl.int64) * stride_h
+    at += query_block.to(tl.int64) * stride_q + x * stride_k
+    ok = x < key_blocks
+    score = tl.load(scores_ptr + at, mask=ok, other=float("-inf")).to(tl.float32)
+    is_nan = (score != score).to(tl.int32)
+    if tl.max(is_nan, 0) > 0:
+        tl.atomic_or(bad_ptr + pattern, NAN_BIT)
+        tl.atomic_or(flags_ptr + pattern, NAN_BIT)
+    if CAUSAL:
+        ok = ok & (x <= query_block)
+    ok = ok & (score > float("-inf"))
+    # As unsigned integers, floats order like their values once the negative ones are turned over. Adding 0.0 makes
+    # the two zeros equal.
+    pattern_bits = (score + 0.0).to(tl.int32, bitcast=True)
+    turned = tl.where(pattern_bits < 0, ~pattern_bits, pattern_bits ^ -2147483648)
+    key = tl.where(ok, turned.to(tl.uint32, bitcast=True), 0)
+    # The k-th largest key, bit by bit, until that many are no smaller than what is known of it.
+    limit = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 2**31, tl.uint32)
+    found = tl.sum(ok.to(tl.int32), 0)
+    while (found > k) & (bit != 0):
+        trial = limit | bit
+        count = tl.sum((key >= trial).to(tl.int32), 0)
+        limit = tl.where(count >= k, trial, limit)
+        found = tl.where(count >= k, count, found)
+        bit = bit >> 1
+    above = ok & (key > limit)
+    level = ok & (key == limit)
+    room = k - tl.sum(above.to(tl.int32), 0)
+    taken = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
+    place = tl.cumsum(taken.to(tl.int32), 0) - 1
+    tl.store(chosen_ptr + program.to(tl.int64) * k + place, x, mask=taken)
+    tl.store(count_ptr + program, tl.sum(taken.to(tl.int32), 0))
+
+
+@triton.jit
+@no_type_check
+def block_fill(
+    chosen_ptr,  # [P, query blocks, k] int32
+    count_ptr,  # [P, query blocks] int32
+    bad_ptr,  # [P] int32
+    items_ptr,
+    first_columns_ptr,
+    columns_ptr,
+    bitmap_ptr,
+    bitmaps_ptr,
+    row_blocks,
+    query_blocks,
+    k,
+    slots,  # tiles that a row block has room for: two partial ones, then full ones
+    q_len,
+    kv_len,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COPY: tl.constexpr,  # tiles written at once
+):
+    """Work of one row block from its chosen key blocks."""
+    program = tl.program_id(0)
+    pattern = program // row_blocks
+    row_block = program % row_blocks
+    # Under a causal mask the last row blocks have most to do.
+    place = pattern * row_blocks + (row_blocks - 1 - row_block)
+    if tl.load(bad_ptr + pattern) != 0:
+        store_poison(items_ptr, place, row_block)
+        return
+    PER: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    query_block = pattern * query_blocks + row_block * BLOCK_M // BLOCK_SIZE
+    count = tl.load(count_ptr + query_block) * PER
+    q0 = row_block * BLOCK_M
+    last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
+    partial_begin = program * slots
+    full_begin = partial_begin + 2
+    partial_end, full_end = partial_begin, full_begin
+    for start in range(0, count, COPY):
+        x = start + tl.arange(0, COPY)
+        ok = x < count
+        block = tl.load(chosen_ptr + query_block.to(tl.int64) * k + x // PER, mask=ok, other=0)
+        begin = block * BLOCK_SIZE + (x % PER) * BLOCK_N
+        ok = ok & (begin < kv_len)
+        full = ok & (begin + BLOCK_N <= kv_len)
+        if CAUSAL:
+            ok = ok & (begin <= last_row)
+            full = full & (begin + BLOCK_N - 1 <= q0)
+        partial = ok & ~full
+        tile = tl.where(
+            full,
+            full_end + tl.cumsum(full.to(tl.int32), 0) - 1,
+            partial_end + tl.cumsum(partial.to(tl.int32), 0) - 1,
+        )
+        tl.store(columns_ptr + tile, begin, mask=ok)
+        full_end += tl.sum(full.to(tl.int32), 0)
+        partial_end += tl.sum(partial.to(tl.int32), 0)
+    tl.debug_barrier()
+    n = tl.arange(0, BLOCK_N)
+    for tile in range(partial_begin, partial_end):
+        column = tl.load(columns_ptr + tile) + n
+        from_row = tl.maximum(column - q0, 0) if CAUSAL else tl.zeros_like(column)
+        low, high = bits_from(tl.where(column < kv_len, tl.minimum(from_row, BLOCK_M), BLOCK_M))
+        past_low, past_high = bits_from(tl.zeros_like(column) + (last_row + 1 - q0))
+        own = program * 2 + tile - partial_begin
+        tl.store(bitmap_ptr + tile, own)
+        store_columns(
+            bitmaps_ptr + own.to(tl.int64) * (BLOCK_M * 4), low & (past_low ^ ALL_BITS), high & (past_high ^ ALL_BITS),
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    tl.debug_barrier()
+    store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block,
+                partial_begin, partial_end, full_begin, full_end, 1)  # fmt: skip
+    last_column = tl.minimum(last_row, kv_len - 1) if CAUSAL else kv_len - 1
+    tl.store(items_ptr + place * ITEM_STRIDE + 10, last_column)
+
+
+@triton.jit
+@no_type_check
+def _dense_at(keep_ptr, row, column, stride_q, stride_k, ok, BITS: tl.constexpr):
+    """int32, 1 where a dense mask keeps a score: bytes, or bits of 32 columns to a word."""
+    at = row.to(tl.int64) * stride_q
+    if BITS:
+        word = tl.load(keep_ptr + at + (column >> 5) * stride_k, mask=ok, other=0)
+        return (word >> (column & 31)) & 1
+    return (tl.load(keep_ptr + at + column * stride_k, mask=ok, other=0) != 0).to(tl.int32)
+
+
+@triton.jit
+@no_type_check
+def dense_classes(
+    keep_ptr,  # [B, H, Sq, Skv] bytes, or bits [B, H, Sq, ceil(Skv / 32)] int32
+    classes_ptr,  # [P, row blocks, Skv] int8
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_k,
+    mask_heads,
+    row_blocks,
+    column_blocks,
+    q_len,
+    kv_len,
+    BITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """How many rows of a row block keep each column: 0 none, 1 some, 2 all."""
+    program = tl.program_id(0)
+    row_program = program // column_blocks
+    pattern = row_program // row_blocks
+    row_block = row_program % row_blocks
+    keep_ptr += (pattern // mask_heads).to(tl.int64) * stride_b + (pattern % mask_heads).to(tl.int64) * stride_h
+    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    ok = (row < q_len)[:, None] & (column < kv_len)[None, :]
+    count = tl.sum(_dense_at(keep_ptr, row[:, None], column[None, :], stride_q, stride_k, ok, BITS), 0)
+    rows = tl.minimum(BLOCK_M, q_len - row_block * BLOCK_M)
+    kind = tl.where(count == rows, 2, tl.where(count > 0, 1, 0))
+    at = row_program.to(tl.int64) * kv_len + column
+    tl.store(classes_ptr + at, kind.to(tl.int8), mask=column < kv_len)
+
+
+@triton.jit
+@no_type_check
+def dense_fill(
+    rows_ptr,  # [P, R, 6] int32: place, first tile, partial tiles, first full tile, full tiles, poisoned
+    classes_ptr,  # [P, R, Skv] int8
+    items_ptr,
+    first_columns_ptr,
+    columns_ptr,
+    bitmap_ptr,
+    owner_ptr,  # [T, 2] int32, row block and number of columns of each partial tile
+    row_blocks,
+    kv_len,
+    BLOCK_N: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """Columns of one row block's tiles: those all rows keep fill full tiles, the rest of them join the others."""
+    program = tl.program_id(0)
+    pattern = program // row_blocks
+    row_block = program % row_blocks
+    row_ptr = rows_ptr + program * 6
+    place = pattern * row_blocks + tl.load(row_ptr)
+    if tl.load(row_ptr + 5) != 0:
+        store_poison(items_ptr, place, row_block)
+        return
+    partial_begin = tl.load(row_ptr + 1)
+    n_partial = tl.load(row_ptr + 2)
+    full_begin = tl.load(row_ptr + 3)
+    n_full = tl.load(row_ptr + 4)
+    # Positions in the column list; what is left over of the full columns comes first among the partial ones.
+    partial_at = partial_begin.to(tl.int64) * BLOCK_N
+    full_at = full_begin.to(tl.int64) * BLOCK_N
+    full_room = n_full * BLOCK_N
+    n_all, n_some = 0, 0
+    for start in range(0, kv_len, COPY):
+        column = start + tl.arange(0, COPY)
+        kind = tl.load(classes_ptr + program.to(tl.int64) * kv_len + column, mask=column < kv_len, other=0)
+        all_rows = (kind == 2).to(tl.int32)
+        rank = n_all + tl.cumsum(all_rows, 0) - 1
+        in_full = (all_rows != 0) & (rank < full_room)
+        tl.store(columns_ptr + full_at + rank, column, mask=in_full)
+        other = ((kind != 0) & ~in_full).to(tl.int32)
+        tl.store(columns_ptr + partial_at + n_some + tl.cumsum(other, 0) - 1, column, mask=other != 0)
+        n_all += tl.sum(all_rows, 0)
+        n_some += tl.sum(other, 0)
+    tl.debug_barrier()
+    n = tl.arange(0, BLOCK_N)
+    for i in range(n_partial):
+        x = i * BLOCK_N + n
+        stand_in = tl.load(columns_ptr + partial_at + i * BLOCK_N)
+        # Places past the last column repeat one of the tile, and keep nothing.
+        tl.store(columns_ptr + partial_at + x, tl.zeros([BLOCK_N], tl.int32) + stand_in, mask=x >= n_some)
+        tile = partial_begin + i
+        tl.store(bitmap_ptr + tile, tile)
+        tl.store(owner_ptr + tile * 2, program)
+        tl.store(owner_ptr + tile * 2 + 1, tl.minimum(BLOCK_N, n_some - i * BLOCK_N))
+    tl.debug_barrier()
+    store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block, partial_begin,
+                partial_begin + n_partial, full_begin, full_begin + n_full, BLOCK_N)  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def dense_bitmaps(
+    keep_ptr,  # as for `dense_classes`
+    owner_ptr,  # [T, 2] int32, row block (-1: not a partial tile) and number of columns
+    columns_ptr,
+    bitmaps_ptr,
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_k,
+    mask_heads,
+    row_blocks,
+    q_len,
+    BITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Bits of one partial tile; there is a program for every tile there is room for."""
+    tile = tl.program_id(0)
+    owner = tl.load(owner_ptr + tile * 2)
+    if owner < 0:
+        return
+    count = tl.load(owner_ptr + tile * 2 + 1)
+    pattern = owner // row_blocks
+    keep_ptr += (pattern // mask_heads).to(tl.int64) * stride_b + (pattern % mask_heads).to(tl.int64) * stride_h
+    n = tl.arange(0, BLOCK_N)
+    column = tl.load(columns_ptr + tile.to(tl.int64) * BLOCK_N + n)
+    row = (owner % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ok = (row < q_len)[:, None] & (n < count)[None, :]
+    keep = _dense_at(keep_ptr, row[:, None], column[None, :], stride_q, stride_k, ok, BITS)
+    store_words(bitmaps_ptr + tile.to(tl.int64) * (BLOCK_M * 4), keep, BLOCK_M, BLOCK_N)
