@@ -19,7 +19,7 @@ from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, statistics
 from stof.layout.orders.named import by_remainder
 from stof.layout.orders.search import CLUSTERED
-from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, candidates, choose, failures, select
+from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, candidates, choose, failures, own_layout, select
 from stof.testing import assert_attention, make_inputs
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 
