@@ -29,10 +29,10 @@ from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import bitmaps as bits
 from stof.masks import Mask
 from stof.masks.dynamic import OUT_OF_RANGE, BlockTopK, VerticalSlash
+from stof.plans import buffers as runtime
 from stof.plans.block_topk import block_buffers
 from stof.plans.buffers import OVERFLOW, DynamicSizes, WorkBuffers
 from stof.plans.dynamic import _core, fill_buffers
-from stof.plans.plan import buffers as runtime
 from stof.plans.vertical_slash import vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs

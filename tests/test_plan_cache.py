@@ -17,8 +17,8 @@ from stof import masks
 from stof.errors import MaskError, ShapeError, UnsupportedError
 from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig, build_layout
+from stof.plans import plan as plans
 from stof.plans.plan import Plan, PlanCache
-from stof.plans.plan import plan as plans
 from stof.selection.kernel_choice import KernelChoice
 from stof.testing import assert_attention, make_inputs
 

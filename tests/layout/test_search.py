@@ -16,9 +16,9 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.layout import build_layout, orders, statistics
+from stof.layout.orders import search as searches
 from stof.layout.orders.cluster import cluster_rows
 from stof.layout.orders.named import named_order
-from stof.layout.orders.named import search as searches
 from stof.layout.orders.search import CLUSTERED, GOOD_ENOUGH, RowOrders, column_order, computed, find_order
 from stof.masks import Mask
 from stof.masks.index import Index

@@ -18,7 +18,7 @@ from stof import LayoutConfig, masks
 from stof.errors import TooLargeError
 from stof.kernels.cpu import make_schedule
 from stof.layout import build_layout
-from stof.layout.build.build import strips
+from stof.layout.build import strips
 from stof.layout.limits import available_bytes
 from stof.masks.index import Index
 from stof.masks.rules import Documents

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from stof import LayoutConfig, masks
 from stof.errors import MaskFunctionError
 from stof.layout import Layout, build_layout
-from stof.layout.build.build import closed_form as tiles
-from stof.layout.build.build import strips
+from stof.layout.build import closed_form as tiles
+from stof.layout.build import strips
 from stof.layout.survey import survey
 from stof.masks import Mask
 from tests.strategies import dense_masks, mask_trees

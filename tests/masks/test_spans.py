@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.layout import build_layout
-from stof.layout.build.build import strips
+from stof.layout.build import strips
 from stof.layout.survey import survey
 from stof.masks import Mask
 from tests.strategies import mask_trees

@@ -17,8 +17,8 @@ from stof.errors import KernelError, UnsupportedError
 from stof.layout import build_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
+from stof.plans import plan as plans
 from stof.plans.plan import Plan
-from stof.plans.plan import plan as plans
 from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, MaskGeometry, failures, select
 from stof.selection.implementations import Options
 from stof.testing import make_inputs, oracle_attention
