@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.cli.fusion import gpu
+from stof.cli.common import integers, names
 
 if TYPE_CHECKING:
     import torch
@@ -149,12 +150,18 @@ def search(
         Path | None,
         typer.Option(help="Search times that this command wrote again; nothing is measured."),
     ] = None,
+    sampling: Annotated[
+        str, typer.Option(help="How stage 2 divides its draws among segments: some of none, even and reward.")
+    ] = "reward even none",
+    shares: Annotated[
+        str, typer.Option(help="Budgets of the searches, as percentages of the exhaustive one's measurements.")
+    ] = "10 20",
 ) -> None:
     """Compare the searches for a fusion scheme on one layer, after measuring all there is to measure."""
     from rich.console import Console
 
     from benchmarks.fusion.layer import layer_shape
-    from benchmarks.fusion.search_ablation import compare, layer_graph, measured, read_table
+    from benchmarks.fusion.search_ablation import NAMES, compare, layer_graph, measured, read_table
     from benchmarks.results_io import provenance, write_json
     from stof.errors import ArgumentError
     from stof.fusion.measure.async_compile import WorkerPool
@@ -163,6 +170,8 @@ def search(
     from stof.tuning.machine import device_name
 
     console = Console(width=100)
+    samplings = [one for one in NAMES if one in names("--sampling", sampling, NAMES)]
+    budgets = [percent / 100 for percent in integers("--shares", shares)]
     if replay is not None:
         content, table = read_table(replay)
     else:
@@ -180,7 +189,7 @@ def search(
             return
         case, table = f"{model} layer {batch} x {length} on {device_name(device)}, {dtype}", found
         content = {"meta": provenance(device), "case": case, "table": table.to_json()}
-    rows = compare(table)
+    rows = compare(table, shares=budgets, samplings=samplings)
     if output is not None:
         write_json(output, content | {"rows": [asdict(row) for row in rows]})
     console.print(_searches(rows, content["case"]))

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -26,13 +27,15 @@ from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.baselines import exhaustive, random_search
 from stof.fusion.planner.graph_space import AsyncCompiler, GraphSpace, MatchTimer, kind_of
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
-from stof.fusion.planner.two_stage_search import SearchResult, search_result, stage_one, two_stage
+from stof.fusion.planner.two_stage_search import Sampling, SearchResult, two_stage
 from stof.fusion.records.store import Candidate, Records, SegmentTimes, Store, segment_key
 from stof.runtime.files import read_json
 
 # Of the exhaustive search's measurements, what the others may take.
 SHARES = (0.1, 0.2)
 SEEDS = 20
+# Names of the two-stage search in rows, by the sampling of its second stage.
+NAMES: dict[Sampling, str] = {"reward": "two stages", "even": "two stages, even", "none": "stage 1 alone"}
 
 
 class Closing(AsyncCompiler, Protocol):
@@ -252,10 +255,13 @@ def read_table(path: Path) -> tuple[dict[str, Any], Table]:
         ) from None
 
 
-def compare(table: Table, seeds: int = SEEDS, shares: Sequence[float] = SHARES) -> list[Row]:
+def compare(
+    table: Table, seeds: int = SEEDS, shares: Sequence[float] = SHARES, samplings: Sequence[Sampling] = tuple(NAMES)
+) -> list[Row]:
     """Every search on what was measured: the exhaustive one, then the others with each share of its measurements.
 
-    All start with every operator by itself. Means are over `seeds` of those searches that draw.
+    All start with every operator by itself. Means are over `seeds` of those searches that draw. The two stages run
+    with each of `samplings` in stage 2; with "none", stage 1 is alone.
     """
     space = table.space
     best = exhaustive(space, MeasurementCache(space))
@@ -264,18 +270,21 @@ def compare(table: Table, seeds: int = SEEDS, shares: Sequence[float] = SHARES) 
     rows = [Row("exhaustive", 1.0, us, us, us, steps, steps)]
     for share in shares:
         limit = int(share * steps)
-
-        def drawn(meter: MeasurementCache, seed: int, schemes: int = 100 * limit) -> SearchResult:
-            return random_search(space, meter, schemes=schemes, seed=seed)
-
         searches: dict[str, Callable[[MeasurementCache, int], SearchResult]] = {
-            "two stages": lambda meter, seed: two_stage(space, meter, start, seed=seed),
-            "stage 1 alone": lambda meter, seed: search_result(meter, stage_one(space, meter, start)),
-            "random": drawn,
+            NAMES[one]: partial(_two_stages, start=start, sampling=one) for one in samplings
         }
+        searches["random"] = partial(_random, schemes=100 * limit)
         for name, search in searches.items():
             found = [search(MeasurementCache(space, Budget(measurements=limit)), seed) for seed in range(seeds)]
             saved = [one.saved_us for one in found]
             taken = round(fmean(one.measurements for one in found))
             rows.append(Row(name, share, fmean(saved), min(saved), us, taken, steps))
     return rows
+
+
+def _two_stages(meter: MeasurementCache, seed: int, *, start: Scheme, sampling: Sampling) -> SearchResult:
+    return two_stage(meter.space, meter, start, seed=seed, sampling=sampling)
+
+
+def _random(meter: MeasurementCache, seed: int, *, schemes: int) -> SearchResult:
+    return random_search(meter.space, meter, schemes=schemes, seed=seed)

@@ -95,13 +95,16 @@ def test_searches_see_the_same_times() -> None:
     ]
     table = Table((True, False, True), ("0", "1", "2"), 3, tuple(segments))
     rows = compare(table, seeds=4, shares=(0.2, 1.0))
-    assert [row.search for row in rows] == ["exhaustive", *["two stages", "stage 1 alone", "random"] * 2]
+    names = ["two stages", "two stages, even", "stage 1 alone", "random"]
+    assert [row.search for row in rows] == ["exhaustive", *names * 2]
     best = rows[0]
     assert (best.saved_us, best.measurements) == (21.0, 82)
     for row in rows[1:]:
         assert row.measurements <= row.share * 82
         assert row.worst_us <= row.saved_us <= row.best_us == 21.0
-    assert rows[1].saved_us >= rows[2].saved_us
+    assert rows[1].saved_us >= rows[3].saved_us
+    assert rows[2].saved_us >= rows[3].saved_us
+    assert [row.search for row in compare(table, 1, (0.2,), ("even",))] == ["exhaustive", "two stages, even", "random"]
     assert compare(table, seeds=4, shares=(0.2, 1.0)) == rows
 
 
@@ -118,6 +121,7 @@ def test_measured_times_searched_again(tmp_path: Path) -> None:
         assert two["measurements"] <= share * best["measurements"]
         assert one["saved_us"] < two["saved_us"] <= best["saved_us"]
         assert drawn["saved_us"] < 0.8 * two["saved_us"]
+        assert one["saved_us"] < rows["two stages, even", share]["saved_us"] <= best["saved_us"]
     assert rows["two stages", 0.2]["saved_us"] > 0.9 * best["saved_us"]
 
 

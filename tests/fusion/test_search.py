@@ -213,6 +213,22 @@ def test_more_is_drawn_where_more_was_gained() -> None:
     assert drawn["Cg"] > 3 * drawn["Dr"]
 
 
+def test_even_sampling_draws_as_many_for_each_segment_and_none_draws_nothing() -> None:
+    gaining = {"": 18.0} | {f"{i:03}": 18.0 - 0.01 * i for i in range(200)}
+    tabled = Tabled("CgDr", {"Cg": gaining, "Dr": dict.fromkeys(gaining, 18.0)})
+    scheme = Scheme.from_bits("0011")
+
+    def drawn(meter: MeasurementCache) -> list[int]:
+        return [len(meter.measured(start, start + 2)) for start in (0, 2)]
+
+    even = MeasurementCache(tabled.space, Budget(measurements=2 * 2 + 9 * 8))
+    stage_two(tabled.space, even, scheme, patience=99, sampling="even")
+    assert drawn(even) == [2 + 9 * 4] * 2
+    none = MeasurementCache(tabled.space, Budget(measurements=80))
+    two_stage(tabled.space, none, scheme, sampling="none")
+    assert drawn(none) == [2, 2]
+
+
 def test_nothing_gained_for_two_rounds_ends_the_second_stage() -> None:
     tabled = Tabled("Cg", {"Cg": {"": 18.0} | {str(i): 19.0 for i in range(100)}})
     meter = MeasurementCache(tabled.space)

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import Literal
 
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.search_space import MeasurementCache, Space
@@ -18,6 +19,8 @@ from stof.fusion.records.store import Candidate
 
 # What tuning is hoped to leave of a default configuration's time: stage 1 keeps segments whose template loses by less.
 TUNED_FRACTION = 0.8
+# How stage 2 divides its draws among segments: no draws at all, as many for each, or in proportion to recent gains.
+Sampling = Literal["none", "even", "reward"]
 
 
 @dataclass(frozen=True)
@@ -31,16 +34,24 @@ class SearchResult:
 
 
 def two_stage(
-    space: Space, meter: MeasurementCache, initial: Scheme, *, per_segment: int = 4, seed: int = 0
+    space: Space,
+    meter: MeasurementCache,
+    initial: Scheme,
+    *,
+    per_segment: int = 4,
+    seed: int = 0,
+    sampling: Sampling = "reward",
 ) -> SearchResult:
-    """Stage 1 from `initial`, then stage 2 on what it found.
+    """Stage 1 from `initial`, then stage 2 on what it found, unless `sampling` is "none".
 
     After each stage the segments measured so far are put together in the best way, which costs no measurement: moves of
     single boundaries cannot cross a valley, and configurations found late may reverse a choice made early.
     """
     meter.prepare((start, stop, space.candidates(start, stop)[:1]) for start, stop in _covered(space))
     stage_one(space, meter, initial, tuned_fraction=TUNED_FRACTION)
-    stage_two(space, meter, best_known_scheme(meter, tuned_fraction=TUNED_FRACTION), per_segment=per_segment, seed=seed)
+    if sampling != "none":
+        scheme = best_known_scheme(meter, tuned_fraction=TUNED_FRACTION)
+        stage_two(space, meter, scheme, per_segment=per_segment, seed=seed, sampling=sampling)
     return search_result(meter, best_known_scheme(meter))
 
 
@@ -150,15 +161,22 @@ def _compete(space: Space, scheme: Scheme, starts: set[Hashable]) -> Iterator[se
 
 
 def stage_two(
-    space: Space, meter: MeasurementCache, scheme: Scheme, *, per_segment: int = 4, seed: int = 0, patience: int = 2
+    space: Space,
+    meter: MeasurementCache,
+    scheme: Scheme,
+    *,
+    per_segment: int = 4,
+    seed: int = 0,
+    patience: int = 2,
+    sampling: Sampling = "reward",
 ) -> None:
     """Sample configurations of the scheme's segments into the meter.
 
-    A round draws `per_segment` times the number of segments, the first round evenly, later ones in proportion to what
-    each segment gained in the round before (times how often it occurs). One of each kind is drawn before the second of
-    any, and what is fastest in one segment so far before all else in the others: GEMMs of a model are alike. Ends
-    when nothing is left, when the budget is spent, or after `patience` rounds without a gain. Segments in
-    `meter.searched` are left as they are; those that were sampled to the end join them.
+    A round draws `per_segment` times the number of segments, the first round evenly. If `sampling` is "reward", later
+    rounds draw in proportion to what each segment gained in the round before (times how often it occurs). One of each
+    kind is drawn before the second of any, and what is fastest in one segment so far before all else in the others:
+    GEMMs of a model are alike. Ends when nothing is left, when the budget is spent, or after `patience` rounds without
+    a gain. Segments in `meter.searched` are left as they are; those that were sampled to the end join them.
     """
     chance = random.Random(seed)
     groups: dict[Hashable, range] = {}
@@ -184,7 +202,10 @@ def stage_two(
             meter.measure(segment.start, segment.stop, left[key][:count])
             if not meter.untried(segment.start, segment.stop):
                 del groups[key]
-        reward = {k: often[k] * (meter.gain(s.start, s.stop) - before[k]) for k, s in groups.items()}
+        if sampling == "reward":
+            reward = {k: often[k] * (meter.gain(s.start, s.stop) - before[k]) for k, s in groups.items()}
+        else:
+            reward = dict.fromkeys(groups, 1.0)
         gained = any(meter.gain(s.start, s.stop) > before[k] for k, s in groups.items())
         idle = 0 if gained else idle + 1
     if not meter.exhausted:
