@@ -229,8 +229,7 @@ def test_shared_columns(name: str, dtype: torch.dtype) -> None:
 
 def test_the_shared_path_is_taken() -> None:
     """Guards the test above: its masks do reach the merging step."""
-    from stof.kernels.cpu.grouping import MERGE
-    from stof.kernels.cpu.schedule import make_schedule
+    from stof.kernels.cpu.schedule import MERGE, make_schedule
 
     for name in ("full", "prefix", "scattered"):
         layout = stof.plan(SHARED[name], 1100, 1230).layout

@@ -23,9 +23,9 @@ from stof.errors import (
     ShapeError,
     UnsupportedError,
 )
+from stof.kernels.config import KernelConfig
 from stof.kernels.torch.reference import reference_attention
 from stof.kernels.triton.block_wise import block_wise_attention
-from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import bitmaps as bits
 from stof.masks import Mask
 from stof.masks.dynamic import OUT_OF_RANGE, BlockTopK, VerticalSlash
@@ -208,7 +208,7 @@ def test_attention(kind: str) -> None:
 
 def run(room: WorkBuffers, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5
-    return block_wise_attention(q, k, v, room.work, BlockWiseConfig(), scale=scale, softcap=0.0, bias=bias, sinks=None)
+    return block_wise_attention(q, k, v, room.work, KernelConfig(), scale=scale, softcap=0.0, bias=bias, sinks=None)
 
 
 @pytest.mark.parametrize(("kind", "length"), [*((kind, 90) for kind in KINDS), ("block_topk", 96)])

@@ -13,8 +13,8 @@ import stof
 from stof import masks
 from stof.attention import masked_attention_op
 from stof.errors import ArgumentError, DeviceError, DtypeError, KernelError, ShapeError, UnsupportedError
+from stof.kernels.config import BoundCall
 from stof.kernels.quantization import FP8, Scales
-from stof.kernels.triton.work import BoundCall
 from stof.selection import IMPLEMENTATIONS, Candidate, KernelChoice, candidates, choose, failures
 from stof.selection.cost_model import load_model
 from stof.selection.implementations import Options

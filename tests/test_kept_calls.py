@@ -15,9 +15,9 @@ from torch import Tensor
 
 import stof
 from stof import masks
+from stof.kernels.config import BoundCall
 from stof.kernels.quantization import FP8, widened
 from stof.kernels.torch.reference import reference_attention
-from stof.kernels.triton.work import BoundCall
 from stof.selection import IMPLEMENTATIONS, Capabilities
 from stof.selection.implementations import Options
 from stof.testing import assert_attention, make_inputs, oracle_attention

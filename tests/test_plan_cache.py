@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stof
 from stof import masks
 from stof.errors import MaskError, ShapeError, UnsupportedError
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.config import KernelConfig
 from stof.layout import LayoutConfig, build_layout
 from stof.plans import plan as plans
 from stof.plans.plan import Plan, PlanCache
@@ -221,14 +221,14 @@ def test_a_plan_that_was_called_is_pickled_and_copied() -> None:
 @pytest.mark.parametrize(
     ("implementation", "layout", "kernel"),
     [
-        ("hopper", LayoutConfig(64, 64, 16), BlockWiseConfig(4, 3, split_tiles=4)),
-        ("hopper", LayoutConfig(128, 128, None), BlockWiseConfig(8, 2)),
-        ("hopper", LayoutConfig(64, 64, None), BlockWiseConfig(4, 5, paired=True)),
-        ("block_wise", LayoutConfig(64, 64, 1), BlockWiseConfig(4, 2, split_tiles=2)),
+        ("hopper", LayoutConfig(64, 64, 16), KernelConfig(4, 3, split_tiles=4)),
+        ("hopper", LayoutConfig(128, 128, None), KernelConfig(8, 2)),
+        ("hopper", LayoutConfig(64, 64, None), KernelConfig(4, 5, paired=True)),
+        ("block_wise", LayoutConfig(64, 64, 1), KernelConfig(4, 2, split_tiles=2)),
     ],
     ids=str,
 )
-def test_lists_of_jobs_are_made_on_the_host(implementation: str, layout: LayoutConfig, kernel: BlockWiseConfig) -> None:
+def test_lists_of_jobs_are_made_on_the_host(implementation: str, layout: LayoutConfig, kernel: KernelConfig) -> None:
     """Also where another device is the default one, as `torch.set_default_device("cuda")` makes it."""
     built = build_layout(masks.longformer(80, 3), 1000, 1000, layout)
     choice = KernelChoice(implementation, None, None, kernel)

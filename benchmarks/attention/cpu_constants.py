@@ -17,7 +17,7 @@ import stof
 from benchmarks.attention.run import run_attention
 from benchmarks.cli.attention import results_table
 from benchmarks.peers import PEERS, Call, Peer
-from stof.kernels.cpu import grouping, schedule
+from stof.kernels.cpu import schedule
 from stof.testing.attention_check import AttentionProblem
 from stof.testing.mask_grid import Shape, grid_mask
 from stof.tuning.machine import device_name
@@ -46,18 +46,17 @@ RACES: dict[str, Choices] = {
 def prepare(choice: dict[str, Any], problem: AttentionProblem) -> Call:
     """A plan made with the choice in force; constants are put back at once."""
     constants = {name: value for name, value in choice.items() if name != "block_m"}
-    owners = {name: grouping if hasattr(grouping, name) else schedule for name in constants}
-    before = {name: getattr(owner, name) for name, owner in owners.items()}
+    before = {name: getattr(schedule, name) for name in constants}
     config = stof.LayoutConfig(choice["block_m"], 64, 1)
     stof.plan_cache.clear()
     try:
         for name, value in constants.items():
-            setattr(owners[name], name, value)
+            setattr(schedule, name, value)
         length = problem.shape.q_len
         plan = stof.plan(problem.grid_mask.mask(length), length, device=CPU, config=config)
     finally:
         for name, value in before.items():
-            setattr(owners[name], name, value)
+            setattr(schedule, name, value)
     return lambda: stof.attention(problem.q, problem.k, problem.v, plan)
 
 

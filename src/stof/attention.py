@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError, UnsupportedError
-from stof.kernels.hopper.tile_lists import may_be_tma_readable, tma_readable, unbroadcast
+from stof.kernels.config import BoundCall
 from stof.kernels.quantization import Scales, wide_dtype, widened
-from stof.kernels.triton.work import BoundCall
+from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.base import numbered_mask

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnsupportedError
-from stof.kernels.cpu.attention import empty_output
+from stof.kernels.common import empty_output
 from stof.selection.implementations import IMPLEMENTATIONS
 
 # Names of the two operators; see `stof.attention`.

@@ -13,7 +13,7 @@ from stof import masks
 from stof.calibration import least_squares as fit
 from stof.calibration import measure as selector
 from stof.calibration.constant_refinement import FACTORS, LEAST_GAIN, polish
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.config import KernelConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import survey
 from stof.selection.cost_model import DeviceModel, KernelTimes, kernel_key
@@ -21,7 +21,7 @@ from stof.selection.kernel_choice import KernelChoice
 from stof.testing.mask_grid import Shape
 
 LAYOUTS = [LayoutConfig(64, 64), LayoutConfig(128, 128), LayoutConfig(64, 32)]
-CHOICES = [KernelChoice("block_wise", layout, None, BlockWiseConfig(4, 3)) for layout in LAYOUTS]
+CHOICES = [KernelChoice("block_wise", layout, None, KernelConfig(4, 3)) for layout in LAYOUTS]
 LENGTHS = (512, 1024, 2048)
 
 

@@ -13,7 +13,7 @@ from stof import LayoutConfig, attention, masks
 from stof.calibration import least_squares as fit
 from stof.calibration import measure as selector
 from stof.cli.tune_device import tune_device
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.config import KernelConfig
 from stof.layout.survey import survey
 from stof.selection import KernelChoice
 from stof.selection.cost_model import DeviceModel, KernelTimes, estimate, kernel_key
@@ -28,7 +28,7 @@ MASKS = {
     "strided": masks.strided(64, 64, 8),
 }
 LAYOUT = LayoutConfig(64, 64)
-CHOICES = [KernelChoice("block_wise", LAYOUT, None, BlockWiseConfig(4, 3, 128, split_tiles=split)) for split in (0, 8)]
+CHOICES = [KernelChoice("block_wise", LAYOUT, None, KernelConfig(4, 3, 128, split_tiles=split)) for split in (0, 8)]
 TRUTH = KernelTimes(item=5.0, partial=1.5, full=0.8, merge=2.5, collect=0.3, solo=0.5)
 
 

@@ -12,7 +12,7 @@ import stof
 from stof import masks
 from stof.fusion.graph.nodes import argument, op_name
 from stof.fusion.passes import attention_bias_layout
-from stof.kernels.hopper.tile_lists import has_aligned_rows
+from stof.kernels.tma_bias import has_aligned_rows
 from tests.fusion.graphs import capture, fuse
 
 

@@ -56,9 +56,9 @@ def run_case(case: Case, device: str) -> Outcome:
         space |= {"in_another_process": in_another_process, "encoded": encoded, "kernel": kernel}
         space["kept"] = None if case.keep is None else torch.from_numpy(np.array(case.keep)).to(device)
         if case.entry == "kernel":
-            from stof.kernels.triton.work import BlockWiseConfig
+            from stof.kernels.config import KernelConfig
 
-            space["BlockWiseConfig"] = BlockWiseConfig
+            space["KernelConfig"] = KernelConfig
         try:
             exec("\n".join(case.lines), space)
         except StofError as error:
@@ -139,6 +139,6 @@ def _needed(case: Case) -> list[str]:
         for name in ("in_another_process", "encoded", "kernel")
         if f"{name}(" in text
     ]
-    if "BlockWiseConfig" in text:
-        lines.append("from stof.kernels.triton.work import BlockWiseConfig")
+    if "KernelConfig" in text:
+        lines.append("from stof.kernels.triton.work_list import KernelConfig")
     return lines + ["path = '/tmp/stof-fuzz-file'"] * ("path)" in text)

@@ -17,8 +17,8 @@ from torch import Tensor
 import stof
 from stof import LayoutConfig, masks
 from stof.errors import UnsupportedError
-from stof.kernels.hopper.tile_lists import padded_width
-from stof.kernels.triton.work import BlockWiseConfig, BoundCall
+from stof.kernels.config import BoundCall, KernelConfig
+from stof.kernels.hopper.config import padded_width
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.masks import Mask
@@ -91,7 +91,7 @@ def bound(
     """The kernel on a layout of the test's choice, row blocks split or not."""
     hopper, tile = IMPLEMENTATIONS["hopper"], (layout.config.block_m, layout.config.block_n)
     stages = (STAGES if options.get("bias") is None else BIAS_STAGES)[padded_width(q.shape[3])][tile]
-    tensors, sizes = hopper.prepare(layout, BlockWiseConfig(4, stages, split_tiles=split_tiles, side=side))
+    tensors, sizes = hopper.prepare(layout, KernelConfig(4, stages, split_tiles=split_tiles, side=side))
     given = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "bias": None, "sinks": None, **options}
     return hopper.bound(q, k, v, tensors, sizes, Options(**given))
 

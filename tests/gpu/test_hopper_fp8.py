@@ -14,8 +14,8 @@ from torch import Tensor
 
 import stof
 from stof import LayoutConfig, masks
+from stof.kernels.config import KernelConfig
 from stof.kernels.quantization import Scales
-from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
@@ -97,7 +97,7 @@ def check_layout(
     fp8, (q, k, v) = IMPLEMENTATIONS["hopper_fp8"], qkv
     sizes: dict[str, Any] = {"batch": q.shape[0], "heads": q.shape[1], "device": "cuda"}
     layout = build_layout(mask, q.shape[2], k.shape[2], config, **sizes)
-    kernel = BlockWiseConfig(4, FP8_STAGES, split_tiles=split_tiles, side=side)
+    kernel = KernelConfig(4, FP8_STAGES, split_tiles=split_tiles, side=side)
     given = {"scale": 128**-0.5, "softcap": 0.0, "bias": None, "sinks": None, **options}
     tensors, integers = fp8.prepare(layout, kernel)
     call = fp8.bound(q, k, v, tensors, integers, Options(**given, scales=scales))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stof import masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.triton.work import BlockWiseConfig, BoundCall
+from stof.kernels.config import BoundCall, KernelConfig
 from stof.layout import Layout
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS
@@ -34,7 +34,7 @@ TILE = (64, 64)
 
 def bound(layout: Layout, q: Tensor, k: Tensor, v: Tensor, side: int = 0) -> BoundCall:
     hopper = IMPLEMENTATIONS["hopper"]
-    config = BlockWiseConfig(4, _PAIRED_STAGES, side=side, paired=True)
+    config = KernelConfig(4, _PAIRED_STAGES, side=side, paired=True)
     tensors, sizes = hopper.prepare(layout, config)
     return hopper.bound(q, k, v, tensors, sizes, Options(q.shape[3] ** -0.5, 0.0, None, None))
 

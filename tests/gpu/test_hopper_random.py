@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import stof
-from stof.kernels.hopper.tile_lists import padded_width
+from stof.kernels.hopper.config import padded_width
 from stof.masks.tensors import as_mask
 from stof.testing import assert_attention
 from tests.gpu.test_hopper import (

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from stof import LayoutConfig, masks
-from stof.kernels.hopper.tile_lists import blocks_per_sm, make_tile_lists
+from stof.kernels.hopper.config import blocks_per_sm
+from stof.kernels.hopper.tile_lists import make_tile_lists
 from stof.kernels.hopper.tile_scheduler import chunk_slots, skips_empty_groups, work_list
 from stof.layout import Layout, build_layout
 from stof.masks import Mask

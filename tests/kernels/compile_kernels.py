@@ -23,13 +23,14 @@ import triton
 
 import stof
 from stof.kernels.hopper import forward as hopper
+from stof.kernels.hopper.config import blocks_per_sm
 from stof.kernels.hopper.fp8 import forward as fp8_forward
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
-from stof.kernels.hopper.tile_lists import RANGE_FIELDS, blocks_per_sm, make_fp8_lists, make_tile_lists
+from stof.kernels.hopper.tile_lists import RANGE_FIELDS, make_fp8_lists, make_tile_lists
 from stof.kernels.quantization import FP8
 from stof.kernels.triton import block_wise as triton_attention
 from stof.kernels.triton import row_wise
-from stof.kernels.triton.work import make_work
+from stof.kernels.triton.work_list import make_work
 from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.orders.named import named_order
 from stof.layout.survey import Survey

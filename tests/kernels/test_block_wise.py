@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import LayoutConfig, masks
+from stof.kernels.config import KernelConfig
 from stof.kernels.triton import block_wise as triton_attention
 from stof.kernels.triton import block_wise_kernel
 from stof.kernels.triton.block_wise import block_wise_attention
-from stof.kernels.triton.work import BlockWiseConfig, make_work
+from stof.kernels.triton.work_list import make_work
 from stof.layout import Layout, build_layout
 from stof.masks.tensors import as_mask
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs, spread
@@ -25,7 +26,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 20, 64, 80, 96, 128, 192, 256)
-DEFAULT = BlockWiseConfig()
+DEFAULT = KernelConfig()
 KV_LENGTHS = (1, 3, 17, 63, 64, 65, 127, 150, 300) + ((1000, 4099) if ON_GPU else ())
 
 pytestmark = [
@@ -45,7 +46,7 @@ def layout_of(
 
 
 def run(
-    inputs: tuple[Tensor, Tensor, Tensor], layout: Layout, config: BlockWiseConfig, **options: Any
+    inputs: tuple[Tensor, Tensor, Tensor], layout: Layout, config: KernelConfig, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """The kernel on prepared work; options as for `stof.attention`, on any device."""
     q, k, v = (x.to(DEVICE) for x in inputs)
@@ -57,7 +58,7 @@ def run(
 def check(
     inputs: tuple[Tensor, Tensor, Tensor],
     layout: Layout,
-    config: BlockWiseConfig = DEFAULT,
+    config: KernelConfig = DEFAULT,
     keep: Tensor | None = None,
     factor: float = 2.0,
     **options: Any,
@@ -85,8 +86,8 @@ def geometries(draw: st.DrawFn) -> LayoutConfig:
 
 
 @st.composite
-def kernel_configs(draw: st.DrawFn) -> BlockWiseConfig:
-    return BlockWiseConfig(
+def kernel_configs(draw: st.DrawFn) -> KernelConfig:
+    return KernelConfig(
         num_warps=draw(st.sampled_from([2, 4, 8] if ON_GPU else [4])),
         num_stages=draw(st.integers(2, 3)),
         pack=draw(st.booleans()),
@@ -119,9 +120,7 @@ def options(draw: st.DrawFn, every: tuple[int, ...], dtype: torch.dtype, head_di
 
 @given(data=st.data(), geometry=geometries(), config=kernel_configs(), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=400 if ON_GPU else 60)
-def test_against_float64(
-    data: st.DataObject, geometry: LayoutConfig, config: BlockWiseConfig, dtype: torch.dtype
-) -> None:
+def test_against_float64(data: st.DataObject, geometry: LayoutConfig, config: KernelConfig, dtype: torch.dtype) -> None:
     rows = geometry.block_m
     q_len = data.draw(st.sampled_from([1, rows, rows + 1, max(1, 2 * rows - 1)]))
     if ON_GPU:
@@ -191,16 +190,16 @@ def test_several_patterns(slab: int | None) -> None:
     layout = layout_of(keep, 40, 200, LayoutConfig(16, 32, slab), 2, 4)
     assert layout.patterns == 7
     for split, side in ((0, 0), (0, 3), (2, 0), (2, 3)):
-        check(inputs.qkv, layout, BlockWiseConfig(split_tiles=split, side=side), keep)
+        check(inputs.qkv, layout, KernelConfig(split_tiles=split, side=side), keep)
     one_batch_entry = layout_of(keep[:1], 40, 200, LayoutConfig(16, 32, slab), 2, 4)
-    check(inputs.qkv, one_batch_entry, BlockWiseConfig(split_tiles=2), keep[:1])
+    check(inputs.qkv, one_batch_entry, KernelConfig(split_tiles=2), keep[:1])
     one_head = layout_of(keep[:, 1:2], 40, 200, LayoutConfig(8, 32, slab), 2, 4)
     for pack in (False, True):
-        check(inputs.qkv, one_head, BlockWiseConfig(split_tiles=1, pack=pack), keep[:, 1:2])
+        check(inputs.qkv, one_head, KernelConfig(split_tiles=1, pack=pack), keep[:, 1:2])
 
 
-@pytest.mark.parametrize("config", [BlockWiseConfig(), BlockWiseConfig(split_tiles=1)], ids=str)
-def test_rows_that_keep_nothing(config: BlockWiseConfig) -> None:
+@pytest.mark.parametrize("config", [KernelConfig(), KernelConfig(split_tiles=1)], ids=str)
+def test_rows_that_keep_nothing(config: KernelConfig) -> None:
     inputs = make_inputs(heads=2, q_len=20, kv_len=70, head_dim=16)
     sinks = torch.tensor([3.0, -torch.inf])
     nothing = layout_of(~masks.full(), 20, 70, LayoutConfig(16, 16))
@@ -223,7 +222,7 @@ def test_a_bias_that_drops_whole_tiles(split_tiles: int) -> None:
     bias[:, :, 15] = -torch.inf
     for mask in (masks.full(), masks.causal() | masks.sink_tokens(16)):
         layout = layout_of(mask, 16, 64, LayoutConfig(16, 16))
-        check(inputs.qkv, layout, BlockWiseConfig(split_tiles=split_tiles), bias=bias, sinks=torch.randn(1))
+        check(inputs.qkv, layout, KernelConfig(split_tiles=split_tiles), bias=bias, sinks=torch.randn(1))
 
 
 def among_nan(*shape: int, before: int = 0, after: int = 0, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -254,7 +253,7 @@ def test_biases_among_nan(slab: int | str | None, kv_len: int, before: int, afte
     layout = some_layout(1 if isinstance(slab, str) else slab, kv_len, order)
     for shape, dtype in (((1, 2, 40, kv_len), torch.float16), ((2, 1, 1, kv_len), torch.float32)):
         bias = among_nan(*shape, before=before, after=after, dtype=dtype)
-        check(inputs.qkv, layout, BlockWiseConfig(split_tiles=2), bias=bias)
+        check(inputs.qkv, layout, KernelConfig(split_tiles=2), bias=bias)
 
 
 @pytest.mark.parametrize("slab", [None, 8])
@@ -327,7 +326,7 @@ def test_keys_nobody_keeps_are_not_read(slab: int | None, bad: float, modified: 
     k, v = (x.masked_fill(unseen[:, None], bad) for x in (inputs.k, inputs.v))
     if modified:
         spoilt = {"bias": given["bias"].masked_fill(unseen, bad)}
-    config = BlockWiseConfig(split_tiles=4)
+    config = KernelConfig(split_tiles=4)
     clean = check(inputs.qkv, layout, config, keep, **given)
     assert equal(clean, run((inputs.q, k, v), layout, config, **(spoilt if modified else {})))
 
@@ -355,7 +354,7 @@ def test_memory_orders(memory: str) -> None:
     out, _ = check(inputs.qkv, layout)
     assert out.stride() == torch.empty_like(inputs.q).stride()
     bias = spread(torch.randn(2, 2, 17, 33), memory)
-    check(inputs.qkv, layout, BlockWiseConfig(split_tiles=1), bias=bias)
+    check(inputs.qkv, layout, KernelConfig(split_tiles=1), bias=bias)
 
 
 @pytest.mark.parametrize(("q_len", "group"), [(1, 1), (1, 4), (2, 3), (5, 8), (16, 2)])
@@ -368,15 +367,15 @@ def test_decoding(q_len: int, group: int) -> None:
     rows = 1 << (q_len - 1).bit_length()
     layout = layout_of(mask, q_len, kv_len, LayoutConfig(rows, 64, 1), 2, 2 * group)
     for pack in (False, True):
-        check(inputs.qkv, layout, BlockWiseConfig(pack=pack, split_tiles=3), sinks=torch.randn(2 * group))
+        check(inputs.qkv, layout, KernelConfig(pack=pack, split_tiles=3), sinks=torch.randn(2 * group))
 
 
 def test_what_is_computed_does_not_depend_on_how() -> None:
     """Order of items, side and packing move work about; equal sums in equal order give equal bits."""
     inputs = make_inputs(heads=4, kv_heads=2, q_len=40, kv_len=120, head_dim=16, dtype=torch.float16)
     layout = layout_of(masks.longformer(9, 5), 40, 120, LayoutConfig(16, 16, 1))
-    first = check(inputs.qkv, layout, BlockWiseConfig(split_tiles=2))
-    for config in (BlockWiseConfig(split_tiles=2, side=3), BlockWiseConfig(split_tiles=2, num_stages=2)):
+    first = check(inputs.qkv, layout, KernelConfig(split_tiles=2))
+    for config in (KernelConfig(split_tiles=2, side=3), KernelConfig(split_tiles=2, num_stages=2)):
         assert equal(first, run(inputs.qkv, layout, config))
 
 
@@ -395,7 +394,7 @@ def test_scores_far_apart(split_tiles: int) -> None:
     inputs = make_inputs(heads=1, q_len=16, kv_len=40, head_dim=16)
     layout = layout_of(masks.full() & ~masks.sliding_window(0, 0), 16, 40, LayoutConfig(16, 16))
     for scale in (1e4, -1e4):
-        check(inputs.qkv, layout, BlockWiseConfig(split_tiles=split_tiles), scale=scale)
+        check(inputs.qkv, layout, KernelConfig(split_tiles=split_tiles), scale=scale)
 
 
 def far_apart(shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype = torch.float16) -> Tensor:
@@ -420,7 +419,7 @@ def test_key_offsets_past_31_bits(slab: int | None) -> None:
     k, v = both[..., :16].copy_(inputs.k), both[..., 16:].copy_(inputs.v)
     keep = torch.ones(1, 1, 2, 37, dtype=torch.bool)
     keep[:, :, 0, 3:36:30] = False
-    for config in (BlockWiseConfig(), BlockWiseConfig(split_tiles=1)):
+    for config in (KernelConfig(), KernelConfig(split_tiles=1)):
         check((inputs.q, k, v), layout_of(keep, 2, 37, LayoutConfig(2, 16, slab)), config, keep)
 
 
@@ -451,7 +450,7 @@ def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for slab, order in ((None, None), (1, torch.randperm(40))):
         mask = masks.longformer(40, 5)
         layout = layout_of(mask, 40, 90, LayoutConfig(16, 16, slab), row_order=order)
-        for chosen, config in (({}, BlockWiseConfig()), (given, BlockWiseConfig(split_tiles=3))):
+        for chosen, config in (({}, KernelConfig()), (given, KernelConfig(split_tiles=3))):
             narrow = check(inputs.qkv, layout, config, **chosen)
             with monkeypatch.context() as patch:
                 patch.setattr(triton_attention, "_is_wide", lambda *tensors: True)
@@ -471,6 +470,6 @@ def test_large(mask: Any, head_dim: int, dtype: torch.dtype) -> None:
     small = dtype == torch.float32 or head_dim > 128
     for slab in (None, 1):
         layout = layout_of(mask, 1003, 1003, LayoutConfig(32 if small else 64, 16 if small else 64, slab))
-        for config in (BlockWiseConfig(num_stages=2), BlockWiseConfig(num_stages=2, split_tiles=5)):
+        for config in (KernelConfig(num_stages=2), KernelConfig(num_stages=2, split_tiles=5)):
             check(inputs.qkv, layout, config)
             check(inputs.qkv, layout, config, **given)

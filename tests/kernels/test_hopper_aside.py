@@ -13,8 +13,8 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import LayoutError, UnfitLayoutError
+from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.tile_lists import ASIDE, make_tile_lists
-from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import build_layout
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS
@@ -129,7 +129,7 @@ def test_keys_that_no_query_sees() -> None:
     q, k, v = inputs(q_len=320)
     unseen = ~layout.to_dense().any(2)[:, :, :, None]
     assert float(unseen.double().mean()) > 0.9
-    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, BlockWiseConfig(4, 2))
+    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
     stale: list[Tensor] = [x.masked_fill(unseen, torch.nan) for x in (k, v)]
     out, lse = IMPLEMENTATIONS["hopper"].run(q, *stale, tensors, sizes, Options(0.125, 0.0, None, None))
     assert_attention(out, lse, q, k, v, layout.to_dense())

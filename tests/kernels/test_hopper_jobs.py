@@ -15,8 +15,9 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
+from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
-from stof.kernels.hopper.tile_lists import ASIDE, RUN, TileLists, make_tile_lists
+from stof.kernels.hopper.tile_lists import ASIDE, TileLists, make_tile_lists
 from stof.kernels.hopper.tile_scheduler import LATE, WORK_FIELDS, WORK_SIZE, chunk_slots, work_costs, work_list
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
+from stof.kernels.config import KernelConfig
+from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.forward_kernel import forward_kernel
 from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
-from stof.kernels.hopper.tile_lists import ASIDE, RUN
+from stof.kernels.hopper.tile_lists import ASIDE
 from stof.kernels.hopper.tile_scheduler import PAIR_BITMAP, PAIR_LEFT_OUT, WORK_FIELDS, work_list
-from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.runtime.launch import Launch, TensorMap, _descriptors
@@ -280,7 +281,7 @@ def check_call(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, paired: bool = False, **options: Any
 ) -> None:
     hopper = IMPLEMENTATIONS["hopper"]
-    tensors, sizes = hopper.prepare(layout, BlockWiseConfig(4, 2, split_tiles=split_tiles, paired=paired))
+    tensors, sizes = hopper.prepare(layout, KernelConfig(4, 2, split_tiles=split_tiles, paired=paired))
     given = {"scale": q.shape[-1] ** -0.5, "softcap": None, "bias": None, "sinks": None, **options}
     scalars = Options(given["scale"], given["softcap"] or 0.0, given["bias"], given["sinks"])
     out, lse = hopper.run(q, k, v, tensors, sizes, scalars)
@@ -358,7 +359,7 @@ def test_jobs_are_dealt_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("stof.kernels.hopper.forward.work_list", counted)
     layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64))
-    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, BlockWiseConfig(4, 2))
+    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
     q, k, v = inputs()
     call = IMPLEMENTATIONS["hopper"].bound(unaligned(q), k, v, tensors, sizes, Options(0.125, 0.0, None, None))
     for seed in range(3):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from stof import masks
 from stof.errors import UnfitLayoutError
+from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.forward import _refreshing
 from stof.kernels.hopper.tile_lists import TileLists
 from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE, work_list
-from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.dynamic import NOT_A_NUMBER, BlockTopK
@@ -222,7 +222,7 @@ def check_call(room: BlockBuffers, lists: TileLists, mask: Mask, split_tiles: in
         head_dim=64,
         dtype=torch.float16,
     ).qkv
-    tensors, sizes = prepared_tiles(lists, BlockWiseConfig(4, 2, split_tiles=split_tiles))
+    tensors, sizes = prepared_tiles(lists, KernelConfig(4, 2, split_tiles=split_tiles))
     hopper = IMPLEMENTATIONS["hopper"]
     call = hopper.bound(q, k, v, tensors, sizes, Options(0.125, 0.0, None, None))
     for factor in (1, -1):
@@ -263,7 +263,7 @@ def test_scores_that_are_not_numbers(split_tiles: int) -> None:
     room = room_of(mask, 256, 256)
     lists = room.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False)
     q, k, v = make_inputs(heads=2, q_len=256, kv_len=256, head_dim=64, dtype=torch.float16).qkv
-    tensors, sizes = prepared_tiles(lists, BlockWiseConfig(4, 2, split_tiles=split_tiles))
+    tensors, sizes = prepared_tiles(lists, KernelConfig(4, 2, split_tiles=split_tiles))
     call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, None, None))
     fill(room, mask)
     assert room.flags.tolist() == [0, NOT_A_NUMBER]

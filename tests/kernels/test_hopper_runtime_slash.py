@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stof import masks
 from stof.errors import UnfitLayoutError
+from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.tile_lists import ASIDE, TileLists
-from stof.kernels.triton.work import BlockWiseConfig
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.compose import QueryOffset
@@ -152,7 +152,7 @@ def test_calls(twin: Twin, shared: bool, split_tiles: int, q_len: int, offset: i
             q, k, v = make_inputs(
                 batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=64, dtype=torch.float16
             ).qkv
-            tensors, sizes = prepared_tiles(lists, BlockWiseConfig(4, 2, split_tiles=split_tiles))
+            tensors, sizes = prepared_tiles(lists, KernelConfig(4, 2, split_tiles=split_tiles))
             call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, None, None))
         fill(room, mask)
         keep = mask.to_dense(q_len, kv_len)
@@ -177,7 +177,7 @@ def test_lists_that_mean_nothing() -> None:
         assert room.flags.tolist()[0] == 0
         assert room.flags.tolist()[1] & flags
         q, k, v = make_inputs(heads=2, q_len=128, kv_len=128, head_dim=64, dtype=torch.float16).qkv
-        tensors, sizes = prepared_tiles(lists, BlockWiseConfig(4, 2, split_tiles=1))
+        tensors, sizes = prepared_tiles(lists, KernelConfig(4, 2, split_tiles=1))
         out, lse = IMPLEMENTATIONS["hopper"].run(q, k, v, tensors, sizes, Options(0.125, 0.0, None, None))
         assert bool(out[:, 1].isnan().all())
         assert bool(lse[:, 1].isnan().all())

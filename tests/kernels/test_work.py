@@ -14,8 +14,10 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
+from stof.kernels.bitmap_order import accumulator_order
+from stof.kernels.config import KernelConfig
 from stof.kernels.triton import block_wise as triton_attention
-from stof.kernels.triton.work import ITEM_FIELDS, STRETCH, BlockWiseConfig, Work, accumulator_order, make_work
+from stof.kernels.triton.work_list import ITEM_FIELDS, STRETCH, Work, make_work
 from stof.layout import Layout, build_layout
 from stof.layout.build.build import PARTIAL_TILE_COST
 from stof.masks.tensors import as_mask
@@ -247,7 +249,7 @@ def test_counters_are_zero_again() -> None:
 
     inputs = make_inputs(batch=2, heads=4, q_len=40, kv_len=120, dtype=torch.float16, device=DEVICE)
     keep = (masks.longformer(9, 5) | masks.global_tokens(2)).to_dense(40, 120)
-    config = BlockWiseConfig(split_tiles=2)
+    config = KernelConfig(split_tiles=2)
     work = make_work(layout_of(keep, LayoutConfig(16, 16, 1)), config.split_tiles)
     assert work.splits > 1
     with pytest.MonkeyPatch.context() as patch:

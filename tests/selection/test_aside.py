@@ -11,7 +11,7 @@ import torch
 from stof import LayoutConfig, masks
 from stof.calibration import least_squares as fit
 from stof.calibration import measure as selector
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.config import KernelConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.masks import Mask
 from stof.selection import KernelChoice, candidates, choose, failures
@@ -68,7 +68,7 @@ def test_rows_in_another_order_have_none() -> None:
 @pytest.mark.parametrize("mask_heads", [1, 12])
 def test_the_copy_is_part_of_the_estimate(mask_heads: int) -> None:
     """Constants of contiguous tiles, and the bytes of the keys and values put aside, in and out."""
-    choice = KernelChoice("hopper", ASIDE, None, BlockWiseConfig(4, 3))
+    choice = KernelChoice("hopper", ASIDE, None, KernelConfig(4, 3))
     plain = replace(choice, layout=ASIDE.contiguous())
     call = call_of(q_len=2048, kv_len=2048, kv_heads=4, batch=3)
     assert kernel_key(choice, call) == kernel_key(plain, call)
@@ -94,7 +94,7 @@ def test_fitting_takes_the_copy_off() -> None:
         shape = Shape.parse(f"4,12,64,{length}")
         geometry = Geometry(grid_mask("strided").mask(length), length, length)
         for layout in (ASIDE, ASIDE.contiguous()):
-            choice = KernelChoice("hopper", layout, None, BlockWiseConfig(4, 3))
+            choice = KernelChoice("hopper", layout, None, KernelConfig(4, 3))
             survey = geometry.survey((layout,), None)
             counts = survey.counts[layout]
             us = estimate(choice, selector.call_of(shape, torch.float16), survey, H200)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stof import LayoutConfig, masks
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.config import KernelConfig
 from stof.layout import build_layout
 from stof.selection import CallSpec, KernelChoice
 from stof.selection import gpu_candidates as gpu
@@ -77,7 +77,7 @@ def test_the_first_choice_fits_everywhere_it_is_made_for(call: CallSpec) -> None
 
 def test_fits() -> None:
     call = call_of(head_dim=128)
-    choice = KernelChoice("block_wise", LayoutConfig(128, 128), None, BlockWiseConfig(8, 3))
+    choice = KernelChoice("block_wise", LayoutConfig(128, 128), None, KernelConfig(8, 3))
     needed = 2 * (128 * 128 + 3 * 128 * 256) + 1024
     assert fits(choice, call, needed)
     assert not fits(choice, call, needed - 1)
@@ -142,17 +142,17 @@ MIXED, EMPTY = masks.causal(), ~masks.full()
 @pytest.mark.parametrize(
     ("mask", "layout", "kernel", "expected"),
     [
-        (MIXED, LayoutConfig(64, 64), BlockWiseConfig(), True),
-        (EMPTY, LayoutConfig(64, 64), BlockWiseConfig(), True),
-        (EMPTY, LayoutConfig(64, 64), BlockWiseConfig(split_tiles=8), False),
-        (MIXED, LayoutConfig(64, 64), BlockWiseConfig(split_tiles=8), False),  # the longest row block has 8 tiles
-        (MIXED, LayoutConfig(64, 64), BlockWiseConfig(split_tiles=7), True),
+        (MIXED, LayoutConfig(64, 64), KernelConfig(), True),
+        (EMPTY, LayoutConfig(64, 64), KernelConfig(), True),
+        (EMPTY, LayoutConfig(64, 64), KernelConfig(split_tiles=8), False),
+        (MIXED, LayoutConfig(64, 64), KernelConfig(split_tiles=8), False),  # the longest row block has 8 tiles
+        (MIXED, LayoutConfig(64, 64), KernelConfig(split_tiles=7), True),
         # Gathering, when it saves tiles.
-        (masks.full(), LayoutConfig(64, 64, 1), BlockWiseConfig(), False),
-        (masks.strided(8, 64, 8), LayoutConfig(64, 64, 1), BlockWiseConfig(), True),
+        (masks.full(), LayoutConfig(64, 64, 1), KernelConfig(), False),
+        (masks.strided(8, 64, 8), LayoutConfig(64, 64, 1), KernelConfig(), True),
     ],
 )
-def test_worthwhile(mask: Any, layout: LayoutConfig, kernel: BlockWiseConfig, expected: bool) -> None:
+def test_worthwhile(mask: Any, layout: LayoutConfig, kernel: KernelConfig, expected: bool) -> None:
     counted = Geometry(mask, 512, 512).survey((layout, replace(layout, slab=None)), None)
     assert worthwhile(KernelChoice("block_wise", layout, None, kernel), counted) == expected
 
@@ -173,7 +173,7 @@ def test_something_is_always_worthwhile() -> None:
 
 
 def test_texts() -> None:
-    kernel = BlockWiseConfig(4, 3, 128, pack=True, split_tiles=9, side=2)
+    kernel = KernelConfig(4, 3, 128, pack=True, split_tiles=9, side=2)
     choice = KernelChoice("decode", LayoutConfig(16, 64, 1), "remainder 16", kernel)
     text = str(choice)
     for part in (

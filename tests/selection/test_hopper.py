@@ -11,8 +11,9 @@ import torch
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.tile_lists import blocks_per_sm, make_tile_lists, padded_width
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.config import KernelConfig
+from stof.kernels.hopper.config import blocks_per_sm, padded_width
+from stof.kernels.hopper.tile_lists import make_tile_lists
 from stof.layout import build_layout
 from stof.layout.orders.named import named_order
 from stof.layout.survey import survey
@@ -168,7 +169,7 @@ def test_choices_with_a_bias_fit(head_dim: int) -> None:
 
 def test_three_thread_blocks_are_for_short_row_blocks() -> None:
     layout = LayoutConfig(64, 64, None)
-    choice = KernelChoice("hopper", layout, None, BlockWiseConfig(4, 3))
+    choice = KernelChoice("hopper", layout, None, KernelConfig(4, 3))
     window = masks.sliding_window
     cases = (window(300), 64, False), (window(550), 64, False), (window(1000), 64, True), (window(1000), 128, False)
     for mask, head_dim, expected in cases:

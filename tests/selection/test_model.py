@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import LayoutConfig, masks
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.config import KernelConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection import KernelChoice, candidates
 from stof.selection import cost_model as model_module
@@ -46,7 +46,7 @@ def counted(partial: list[int], full: list[int] | None = None, kept: int = 64) -
 
 
 def choice_of(**kernel: int) -> KernelChoice:
-    return KernelChoice("block_wise", TILES, None, BlockWiseConfig(4, 3, 128, **kernel))  # type: ignore[arg-type]
+    return KernelChoice("block_wise", TILES, None, KernelConfig(4, 3, 128, **kernel))  # type: ignore[arg-type]
 
 
 def cost(survey: Survey, choice: KernelChoice, **call: int) -> float:
@@ -95,7 +95,7 @@ def test_chunks_read_back(rows: int, read: int) -> None:
     layout = LayoutConfig(rows, 64)
     counts = TileCounts(torch.tensor([[64, 4]]), torch.tensor([[0, 0]]))
     survey = Survey({layout: counts}, torch.full((1, 2 * rows), 64), 1, 1)
-    choice = KernelChoice("hopper", layout, None, BlockWiseConfig(4, 3, split_tiles=8))
+    choice = KernelChoice("hopper", layout, None, KernelConfig(4, 3, split_tiles=8))
     load, *_ = critical_load(choice, call_of(q_len=2 * rows, kv_len=4096), survey, MODEL, TIMES)
     assert float(load[4]) == read
 
@@ -180,8 +180,8 @@ def test_kernel_keys() -> None:
         replace(base, layout=LayoutConfig(128, 64)),
         replace(base, implementation="decode"),
         replace(base, row_order="remainder 16"),
-        *(replace(base, kernel=kernel) for kernel in (BlockWiseConfig(8, 3, 128), BlockWiseConfig(4, 2, 128))),
-        replace(base, kernel=BlockWiseConfig(4, 3, 0)),
+        *(replace(base, kernel=kernel) for kernel in (KernelConfig(8, 3, 128), KernelConfig(4, 2, 128))),
+        replace(base, kernel=KernelConfig(4, 3, 0)),
     ]
     keys = [kernel_key(choice, call) for choice in (base, *others)]
     assert len(set(keys)) == len(keys)
@@ -241,12 +241,12 @@ def test_occupancy() -> None:
     # 58 KB a program: three in 228 KB, though registers would allow four.
     assert occupancy(choice_of(), call, MODEL.shared_bytes) == 3
     # By registers: 65536 / (168 * 128) = 3 where memory would allow more.
-    small = KernelChoice("block_wise", LayoutConfig(64, 16), None, BlockWiseConfig(4, 2, 168))
+    small = KernelChoice("block_wise", LayoutConfig(64, 16), None, KernelConfig(4, 2, 168))
     assert occupancy(small, call, MODEL.shared_bytes) == 3
     # One at least, whatever the estimate says.
-    large = KernelChoice("block_wise", LayoutConfig(128, 128), None, BlockWiseConfig(8, 4))
+    large = KernelChoice("block_wise", LayoutConfig(128, 128), None, KernelConfig(8, 4))
     assert occupancy(large, call_of(head_dim=256), MODEL.shared_bytes) == 1
-    tiny = KernelChoice("decode", LayoutConfig(1, 16), None, BlockWiseConfig(1, 2, 32))
+    tiny = KernelChoice("decode", LayoutConfig(1, 16), None, KernelConfig(1, 2, 32))
     assert occupancy(tiny, call, MODEL.shared_bytes) == 8
 
 
@@ -291,7 +291,7 @@ def test_biases_have_constants_of_their_own_or_cost_more() -> None:
     # Value by value, which is worse, from rows that do not follow each other, which is worse still.
     assert estimate(choice, scattered, survey, model) == pytest.approx(6.0 * 3.0 / 1.45 * more, rel=0.2)
     hopper = replace(choice, implementation="hopper")
-    deeper = replace(hopper, kernel=BlockWiseConfig(4, 4, 128))
+    deeper = replace(hopper, kernel=KernelConfig(4, 4, 128))
     model = replace(MODEL, kernels={kernel_key(deeper, plain): TIMES})
     without, more = estimate(deeper, plain, survey, model), estimate(hopper, biased, survey, model)
     assert without is not None

@@ -15,7 +15,7 @@ import torch
 import stof
 from stof import LayoutConfig, masks
 from stof.errors import KernelError, UnsupportedError
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.config import KernelConfig
 from stof.layout import Layout, statistics
 from stof.layout.orders.named import by_remainder
 from stof.layout.orders.search import CLUSTERED
@@ -187,7 +187,7 @@ def test_a_failed_choice_is_left_out_and_the_next_serves() -> None:
 def test_the_same_kernel_is_not_tried_with_another_cut() -> None:
     """How work is cut is not compiled in: what failed at one length of chunks fails at all."""
     call, geometry = call_of(q_len=2048, kv_len=2048), Geometry(masks.full(), 2048, 2048)
-    kernel = BlockWiseConfig(4, 3, 128, split_tiles=8)
+    kernel = KernelConfig(4, 3, 128, split_tiles=8)
     with pytest.warns(RuntimeWarning, match="failed"):
         failures.add(KernelChoice("block_wise", LayoutConfig(64, 64), None, kernel), call, GPU, "no room")
     for candidate in candidates(call, GPU, geometry):
@@ -215,7 +215,7 @@ def test_everything_fails_down_to_plain_pytorch() -> None:
 
 
 def test_threads_warn_once() -> None:
-    choice, call = KernelChoice("block_wise", LayoutConfig(), None, BlockWiseConfig()), call_of()
+    choice, call = KernelChoice("block_wise", LayoutConfig(), None, KernelConfig()), call_of()
     barrier = threading.Barrier(8)
 
     def fail() -> None:

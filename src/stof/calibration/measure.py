@@ -12,7 +12,7 @@ from torch import Tensor
 
 import stof
 from stof.errors import ArgumentError, KernelError
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.config import KernelConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection import CallSpec, KernelChoice
@@ -208,7 +208,7 @@ def from_json(values: Iterable[dict[str, Any]]) -> list[Measured]:
         for value in values:
             choice = value["choice"]
             layout = choice["layout"] and LayoutConfig(**choice["layout"])
-            kernel = choice["kernel"] and BlockWiseConfig(**choice["kernel"])
+            kernel = choice["kernel"] and KernelConfig(**choice["kernel"])
             picked = KernelChoice(choice["implementation"], layout, choice["row_order"], kernel)
             rows.append(Measured(**{**value, "choice": picked}))
     except (TypeError, KeyError) as error:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError
-from stof.kernels.triton.work import ITEM_FIELDS, Work
+from stof.kernels.triton.work_list import ITEM_FIELDS, Work
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
 from stof.plans.hopper_buffers import FilledTiles

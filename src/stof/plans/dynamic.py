@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
-from stof.kernels.triton.work import BoundCall
+from stof.kernels.config import BoundCall
 from stof.layout import Layout, LayoutConfig
 from stof.layout.survey import Survey
 from stof.masks import Mask

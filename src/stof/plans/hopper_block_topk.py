@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.tile_lists import RUN, TileLists, oob_column
-from stof.kernels.triton.work import accumulator_order
+from stof.kernels.bitmap_order import accumulator_order
+from stof.kernels.hopper.config import RUN
+from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.layout import LayoutConfig
 from stof.layout import bitmaps as bits
 from stof.layout.survey import TileCounts

@@ -27,7 +27,7 @@ from stof.errors import (
     UnfitLayoutError,
     shown,
 )
-from stof.kernels.triton.work import BoundCall
+from stof.kernels.config import BoundCall
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.extend import extend_layout
 from stof.layout.head_mask import HeadMask

@@ -14,7 +14,7 @@ class CallSpec:
     """Everything about one attention call that can make an implementation refuse it.
 
     `bias_itemsize`: bytes of each of the bias's values. `tiled_bias`: TMA can copy tiles of it, or of a copy, see
-    `stof.kernels.hopper.tile_lists.may_be_tma_readable`. `bias_to_copy`: bytes of a bias of which it takes a copy.
+    `stof.kernels.tma_bias.may_be_tma_readable`. `bias_to_copy`: bytes of a bias of which it takes a copy.
     """
 
     device: str

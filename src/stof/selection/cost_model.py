@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stof.kernels.common import parts_of
 from stof.kernels.hopper.tile_scheduler import LATE
-from stof.kernels.triton.work import parts_of
 from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
 from stof.selection.kernel_choice import KernelChoice

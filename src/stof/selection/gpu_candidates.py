@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from stof.kernels.hopper.tile_lists import FP8_TILE, SMALL_TILE, blocks_per_sm, padded_width
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.config import KernelConfig
+from stof.kernels.hopper.config import FP8_TILE, SMALL_TILE, blocks_per_sm, padded_width
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
@@ -119,7 +119,7 @@ def gpu_choices(
     for order in orders:
         for (block_m, block_n, warps, stages, registers), pack in tiles:
             for layout in _layouts(geometry.fixed, block_m, block_n, order):
-                kernel = BlockWiseConfig(warps, stages, registers, pack=pack, side=_side(call))
+                kernel = KernelConfig(warps, stages, registers, pack=pack, side=_side(call))
                 choice = KernelChoice(implementation, layout, order, kernel)
                 if geometry.fixed or not crowded(choice, call):
                     choices += _variants(choice, call)
@@ -136,7 +136,7 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
     table = _HOPPER_BIAS_TILES if call.has_bias else _HOPPER_TILES
     slabs = (None,) if call.has_bias else (None, 16, 8)
     for block_m, block_n, stages in table[head_dim_class(call.head_dim, call.value_dim)]:
-        kernel = BlockWiseConfig(4, stages, side=side)
+        kernel = KernelConfig(4, stages, side=side)
         layouts: list[tuple[LayoutConfig, str | None]] = []
         if fixed is None:
             layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in slabs if None in orders]
@@ -169,7 +169,7 @@ def _goes_in_pairs(layout: LayoutConfig, order: str | None, call: CallSpec) -> b
 
 def _fp8_choices(call: CallSpec, geometry: Geometry) -> list[KernelChoice]:
     """Contiguous tiles of the one size there is, and columns put aside."""
-    kernel = BlockWiseConfig(4, FP8_STAGES, side=_side(call, share=_HOPPER_L2_SHARE))
+    kernel = KernelConfig(4, FP8_STAGES, side=_side(call, share=_HOPPER_L2_SHARE))
     layouts = [LayoutConfig(*FP8_TILE), LayoutConfig(*FP8_TILE, 1, aside=True)]
     if geometry.fixed is not None:
         layouts = [layout for layout in layouts if layout == geometry.fixed]
@@ -191,7 +191,7 @@ def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
 
 def runtime_choice(call: CallSpec, layout: LayoutConfig, limit: int) -> KernelChoice:
     """How the block-wise kernel runs work that is made on the device; `limit` as `shared_memory_limit` gives it."""
-    kernel = BlockWiseConfig(4, 3, side=_side(call))
+    kernel = KernelConfig(4, 3, side=_side(call))
     choice = KernelChoice("block_wise", layout, None, kernel)
     return choice if fits(choice, call, limit) else replace(choice, kernel=replace(kernel, num_stages=2))
 
@@ -203,7 +203,7 @@ def runtime_hopper_choices(call: CallSpec, serves: Callable[[LayoutConfig], bool
     for block_m, block_n, stages in _HOPPER_TILES[head_dim_class(call.head_dim, call.value_dim)]:
         layouts = [LayoutConfig(block_m, block_n, slab) for slab in (None, 16)]
         for layout in filter(serves, layouts):
-            choices += _variants(KernelChoice("hopper", layout, None, BlockWiseConfig(4, stages, side=side)), call)
+            choices += _variants(KernelChoice("hopper", layout, None, KernelConfig(4, stages, side=side)), call)
     return choices
 
 

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from stof.errors import KernelError
-from stof.kernels.cpu import Schedule, empty_output, make_schedule, row_block_attention
+from stof.kernels.common import empty_output
+from stof.kernels.config import BoundCall, KernelConfig
+from stof.kernels.cpu import Schedule, make_schedule, row_block_attention
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
 from stof.kernels.hopper.tile_lists import TileLists, make_fp8_lists, make_tile_lists
 from stof.kernels.quantization import FP8
 from stof.kernels.torch.batched import BatchedLayout, batched_attention, make_batched
 from stof.kernels.torch.reference import reference_attention
-from stof.kernels.triton.work import BlockWiseConfig, BoundCall, Work, make_work
+from stof.kernels.triton.work_list import Work, make_work
 from stof.layout import Layout
 from stof.selection.capabilities import Capabilities
 from stof.selection.cost_model import DECODE_ROWS
@@ -30,7 +32,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GPU_FLOATS = FLOATS[:3]
 
 # Integers at the front of a block-wise kernel's sizes: its settings.
-_SETTINGS = len(fields(BlockWiseConfig))
+_SETTINGS = len(fields(KernelConfig))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,7 @@ class Implementation:
     name: str
     summary: str
     capabilities: Capabilities
-    prepare: Callable[[Layout, BlockWiseConfig | None], tuple[list[Tensor], list[int]]]
+    prepare: Callable[[Layout, KernelConfig | None], tuple[list[Tensor], list[int]]]
     run: Run
     bind: Bind | None = None
 
@@ -98,7 +100,7 @@ class Implementation:
         return lambda q, k, v, bias, sinks: self.run(q, k, v, tensors, sizes, Options(scale, softcap, bias, sinks))
 
 
-def _prepare_row_block(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
+def _prepare_row_block(layout: Layout, settings: KernelConfig | None) -> tuple[list[Tensor], list[int]]:
     del settings
     return make_schedule(layout).tensors(), []
 
@@ -110,7 +112,7 @@ def _run_row_block(
     return row_block_attention(q, k, v, Schedule(*tensors), **options.wide())
 
 
-def _prepare_batched(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
+def _prepare_batched(layout: Layout, settings: KernelConfig | None) -> tuple[list[Tensor], list[int]]:
     del settings
     return make_batched(layout).flatten()
 
@@ -121,7 +123,7 @@ def _run_batched(
     return batched_attention(q, k, v, BatchedLayout.unflatten(tensors, sizes), **options.wide())
 
 
-def _prepare_reference(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
+def _prepare_reference(layout: Layout, settings: KernelConfig | None) -> tuple[list[Tensor], list[int]]:
     del settings
     return [layout.to_dense()], []
 
@@ -155,12 +157,12 @@ def _run_by(bind: Bind) -> Run:
     return run
 
 
-def _prepare_block_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
-    settings = settings or BlockWiseConfig()
+def _prepare_block_wise(layout: Layout, settings: KernelConfig | None) -> tuple[list[Tensor], list[int]]:
+    settings = settings or KernelConfig()
     return prepared_work(make_work(layout, settings.split_tiles), settings)
 
 
-def prepared_work(work: Work, settings: BlockWiseConfig) -> tuple[list[Tensor], list[int]]:
+def prepared_work(work: Work, settings: KernelConfig) -> tuple[list[Tensor], list[int]]:
     """Work and settings of the block-wise kernel as `PreparedLayout` carries them."""
     tensors, sizes = work.flatten()
     return tensors, [int(value) for value in (*astuple(settings), *sizes)]
@@ -171,18 +173,18 @@ def _bind_block_wise(
 ) -> BoundCall:
     from stof.kernels.triton.block_wise import bind_block_wise
 
-    settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
+    settings = KernelConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
     work = Work.unflatten(tensors, sizes[_SETTINGS:])
     return bind_block_wise(q, k, v, work, settings, **options.wide())
 
 
-def _prepare_hopper(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
-    settings = settings or BlockWiseConfig(num_stages=2)
+def _prepare_hopper(layout: Layout, settings: KernelConfig | None) -> tuple[list[Tensor], list[int]]:
+    settings = settings or KernelConfig(num_stages=2)
     lists = make_paired_lists(layout) if settings.paired else make_tile_lists(layout, settings.split_tiles)
     return prepared_tiles(lists, settings)
 
 
-def prepared_tiles(lists: TileLists, settings: BlockWiseConfig) -> tuple[list[Tensor], list[int]]:
+def prepared_tiles(lists: TileLists, settings: KernelConfig) -> tuple[list[Tensor], list[int]]:
     """Lists and settings of the Hopper kernel as `PreparedLayout` carries them."""
     tensors, sizes = lists.flatten()
     return tensors, [int(value) for value in (*astuple(settings), *sizes)]
@@ -196,13 +198,13 @@ def _bind_hopper(
     except (ImportError, AttributeError) as error:  # Gluon came with Triton 3.4 and moves from release to release
         raise KernelError(f"this Triton has no Gluon that the kernel knows: {error}") from error
 
-    settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
+    settings = KernelConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
     lists = TileLists.unflatten(tensors, sizes[_SETTINGS:])
     return bind_forward(q, k, v, lists, settings, **options.wide())
 
 
-def _prepare_hopper_fp8(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
-    settings = settings or BlockWiseConfig(num_stages=FP8_STAGES)
+def _prepare_hopper_fp8(layout: Layout, settings: KernelConfig | None) -> tuple[list[Tensor], list[int]]:
+    settings = settings or KernelConfig(num_stages=FP8_STAGES)
     return prepared_tiles(make_fp8_lists(layout, settings.split_tiles), settings)
 
 
@@ -214,13 +216,13 @@ def _bind_hopper_fp8(
     except (ImportError, AttributeError) as error:  # as for 16 bits
         raise KernelError(f"this Triton has no Gluon that the kernel knows: {error}") from error
 
-    settings = BlockWiseConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
+    settings = KernelConfig(*sizes[:_SETTINGS])  # type: ignore[arg-type]
     lists = TileLists.unflatten(tensors, sizes[_SETTINGS:])
     scalars = {"scale": options.scale, "softcap": options.softcap}
     return bind_fp8(q, k, v, options.scales, lists, settings, sinks=options.sinks, **scalars)
 
 
-def _prepare_row_wise(layout: Layout, settings: BlockWiseConfig | None) -> tuple[list[Tensor], list[int]]:
+def _prepare_row_wise(layout: Layout, settings: KernelConfig | None) -> tuple[list[Tensor], list[int]]:
     from stof.kernels.triton.row_wise import prepare_row_wise
 
     del settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stof.kernels.triton.work import BlockWiseConfig
+from stof.kernels.config import KernelConfig
 from stof.layout import LayoutConfig
 
 
@@ -23,7 +23,7 @@ class KernelChoice:
     implementation: str
     layout: LayoutConfig | None = None
     row_order: str | None = None
-    kernel: BlockWiseConfig | None = None
+    kernel: KernelConfig | None = None
     widened: bool = False
 
     def __str__(self) -> str:

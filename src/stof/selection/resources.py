@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stof.kernels.hopper.tile_lists import blocks_per_sm, out_tile_width, padded_width, q_stages
+from stof.kernels.hopper.config import blocks_per_sm, out_tile_width, padded_width, q_stages
 from stof.layout import LayoutConfig
 from stof.selection.capabilities import CallSpec
 from stof.selection.kernel_choice import KernelChoice

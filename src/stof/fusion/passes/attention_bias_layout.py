@@ -15,7 +15,7 @@ from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.nodes import argument, fake_value, op_name
 from stof.fusion.graph.operators import ATTENTION_OPERATORS
 from stof.fusion.graph.symbolic_shapes import is_symbolic
-from stof.kernels.hopper.tile_lists import BIAS_STEP, has_aligned_rows, may_be_tma_readable
+from stof.kernels.tma_bias import BIAS_STEP, has_aligned_rows, may_be_tma_readable
 from stof.selection import IMPLEMENTATIONS, CallSpec
 from stof.selection.cost_model import DECODE_ROWS
 from stof.selection.implementations import GPU_FLOATS

@@ -1,6 +1,6 @@
 """Attention on the CPU: PyTorch's fused attention per row block, on the columns the row block needs."""
 
-from stof.kernels.cpu.attention import empty_output, row_block_attention
+from stof.kernels.cpu.attention import row_block_attention
 from stof.kernels.cpu.schedule import Schedule, make_schedule
 
-__all__ = ["Schedule", "empty_output", "make_schedule", "row_block_attention"]
+__all__ = ["Schedule", "make_schedule", "row_block_attention"]

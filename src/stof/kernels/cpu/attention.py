@@ -13,7 +13,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from stof.kernels.cpu.grouping import (
+from stof.kernels.common import empty_output, pattern_ranges, softmax_and_lse
+from stof.kernels.cpu.schedule import (
     COLUMN_OFFSET,
     COLUMNS,
     EMPTY_ROWS,
@@ -24,12 +25,9 @@ from stof.kernels.cpu.grouping import (
     PATTERN,
     ROW_START,
     ROW_STOP,
+    Schedule,
     Step,
 )
-from stof.kernels.cpu.schedule import Schedule
-from stof.kernels.quantization import FP8
-from stof.kernels.ranges import pattern_ranges
-from stof.kernels.softmax import softmax_and_lse
 
 # Additive masks kept expanded during one call; equal row blocks (windows, documents) hit it.
 _EXPANDED_MASKS = 4
@@ -106,17 +104,6 @@ def row_block_attention(
         # Rows that keep nothing stay 0, also under a sink of -inf (-inf - -inf is NaN).
         out *= share.masked_fill_(lse == -torch.inf, 0.0)[..., None].to(out.dtype)
     return out, lse
-
-
-def empty_output(q: Tensor, v: Tensor) -> Tensor:
-    """Uninitialised `[B, H, Sq, Dv]` in q's memory order, so that `[B, S, H, D]` callers need no copy.
-
-    Of q's dtype, but bfloat16 where that has 8 bits.
-    """
-    dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
-    if v.shape[-1] == q.shape[-1]:
-        return torch.empty_like(q, dtype=dtype)
-    return q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
 
 
 def _narrow(bias: Tensor, batches: slice, heads: slice) -> Tensor:

@@ -7,15 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stof.kernels.cpu.grouping import (
-    COLUMN_OFFSET,
-    COLUMNS,
-    FIELDS,
-    FIRST_COLUMN,
-    GROUP,
-    Step,
-    group_steps,
-)
 from stof.layout.layout import Layout
 
 # Figures are milliseconds on 2 cores (AVX-512), fp32, S = 4096, H = 12, D = 64: benchmarks/attention/cpu_constants.py.
@@ -35,6 +26,27 @@ SHARED_COLUMNS = 384
 COMPACTED_FROM = 2**20
 SPAN = 256
 
+# Bounds the temporaries of one batch: output rows, and gathered key columns.
+MAX_ROWS = 2048
+MAX_GATHERED_COLUMNS = 1024
+
+# Fields of one step. A step is one attention call over some rows and columns of one pattern.
+(
+    PATTERN,
+    ROW_START,
+    ROW_STOP,
+    FIRST_COLUMN,
+    COLUMN_OFFSET,
+    COLUMNS,
+    MASK_OFFSET,
+    EMPTY_ROWS,
+    MERGE,
+    GROUP,
+) = range(10)
+FIELDS = 10
+
+Step = list[int]
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
@@ -45,7 +57,7 @@ class Schedule:
             columns are contiguous, else -1; offset in `columns` otherwise; number of columns (0: these rows keep
             nothing); offset in `mask_bytes` or -1 when every score counts; whether some row keeps nothing;
             whether to merge with what an earlier step wrote to these rows; number of the batch it belongs to
-            (`grouping.group_steps`), whose steps follow each other.
+            (`group_steps`), whose steps follow each other.
         columns: int64, columns of the steps that gather.
         mask_bytes: uint8, per masked step `[rows, ceil(columns / 8)]`, lowest bit first; equal ones are shared.
         pattern_of: int32 `[mask_batch, mask_heads]`.
@@ -257,3 +269,35 @@ class _Writer:
             self.masks.append(packed)
             self._mask_offset += len(packed)
         return self._seen[key]
+
+
+def group_steps(steps: list[Step]) -> list[list[Step]]:
+    """Steps of one pattern in the order to run them: writes first, then merges; each inner list is one batch.
+
+    Steps of a batch have equal heights, widths and kind; their rows are evenly spaced and, where they are contiguous,
+    so are their columns.
+    """
+    batches: list[list[Step]] = []
+    alike: dict[tuple[object, ...], list[Step]] = {}
+    for step in sorted(steps, key=lambda step: (step[MERGE], step[ROW_START])):
+        contiguous = step[FIRST_COLUMN] >= 0
+        height = step[ROW_STOP] - step[ROW_START]
+        # Gathered steps may have a mask each; contiguous ones share one, as windows and documents do.
+        mask = step[MASK_OFFSET] if contiguous else step[MASK_OFFSET] >= 0
+        key = (step[MERGE], height, step[COLUMNS], contiguous, mask, step[EMPTY_ROWS])
+        held = alike.get(key)
+        if held is not None and step[COLUMNS] and _continues(held, step, contiguous, height):
+            held.append(step)
+        else:
+            alike[key] = [step]
+            batches.append(alike[key])
+    return sorted(batches, key=lambda batch: batch[0][MERGE])
+
+
+def _continues(held: list[Step], step: Step, contiguous: bool, height: int) -> bool:
+    size = len(held) + 1
+    if size * height > MAX_ROWS or (not contiguous and size * step[COLUMNS] > MAX_GATHERED_COLUMNS):
+        return False
+    if len(held) == 1:
+        return step[ROW_START] - held[0][ROW_START] >= height and step[FIRST_COLUMN] >= held[0][FIRST_COLUMN]
+    return all(step[n] - held[-1][n] == held[1][n] - held[0][n] for n in (ROW_START, FIRST_COLUMN))

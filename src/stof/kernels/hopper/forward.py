@@ -11,23 +11,14 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.cpu.attention import empty_output
+from stof.kernels.common import empty_output
+from stof.kernels.config import BoundCall, KernelConfig
+from stof.kernels.hopper.config import RUN, blocks_per_sm, out_tile_width, padded_width, q_stages
 from stof.kernels.hopper.forward_kernel import forward_kernel
 from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
-from stof.kernels.hopper.tile_lists import (
-    RUN,
-    TileLists,
-    blocks_per_sm,
-    copy_for_tma,
-    empty_for_tma,
-    out_tile_width,
-    padded_width,
-    q_stages,
-    tma_readable,
-    unbroadcast,
-)
+from stof.kernels.hopper.tile_lists import TileLists
 from stof.kernels.hopper.tile_scheduler import chunk_slots, skips_empty_groups, work_list
-from stof.kernels.triton.work import BlockWiseConfig, BoundCall
+from stof.kernels.tma_bias import copy_for_tma, empty_for_tma, tma_readable, unbroadcast
 from stof.runtime.counters import zeroed_counters
 from stof.runtime.launch import Launch, TensorMap
 from stof.runtime.memory import lasting, refuse_capture
@@ -78,7 +69,7 @@ def bind_forward(
     k: Tensor,
     v: Tensor,
     lists: TileLists,
-    config: BlockWiseConfig,
+    config: KernelConfig,
     *,
     scale: float,
     softcap: float,

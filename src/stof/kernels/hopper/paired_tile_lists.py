@@ -17,9 +17,16 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.tile_lists import LEFT_OUT_BIT, SMALL_TILE, TileLists, check_reads, oob_column, slabs_and_reads
-from stof.kernels.hopper.tile_scheduler import choose_first_tile
-from stof.kernels.triton.work import accumulator_order
+from stof.kernels.bitmap_order import accumulator_order
+from stof.kernels.hopper.config import SMALL_TILE
+from stof.kernels.hopper.tile_lists import (
+    LEFT_OUT_BIT,
+    TileLists,
+    check_reads,
+    choose_first_tile,
+    oob_column,
+    slabs_and_reads,
+)
 from stof.layout import Layout
 from stof.layout.build.build import shared
 

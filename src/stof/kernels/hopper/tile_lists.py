@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.tile_scheduler import order_first_tiles
-from stof.kernels.triton.work import accumulator_order, parts_of
+from stof.kernels.bitmap_order import accumulator_order
+from stof.kernels.common import parts_of
+from stof.kernels.hopper.config import FP8_TILE, ROW_BLOCKS, RUN, SMALL_TILE
 from stof.layout import Layout
 from stof.layout.compaction import listed_keys
 from stof.layout.orders.named import by_remainder
@@ -19,40 +20,10 @@ LEFT_OUT_BIT = 28
 # Integers of an item that kernels write on the device: tiles [begin, end of the partial ones, end), bitmap of the first
 # tile, and the bits of a float32 that is added to the results, 0 or NaN.
 RANGE_FIELDS = 5
-# Consecutive columns that one TMA copy brings: half a tile.
-RUN = 64
-# Rows of a row block: one warpgroup for each 64.
-ROW_BLOCKS = (64, 128, 192)
 # First columns from here on count compacted columns: keys that every call first copies side by side.
 ASIDE = 2**30
-# Tile size for which the first tile of a work tile is chosen (`tile_scheduler.order_first_tiles`).
-SMALL_TILE = (64, 64)
 # Keys that are permuted among themselves when V is transposed (`fp8/transpose_v.py`).
 ACROSS = 16
-# TMA needs rows of a bias at multiples of 16 bytes, in values of 16 bits.
-BIAS_STEP = 8
-# The tile size of the FP8 kernel.
-FP8_TILE = (128, 128)
-
-
-def padded_width(head_dim: int) -> int:
-    """Return the width of Q, K and V tiles in shared memory; TMA fills columns past head_dim with zeros."""
-    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-
-
-def q_stages(block_m: int, width: int, biased: bool = False, paired: bool = False) -> int:
-    """Return the stages of Q in shared memory; output is stored through them too.
-
-    Three: one work tile is computed, one is in its epilogue, one is being stored. Pairs hold Q in registers and need
-    two. A Q of 128 x 256 takes 64 KB, and biases take the room of stages: one, which the next Q overwrites after the
-    last QK matmul, and separate staging for part of the output.
-    """
-    return 1 if biased or (block_m, width) == (128, 256) else 2 if paired else 3
-
-
-def out_tile_width(width: int) -> int:
-    """Return the columns of output that are stored at once where it has staging of its own."""
-    return max(RUN, width // 2)
 
 
 def oob_column(kv_len: int) -> int:
@@ -61,54 +32,6 @@ def oob_column(kv_len: int) -> int:
     A multiple of 16: bias tiles and transposed V begin there too, and TMA faults at other offsets along a row.
     """
     return -(-kv_len // ACROSS) * ACROSS
-
-
-def tma_readable(bias: Tensor, q_len: int, kv_len: int) -> bool:
-    """Whether TMA can copy tiles of a 4-D bias: 16-bit values for every key, in rows at multiples of 16 bytes."""
-    return may_be_tma_readable(bias, q_len, kv_len) and has_aligned_rows(bias)
-
-
-def has_aligned_rows(bias: Tensor) -> bool:
-    """Whether a 4-D bias is contiguous along the keys, with rows at multiples of BIAS_STEP."""
-    outer = zip(bias.shape[:3], bias.stride()[:3], strict=True)
-    contiguous = bias.shape[3] == 1 or bias.stride(3) == 1
-    return contiguous and all(n == 1 or (s >= 0 and s % BIAS_STEP == 0) for n, s in outer)
-
-
-def may_be_tma_readable(bias: Tensor, q_len: int, kv_len: int) -> bool:
-    """Whether TMA can copy tiles of a 4-D bias or of `copy_for_tma(bias)`: 16 bits, a value for every key."""
-    return bias.dtype in (torch.float16, torch.bfloat16) and bias.shape[2] in (1, q_len) and bias.shape[3] == kv_len
-
-
-def unbroadcast(bias: Tensor) -> Tensor:
-    """Undo broadcasting: batch, head and query dimensions of stride 0 become size 1."""
-    for dim in range(3):
-        if bias.stride(dim) == 0:
-            bias = bias.narrow(dim, 0, 1)
-    return bias
-
-
-def empty_for_tma(bias: Tensor, device: torch.device | str) -> Tensor:
-    """Allocate a copy of an unbroadcast bias whose rows begin at multiples of 16 bytes."""
-    *outer, keys = unbroadcast(bias).shape
-    return torch.empty(*outer, -(-keys // BIAS_STEP) * BIAS_STEP, dtype=bias.dtype, device=device)[..., :keys]
-
-
-def copy_for_tma(bias: Tensor) -> Tensor:
-    """Copy a bias to rows at multiples of 16 bytes."""
-    return empty_for_tma(bias, bias.device).copy_(unbroadcast(bias))
-
-
-def blocks_per_sm(block_m: int, block_n: int, width: int) -> int:
-    """Return how many thread blocks a multiprocessor holds at once.
-
-    With a single consumer warpgroup the tensor cores idle during its exponentials; other thread blocks fill in. Three
-    thread blocks leave 136 registers a consumer thread and 75 KB of shared memory each, enough where scores and output
-    are 64 columns wide; with many short row blocks they are 10 % faster than two.
-    """
-    if block_m != 64 or width > 128:
-        return 1
-    return 3 if (block_n, width) == (64, 64) else 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -391,3 +314,51 @@ def split_items(
     pattern = torch.div(owner, blocks, rounding_mode="floor")
     item_ptr = torch.nn.functional.pad(torch.bincount(pattern, minlength=patterns).cumsum(0), (1, 0)).int()
     return items, item_ptr, int(split_parts.sum(1).max())
+
+
+def choose_first_tile(item: Tensor, covered: Tensor, full: Tensor) -> Tensor:
+    """Return the tile with which each item begins, bool `[T]`: most covered rows, and partial rather than full.
+
+    The kernel takes the scores of a tile against the row maxima of earlier tiles, and computes the tile again where
+    they exceed these by too much, as for the first key of a row. So an item begins with a tile in which every row has
+    a key, if there is one.
+
+    Args:
+        item: int64 `[T]`, the item of each tile.
+        covered: int64 `[T]`, rows that keep some of its keys.
+        full: bool `[T]`, full tiles. The first tile of an item is computed with a bitmap anyway.
+    """
+    order = torch.argsort(covered * 2 + (~full).long(), descending=True, stable=True)
+    order = order[torch.argsort(item[order], stable=True)]
+    item = item[order]
+    begins = torch.ones_like(item, dtype=torch.bool)
+    begins[1:] = item[1:] != item[:-1]
+    first = torch.zeros_like(full)
+    first[order[begins]] = True
+    return first
+
+
+def order_first_tiles(items: Tensor, covered: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the best first tile of each item to its begin; see `choose_first_tile`.
+
+    Args:
+        items: int32 `[I, 8]` as `TileLists.items`; their tiles follow each other, but for those of empty row blocks.
+        covered, full: see `choose_first_tile`.
+
+    Returns:
+        The items, and int64 `[T]`, which tile comes at each position.
+    """
+    tiles = len(covered)
+    ranges = items.to(covered.device).long()
+    begin, partial_end, end = ranges[:, 1], ranges[:, 2], ranges[:, 3]
+    exists = begin < tiles
+    numbers = torch.arange(len(items), device=covered.device)
+    item = torch.repeat_interleave(numbers[exists], (end - begin)[exists], output_size=tiles)
+    first = choose_first_tile(item, covered, full)
+    order = torch.argsort(item * 2 + (~first).long(), stable=True)
+    # A full tile that moves before partial ones counts as one of them.
+    before = torch.zeros(len(items), dtype=torch.bool, device=covered.device)
+    before[exists] = full[order[begin[exists]]]
+    items = items.clone()
+    items[:, 2] = (partial_end + (before & (partial_end > begin))).int().to(items.device)
+    return items, order

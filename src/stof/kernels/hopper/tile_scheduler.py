@@ -4,9 +4,8 @@ A work tile is some tiles of one row block, for one batch entry and one head: a 
 block that is split along its keys. Thread blocks are persistent. Each starts with the work tile of its own number; then
 it takes the next of the list from a counter in global memory, so all thread blocks end at about the same time.
 
-Three decisions are made here, on the host, once a plan: the order of the list (`work_list`), which of the last work
-tiles are split so that no thread block ends late (`split_tail`), and which tile of a work tile is computed first
-(`order_first_tiles`).
+Two decisions are made here, on the host, once a plan: the order of the list (`work_list`), and which of the last work
+tiles are split so that no thread block ends late (`split_tail`).
 """
 
 from __future__ import annotations
@@ -14,16 +13,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from stof.kernels.hopper.tile_lists import TileLists
 from stof.layout.build.build import PARTIAL_TILE_COST
 from stof.runtime.cpu_default import tensors_on_host
-
-if TYPE_CHECKING:
-    from stof.kernels.hopper.tile_lists import TileLists
 
 # Integers that describe a work tile, and with the columns of its first tile: 128 bytes.
 WORK_FIELDS = 16
@@ -239,51 +235,3 @@ def _fill(lengths: list[int], tile_costs: list[float], room: list[float]) -> lis
             left -= taken
         chunks.append(cuts)
     return chunks
-
-
-def choose_first_tile(item: Tensor, covered: Tensor, full: Tensor) -> Tensor:
-    """Return the tile with which each item begins, bool `[T]`: most covered rows, and partial rather than full.
-
-    The kernel takes the scores of a tile against the row maxima of earlier tiles, and computes the tile again where
-    they exceed these by too much, as for the first key of a row. So an item begins with a tile in which every row has
-    a key, if there is one.
-
-    Args:
-        item: int64 `[T]`, the item of each tile.
-        covered: int64 `[T]`, rows that keep some of its keys.
-        full: bool `[T]`, full tiles. The first tile of an item is computed with a bitmap anyway.
-    """
-    order = torch.argsort(covered * 2 + (~full).long(), descending=True, stable=True)
-    order = order[torch.argsort(item[order], stable=True)]
-    item = item[order]
-    begins = torch.ones_like(item, dtype=torch.bool)
-    begins[1:] = item[1:] != item[:-1]
-    first = torch.zeros_like(full)
-    first[order[begins]] = True
-    return first
-
-
-def order_first_tiles(items: Tensor, covered: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
-    """Move the best first tile of each item to its begin; see `choose_first_tile`.
-
-    Args:
-        items: int32 `[I, 8]` as `TileLists.items`; their tiles follow each other, but for those of empty row blocks.
-        covered, full: see `choose_first_tile`.
-
-    Returns:
-        The items, and int64 `[T]`, which tile comes at each position.
-    """
-    tiles = len(covered)
-    ranges = items.to(covered.device).long()
-    begin, partial_end, end = ranges[:, 1], ranges[:, 2], ranges[:, 3]
-    exists = begin < tiles
-    numbers = torch.arange(len(items), device=covered.device)
-    item = torch.repeat_interleave(numbers[exists], (end - begin)[exists], output_size=tiles)
-    first = choose_first_tile(item, covered, full)
-    order = torch.argsort(item * 2 + (~first).long(), stable=True)
-    # A full tile that moves before partial ones counts as one of them.
-    before = torch.zeros(len(items), dtype=torch.bool, device=covered.device)
-    before[exists] = full[order[begin[exists]]]
-    items = items.clone()
-    items[:, 2] = (partial_end + (before & (partial_end > begin))).int().to(items.device)
-    return items, order

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.kernels.ranges import pattern_ranges
-from stof.kernels.softmax import softmax_and_lse
+from stof.kernels.common import pattern_ranges, softmax_and_lse
 from stof.layout import bitmaps as bits
 from stof.layout.layout import Layout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stof.kernels.softmax import softmax_and_lse
+from stof.kernels.common import softmax_and_lse
 
 
 def reference_attention(

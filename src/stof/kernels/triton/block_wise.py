@@ -8,9 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
-from stof.kernels.cpu.attention import empty_output
+from stof.kernels.common import empty_output
+from stof.kernels.config import BoundCall, KernelConfig
 from stof.kernels.triton.block_wise_kernel import block_wise_kernel
-from stof.kernels.triton.work import STRETCH, BlockWiseConfig, BoundCall, Work
+from stof.kernels.triton.work_list import STRETCH, Work
 from stof.runtime.counters import zeroed_counters
 from stof.runtime.launch import Launch
 from stof.runtime.pdl import supports_pdl
@@ -21,7 +22,7 @@ def block_wise_attention(
     k: Tensor,
     v: Tensor,
     work: Work,
-    config: BlockWiseConfig,
+    config: KernelConfig,
     *,
     scale: float,
     softcap: float,
@@ -53,7 +54,7 @@ def bind_block_wise(
     k: Tensor,
     v: Tensor,
     work: Work,
-    config: BlockWiseConfig,
+    config: KernelConfig,
     *,
     scale: float,
     softcap: float,
@@ -161,7 +162,7 @@ def _fits(x: Tensor, unit: int) -> bool:
     return (x.stride(3) == 1 or x.shape[3] == 1) and not any(n % unit for n in (x.shape[3], *_strides(x)))
 
 
-def _with_copies(work: Work, config: BlockWiseConfig, scale: float, softcap: float) -> BoundCall:
+def _with_copies(work: Work, config: KernelConfig, scale: float, softcap: float) -> BoundCall:
     """A call for tensors that the kernel cannot read as they are: it reads copies, padded with zeros to whole units."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

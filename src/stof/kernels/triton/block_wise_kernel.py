@@ -16,7 +16,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.work import ITEM_FIELDS, STRETCH
+from stof.kernels.triton.work_list import ITEM_FIELDS, STRETCH
 from stof.runtime.pdl import launch_next_and_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)

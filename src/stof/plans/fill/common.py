@@ -11,7 +11,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.work import ITEM_FIELDS
+from stof.kernels.triton.work_list import ITEM_FIELDS
 
 ITEM_STRIDE = tl.constexpr(ITEM_FIELDS)
 # Flips a word: Triton's interpreter knows no complement of unsigned numbers.

@@ -9,14 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stof.kernels.cpu.attention import empty_output
+from stof.kernels.common import empty_output
+from stof.kernels.config import BoundCall, KernelConfig
 from stof.kernels.hopper.forward import Window, multiprocessors, readable, work_memory
 from stof.kernels.hopper.fp8.forward_kernel import fp8_forward_kernel
 from stof.kernels.hopper.fp8.transpose_v import transpose_v
 from stof.kernels.hopper.tile_lists import TileLists
 from stof.kernels.hopper.tile_scheduler import chunk_slots, work_list
 from stof.kernels.quantization import FP8
-from stof.kernels.triton.work import BlockWiseConfig, BoundCall
 from stof.runtime.launch import Launch
 from stof.runtime.memory import lasting, refuse_capture
 from stof.runtime.pdl import supports_pdl
@@ -35,7 +35,7 @@ def bind_fp8(
     v: Tensor,
     scales: Sequence[Tensor],
     lists: TileLists,
-    config: BlockWiseConfig,
+    config: KernelConfig,
     *,
     scale: float,
     softcap: float,

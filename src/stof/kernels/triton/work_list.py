@@ -5,15 +5,14 @@ Plain torch; importing it does not import Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from stof.errors import ArgumentError, UnfitLayoutError
+from stof.kernels.bitmap_order import accumulator_order
+from stof.kernels.common import parts_of
 from stof.layout import Layout
-from stof.layout import bitmaps as bits
 from stof.layout.build.build import PARTIAL_TILE_COST
 
 # int32 fields of a work item: row block, first and last partial tile, first and last full tile, then for split row
@@ -23,51 +22,8 @@ from stof.layout.build.build import PARTIAL_TILE_COST
 # numbers of those before it, the same for full tiles, and what to add to shared columns.
 ITEM_FIELDS = 16
 
-# `call(q, k, v, bias, sinks) -> (out, lse)` for tensors like those it was bound to; those of 8 bits add their scales.
-BoundCall = Callable[..., tuple[Tensor, Tensor]]
-
 # Columns of a stretch: 16 bytes of a bias of 16 bits.
 STRETCH = 8
-
-# Kernels multiply the number of a bitmap by its words in 32 bits; a few more are put behind those of the layout.
-_MOST_WORDS = 2**31 - 2**12
-
-
-@dataclass(frozen=True)
-class BlockWiseConfig:
-    """How the block-wise kernel is compiled, and how its work is cut; what it computes does not depend on it.
-
-    Attributes:
-        num_warps: warps of a program.
-        num_stages: buffers of the K and V pipeline, at least 2: without a pipeline, Triton 3.6 compiles a loop for
-            sm_90 that reads shared memory out of bounds (seen on an H200).
-        max_registers: registers of a thread at most (more programs fit on a multiprocessor); 0 for no bound.
-        pack: put the query heads of a key head into the rows of one tile (for few query rows).
-        split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
-        side: (batch, head) pairs that run the same item side by side, so that K and V stay in the L2 cache; 0 for all.
-        paired: two row blocks to a job, each with a warpgroup of its own, and never split (the Hopper kernel alone).
-    """
-
-    num_warps: int = 4
-    num_stages: int = 3
-    max_registers: int = 0
-    pack: bool = False
-    split_tiles: int = 0
-    side: int = 0
-    paired: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_stages < 2:
-            raise ArgumentError(f"num_stages is at least 2, got {self.num_stages}")
-
-    def __str__(self) -> str:
-        parts = [f"{self.num_warps} warps", f"{self.num_stages} stages"]
-        parts += [f"{self.max_registers} registers"] * (self.max_registers > 0)
-        parts += ["heads packed"] * self.pack
-        parts += [f"split at {self.split_tiles} tiles"] * (self.split_tiles > 0)
-        parts += [f"{self.side} heads side by side"] * (self.side > 0)
-        parts += ["row blocks in pairs"] * self.paired
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,13 +156,6 @@ def _in_stretches(columns: Tensor, live: Tensor | None = None) -> bool:
     return bool((in_order & (begin == begin[..., :1])).all())
 
 
-def parts_of(tiles: Tensor, split_tiles: int) -> Tensor:
-    """Items that each row block is cut into, given its number of tiles; at least 1."""
-    if not split_tiles:
-        return torch.ones_like(tiles)
-    return torch.div(tiles + split_tiles - 1, split_tiles, rounding_mode="floor").clamp(min=1)
-
-
 def _full_runs(items: Tensor, full_columns: Tensor, block_n: int) -> bool:
     """Whether full tiles follow each other without a gap within every item."""
     if not len(full_columns):
@@ -222,23 +171,6 @@ def _full_runs(items: Tensor, full_columns: Tensor, block_n: int) -> bool:
 
 def _padded(rows: Tensor) -> Tensor:
     return torch.cat([rows.int(), rows.new_zeros(2, *rows.shape[1:], dtype=torch.int32)]).contiguous()
-
-
-def accumulator_order(bitmaps: Tensor, block_n: int) -> Tensor:
-    """Row-major bitmaps `[U, block_m, words]` in the order of `Work.bitmaps`.
-
-    Raises:
-        UnfitLayoutError: more than kernels can address.
-    """
-    if len(bitmaps) * bitmaps.shape[1] * 4 >= _MOST_WORDS:
-        raise UnfitLayoutError(f"{len(bitmaps)} different bitmaps are more than 32-bit offsets reach")
-    out = torch.zeros(max(1, len(bitmaps)), bitmaps.shape[1], 4, dtype=torch.int32, device=bitmaps.device)
-    start = 0
-    for piece in bits.pieces(bitmaps):
-        keep = bits.unpack(piece, block_n).unflatten(-1, (block_n // 8, 4, 2))
-        out[start : start + len(piece)] = bits.pack(keep.transpose(2, 3).flatten(3))[..., 0]
-        start += len(piece)
-    return out
 
 
 def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor, int, int]:

@@ -1,0 +1,50 @@
+"""What a GPU kernel is compiled with, and what a bound kernel looks like to its callers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stof.errors import ArgumentError
+
+# `call(q, k, v, bias, sinks) -> (out, lse)` for tensors like those it was bound to; 8-bit operands add their scales.
+BoundCall = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """How a block-wise or Hopper kernel is compiled, and how its work is cut; results do not depend on it.
+
+    Attributes:
+        num_warps: warps of a program.
+        num_stages: stages of the K and V pipeline, at least 2: without a pipeline, Triton 3.6 compiles a loop for
+            sm_90 that reads shared memory out of bounds (seen on an H200).
+        max_registers: registers of a thread at most (more programs fit on a multiprocessor); 0 for no bound.
+        pack: put the query heads of a key head into the rows of one tile (for few query rows).
+        split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
+        side: (batch, head) pairs that run the same item side by side, so that K and V stay in the L2 cache; 0 for all.
+        paired: two row blocks to a work tile, a warpgroup for each, and never split (the Hopper kernel alone).
+    """
+
+    num_warps: int = 4
+    num_stages: int = 3
+    max_registers: int = 0
+    pack: bool = False
+    split_tiles: int = 0
+    side: int = 0
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 2:
+            raise ArgumentError(f"num_stages is at least 2, got {self.num_stages}")
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_warps} warps", f"{self.num_stages} stages"]
+        parts += [f"{self.max_registers} registers"] * (self.max_registers > 0)
+        parts += ["heads packed"] * self.pack
+        parts += [f"split at {self.split_tiles} tiles"] * (self.split_tiles > 0)
+        parts += [f"{self.side} heads side by side"] * (self.side > 0)
+        parts += ["row blocks in pairs"] * self.paired
+        return ", ".join(parts)

@@ -1,0 +1,44 @@
+"""Sizes that follow from the tile and the head width: shared memory stages, thread blocks on a multiprocessor."""
+
+from __future__ import annotations
+
+# Consecutive columns that one TMA copy brings: half a tile.
+RUN = 64
+# Rows of a row block: one warpgroup for each 64.
+ROW_BLOCKS = (64, 128, 192)
+# Tile size for which the first tile of a work tile is chosen (`tile_lists.order_first_tiles`).
+SMALL_TILE = (64, 64)
+# The tile size of the FP8 kernel.
+FP8_TILE = (128, 128)
+
+
+def padded_width(head_dim: int) -> int:
+    """Return the width of Q, K and V tiles in shared memory; TMA fills columns past head_dim with zeros."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+
+
+def q_stages(block_m: int, width: int, biased: bool = False, paired: bool = False) -> int:
+    """Return the stages of Q in shared memory; output is stored through them too.
+
+    Three: one work tile is computed, one is in its epilogue, one is being stored. Pairs hold Q in registers and need
+    two. A Q of 128 x 256 takes 64 KB, and biases take the room of stages: one, which the next Q overwrites after the
+    last QK matmul, and separate staging for part of the output.
+    """
+    return 1 if biased or (block_m, width) == (128, 256) else 2 if paired else 3
+
+
+def out_tile_width(width: int) -> int:
+    """Return the columns of output that are stored at once where it has staging of its own."""
+    return max(RUN, width // 2)
+
+
+def blocks_per_sm(block_m: int, block_n: int, width: int) -> int:
+    """Return how many thread blocks a multiprocessor holds at once.
+
+    With a single consumer warpgroup the tensor cores idle during its exponentials; other thread blocks fill in. Three
+    thread blocks leave 136 registers a consumer thread and 75 KB of shared memory each, enough where scores and output
+    are 64 columns wide; with many short row blocks they are 10 % faster than two.
+    """
+    if block_m != 64 or width > 128:
+        return 1
+    return 3 if (block_n, width) == (64, 64) else 2
