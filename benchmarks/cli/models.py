@@ -164,7 +164,7 @@ def search(
     from benchmarks.fusion.search_ablation import NAMES, compare, layer_graph, measured, read_table
     from benchmarks.results_io import provenance, write_json
     from stof.errors import ArgumentError
-    from stof.fusion.measure.async_compile import WorkerPool
+    from stof.fusion.measure.parallel_compile import compile_candidates
     from stof.fusion.measure.segment_timer import SegmentTimer
     from stof.fusion.records.store import default_store
     from stof.tuning.machine import device_name
@@ -180,7 +180,7 @@ def search(
         device, precision = gpu(dtype)
         gm, timer = layer_graph(layer_shape(model, batch, length), device, precision), SegmentTimer()
         start = time.monotonic()
-        found, taken = measured(gm, timer, default_store(device, store), budget, WorkerPool.on(device))
+        found, taken = measured(gm, timer, default_store(device, store), budget, compile_candidates)
         console.print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
         for (name, config), why in timer.failures.items():
             console.print(f"{name} {config}: {why}", soft_wrap=True)

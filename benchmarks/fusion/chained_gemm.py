@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from benchmarks.fusion.search_ablation import measured
 from benchmarks.results_io import provenance, write_json
-from stof.fusion.measure.async_compile import WorkerPool
+from stof.fusion.measure.parallel_compile import compile_candidates
 from stof.fusion.measure.segment_timer import SegmentTimer
 from stof.fusion.records.store import default_store
 from stof.fusion.templates import chain_linear, linear
@@ -86,7 +86,7 @@ def main() -> None:
     asked = parser.parse_args()
     device, timer, start = torch.device("cuda", 0), SegmentTimer(), time.monotonic()
     tensors = [given(*case[:3], device) for case in CASES]
-    compiler, store = WorkerPool.on(device), default_store(device, asked.store)
+    compiler, store = compile_candidates, default_store(device, asked.store)
     table, taken = measured(captured(tensors), timer, store, asked.seconds, compiler, experimental=True)
     print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
     for (name, config), why in timer.failures.items():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,7 +25,7 @@ from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.baselines import exhaustive, random_search
-from stof.fusion.planner.graph_space import AsyncCompiler, GraphSpace, MatchTimer, kind_of
+from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler, kind_of
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
 from stof.fusion.planner.two_stage_search import Sampling, SearchResult, two_stage
 from stof.fusion.records.store import Candidate, Records, SegmentTimes, Store, segment_key
@@ -36,13 +36,6 @@ SHARES = (0.1, 0.2)
 SEEDS = 20
 # Names of the two-stage search in rows, by the sampling of its second stage.
 NAMES: dict[Sampling, str] = {"reward": "two stages", "even": "two stages, even", "none": "stage 1 alone"}
-
-
-class Closing(AsyncCompiler, Protocol):
-    """What compiles early, in processes that are to be ended."""
-
-    def close(self) -> None:
-        """End them."""
 
 
 @dataclass(frozen=True)
@@ -169,13 +162,13 @@ def measured(
     timer: MatchTimer,
     store: Store | None,
     seconds: float,
-    compiler: Closing | None = None,
+    compiler: ParallelCompiler | None = None,
     *,
     experimental: bool = False,
 ) -> tuple[Table | None, int]:
     """Measure all that `store` lacks, for `seconds`, and how many times that gave; no table before all are there.
 
-    `compiler` compiles all of it from the start, and is closed when it is done. `experimental` as for the backend.
+    `compiler` compiles a segment's candidates before they are measured. `experimental` as for the backend.
     """
     operators = [replace(o, chainable=experimental) for o in recognize_operators(gm.graph)]
     graph = GraphSpace(operators, GraphOrder(gm.graph), timer, compiler=compiler)
@@ -184,11 +177,7 @@ def measured(
         key: (places, dict(held.get(segment_key(key), SegmentTimes()).times))
         for key, places in _segments(graph).items()
     }
-    try:
-        taken = _measure(graph, found, store, time.monotonic() + seconds)
-    finally:
-        if compiler is not None:
-            compiler.close()
+    taken = _measure(graph, found, store, time.monotonic() + seconds)
     segments = []
     for places, times in found.values():
         candidates = graph.candidates(*places[0])
@@ -206,22 +195,16 @@ _Found = dict[Hashable, tuple[list[tuple[int, int]], dict[Candidate | None, floa
 
 def _measure(graph: GraphSpace, found: _Found, store: Store | None, end: float) -> int:
     """Fill in what is missing until `end`; the number of times taken."""
-    missing = {
-        key: [candidate for candidate in (None, *graph.candidates(*places[0])) if candidate not in times]
-        for key, (places, times) in found.items()
-    }
-    graph.prepare([(*found[key][0][0], some) for key, some in missing.items()])
     taken = 0
-    # Inductor's code first: it compiles here while the candidates compile elsewhere.
-    for inductor in (True, False):
-        for key, (places, times) in found.items():
-            new = [candidate for candidate in missing[key] if (candidate is None) == inductor]
-            if not new or time.monotonic() > end:
-                continue
-            times |= dict(zip(new, graph.measure(*places[0], new), strict=True))
-            taken += len(new)
-            if store is not None:
-                store.update(Records({segment_key(key): SegmentTimes(times)}))
+    for key, (places, times) in found.items():
+        new = [candidate for candidate in (None, *graph.candidates(*places[0])) if candidate not in times]
+        if not new or time.monotonic() > end:
+            continue
+        graph.prepare([(*places[0], new)])
+        times |= dict(zip(new, graph.measure(*places[0], new), strict=True))
+        taken += len(new)
+        if store is not None:
+            store.update(Records({segment_key(key): SegmentTimes(times)}))
     return taken
 
 

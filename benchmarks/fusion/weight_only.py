@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from benchmarks.fusion.search_ablation import Table, measured
 from benchmarks.results_io import provenance, write_json
-from stof.fusion.measure.async_compile import WorkerPool
+from stof.fusion.measure.parallel_compile import compile_candidates
 from stof.fusion.measure.segment_timer import SegmentTimer
 from stof.fusion.records.store import default_store
 from stof.tuning.timing import time_calls
@@ -92,7 +92,7 @@ def main() -> None:
     device, rows = torch.device("cuda", 0), [int(text) for text in given.rows.split()]
     timer, start = SegmentTimer(), time.monotonic()
     gm = captured(rows, getattr(torch, given.stored), device)
-    table, taken = measured(gm, timer, default_store(device, given.store), given.seconds, WorkerPool.on(device))
+    table, taken = measured(gm, timer, default_store(device, given.store), given.seconds, compile_candidates)
     print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
     for (name, config), why in timer.failures.items():
         print(f"{name} {config}: {why}")

@@ -37,44 +37,33 @@ class Timer:
         return [math.inf if config == "ccc" else us for config, us in zip(configs, times, strict=True)]
 
 
-class AsyncCompiler:
+class ParallelCompiler:
     """Notes what it is told to compile."""
 
     def __init__(self) -> None:
-        self.started: list[str] = []
-        self.waited: list[str] = []
-        self.closed = False
+        self.compiled: list[str] = []
 
-    def start(self, match: TemplateMatch, configs: Sequence[str]) -> None:
-        self.started += configs
-
-    def wait(self, match: TemplateMatch, configs: Sequence[str]) -> None:
-        self.waited += configs
-
-    def close(self) -> None:
-        self.closed = True
+    def __call__(self, wanted: Sequence[tuple[TemplateMatch, Sequence[str]]]) -> None:
+        for _, configs in wanted:
+            self.compiled += configs
 
 
 def test_everything_is_measured_once_and_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(match, "no_kernel", lambda device, dtype, serving: "")
     monkeypatch.setattr(Template, "configs", lambda self, problem, serving: ["c" * i for i in range(40)])
     gm = layer_graph(SHAPE, torch.device("cpu"), torch.float32)
-    idle = AsyncCompiler()
+    idle = ParallelCompiler()
     assert measured(gm, Timer(), Store(tmp_path, {}), -1.0, idle) == (None, 0)
-    assert idle.started
-    assert idle.closed
-    first, compiler = Timer(), AsyncCompiler()
+    assert idle.compiled == []
+    first, compiler = Timer(), ParallelCompiler()
     table, taken = measured(gm, first, Store(tmp_path, {}), 100.0, compiler)
     assert table is not None
     assert taken == len(first.asked) == sum(len(segment.times) for segment in table.segments)
-    assert compiler.started == compiler.waited
-    # Inductor's code comes first, while the others compile.
-    codes = [config for _, config in first.asked]
-    assert codes[: len(table.segments)] == [None] * len(table.segments)
-    again, nothing = Timer(), AsyncCompiler()
+    assert compiler.compiled == [config for _, config in first.asked if config is not None]
+    again, nothing = Timer(), ParallelCompiler()
     assert measured(gm, again, Store(tmp_path, {}), 100.0, nothing) == (table, 0)
     assert again.asked == []
-    assert nothing.started == []
+    assert nothing.compiled == []
     # Query, key and value are alike.
     assert [segment.places[:3] for segment in table.segments if len(segment.places) > 1] == [((0, 1), (1, 2), (2, 3))]
     written = json.loads(json.dumps(table.to_json()))

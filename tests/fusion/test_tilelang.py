@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stof.fusion.measure.async_compile import WorkerPool
+from stof.fusion.measure.parallel_compile import compile_candidates
 from stof.fusion.templates import (
     GemmConfig,
     GemmShape,
@@ -203,9 +204,10 @@ def test_without_it() -> None:
 def test_its_kernels_are_not_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(
-        "stof.fusion.measure.async_compile.bound_call", lambda match, inputs, config: lambda: asked.append(config)
+        "stof.fusion.measure.parallel_compile.bound_call", lambda match, inputs, config: lambda: asked.append(config)
     )
-    compiler = WorkerPool(1, ("cuda", 90, 32))
-    compiler.start(segment(slice(0, 2)), [TEXT, "64x64x64,4w,3s,tile"])
-    compiler.close()
+    monkeypatch.setattr("stof.fusion.measure.parallel_compile.random_inputs", lambda match: {})
+    match = segment(slice(0, 2))
+    match = replace(match, problem=replace(match.problem, device=torch.device("cuda", 0)))
+    compile_candidates([(match, [TEXT, "64x64x64,4w,3s,tile"])])
     assert asked == ["64x64x64,4w,3s,tile"]

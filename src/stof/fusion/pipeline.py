@@ -21,7 +21,7 @@ from stof.fusion.passes.attention_bias_layout import materialize_biases, unreada
 from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.passes.lower_segments import lower
 from stof.fusion.passes.patch_embedding import multiply_patches, patch_embeddings
-from stof.fusion.planner.graph_space import AsyncCompiler, GraphSpace, MatchTimer
+from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler
 from stof.fusion.planner.heuristics import (
     MAX_OPS,
     first_reader,
@@ -58,7 +58,7 @@ class Search:
         progress: called after each measurement.
         seed: seed of the draws.
         store: where measurements are read and recorded; None for nowhere.
-        compiler: compiles candidates before they are measured; None compiles each candidate when it is measured.
+        compiler: compiles candidates before they are measured; None compiles each one when it is measured.
     """
 
     time_match: MatchTimer
@@ -67,7 +67,7 @@ class Search:
     progress: Callable[[Progress], object] | None = None
     seed: int = 0
     store: Store | None = None
-    compiler: AsyncCompiler | None = None
+    compiler: ParallelCompiler | None = None
 
 
 def fuse(

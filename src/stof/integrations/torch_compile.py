@@ -19,8 +19,8 @@ import stof
 from stof.errors import ArgumentError, UnsupportedError, shown
 from stof.fusion.graph.fx_utils import copy_module
 from stof.fusion.graph.mutations import may_mutate_inputs
-from stof.fusion.measure.async_compile import WorkerPool, init_triton_cache
 from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, ModelComparison, differing, pick_winner
+from stof.fusion.measure.parallel_compile import compile_candidates
 from stof.fusion.measure.segment_timer import SegmentTimer, check
 from stof.fusion.passes.weight_packing import pack_weights, unpack_weights
 from stof.fusion.pipeline import Search, fuse, rewrite_biases, rewrite_patches
@@ -33,6 +33,7 @@ from stof.fusion.records.store import Records, Store, default_store, segment_key
 from stof.integrations.cuda_graph_runner import CudaGraphRunner
 from stof.masks import Mask
 from stof.runtime.files import cache_folder
+from stof.runtime.private import init_triton_cache
 from stof.tuning.machine import device_name
 from stof.tuning.timing import replayed_us, wall_us
 
@@ -145,7 +146,7 @@ class CompileOptions:
             per_segment,
             self._shown(),
             store=self._store(device),
-            compiler=WorkerPool.on(device),
+            compiler=compile_candidates,
         )
 
     def known(self, device: torch.device) -> ConfigLookup:
@@ -207,22 +208,18 @@ def stof_backend(
     devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
     device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
     if device.type == "cuda":
-        init_triton_cache()
+        init_triton_cache(device)
     search, known = parsed.search(device), parsed.known(device)
     copies = {name: copy_module(gm) for name in (RULED, PLAIN)} if search is not None else {}
-    try:
-        report = fuse(
-            gm,
-            search,
-            twins=parsed.twins,
-            fold=parsed.fold,
-            experimental=parsed.experimental,
-            known=known,
-            replay=parsed.replay(device),
-        )
-    finally:
-        if search is not None and isinstance(search.compiler, WorkerPool):
-            search.compiler.close()
+    report = fuse(
+        gm,
+        search,
+        twins=parsed.twins,
+        fold=parsed.fold,
+        experimental=parsed.experimental,
+        known=known,
+        replay=parsed.replay(device),
+    )
     if search is None or not report.fused or may_mutate_inputs(copies[PLAIN].graph):
         if search is not None and report.fused:
             report.notes.append(

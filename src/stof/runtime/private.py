@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 import torch
 from torch import Tensor
 
@@ -20,3 +23,20 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+# torch.compile
+
+
+def init_triton_cache(device: torch.device) -> None:
+    """Point Triton at the ptxas and the cache folder that Inductor uses, before any kernel is compiled or looked for.
+
+    Inductor sets both when it first compiles a Triton kernel of its own. A process that measures compiles earlier than
+    that: without these two names, later processes would look elsewhere and compile its kernels again.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+        from torch._inductor.runtime.runtime_utils import triton_cache_dir
+
+        _set_triton_ptxas_path()
+        os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))

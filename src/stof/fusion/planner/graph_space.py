@@ -35,14 +35,8 @@ class MatchTimer(Protocol):
         """
 
 
-class AsyncCompiler(Protocol):
-    """Compiles early; `stof.fusion.measure.async_compile.WorkerPool` is one."""
-
-    def start(self, match: TemplateMatch, configs: Sequence[str]) -> None:
-        """Begin to compile a match's configurations."""
-
-    def wait(self, match: TemplateMatch, configs: Sequence[str]) -> None:
-        """Until they are compiled."""
+# Compiles configurations of matches; `stof.fusion.measure.parallel_compile.compile_candidates` is one.
+ParallelCompiler = Callable[[Sequence[tuple[TemplateMatch, Sequence[str]]]], object]
 
 
 @dataclass
@@ -53,7 +47,7 @@ class GraphSpace:
     order: GraphOrder
     time_match: MatchTimer | None
     policy: KernelPolicy = KernelPolicy.KERNELS
-    compiler: AsyncCompiler | None = None
+    compiler: ParallelCompiler | None = None
     known: ConfigLookup = lambda bucket: None
 
     def __post_init__(self) -> None:
@@ -133,19 +127,20 @@ class GraphSpace:
             configs = [c[1] for c in candidates if c is not None and c[0] == name]
             with_inductor = None in candidates and i == 0
             asked: list[str | None] = [*([None] if with_inductor else []), *configs]
-            if self.compiler is not None and configs:
-                self.compiler.wait(match, configs)
             for config, taken in zip(asked, self.time_match(match, asked) if asked else (), strict=True):
                 times[None if config is None else (name, config)] = taken
         return [times[candidate] for candidate in candidates]
 
     def prepare(self, wanted: Sequence[Wanted]) -> None:
-        """Have candidates compiled that will be measured soon."""
-        for start, stop, candidates in wanted if self.compiler is not None else ():
-            for name, match in self.matches(start, stop).items():
-                configs = [c[1] for c in candidates if c is not None and c[0] == name]
-                if configs and self.compiler is not None:
-                    self.compiler.start(match, configs)
+        """Compile candidates that will be measured soon."""
+        if self.compiler is not None:
+            self.compiler(
+                [
+                    (match, [c[1] for c in candidates if c is not None and c[0] == name])
+                    for start, stop, candidates in wanted
+                    for name, match in self.matches(start, stop).items()
+                ]
+            )
 
     def floor(self, start: int, stop: int, candidate: Candidate) -> float:
         """Microseconds that a candidate's GEMM takes at the least; 0 for defaults, which are measured anyway."""

@@ -32,7 +32,7 @@ class Space:
         measure: microseconds of a segment with each of some candidates, `math.inf` for one that does not run, nan for
             one whose time could not be told.
         longest: operators in the longest segment that any template covers.
-        prepare: told which candidates of which segments will be measured soon, so that they can be compiled meanwhile.
+        prepare: told which candidates of which segments will be measured next, so that they can be compiled together.
         floor: microseconds that a candidate takes at the least; 0 where nothing is known.
         label: a segment in words.
         kind: equal for candidates that are much alike.
@@ -121,7 +121,7 @@ class MeasurementCache:
         return [c for c in left if self.space.floor(start, stop, c) < least]
 
     def prepare(self, wanted: Iterable[Wanted]) -> None:
-        """Announce candidates without a time that will be measured soon, so that they can be compiled."""
+        """Announce candidates without a time that will be measured next, so that they can be compiled together."""
         new = [(start, stop, [c for c in some if c not in self.measured(start, stop)]) for start, stop, some in wanted]
         if not self.exhausted and any(some for _, _, some in new):
             self.space.prepare([one for one in new if one[2]])

@@ -186,7 +186,7 @@ def stage_two(
         if space.candidates(segment.start, segment.stop) and key not in meter.searched:
             groups.setdefault(key, segment)
             often[key] = often.get(key, 0) + 1
-    # Drawn without replacement, in an order that is settled now, so that what comes next can be compiled early.
+    # Drawn without replacement, in an order that is settled now.
     queues = {key: _shuffled(space.candidates(s.start, s.stop), space.kind, chance) for key, s in groups.items()}
     reward = dict.fromkeys(groups, 1.0)
     sampled, idle = set(groups), 0
@@ -196,7 +196,6 @@ def stage_two(
         left = {key: _in_order(queues[key], meter.untried(s.start, s.stop), fast) for key, s in groups.items()}
         shares = _shares(reward, per_segment * len(groups))
         meter.prepare((s.start, s.stop, left[key][: shares[key]]) for key, s in groups.items())
-        meter.prepare((s.start, s.stop, left[key][shares[key] :][:per_segment]) for key, s in groups.items())
         for key, count in shares.items():
             segment = groups[key]
             meter.measure(segment.start, segment.stop, left[key][:count])
