@@ -16,9 +16,9 @@ import stof.testing
 
 SOURCE = Path(stof.__file__).parent
 
-# Lowest first; units of one line may import each other. Those of the first import nothing.
+# Lowest first; a unit may import from its own line and lower ones.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "version"),
     ("runtime",),
     ("masks",),
     ("layout",),
@@ -27,10 +27,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("validation", "plans"),
     ("operators",),
     ("attention",),
-    ("__init__",),  # `import stof`: the public operator
     ("fusion", "drawing"),
     ("integrations",),
     ("calibration",),
+    ("__init__",),  # what users import; the library's own modules import each other
     ("demo",),
     ("cli", "__main__"),
 )
@@ -60,10 +60,20 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(path: Path) -> list[tuple[int, str]]:
-    """`(line, module)` of every import of stof's own modules and of the benchmarks, wherever in the file it stands."""
+def imports(path: Path, typing: bool = True) -> list[tuple[int, str]]:
+    """`(line, module)` of every import of stof's own modules and of the benchmarks, wherever in the file it stands.
+
+    Args:
+        path: the file.
+        typing: whether to count those under `if TYPE_CHECKING`, which never run.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if not typing:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = [ast.Pass()]
     found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -96,12 +106,53 @@ def test_import_direction(name: str) -> None:
         elif unit == TUNING:
             allowed = False
         elif other == TUNING:
-            allowed = RANK[unit] > RANK["__init__"]
+            allowed = RANK[unit] > RANK["attention"]
         else:
             allowed = RANK[other] <= RANK[unit]
         if not allowed:
             problems.append(f"{MODULES[name]}:{line}: {unit} imports {target}")
     assert not problems, "\n".join(problems)
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that import each other, directly or through others (strongly connected, Tarjan 1972)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        order[name] = lowest[name] = len(order)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in order:
+                visit(other)
+            if other in stack:
+                lowest[name] = min(lowest[name], lowest[other])
+        if lowest[name] == order[name]:
+            group = {stack.pop()}
+            while name not in group:
+                group.add(stack.pop())
+            found.append(group)
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return [group for group in found if len(group) > 1]
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"f", "d"}, "f": {"e"}}
+    assert sorted(map(sorted, circles(graph))) == [["a", "b", "c"], ["e", "f"]]
+
+
+def test_no_import_circles() -> None:
+    """Every import counts, those inside functions too; only those under `if TYPE_CHECKING` never run."""
+    graph = {
+        name: {target for _, target in imports(path, typing=False) if target in MODULES} - {name}
+        for name, path in MODULES.items()
+    }
+    assert circles(graph) == []
 
 
 def test_the_package_never_imports_benchmarks() -> None:

@@ -14,11 +14,10 @@ from stof.kernels.quantization import quantise_heads
 from stof.layout import Layout, LayoutConfig
 from stof.plans.dynamic import DynamicPlan, dynamic_plan
 from stof.plans.plan import Plan, plan_cache
+from stof.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torch import nn
-
-__version__ = "0.2.0"
 
 __all__ = [
     "DynamicPlan",

@@ -15,7 +15,6 @@ import stof
 from stof import LayoutConfig, Plan, masks
 from stof.errors import LayoutError
 from stof.layout import Layout, build_layout
-from stof.layout.check import validate
 from stof.testing import assert_attention, make_inputs
 
 MASK = masks.per_head([masks.strided(9, 11, 3), masks.longformer(12, 3)])
@@ -38,7 +37,7 @@ def at(tensor: Tensor, place: int | tuple[int, ...], value: float) -> Tensor:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sound_layouts_pass(name: str) -> None:
-    validate(LAYOUTS[name])
+    LAYOUTS[name].validate()
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -59,13 +58,13 @@ def test_sound_layouts_pass(name: str) -> None:
 def test_shapes_dtypes_devices(field: str, mutate: Callable[[Tensor], Tensor], request: pytest.FixtureRequest) -> None:
     kind = request.node.callspec.id
     if field in ("bitmaps", "gathered") and "twice" in kind:
-        validate(changed(GATHERED, **{field: mutate(GATHERED.tensors()[field])}))  # unused rows are harmless
+        changed(GATHERED, **{field: mutate(GATHERED.tensors()[field])}).validate()  # unused rows are harmless
         return
     if field == "pattern_of" and "twice" in kind:
-        validate(changed(GATHERED, pattern_of=mutate(GATHERED.pattern_of)))  # the same patterns for two sequences
+        changed(GATHERED, pattern_of=mutate(GATHERED.pattern_of)).validate()  # the same patterns for two sequences
         return
     with pytest.raises(LayoutError):
-        validate(changed(GATHERED, **{field: mutate(GATHERED.tensors()[field])}))
+        changed(GATHERED, **{field: mutate(GATHERED.tensors()[field])}).validate()
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f not in ("bitmaps", "cost")])
@@ -79,7 +78,7 @@ def test_indices_far_out_of_range(name: str, value: int, field: str) -> None:
     for place in (0, tensor.numel() // 2, tensor.numel() - 1):
         flat = at(tensor.flatten(), place, value)
         with pytest.raises(LayoutError):
-            validate(changed(layout, **{field: flat.view(tensor.shape)}))
+            changed(layout, **{field: flat.view(tensor.shape)}).validate()
 
 
 PARTIAL = int((GATHERED.tile_bitmap >= 0).nonzero()[0, 0])

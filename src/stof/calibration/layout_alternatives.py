@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import stof
+from stof.attention import plan as make_plan
 from stof.calibration.measure import call_of, runner
 from stof.errors import KernelError
 from stof.layout import statistics
 from stof.layout.orders.search import RowOrders, column_order, find_order
 from stof.masks import Mask, reordered
+from stof.plans.plan import Plan
 from stof.selection import KernelChoice, MaskGeometry, candidates, default_config
 from stof.selection.cost_model import DEFAULT_DEVICE, load_model
 from stof.testing.attention_check import TOLERANCE, AttentionProblem, Expected
@@ -142,20 +143,20 @@ def measured(
 
 def _on_gpu(
     mask: Mask, shape: Shape, device: torch.device, chosen: Sequence[Alternative]
-) -> list[tuple[Alternative, stof.Plan, KernelChoice]]:
-    plan = stof.plan(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device=device)
+) -> list[tuple[Alternative, Plan, KernelChoice]]:
+    plan = make_plan(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device=device)
     plan.found_order()  # an order that the estimates found on the CPU is found again on the device
     return [(alternative, plan, alternative.choice) for alternative in chosen]
 
 
-def _on_cpu(mask: Mask, shape: Shape) -> list[tuple[Alternative, stof.Plan, KernelChoice]]:
+def _on_cpu(mask: Mask, shape: Shape) -> list[tuple[Alternative, Plan, KernelChoice]]:
     """The row orders there are under the default block sizes."""
     config = default_config(torch.device("cpu"))
     orders = RowOrders(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device="cpu")
     found = orders.found()
     listed = []
     for name in (None, *orders.names, *(() if found is None else (found,))):
-        plan = stof.plan(
+        plan = make_plan(
             mask,
             shape.q_len,
             shape.kv_len,

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import stof
+from stof.attention import plan as make_plan
 from stof.errors import ArgumentError, KernelError
 from stof.kernels.config import KernelConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
+from stof.plans.plan import Plan
 from stof.selection import CallSpec, KernelChoice
 from stof.selection.implementations import IMPLEMENTATIONS, Options
 from stof.testing.attention_check import TOLERANCE, AttentionProblem, Expected
@@ -135,7 +136,7 @@ def measure_cell(
     problem = AttentionProblem.draw(mask, shape, device, dtype)
     bias = cell_bias(name, problem)
     expected = Expected.of(problem, 256, bias)
-    plan = stof.plan(mask.mask(shape.q_len), shape.q_len, shape.kv_len, device=device)
+    plan = make_plan(mask.mask(shape.q_len), shape.q_len, shape.kv_len, device=device)
     call = call_of(shape, dtype, bias is not None)
     call = replace(call, compute_capability=torch.cuda.get_device_capability(device))
     weighed = [c for c in plan.candidates(call) if c.estimate_us is not None and only in ("", c.name)]
@@ -172,7 +173,7 @@ def measure_cell(
 
 
 def runner(
-    inputs: tuple[Tensor, Tensor, Tensor], plan: stof.Plan, choice: KernelChoice, bias: Tensor | None = None
+    inputs: tuple[Tensor, Tensor, Tensor], plan: Plan, choice: KernelChoice, bias: Tensor | None = None
 ) -> Callable[[], Tensor]:
     """A call of exactly this choice on q, k and v; `KernelError` where it cannot run here."""
     prepared = plan.prepared(choice)
@@ -279,7 +280,7 @@ def _warm_cell(job: tuple[str, str, str, str]) -> str | None:
         shape = replace(shape, batch=1, heads=2 * (shape.heads // shape.kv_heads), kv_heads=2)
         device = torch.device("cuda")
         problem = AttentionProblem.draw(cell_mask(name, shape), shape, device, getattr(torch, dtype))
-        plan = stof.plan(problem.grid_mask.mask(shape.q_len), shape.q_len, shape.kv_len, device=device)
+        plan = make_plan(problem.grid_mask.mask(shape.q_len), shape.q_len, shape.kv_len, device=device)
         bias = cell_bias(name, problem)
         call = call_of(Shape.parse(sizes), problem.q.dtype, bias is not None)
         call = replace(call, compute_capability=torch.cuda.get_device_capability(device))

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-import stof
 from stof.errors import ArgumentError, UnsupportedError, shown
 from stof.fusion.graph.fx_utils import copy_module
 from stof.fusion.graph.mutations import may_mutate_inputs
@@ -36,6 +35,7 @@ from stof.runtime.files import cache_folder
 from stof.runtime.private import init_triton_cache
 from stof.tuning.machine import device_name
 from stof.tuning.timing import replayed_us, wall_us
+from stof.version import __version__
 
 __all__ = ["CompileOptions", "FusionReport", "optimize", "pack_weights", "stof_backend", "unpack_weights"]
 
@@ -397,6 +397,6 @@ def _inductor_cache_key(digest: str) -> Any:
             """Nothing: the graph was rewritten before it came to Inductor."""
 
         def uuid(self) -> str:
-            return f"stof-{stof.__version__}-{source_digest()}-{digest}"
+            return f"stof-{__version__}-{source_digest()}-{digest}"
 
     return CacheMark()

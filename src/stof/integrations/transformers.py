@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import stof
+from stof.attention import attention
 from stof.errors import MissingDependencyError, ShapeError, UnsupportedError
 from stof.integrations.given_masks import check_padding, check_scores, check_window
 from stof.integrations.model_mask import FULL, ModelMask
@@ -320,7 +320,7 @@ def attention_forward(
             query, key, value, attn_mask=added, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
     else:
-        out = stof.attention(
+        out = attention(
             query,
             key,
             value,

@@ -20,7 +20,6 @@ from stof.layout.build.gpu.count import device_columns
 from stof.layout.build.strips import SPAN, strips
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
-from stof.layout.layout import Layout
 from stof.masks.index import Index
 
 # Scores evaluated at once: bounds the memory of int64 temporaries to some 100 MB.
@@ -161,37 +160,6 @@ def aside_tiles(own: HeadMask, config: LayoutConfig) -> Tiles | None:
     rows = rows.clamp(max=q_len - 1)
     bitmaps = _bitmaps(own, rows if own.order is None else own.order[rows], exists, columns[partial])
     return some.sum(1), (some & ~every).sum(1), columns, partial, bitmaps
-
-
-def listed_keys(layout: Layout) -> tuple[Tensor, Tensor] | None:
-    """The lists of a layout with `config.aside`, found again in its gathered tiles, and where on them each tile begins.
-
-    Returns:
-        int64 `[P, n]`, ascending, then -1; n is a multiple of `block_n`, 0 where no tile is of a list. And int64 `[G]`,
-        by row of `layout.gathered`. None where some gathered tile is no stretch of one list, which no builder makes.
-    """
-    block_n, slots = layout.config.block_n, layout.gathered.long()
-    of_list = layout.tile_base < 0
-    pattern = torch.zeros_like(slots[:, 0])
-    owner = torch.div(layout.tile_row_block()[of_list], layout.row_blocks, rounding_mode="floor")
-    pattern[~layout.tile_base[of_list].long()] = owner
-    used = slots >= 0
-    numbers, place = (pattern[:, None] * layout.kv_len + slots)[used].unique(return_inverse=True)
-    owner = torch.div(numbers, layout.kv_len, rounding_mode="floor")
-    count = torch.bincount(owner, minlength=layout.patterns)
-    first = count.cumsum(0) - count
-    longest = -(-int(count.max()) // block_n) * block_n
-    keys = torch.full((layout.patterns, longest), -1, dtype=torch.int64, device=slots.device)
-    keys[owner, torch.arange(len(numbers), device=slots.device) - first[owner]] = torch.remainder(
-        numbers, layout.kv_len
-    )
-    # Where the tile would begin by each column that it uses: the same place by all of them.
-    begins = torch.zeros_like(slots)
-    begins[used] = place - first[pattern.repeat_interleave(used.sum(1))] - used.nonzero()[:, 1]
-    begin = torch.div(begins.sum(1), used.sum(1).clamp(min=1), rounding_mode="floor")
-    if bool((used & (begins != begin[:, None])).any()) or bool((begin < 0).any()):
-        return None
-    return keys, begin
 
 
 def _bitmaps(own: HeadMask, rows: Tensor, exists: Tensor, columns: Tensor) -> Tensor:

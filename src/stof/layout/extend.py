@@ -8,7 +8,8 @@ from torch import Tensor
 from stof.layout.build.build import Pattern, build_layout, compiled, laid_out, shared
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
-from stof.masks.base import Mask, check_lengths
+from stof.masks import Mask
+from stof.masks.base import check_lengths
 from stof.masks.bounds import Range
 from stof.masks.index import Index
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.masks.base import Mask
+from stof.masks import Mask
 
 
 @dataclass(frozen=True, eq=False)

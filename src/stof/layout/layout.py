@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stof.errors import LayoutError
 from stof.layout import bitmaps as bits
 from stof.layout.config import LayoutConfig
 
@@ -170,14 +171,158 @@ class Layout:
         keep[partial] = bits.unpack(self.bitmaps[number[partial]], self.config.block_n)
         return keep
 
-    def validate(self) -> None:
-        """Raise `LayoutError` naming every inconsistency; see `stof.layout.check`."""
-        from stof.layout.check import validate
+    def compacted_keys(self) -> tuple[Tensor, Tensor] | None:
+        """The compacted keys of each pattern (`config.compact_columns`), and where in them each gathered tile begins.
 
-        validate(self)
+        Both are found from the gathered tiles.
+
+        Returns:
+            Keys, int64 `[P, n]`, ascending, padded with -1; n is a multiple of `block_n`, 0 where no tile is gathered.
+            First positions among them, int64 `[G]`, by row of `gathered`. None where the columns of some gathered tile
+            do not follow each other among the keys, which no builder makes.
+        """
+        block_n, slots = self.config.block_n, self.gathered.long()
+        of_list = self.tile_base < 0
+        pattern = torch.zeros_like(slots[:, 0])
+        owner = torch.div(self.tile_row_block()[of_list], self.row_blocks, rounding_mode="floor")
+        pattern[~self.tile_base[of_list].long()] = owner
+        used = slots >= 0
+        numbers, place = (pattern[:, None] * self.kv_len + slots)[used].unique(return_inverse=True)
+        owner = torch.div(numbers, self.kv_len, rounding_mode="floor")
+        count = torch.bincount(owner, minlength=self.patterns)
+        first = count.cumsum(0) - count
+        longest = -(-int(count.max()) // block_n) * block_n
+        keys = torch.full((self.patterns, longest), -1, dtype=torch.int64, device=slots.device)
+        keys[owner, torch.arange(len(numbers), device=slots.device) - first[owner]] = torch.remainder(
+            numbers, self.kv_len
+        )
+        # Where the tile would begin by each column that it uses: the same place by all of them.
+        begins = torch.zeros_like(slots)
+        begins[used] = place - first[pattern.repeat_interleave(used.sum(1))] - used.nonzero()[:, 1]
+        begin = torch.div(begins.sum(1), used.sum(1).clamp(min=1), rounding_mode="floor")
+        if bool((used & (begins != begin[:, None])).any()) or bool((begin < 0).any()):
+            return None
+        return keys, begin
+
+    def validate(self) -> None:
+        """Check every invariant on the tensors alone.
+
+        Shapes and dtypes come first: contents are looked at only where those hold, so that corrupt files cannot index
+        out of range.
+
+        Raises:
+            LayoutError: names all problems found.
+        """
+        problems = _shape_problems(self) or _range_problems(self) or _content_problems(self)
+        if problems:
+            raise LayoutError(problems)
 
     def __repr__(self) -> str:
         return (
             f"Layout({self.q_len}x{self.kv_len}, {self.config}, patterns={self.patterns}, tiles={self.tiles}, "
             f"device={str(self.device)!r})"
         )
+
+
+def _shape_problems(layout: Layout) -> list[str]:
+    config, problems = layout.config, []
+    if not (0 < layout.q_len < 2**31 and 0 < layout.kv_len < 2**31):
+        return [f"lengths are between 1 and 2**31 - 1, got q_len {layout.q_len}, kv_len {layout.kv_len}"]
+    devices = {tensor.device for tensor in layout.tensors().values()}
+    if len(devices) != 1:
+        problems.append(f"tensors are on several devices: {sorted(map(str, devices))}")
+    numbered, tiles = layout.partial_count.numel(), layout.tile_base.numel()
+    if layout.pattern_of.ndim != 2 or 0 in layout.pattern_of.shape:
+        problems.append(f"pattern_of is [mask_batch, mask_heads], got {list(layout.pattern_of.shape)}")
+    if numbered == 0 or numbered % layout.row_blocks:
+        problems.append(f"partial_count has {numbered} entries, not a multiple of {layout.row_blocks} row blocks")
+    wanted: dict[str, tuple[torch.dtype, tuple[int | None, ...]]] = {
+        "pattern_of": (torch.int32, (None, None)),
+        "row_block_ptr": (torch.int32, (numbered + 1,)),
+        "partial_count": (torch.int32, (numbered,)),
+        "tile_base": (torch.int32, (tiles,)),
+        "gathered": (torch.int32, (None, config.slabs_per_tile)),
+        "tile_bitmap": (torch.int32, (tiles,)),
+        "bitmaps": (torch.int32, (None, config.block_m, bits.words(config.block_n))),
+        "cost": (torch.float32, (numbered,)),
+        "order": (torch.int32, (numbered,)),
+        "row_order": (torch.int32, (numbered // layout.row_blocks, layout.q_len)),
+    }
+    for name, tensor in layout.tensors().items():
+        dtype, shape = wanted[name]
+        fits = len(shape) == tensor.ndim and all(
+            size in (None, own) for size, own in zip(shape, tensor.shape, strict=True)
+        )
+        if tensor.dtype != dtype or not fits:
+            problems.append(f"{name} is {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+    return problems
+
+
+def _range_problems(layout: Layout) -> list[str]:
+    problems: list[str] = []
+    pointers, partial = layout.row_block_ptr, layout.partial_count
+    steps = pointers.long().diff()  # int32 differences wrap around
+    gathered, bitmaps = len(layout.gathered), len(layout.bitmaps)
+    slab = layout.config.slab_columns
+
+    def require(good: Tensor | bool, problem: str) -> None:
+        if not bool(good):
+            problems.append(problem)
+
+    require(pointers[0] == 0, "row_block_ptr does not start at 0")
+    require(pointers[-1] == layout.tiles, f"row_block_ptr does not end at the number of tiles {layout.tiles}")
+    require((steps >= 0).all(), "row_block_ptr decreases")
+    require(((partial >= 0) & (partial <= steps)).all(), "partial_count is not between 0 and the tile count")
+    require(_within(layout.pattern_of, 0, layout.patterns), "pattern_of names a pattern that is not there")
+    require(_within(layout.tile_base, -gathered, layout.kv_len), "tile_base is out of range")
+    require(_within(layout.tile_bitmap, -1, bitmaps), "tile_bitmap is out of range")
+    require(_within(layout.gathered, -1, layout.kv_len), "gathered has columns out of range")
+    used = layout.gathered[layout.gathered >= 0]
+    require((torch.remainder(used, slab) == 0).all(), f"gathered slabs do not start at multiples of {slab}")
+    require(_is_permutation(layout.order[None]), "order is not a permutation of the row blocks")
+    if layout.row_order is not None:
+        require(_is_permutation(layout.row_order), "row_order is not a permutation of the rows")
+    require(torch.isfinite(layout.cost).all() and (layout.cost >= 0).all(), "cost is not finite and >= 0")
+    return problems
+
+
+def _within(values: Tensor, low: int, high: int) -> bool:
+    return bool(((values >= low) & (values < high)).all())
+
+
+def _is_permutation(rows: Tensor) -> bool:
+    return bool((rows.sort(-1).values == torch.arange(rows.shape[-1], device=rows.device)).all())
+
+
+def _content_problems(layout: Layout) -> list[str]:
+    problems: list[str] = []
+    owner = layout.tile_row_block()
+    position = torch.arange(layout.tiles, device=layout.device) - layout.row_block_ptr[:-1].long()[owner]
+    partial = position < layout.partial_count.long()[owner]
+    if not torch.equal(partial, layout.tile_bitmap >= 0):
+        problems.append("tiles with a bitmap are not the partial ones, or do not come first")
+    slots = layout.tile_base[layout.tile_base < 0]
+    if len(slots.unique()) != len(slots):
+        problems.append("two tiles share one row of gathered columns")
+    costs = layout.cost[layout.order.long()]
+    if not bool((costs[:-1] >= costs[1:]).all()):
+        problems.append("order is not longest first")
+    columns = layout.tile_columns()
+    exists = columns >= 0
+    key = (owner[:, None] * layout.kv_len + columns)[exists]
+    if len(key.unique()) != len(key):
+        problems.append("a row block lists the same column twice")
+    if layout.config.aside and layout.compacted_keys() is None:
+        problems.append("gathered tiles are not stretches of one list of columns put aside")
+    if not bool(exists[~partial].all()):
+        problems.append("a full tile reaches past kv_len or has unused slots")
+    if problems:
+        return problems
+    rows = layout.rows().view(-1, layout.config.block_m) >= 0
+    step = max(1, 2**24 // (layout.config.block_m * layout.config.block_n))
+    for tiles in partial.nonzero()[:, 0].split(step):
+        outside = ~(rows[owner[tiles]][:, :, None] & exists[tiles][:, None, :])
+        if bool((layout.tile_keep(tiles) & outside).any()):
+            problems.append("a bitmap keeps rows or columns that do not exist")
+            break
+    return problems

@@ -15,11 +15,11 @@ from torch import Tensor
 from stof.layout.build.build import checked_order
 from stof.layout.build.gpu.count import SlabCounts, device_counts
 from stof.layout.build.strips import strips
-from stof.layout.compaction import divided, division_counts, listed_keys, looked_at, may_pay, seen_columns
+from stof.layout.compaction import divided, division_counts, looked_at, may_pay, seen_columns
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
-from stof.masks.base import Mask
+from stof.masks import Mask
 
 # Masks of a batch or of heads counted before the rest is taken to be like them: counting is linear in them.
 _MASKS_COUNTED = 8
@@ -171,7 +171,7 @@ def survey_of_layout(layout: Layout) -> Survey:
     """The survey of a layout that is there: its own geometry only."""
     shape = (layout.patterns, layout.row_blocks)
     tiles, partial = layout.row_block_ptr.diff().view(shape).long(), layout.partial_count.view(shape).long()
-    lists = listed_keys(layout) if layout.config.aside else None
+    lists = layout.compacted_keys() if layout.config.aside else None
     aside = 0 if lists is None else lists[0].shape[1]
     counts = {layout.config: TileCounts(partial.cpu(), (tiles - partial).cpu(), aside)}
     # Scores of the row block's tiles, spread over its rows: close enough for an estimate.

@@ -1,4 +1,4 @@
-"""Masks as values: what every mask can do; `compose.py` has what `&`, `|` and `~` make of them."""
+"""What every mask can do except being combined: `compose.py` adds `&`, `|`, `~` and the query offset."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,22 +18,21 @@ from stof.errors import MaskError, ShapeError, shown
 from stof.masks.bounds import Kept
 from stof.masks.index import Index
 
+if TYPE_CHECKING:
+    from stof.masks.compose import Mask
+
 # Masks holding functions or tensors that are alive in this process, so that a compiled graph can name one by key.
-_ALIVE: WeakValueDictionary[str, Mask] = WeakValueDictionary()
+_ALIVE: WeakValueDictionary[str, Any] = WeakValueDictionary()
 # Masks that vary from call to call and are alive, so that a compiled graph can be told one by number.
-_NUMBERED: WeakValueDictionary[int, Mask] = WeakValueDictionary()
+_NUMBERED: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 # Key ranges `[start, stop)`; None for anywhere.
 Spans = list[tuple[int, int]] | None
 
 
-class Mask(ABC):
-    """What may attend to what: `keep[b, h, i, j]` is true when query `i` sees key `j`.
-
-    Masks are immutable values. They compose with `&` (both keep), `|` (either keeps) and `~` (inverted);
-    two masks built the same way are equal and hash alike, which is what plans are cached by. A mask knows
-    no lengths: the same value serves every `q_len` and `kv_len` that its own data allow.
+class BaseMask(ABC):
+    """The interface of `stof.masks.Mask` without its operators, which make masks of other classes.
 
     Attributes:
         key: the repr, which identifies the value: it is what equality and hashing use.
@@ -73,7 +73,7 @@ class Mask(ABC):
         self.__post_init__()  # a copy holds other tensors and functions, so its key is another one
 
     def __eq__(self, other: object) -> bool:
-        return self.key == other.key if isinstance(other, Mask) else NotImplemented
+        return self.key == other.key if isinstance(other, BaseMask) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -217,44 +217,6 @@ class Mask(ABC):
         )
         return self.evaluate(index).expand(mask_batch, mask_heads, q_len, kv_len).contiguous()
 
-    def with_query_offset(self, offset: int) -> Mask:
-        """The mask seen by queries that start at position `offset` (a KV cache holding `offset` keys).
-
-        Query `i` of the call is treated as position `i + offset`; keys keep their positions.
-        """
-        if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**31:
-            raise MaskError(f"a query offset is an int between 0 and 2**31 - 1, got {shown(offset)}")
-        from stof.masks.compose import QueryOffset
-
-        return self if offset == 0 else QueryOffset(self, offset)
-
-    def __and__(self, other: Mask) -> Mask:
-        from stof.masks.compose import And
-
-        return And.of(self, _combined(other))
-
-    def __or__(self, other: Mask) -> Mask:
-        from stof.masks.compose import Or
-
-        return Or.of(self, _combined(other))
-
-    def __invert__(self) -> Mask:
-        from stof.masks.compose import Not
-
-        return Not(self)
-
-    def __bool__(self) -> bool:
-        raise MaskError("a mask has no truth value; compose masks with & | ~ instead of and / or / not")
-
-
-def _combined(other: object) -> Mask:
-    if isinstance(other, Mask):
-        return other
-    raise TypeError(
-        f"a mask is combined with masks, got {type(other).__name__}; stof.masks.from_dense makes one of a bool tensor, "
-        "from_function of a function, parse of text"
-    )
-
 
 def check_lengths(q_len: int, kv_len: int) -> None:
     """Raise `ShapeError` unless both lengths are positive and rows and columns fit int32 indices."""
@@ -310,7 +272,7 @@ def numbered_mask(number: int) -> Mask:
     Raises:
         MaskError: it is gone; a compiled graph outlived its mask.
     """
-    found = _NUMBERED.get(number)
+    found: Mask | None = _NUMBERED.get(number)
     if found is None:
         raise MaskError(
             f"the mask number {number} no longer exists; keep masks for as long as code compiled with them runs"
@@ -320,4 +282,5 @@ def numbered_mask(number: int) -> Mask:
 
 def find_mask(key: str) -> Mask | None:
     """The living mask with this key."""
-    return _ALIVE.get(key)
+    found: Mask | None = _ALIVE.get(key)
+    return found

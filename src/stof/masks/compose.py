@@ -1,4 +1,4 @@
-"""Masks made of masks: `&`, `|`, `~`, a query offset, and one for each head."""
+"""Masks as values, and what is made of several: `&`, `|`, `~`, a query offset, one mask for each head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from stof.errors import MaskError, ShapeError
-from stof.masks.base import Mask, Spans, numbered
+from stof.errors import MaskError, ShapeError, shown
+from stof.masks.base import BaseMask, Spans, numbered
 from stof.masks.bounds import Kept
 from stof.masks.index import Index
 
@@ -34,6 +34,45 @@ def _agreed(sizes: Sequence[int], what: str) -> int:
     if len(bound) > 1:
         raise ShapeError(f"masks bound to different {what} cannot be combined: {sorted(bound)}")
     return bound.pop() if bound else 1
+
+
+class Mask(BaseMask):
+    """What may attend to what: `keep[b, h, i, j]` is true when query `i` sees key `j`.
+
+    Masks are immutable values. They compose with `&` (both keep), `|` (either keeps) and `~` (inverted);
+    two masks built the same way are equal and hash alike, which is what plans are cached by. A mask knows
+    no lengths: the same value serves every `q_len` and `kv_len` that its own data allow.
+    """
+
+    def with_query_offset(self, offset: int) -> Mask:
+        """The mask seen by queries that start at position `offset` (a KV cache holding `offset` keys).
+
+        Query `i` of the call is treated as position `i + offset`; keys keep their positions.
+        """
+        if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**31:
+            raise MaskError(f"a query offset is an int between 0 and 2**31 - 1, got {shown(offset)}")
+        return self if offset == 0 else QueryOffset(self, offset)
+
+    def __and__(self, other: Mask) -> Mask:
+        return And.of(self, _combined(other))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or.of(self, _combined(other))
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise MaskError("a mask has no truth value; compose masks with & | ~ instead of and / or / not")
+
+
+def _combined(other: object) -> Mask:
+    if isinstance(other, Mask):
+        return other
+    raise TypeError(
+        f"a mask is combined with masks, got {type(other).__name__}; stof.masks.from_dense makes one of a bool tensor, "
+        "from_function of a function, parse of text"
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

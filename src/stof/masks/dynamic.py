@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import DeviceError, DtypeError, MaskError, ShapeError, shown
-from stof.masks.base import Mask, Spans, identity
+from stof.masks.base import Spans, identity
+from stof.masks.compose import Mask
 from stof.masks.index import Index
 from stof.masks.patterns import _integer
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stof.errors import MaskError, MaskFunctionError, ShapeError
-from stof.masks.base import Mask, identity
+from stof.masks.base import identity
 from stof.masks.bounds import Kept, Range
+from stof.masks.compose import Mask
 from stof.masks.elementwise import Indices, MaskFunction, Traits, function_name, shape_of, traits_of, under_vmap
 from stof.masks.index import Index
 

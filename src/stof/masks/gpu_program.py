@@ -14,8 +14,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from stof.masks import rules
-from stof.masks.base import Mask
-from stof.masks.compose import And, Not, Or, PerHead, QueryOffset
+from stof.masks.compose import And, Mask, Not, Or, PerHead, QueryOffset
 
 # Numbers of an instruction: operation, low, high, then what the operation needs.
 WIDTH = 8

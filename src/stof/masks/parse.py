@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from stof.errors import MaskError, MaskSyntaxError, StofError, UnknownMaskError
 from stof.masks import patterns
-from stof.masks.base import Mask, find_mask
+from stof.masks.base import find_mask
+from stof.masks.compose import Mask
 
 PATTERNS: dict[str, Callable[..., Mask]] = {
     fn.__name__: fn

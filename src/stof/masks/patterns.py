@@ -14,8 +14,8 @@ from torch import Tensor
 
 from stof.errors import MaskError, shown
 from stof.masks import rules
-from stof.masks.base import Mask, foreign_layout
-from stof.masks.compose import PerHead
+from stof.masks.base import foreign_layout
+from stof.masks.compose import Mask, PerHead
 
 Ints = Sequence[int] | Tensor
 

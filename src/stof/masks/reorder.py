@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import MaskError, ShapeError
-from stof.masks.base import Mask, Spans, identity
-from stof.masks.compose import Wrapped
+from stof.masks.base import Spans, identity
+from stof.masks.compose import Mask, Wrapped
 from stof.masks.index import Index
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import ShapeError
-from stof.masks.base import Mask, Spans, numbered
+from stof.masks.base import Spans, numbered
 from stof.masks.bounds import Kept, Range
+from stof.masks.compose import Mask
 from stof.masks.index import Index
 
 

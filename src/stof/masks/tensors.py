@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import DeviceError, DtypeError, MaskError, ShapeError
-from stof.masks.base import Mask, foreign_layout, identity
+from stof.masks.base import foreign_layout, identity
 from stof.masks.bounds import Kept
+from stof.masks.compose import Mask
 from stof.masks.functions import FunctionMask, from_function
 from stof.masks.index import Index
 from stof.masks.parse import PATTERNS, parse

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from stof import __version__
 from stof.errors import LockFileError
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.records.choices import Choices, choices_of, choices_to_json
 from stof.fusion.records.report import FusionReport
 from stof.runtime.files import read_checked, write_checked
 from stof.tuning.machine import package_version
+from stof.version import __version__
 
 VERSION = 2
 

@@ -12,7 +12,6 @@ from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.common import parts_of
 from stof.kernels.hopper.config import FP8_TILE, ROW_BLOCKS, RUN, SMALL_TILE
 from stof.layout import Layout
-from stof.layout.compaction import listed_keys
 from stof.layout.orders.named import by_remainder
 
 # In `TileLists.tile_bitmap` of pairs, the first bit of the number of skipped tiles; the bits below are the bitmap.
@@ -233,7 +232,7 @@ def _put_aside(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     base = layout.tile_base.long()
     along = torch.arange(layout.config.block_n, device=base.device)
     read = base[:, None] + along
-    lists = listed_keys(layout)
+    lists = layout.compacted_keys()
     if lists is None:
         raise UnfitLayoutError("gathered tiles are not stretches of one list of columns")
     keys, begins = lists

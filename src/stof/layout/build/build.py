@@ -12,15 +12,16 @@ from torch import Tensor
 
 from stof.errors import ArgumentError
 from stof.layout import bitmaps as bits
+from stof.layout.build.closed_form import tiles_of
+from stof.layout.build.gpu.build import device_layout
+from stof.layout.build.strips import SPAN, Strip, strip_scores, strips
 from stof.layout.compaction import aside_tiles
 from stof.layout.config import LayoutConfig
-from stof.layout.build.gpu.build import device_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
 from stof.layout.limits import check_numbers, check_tiles
-from stof.layout.build.strips import SPAN, Strip, strip_scores, strips
-from stof.layout.build.closed_form import tiles_of
-from stof.masks.base import Mask, check_lengths, check_sizes
+from stof.masks import Mask
+from stof.masks.base import check_lengths, check_sizes
 
 # A partial tile costs 1.09 full ones (measured on an H200 with bitmaps in registers, D = 128).
 PARTIAL_TILE_COST = 1.09

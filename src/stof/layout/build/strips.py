@@ -12,7 +12,7 @@ from torch import Tensor
 from stof.errors import ShapeError
 from stof.layout.head_mask import HeadMask
 from stof.layout.limits import check_strip
-from stof.masks.base import Mask
+from stof.masks import Mask
 from stof.masks.bounds import Range
 from stof.masks.index import Index
 

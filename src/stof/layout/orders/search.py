@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stof.layout.orders.cluster import cluster_rows
 from stof.layout.orders.named import named_order
-from stof.masks.base import Mask
+from stof.masks import Mask
 from stof.masks.index import Index
 
 # The name of an order that has no formula.

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from stof.layout.bitmaps import words
-from stof.layout.config import LayoutConfig
 from stof.layout.build.gpu.mask_input import Source, on_device, source_of, triton_modules
+from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
-from stof.masks.base import Mask, numbered
+from stof.masks import Mask
+from stof.masks.base import numbered
 from stof.masks.gpu_program import programs_of
 from stof.masks.tensors import DenseMask
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from stof.layout.bitmaps import unpack
 from stof.layout.build.gpu.mask_input import Source, on_device, source_of
 from stof.layout.head_mask import HeadMask
-from stof.masks.base import Mask
+from stof.masks import Mask
 from stof.masks.tensors import DenseMask
 
 # Programs of a kernel; masks of more are counted where their spans say.

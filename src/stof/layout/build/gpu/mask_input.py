@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import KernelError
-from stof.masks.base import Mask
+from stof.layout.build.gpu.input_kind import BYTES, PROGRAM, QUADS
+from stof.masks import Mask
 from stof.masks.gpu_program import Programs, programs_of
 from stof.masks.tensors import DenseMask
 
@@ -34,9 +35,6 @@ _lent: set[Letter] = set()
 
 # Devices whose Triton does not compile the kernels, or has none.
 _without: set[torch.device] = set()
-
-# What a kernel reads: programs, bytes of dense masks, or four of their bytes, four columns, as one int32.
-PROGRAM, BYTES, QUADS = range(3)
 
 T = TypeVar("T")
 
@@ -63,8 +61,8 @@ def on_device(device: torch.device, make: Callable[[torch.device], T | None]) ->
 def triton_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
     """`kernels`, `reading` and `launch`, imported when first needed; an import statement takes a while every time."""
     from stof.layout.build.gpu import build_kernels as kernels
-    from stof.runtime import plain_launch as launch
     from stof.layout.build.gpu import tile_bits as reading
+    from stof.runtime import plain_launch as launch
 
     return kernels, reading, launch
 

@@ -7,11 +7,11 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.build.gpu import mask_input as source
+from stof.layout.build.gpu import input_kind
 from stof.layout.build.gpu.program import draw_blocks, kept, run_of_bits
 
-PROGRAM = tl.constexpr(source.PROGRAM)
-QUADS = tl.constexpr(source.QUADS)
+PROGRAM = tl.constexpr(input_kind.PROGRAM)
+QUADS = tl.constexpr(input_kind.QUADS)
 # Numbers that kernels take as they come.
 SIZES = [
     "stride_b", "stride_h", "stride_q", "stride_k", "mask_heads", "q_len", "kv_len", "row_blocks", "columns",
