@@ -14,9 +14,9 @@ from torch import Tensor
 import stof
 from stof import LayoutConfig, masks
 from stof.errors import UnsupportedError
+from stof.kernels.implementation import Options
 from stof.layout import orders
 from stof.selection import IMPLEMENTATIONS
-from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs, oracle_attention, spread
 from tests.strategies import calls, configs, dense_masks, mask_trees, row_orders
 
@@ -294,9 +294,9 @@ def test_like_calls_are_bound_once(
     bound: list[None] = []
     original = IMPLEMENTATIONS[implementation]
 
-    def counting(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options) -> Any:
+    def counting(q: Tensor, k: Tensor, v: Tensor, prepared: Any, options: Options) -> Any:
         bound.append(None)
-        return original.bound(q, k, v, tensors, sizes, options)
+        return original.bind(q, k, v, prepared, options)
 
     monkeypatch.setitem(IMPLEMENTATIONS, implementation, replace(original, bind=counting))
     mask = masks.sliding_window(9) if planned else masks.sliding_window(8)  # plans of masks are kept
@@ -314,9 +314,9 @@ def test_like_calls_under_autocast_are_bound_once(monkeypatch: pytest.MonkeyPatc
     bound: list[None] = []
     original = IMPLEMENTATIONS[IMPLS[0]]
 
-    def counting(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options) -> Any:
+    def counting(q: Tensor, k: Tensor, v: Tensor, prepared: Any, options: Options) -> Any:
         bound.append(None)
-        return original.bound(q, k, v, tensors, sizes, options)
+        return original.bind(q, k, v, prepared, options)
 
     monkeypatch.setitem(IMPLEMENTATIONS, IMPLS[0], replace(original, bind=counting))
     plan = stof.plan(masks.causal(), 70)

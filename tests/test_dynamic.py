@@ -24,8 +24,10 @@ from stof.errors import (
     UnsupportedError,
 )
 from stof.kernels.config import KernelConfig
+from stof.kernels.implementation import Options, attend_once, tensors_of
 from stof.kernels.torch.reference import reference_attention
-from stof.kernels.triton.block_wise import block_wise_attention
+from stof.kernels.triton.block_wise import bind
+from stof.kernels.triton.work_list import PreparedWork
 from stof.layout import bitmaps as bits
 from stof.masks import Mask
 from stof.masks.dynamic import OUT_OF_RANGE, BlockTopK, VerticalSlash
@@ -186,10 +188,10 @@ KINDS = ("vertical_slash", "band", "offset", "block_topk", "dense", "bits")
 def test_the_same_room_serves_every_mask(kind: str) -> None:
     """Nothing of an earlier mask is left over."""
     room = room_of(example(kind), 90, 90)
-    pointers = [t.data_ptr() for t in room.work.flatten()[0]]
+    pointers = [t.data_ptr() for t in tensors_of(room.work)]
     for seed in range(3):
         assert_exact(example(kind, seed), 90, 90, room)
-    assert [t.data_ptr() for t in room.work.flatten()[0]] == pointers
+    assert [t.data_ptr() for t in tensors_of(room.work)] == pointers
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,7 +210,7 @@ def test_attention(kind: str) -> None:
 
 def run(room: WorkBuffers, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5
-    return block_wise_attention(q, k, v, room.work, KernelConfig(), scale=scale, softcap=0.0, bias=bias, sinks=None)
+    return attend_once(bind, q, k, v, PreparedWork(room.work, KernelConfig()), Options(scale, bias=bias))
 
 
 @pytest.mark.parametrize(("kind", "length"), [*((kind, 90) for kind in KINDS), ("block_topk", 96)])

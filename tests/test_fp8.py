@@ -13,11 +13,10 @@ import stof
 from stof import masks
 from stof.attention import masked_attention_op
 from stof.errors import ArgumentError, DeviceError, DtypeError, KernelError, ShapeError, UnsupportedError
-from stof.kernels.config import BoundCall
+from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.quantization import FP8, Scales
 from stof.selection import IMPLEMENTATIONS, Candidate, KernelChoice, candidates, choose, failures
 from stof.selection.cost_model import load_model
-from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention
 from stof.testing.inputs import spread
 from stof.testing.mask_grid import grid_mask
@@ -117,7 +116,7 @@ def test_like_calls_are_bound_once(extra: dict[str, Any], monkeypatch: pytest.Mo
 
     def counting(*given: Any) -> BoundCall:
         bound.append(None)
-        return original.bound(*given)
+        return original.bind(*given)
 
     monkeypatch.setitem(IMPLEMENTATIONS, name, replace(original, bind=counting))
     stof.plan_cache.clear()
@@ -281,7 +280,7 @@ def test_a_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = stof.plan(masks.causal(), 128, config=stof.LayoutConfig(128, 128)).layout
     monkeypatch.setitem(__import__("sys").modules, "stof.kernels.hopper.fp8.forward", None)
     with pytest.raises(KernelError, match="no Gluon"):
-        implemented.bound(*given, *implemented.prepare(layout, None), Options(0.1, 0.0, None, None, scales))
+        implemented.bind(*given, implemented.prepare(layout, None), Options(0.1, scales=scales))
 
 
 def test_values_that_are_not_finite_stay_alone() -> None:

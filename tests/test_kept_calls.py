@@ -15,11 +15,10 @@ from torch import Tensor
 
 import stof
 from stof import masks
-from stof.kernels.config import BoundCall
+from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.quantization import FP8, widened
 from stof.kernels.torch.reference import reference_attention
 from stof.selection import IMPLEMENTATIONS, Capabilities
-from stof.selection.implementations import Options
 from stof.testing import assert_attention, make_inputs, oracle_attention
 
 MASK = masks.sliding_window(9, 3)
@@ -27,9 +26,7 @@ Q, K, V = make_inputs(batch=2, heads=4, kv_heads=2, q_len=30, seed=3).qkv
 BIAS, SINKS = torch.randn(2, 4, 30, 30, generator=torch.Generator().manual_seed(4)), torch.linspace(-2, 2, 4)
 
 
-def bind_to_strides(
-    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], sizes: list[int], options: Options
-) -> BoundCall:
+def bind_to_strides(q: Tensor, k: Tensor, v: Tensor, prepared: Any, options: Options) -> BoundCall:
     def form(x: Tensor | None) -> Any:
         return None if x is None else (x.dtype, x.shape, x.stride())
 
@@ -49,7 +46,7 @@ def bind_to_strides(
             q, k, v = (widened(x, scale, torch.float32) for x, scale in zip((q, k, v), scales, strict=True))
             dtype = torch.bfloat16
         out, lse = reference_attention(
-            q, k, v, tensors[0], scale=options.scale, softcap=options.softcap, bias=bias, sinks=sinks
+            q, k, v, prepared, scale=options.scale, softcap=options.softcap, bias=bias, sinks=sinks
         )
         return out.to(dtype), lse
 
@@ -114,11 +111,16 @@ def test_a_named_implementation_runs() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("row_block", "batched", "reference"):
 
-            def run(*given: Any, name: str = name, plain: Any = IMPLEMENTATIONS[name].run) -> tuple[Tensor, Tensor]:
-                ran.append(name)
-                return plain(*given)  # type: ignore[no-any-return]
+            def bind(*given: Any, name: str = name, plain: Any = IMPLEMENTATIONS[name].bind) -> BoundCall:
+                call = plain(*given)
 
-            patch.setitem(IMPLEMENTATIONS, name, replace(IMPLEMENTATIONS[name], run=run, bind=None))
+                def counted(*tensors: Any) -> tuple[Tensor, Tensor]:
+                    ran.append(name)
+                    return call(*tensors)  # type: ignore[no-any-return]
+
+                return counted
+
+            patch.setitem(IMPLEMENTATIONS, name, replace(IMPLEMENTATIONS[name], bind=bind))
         wanted = [None, "reference", "batched", "row_block", "batched", None, "reference"]
         for name in wanted:
             stof.attention(Q, K, V, plan, implementation=name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError, UnsupportedError
-from stof.kernels.config import BoundCall
+from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.quantization import Scales, wide_dtype, widened
 from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
 from stof.layout import LayoutConfig
@@ -31,7 +31,6 @@ from stof.plans.plan import Plan, make_plan, unsized_plan
 from stof.runtime.memory import lasting
 from stof.runtime.private import is_plain
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, refusals
-from stof.selection.implementations import Options
 from stof.validation import (
     check_bias,
     check_scale,
@@ -292,7 +291,7 @@ def _run(
             operands, own = ((q, k, v), scales) if not choice.widened else (_widened(q, k, v, scales), ())
             options = Options(scale, softcap, bias, sinks, own)
             implemented = IMPLEMENTATIONS[choice.implementation]
-            bound = lasting(q.device, partial(implemented.bound, *operands, prepared.tensors, prepared.sizes, options))
+            bound = lasting(q.device, partial(implemented.bind, *operands, prepared, options))
             if choice.widened:
                 bound = partial(_widened_call, bound)
             found = bound(q, k, v, bias, sinks, *scales)

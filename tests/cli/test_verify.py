@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from stof.cli.main import app
 from stof.cli.verify import _share_in_8_bits, available
 from stof.errors import UnsupportedError
+from stof.kernels.implementation import BoundCall
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import make_inputs, oracle_attention, random_call
 from stof.testing.random_calls import _draw_kernel
@@ -28,9 +29,12 @@ def run(*options: str) -> Any:
 def break_batched(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     """`wrong(out, lse)` gives the results instead."""
     right = IMPLEMENTATIONS["batched"]
-    monkeypatch.setitem(
-        IMPLEMENTATIONS, "batched", replace(right, run=lambda *given: wrong(*right.run(*given)), bind=None)
-    )
+
+    def bind(*given: Any) -> BoundCall:
+        call = right.bind(*given)
+        return lambda *tensors: wrong(*call(*tensors))
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "batched", replace(right, bind=bind))
 
 
 def test_right_implementations_pass() -> None:

@@ -95,9 +95,9 @@ def kernel(
     name: str, q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """An implementation by name on a layout, past what its capabilities say of devices."""
+    from stof.kernels.implementation import Options, attend_once
     from stof.selection import IMPLEMENTATIONS
-    from stof.selection.implementations import Options
 
     implementation = IMPLEMENTATIONS[name]
     given = Options(**{**options, "scale": float(options["scale"]), "softcap": float(options["softcap"])})
-    return implementation.run(q, k, v, *implementation.prepare(layout, settings), given)
+    return attend_once(implementation.bind, q, k, v, implementation.prepare(layout, settings), given)

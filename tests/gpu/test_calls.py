@@ -35,14 +35,14 @@ def split_call(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> Callable
         bound = test_hopper.bound(test_hopper.layout_of(HEAVY, q, k, 8), q, k, v, split_tiles=3)
         return lambda: bound(q, k, v, None, None)[0]
     from stof.kernels.config import KernelConfig
-    from stof.kernels.triton.block_wise import block_wise_attention
-    from stof.kernels.triton.work_list import make_work
+    from stof.kernels.implementation import Options, attend_once
+    from stof.kernels.triton.block_wise import bind
+    from stof.kernels.triton.work_list import prepare
 
-    work = make_work(build_layout(HEAVY, q.shape[2], k.shape[2], LayoutConfig(64, 64, 1), device="cuda"), 3)
-    assert work.splits >= 1
-    config = KernelConfig(4, 2, split_tiles=3)
-    options: dict[str, Any] = {"scale": 0.125, "softcap": 0.0, "bias": None, "sinks": None}
-    return lambda: block_wise_attention(q, k, v, work, config, **options)[0]
+    layout = build_layout(HEAVY, q.shape[2], k.shape[2], LayoutConfig(64, 64, 1), device="cuda")
+    prepared = prepare(layout, KernelConfig(4, 2, split_tiles=3))
+    assert prepared.work.splits >= 1
+    return lambda: attend_once(bind, q, k, v, prepared, Options(0.125))[0]
 
 
 @pytest.mark.parametrize("implementation", ["block_wise", ON_HOPPER])

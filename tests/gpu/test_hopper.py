@@ -17,15 +17,15 @@ from torch import Tensor
 import stof
 from stof import LayoutConfig, masks
 from stof.errors import UnsupportedError
-from stof.kernels.config import BoundCall, KernelConfig
+from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.config import padded_width
+from stof.kernels.implementation import BoundCall, Options
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS, failures
 from stof.selection.gpu_candidates import _HOPPER_BIAS_TILES, _HOPPER_TILES
-from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
 from stof.testing.mask_grid import grid_mask
 from tests.strategies import dense_masks
@@ -91,9 +91,9 @@ def bound(
     """The kernel on a layout of the test's choice, row blocks split or not."""
     hopper, tile = IMPLEMENTATIONS["hopper"], (layout.config.block_m, layout.config.block_n)
     stages = (STAGES if options.get("bias") is None else BIAS_STAGES)[padded_width(q.shape[3])][tile]
-    tensors, sizes = hopper.prepare(layout, KernelConfig(4, stages, split_tiles=split_tiles, side=side))
+    prepared = hopper.prepare(layout, KernelConfig(4, stages, split_tiles=split_tiles, side=side))
     given = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "bias": None, "sinks": None, **options}
-    return hopper.bound(q, k, v, tensors, sizes, Options(**given))
+    return hopper.bind(q, k, v, prepared, Options(**given))
 
 
 def check_layout(

@@ -15,13 +15,13 @@ from torch import Tensor
 import stof
 from stof import LayoutConfig, masks
 from stof.kernels.config import KernelConfig
+from stof.kernels.hopper.config import FP8_STAGES
+from stof.kernels.implementation import Options
 from stof.kernels.quantization import Scales
 from stof.layout import build_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS, failures
-from stof.selection.implementations import Options
-from stof.selection.resources import FP8_STAGES
 from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention
 from stof.testing.inputs import spread
 from stof.testing.mask_grid import grid_mask
@@ -99,8 +99,8 @@ def check_layout(
     layout = build_layout(mask, q.shape[2], k.shape[2], config, **sizes)
     kernel = KernelConfig(4, FP8_STAGES, split_tiles=split_tiles, side=side)
     given = {"scale": 128**-0.5, "softcap": 0.0, "bias": None, "sinks": None, **options}
-    tensors, integers = fp8.prepare(layout, kernel)
-    call = fp8.bound(q, k, v, tensors, integers, Options(**given, scales=scales))
+    prepared = fp8.prepare(layout, kernel)
+    call = fp8.bind(q, k, v, prepared, Options(**given, scales=scales))
     for _ in range(2):  # counters are as they were
         out, lse = call(q, k, v, None, options.get("sinks"), *scales)
         assert_close(out, lse, qkv, scales, layout.to_dense(), **options)

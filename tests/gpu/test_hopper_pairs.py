@@ -12,12 +12,12 @@ from torch import Tensor
 
 from stof import masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.config import BoundCall, KernelConfig
+from stof.kernels.config import KernelConfig
+from stof.kernels.implementation import BoundCall, Options
 from stof.layout import Layout
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.gpu_candidates import _PAIRED_STAGES
-from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention
 from stof.testing.mask_grid import grid_mask
 from tests.gpu.test_hopper import GRID, HALVES, HOPPER, layout_of, random_inputs
@@ -35,8 +35,8 @@ TILE = (64, 64)
 def bound(layout: Layout, q: Tensor, k: Tensor, v: Tensor, side: int = 0) -> BoundCall:
     hopper = IMPLEMENTATIONS["hopper"]
     config = KernelConfig(4, _PAIRED_STAGES, side=side, paired=True)
-    tensors, sizes = hopper.prepare(layout, config)
-    return hopper.bound(q, k, v, tensors, sizes, Options(q.shape[3] ** -0.5, 0.0, None, None))
+    prepared = hopper.prepare(layout, config)
+    return hopper.bind(q, k, v, prepared, Options(q.shape[3] ** -0.5))
 
 
 def check(layout: Layout, q: Tensor, k: Tensor, v: Tensor, side: int = 0) -> None:

@@ -26,11 +26,14 @@ from stof.kernels.hopper import forward as hopper
 from stof.kernels.hopper.config import blocks_per_sm
 from stof.kernels.hopper.fp8 import forward as fp8_forward
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
-from stof.kernels.hopper.tile_lists import RANGE_FIELDS, make_fp8_lists, make_tile_lists
+from stof.kernels.hopper.prepare import PreparedTiles, prepare_fp8
+from stof.kernels.hopper.tile_lists import RANGE_FIELDS, make_tile_lists
+from stof.kernels.implementation import Options, attend_once
 from stof.kernels.quantization import FP8
 from stof.kernels.triton import block_wise as triton_attention
 from stof.kernels.triton import row_wise
-from stof.kernels.triton.work_list import make_work
+from stof.kernels.triton.row_lists import prepare as prepare_rows
+from stof.kernels.triton.work_list import PreparedWork, make_work
 from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.orders.named import named_order
 from stof.layout.survey import Survey
@@ -316,18 +319,18 @@ def recorded(case: Case) -> Recorded:
     bias_dtype = torch.float32 if call.bias_itemsize == 4 else call.dtype
     bias = torch.empty(1, call.heads, call.q_len, call.kv_len + spare, dtype=bias_dtype)
     bias = bias[..., ODD_ROWS in case.name :][..., : call.kv_len]
-    options: dict[str, Any] = {
-        "scale": 0.1,
-        "softcap": 30.0 if call.has_softcap else 0.0,
-        "bias": bias if call.has_bias else None,
-        "sinks": torch.empty(call.heads, dtype=narrow) if call.has_sinks else None,
-    }
+    options = Options(
+        scale=0.1,
+        softcap=30.0 if call.has_softcap else 0.0,
+        bias=bias if call.has_bias else None,
+        sinks=torch.empty(call.heads, dtype=narrow) if call.has_sinks else None,
+    )
     record = Recorded()
     with contextlib.ExitStack() as patched:
         for module in (triton_attention, row_wise, hopper, fp8_forward):
             patched.enter_context(mock.patch.object(module, "Launch", record.make))
         if choice.kernel is None:
-            row_wise.row_wise_attention(q, k, v, *row_wise.prepare_row_wise(layout), **options)
+            attend_once(row_wise.bind, q, k, v, prepare_rows(layout), options)
         elif choice.implementation == "hopper":
             split_tiles = choice.kernel.split_tiles
             lists = make_paired_lists(layout) if choice.kernel.paired else make_tile_lists(layout, split_tiles)
@@ -338,20 +341,17 @@ def recorded(case: Case) -> Recorded:
             if ASIDE_TOO in case.name:
                 aside = torch.zeros(1, call.heads, lists.block_n, dtype=torch.int32)
                 lists = replace(lists, aside=aside, slab=lists.block_n, has_full=0)
-            bound = hopper.bind_forward(q, k, v, lists, choice.kernel, **options)
-            bound(q, k, v, options["bias"], options["sinks"])
+            attend_once(hopper.bind, q, k, v, PreparedTiles(lists, choice.kernel), options)
         elif choice.implementation == "hopper_fp8":
-            del options["bias"]
             scales = tuple(torch.empty(1, heads) for heads in (call.heads, call.kv_heads, call.kv_heads))
-            lists = make_fp8_lists(layout, choice.kernel.split_tiles)
-            call_fp8 = fp8_forward.bind_fp8(q, k, v, scales, lists, choice.kernel, **options)
-            call_fp8(q, k, v, None, options["sinks"], *scales)
+            prepared = prepare_fp8(layout, choice.kernel)
+            attend_once(fp8_forward.bind, q, k, v, prepared, replace(options, bias=None, scales=scales))
         else:
             work = make_work(layout, choice.kernel.split_tiles)
             if case.name.endswith(AT_RUN_TIME):
                 kind = {"shared": int("shared" in case.name), "bases": int("contiguous" in case.name)}
                 work = replace(work, has_full=1, full_runs=0, may_poison=1, **kind)
-            triton_attention.block_wise_attention(q, k, v, work, choice.kernel, **options)
+            attend_once(triton_attention.bind, q, k, v, PreparedWork(work, choice.kernel), options)
     return record.made[-1]  # behind what brings its jobs up to date
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.kernels.config import KernelConfig
+from stof.kernels.implementation import Options, attend_once
 from stof.kernels.triton import block_wise as triton_attention
 from stof.kernels.triton import block_wise_kernel
-from stof.kernels.triton.block_wise import block_wise_attention
-from stof.kernels.triton.work_list import make_work
+from stof.kernels.triton.work_list import prepare
 from stof.layout import Layout, build_layout
 from stof.masks.tensors import as_mask
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs, spread
@@ -51,8 +51,8 @@ def run(
     """The kernel on prepared work; options as for `stof.attention`, on any device."""
     q, k, v = (x.to(DEVICE) for x in inputs)
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items() if x is not None}
-    called = {"scale": q.shape[-1] ** -0.5, "softcap": 0.0, "bias": None, "sinks": None, **given}
-    return block_wise_attention(q, k, v, make_work(layout, config.split_tiles), config, **called)
+    called = Options(**{"scale": q.shape[-1] ** -0.5, **given})
+    return attend_once(triton_attention.bind, q, k, v, prepare(layout, config), called)
 
 
 def check(
@@ -280,10 +280,8 @@ def stretches(bias: Tensor, kv_len: int, slab: int | None = None) -> tuple[bool,
     inputs = make_inputs(batch=2, heads=2, q_len=40, kv_len=kv_len, head_dim=16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_attention, "Launch", lambda *given, **options: made.append(given))
-        work = make_work(some_layout(slab, kv_len))
-        triton_attention.bind_block_wise(
-            *(x.to(DEVICE) for x in inputs.qkv), work, DEFAULT, scale=1.0, softcap=0.0, bias=bias, sinks=None
-        )
+        q, k, v = (x.to(DEVICE) for x in inputs.qkv)
+        triton_attention.bind(q, k, v, prepare(some_layout(slab, kv_len), DEFAULT), Options(1.0, bias=bias))
     (_kernel, _grid, _tensors, _numbers, constants), names = made[0], block_wise_kernel.block_wise_kernel.arg_names
     given = dict(zip(names[-len(constants) :], constants, strict=True))
     return given["FULL_STRETCHES"], given["PARTIAL_STRETCHES"]

@@ -15,10 +15,10 @@ from stof import LayoutConfig, masks
 from stof.errors import LayoutError, UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.tile_lists import ASIDE, make_tile_lists
+from stof.kernels.implementation import Options, attend_once
 from stof.layout import build_layout
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS
-from stof.selection.implementations import Options
 from stof.testing import assert_attention
 from stof.testing.mask_grid import grid_mask
 from tests.interpreter import IN_INTERPRETER
@@ -129,7 +129,7 @@ def test_keys_that_no_query_sees() -> None:
     q, k, v = inputs(q_len=320)
     unseen = ~layout.to_dense().any(2)[:, :, :, None]
     assert float(unseen.double().mean()) > 0.9
-    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
+    prepared = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
     stale: list[Tensor] = [x.masked_fill(unseen, torch.nan) for x in (k, v)]
-    out, lse = IMPLEMENTATIONS["hopper"].run(q, *stale, tensors, sizes, Options(0.125, 0.0, None, None))
+    out, lse = attend_once(IMPLEMENTATIONS["hopper"].bind, q, *stale, prepared, Options(0.125))
     assert_attention(out, lse, q, k, v, layout.to_dense())

@@ -13,12 +13,12 @@ from torch import Tensor
 from stof import LayoutConfig
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
+from stof.kernels.implementation import Options
 from stof.kernels.tma_bias import copy_for_tma, may_be_tma_readable, tma_readable
 from stof.layout import Layout, build_layout
 from stof.runtime.launch import Launch
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.gpu_candidates import _HOPPER_BIAS_TILES
-from stof.selection.implementations import Options
 from stof.testing import assert_attention
 from tests.kernels.test_hopper_jobs import even_layout, layout_of, reads_unseen_keys
 from tests.kernels.test_hopper_launch import LONG, Twin, check_call, inputs, twin, unaligned
@@ -71,10 +71,10 @@ def test_bias(twin: Twin, head_dim: int, tile: tuple[int, int], options: dict[st
 def test_bias_at_any_address() -> None:
     """A bound call serves every bias of the same strides; one that TMA cannot read is copied, and so are others."""
     layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64))
-    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
+    prepared = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
     q, k, v = inputs()
     bias = bias_of("heads", torch.float16)
-    call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, bias, None))
+    call = IMPLEMENTATIONS["hopper"].bind(q, k, v, prepared, Options(0.125, bias=bias))
     moved = torch.full((bias.numel() // 333 * 336 + 1,), torch.nan, dtype=bias.dtype)
     moved = moved.as_strided(bias.shape, bias.stride(), 1).copy_(bias)
     assert moved.data_ptr() % 16
@@ -108,13 +108,13 @@ def scattered(form: str, device: str = "cpu") -> Tensor:
 def test_bias_that_is_copied(form: str) -> None:
     """A bound call serves others of the same strides."""
     layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64))
-    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
+    prepared = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
     q, k, v = inputs()
     bias = scattered(form)
     assert may_be_tma_readable(bias, 200, 333)
     assert not tma_readable(bias, 200, 333)
     assert tma_readable(copy_for_tma(bias), 200, 333)
-    call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, bias, None))
+    call = IMPLEMENTATIONS["hopper"].bind(q, k, v, prepared, Options(0.125, bias=bias))
     for query, own in ((q, bias), (q, scattered(form)), (unaligned(q), bias)):
         out, lse = call(query, k, v, own, None)
         assert_attention(out, lse, q, k, v, layout.to_dense(), bias=own)
@@ -145,10 +145,10 @@ def test_bias_that_has_no_tiles() -> None:
 @pytest.mark.parametrize("layout", [build_layout(LONG, 200, 333, LayoutConfig(128, 128, 8)), even_layout(640, 5)])
 def test_bias_needs_whole_tiles(layout: Layout) -> None:
     q, k, v = inputs(batch=1, q_len=layout.q_len, kv_len=layout.kv_len)
-    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
+    prepared = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
     bias = torch.zeros(1, 1, layout.q_len, 640, dtype=torch.float16)[..., : layout.kv_len]
     with pytest.raises(UnfitLayoutError, match="a bias is copied in whole tiles"):
-        IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, bias, None))
+        IMPLEMENTATIONS["hopper"].bind(q, k, v, prepared, Options(0.125, bias=bias))
 
 
 @given(data=st.data())

@@ -12,10 +12,12 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
-from stof.kernels.hopper.fp8.forward import bind_fp8
+from stof.kernels.hopper.fp8.forward import bind
 from stof.kernels.hopper.fp8.forward_kernel import GROUPS, D, fp8_forward_kernel
 from stof.kernels.hopper.fp8.transpose_v import transpose_v
+from stof.kernels.hopper.prepare import prepare_fp8
 from stof.kernels.hopper.tile_lists import ACROSS, make_fp8_lists
+from stof.kernels.implementation import Options, attend_once
 from stof.kernels.quantization import FP8, Scales
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
@@ -96,10 +98,9 @@ def inputs(**sizes: Any) -> tuple[tuple[Tensor, Tensor, Tensor], Scales]:
 def check_call(
     layout: Layout, given: tuple[Tensor, Tensor, Tensor], scales: Scales, split_tiles: int = 0, **options: Any
 ) -> None:
-    lists = make_fp8_lists(layout, split_tiles)
+    prepared = prepare_fp8(layout, KernelConfig(4, 4, split_tiles=split_tiles))
     known = {"scale": 128**-0.5, "softcap": 0.0, "sinks": None, **options}
-    call = bind_fp8(*given, scales, lists, KernelConfig(4, 4, split_tiles=split_tiles), **known)
-    out, lse = call(*given, None, known["sinks"], *scales)
+    out, lse = attend_once(bind, *given, prepared, Options(**known, scales=scales))
     wide = [x.double().nan_to_num() * s.double()[:, :, None, None] for x, s in zip(given, scales, strict=True)]
     expected, expected_lse = oracle_attention(
         wide[0], wide[1], wide[2], layout.to_dense(), **known | {"softcap": known["softcap"] or None}

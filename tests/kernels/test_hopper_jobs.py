@@ -19,6 +19,7 @@ from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
 from stof.kernels.hopper.tile_lists import ASIDE, TileLists, make_tile_lists
 from stof.kernels.hopper.tile_scheduler import LATE, WORK_FIELDS, WORK_SIZE, chunk_slots, work_costs, work_list
+from stof.kernels.implementation import tensors_of
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
@@ -133,12 +134,8 @@ def check_lists(layout: Layout, split_tiles: int) -> TileLists | None:
             make_tile_lists(layout, split_tiles)
         return None
     lists = make_tile_lists(layout, split_tiles)
-    tensors, sizes = lists.flatten()
-    assert all(tensor.is_contiguous() and tensor.dtype == torch.int32 for tensor in tensors)
-    again = TileLists.unflatten(tensors, [int(size) for size in sizes])
-    assert [int(size) for size in again.flatten()[1]] == [int(size) for size in sizes]
-    assert all(a is b for a, b in zip(again.flatten()[0], tensors, strict=True))
-    assert torch.equal(counted(again, seen_keys(layout)), layout.to_dense().int())
+    assert all(tensor.is_contiguous() and tensor.dtype == torch.int32 for tensor in tensors_of(lists))
+    assert torch.equal(counted(lists, seen_keys(layout)), layout.to_dense().int())
     # The kernel reads ahead: a tile, and the bitmaps of two.
     tiles = int(lists.items[:, 3].max())
     assert len(lists.tile_columns) >= tiles + 1

@@ -19,12 +19,12 @@ from stof.kernels.hopper.forward_kernel import forward_kernel
 from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
 from stof.kernels.hopper.tile_lists import ASIDE
 from stof.kernels.hopper.tile_scheduler import PAIR_BITMAP, PAIR_LEFT_OUT, WORK_FIELDS, work_list
+from stof.kernels.implementation import Options, attend_once
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.runtime.launch import Launch, TensorMap, _descriptors
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.gpu_candidates import gpu_choices
-from stof.selection.implementations import Options
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
 from tests.kernels.test_hopper_jobs import TILES, even_layout, keep_of, layout_of
 from tests.kernels.test_hopper_pairs import walk
@@ -281,10 +281,10 @@ def check_call(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, split_tiles: int = 0, paired: bool = False, **options: Any
 ) -> None:
     hopper = IMPLEMENTATIONS["hopper"]
-    tensors, sizes = hopper.prepare(layout, KernelConfig(4, 2, split_tiles=split_tiles, paired=paired))
+    prepared = hopper.prepare(layout, KernelConfig(4, 2, split_tiles=split_tiles, paired=paired))
     given = {"scale": q.shape[-1] ** -0.5, "softcap": None, "bias": None, "sinks": None, **options}
     scalars = Options(given["scale"], given["softcap"] or 0.0, given["bias"], given["sinks"])
-    out, lse = hopper.run(q, k, v, tensors, sizes, scalars)
+    out, lse = attend_once(hopper.bind, q, k, v, prepared, scalars)
     assert out.stride() == torch.empty_like(q).stride()
     assert_attention(out, lse, q, k, v, layout.to_dense(), **given)
 
@@ -359,9 +359,9 @@ def test_jobs_are_dealt_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("stof.kernels.hopper.forward.work_list", counted)
     layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64))
-    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
+    prepared = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
     q, k, v = inputs()
-    call = IMPLEMENTATIONS["hopper"].bound(unaligned(q), k, v, tensors, sizes, Options(0.125, 0.0, None, None))
+    call = IMPLEMENTATIONS["hopper"].bind(unaligned(q), k, v, prepared, Options(0.125))
     for seed in range(3):
         q, k, v = inputs(seed=seed)
         out, lse = call(unaligned(q), k, v, None, None)
@@ -383,9 +383,9 @@ def test_one_row_of_any_stride(batch: int, heads: int, stride: int) -> None:
 def test_aligned_and_unaligned_tensors_by_turns() -> None:
     """A bound call serves all tensors of the same strides."""
     hopper, layout = IMPLEMENTATIONS["hopper"], build_layout(LONG, 200, 333, LayoutConfig(128, 128))
-    tensors, sizes = hopper.prepare(layout, None)
+    prepared = hopper.prepare(layout, None)
     aligned = inputs(memory="packed")
-    call = hopper.bound(*aligned, tensors, sizes, Options(0.125, 0.0, None, None))
+    call = hopper.bind(*aligned, prepared, Options(0.125))
     for q, k, v in (aligned, tuple(unaligned(x) for x in inputs(seed=1)), aligned):
         out, lse = call(q, k, v, None, None)
         assert_attention(out, lse, q, k, v, layout.to_dense())
@@ -466,7 +466,7 @@ def test_keys_that_no_query_sees(slab: int | None, lengths: list[int]) -> None:
     q, k, v = inputs(batch=3, q_len=320, kv_len=320)
     unseen = ~layout.to_dense().any(2)[:, :, :, None]
     assert bool(unseen[1].all())
-    tensors, sizes = IMPLEMENTATIONS["hopper"].prepare(layout, None)
+    prepared = IMPLEMENTATIONS["hopper"].prepare(layout, None)
     stale_k, stale_v = (x.masked_fill(unseen, torch.nan) for x in (k, v))
-    out, lse = IMPLEMENTATIONS["hopper"].run(q, stale_k, stale_v, tensors, sizes, Options(0.125, 0.0, None, None))
+    out, lse = attend_once(IMPLEMENTATIONS["hopper"].bind, q, stale_k, stale_v, prepared, Options(0.125))
     assert_attention(out, lse, q, k, v, layout.to_dense())

@@ -15,6 +15,7 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.paired_tile_lists import MOST_LEFT_OUT, make_paired_lists
 from stof.kernels.hopper.tile_lists import LEFT_OUT_BIT, TileLists, make_tile_lists
 from stof.kernels.hopper.tile_scheduler import PAIR_BITMAP, PAIR_LEFT_OUT, work_list
+from stof.kernels.implementation import tensors_of
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
@@ -70,10 +71,8 @@ def counted(lists: TileLists) -> Tensor:
 
 def check(layout: Layout) -> TileLists:
     lists = make_paired_lists(layout)
-    tensors, sizes = lists.flatten()
-    assert all(tensor.is_contiguous() and tensor.dtype == torch.int32 for tensor in tensors)
-    again = TileLists.unflatten(tensors, [int(size) for size in sizes])
-    assert torch.equal(counted(again), layout.to_dense().int())
+    assert all(tensor.is_contiguous() and tensor.dtype == torch.int32 for tensor in tensors_of(lists))
+    assert torch.equal(counted(lists), layout.to_dense().int())
     tiles = int(lists.items[:, 3].max())
     assert len(lists.tile_columns) >= tiles + 1
     assert len(lists.tile_bitmap) >= tiles + 2

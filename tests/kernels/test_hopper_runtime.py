@@ -14,8 +14,10 @@ from stof import masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.forward import _refreshing
+from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.tile_lists import TileLists
 from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE, work_list
+from stof.kernels.implementation import Options
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.dynamic import NOT_A_NUMBER, BlockTopK
@@ -23,7 +25,6 @@ from stof.plans.block_topk import BlockBuffers, block_buffers, fill_blocks
 from stof.plans.buffers import DynamicSizes
 from stof.plans.hopper_block_topk import bitmaps_of, block_counts, block_refusals
 from stof.selection import IMPLEMENTATIONS
-from stof.selection.implementations import Options, prepared_tiles
 from stof.testing import assert_attention, make_inputs
 from tests.kernels.test_hopper_jobs import counted
 from tests.kernels.test_hopper_launch import Twin, twin
@@ -222,9 +223,9 @@ def check_call(room: BlockBuffers, lists: TileLists, mask: Mask, split_tiles: in
         head_dim=64,
         dtype=torch.float16,
     ).qkv
-    tensors, sizes = prepared_tiles(lists, KernelConfig(4, 2, split_tiles=split_tiles))
+    prepared = PreparedTiles(lists, KernelConfig(4, 2, split_tiles=split_tiles))
     hopper = IMPLEMENTATIONS["hopper"]
-    call = hopper.bound(q, k, v, tensors, sizes, Options(0.125, 0.0, None, None))
+    call = hopper.bind(q, k, v, prepared, Options(0.125))
     for factor in (1, -1):
         assert isinstance(mask, BlockTopK)
         other = masks.block_topk(mask.scores * factor, mask.k, block_size=mask.block_size, causal=mask.causal)
@@ -263,8 +264,8 @@ def test_scores_that_are_not_numbers(split_tiles: int) -> None:
     room = room_of(mask, 256, 256)
     lists = room.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False)
     q, k, v = make_inputs(heads=2, q_len=256, kv_len=256, head_dim=64, dtype=torch.float16).qkv
-    tensors, sizes = prepared_tiles(lists, KernelConfig(4, 2, split_tiles=split_tiles))
-    call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, None, None))
+    prepared = PreparedTiles(lists, KernelConfig(4, 2, split_tiles=split_tiles))
+    call = IMPLEMENTATIONS["hopper"].bind(q, k, v, prepared, Options(0.125))
     fill(room, mask)
     assert room.flags.tolist() == [0, NOT_A_NUMBER]
     out, lse = call(q, k, v, None, None)

@@ -11,7 +11,9 @@ from torch import Tensor
 from stof import masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
+from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.tile_lists import ASIDE, TileLists
+from stof.kernels.implementation import Options, attend_once
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.compose import QueryOffset
@@ -19,7 +21,6 @@ from stof.masks.dynamic import NOT_ASCENDING, OUT_OF_RANGE, VerticalSlash
 from stof.plans.buffers import DynamicSizes
 from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
-from stof.selection.implementations import Options, prepared_tiles
 from stof.testing import assert_attention, make_inputs
 from tests.kernels.test_hopper_jobs import keep_of
 from tests.kernels.test_hopper_launch import Twin, twin
@@ -152,8 +153,8 @@ def test_calls(twin: Twin, shared: bool, split_tiles: int, q_len: int, offset: i
             q, k, v = make_inputs(
                 batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=64, dtype=torch.float16
             ).qkv
-            tensors, sizes = prepared_tiles(lists, KernelConfig(4, 2, split_tiles=split_tiles))
-            call = IMPLEMENTATIONS["hopper"].bound(q, k, v, tensors, sizes, Options(0.125, 0.0, None, None))
+            prepared = PreparedTiles(lists, KernelConfig(4, 2, split_tiles=split_tiles))
+            call = IMPLEMENTATIONS["hopper"].bind(q, k, v, prepared, Options(0.125))
         fill(room, mask)
         keep = mask.to_dense(q_len, kv_len)
         # What no query of any head sees may be anything.
@@ -177,8 +178,8 @@ def test_lists_that_mean_nothing() -> None:
         assert room.flags.tolist()[0] == 0
         assert room.flags.tolist()[1] & flags
         q, k, v = make_inputs(heads=2, q_len=128, kv_len=128, head_dim=64, dtype=torch.float16).qkv
-        tensors, sizes = prepared_tiles(lists, KernelConfig(4, 2, split_tiles=1))
-        out, lse = IMPLEMENTATIONS["hopper"].run(q, k, v, tensors, sizes, Options(0.125, 0.0, None, None))
+        prepared = PreparedTiles(lists, KernelConfig(4, 2, split_tiles=1))
+        out, lse = attend_once(IMPLEMENTATIONS["hopper"].bind, q, k, v, prepared, Options(0.125))
         assert bool(out[:, 1].isnan().all())
         assert bool(lse[:, 1].isnan().all())
         keep = masks.vertical_slash(bad[0][:1], bad[1][:1]).to_dense(128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.errors import ArgumentError
-from stof.kernels.triton import row_wise
-from stof.kernels.triton.row_wise import RowWiseConfig, default_config, prepare_row_wise, row_wise_attention
+from stof.kernels.implementation import Options, attend_once, tensors_of
+from stof.kernels.triton import row_lists
+from stof.kernels.triton.row_lists import RowWiseConfig, default_config, prepare
+from stof.kernels.triton.row_wise import bind
 from stof.layout import Layout
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs, spread
 from tests.strategies import configs, dense_masks, row_orders
@@ -47,8 +50,8 @@ def check(
     options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items() if x is not None}
     keep = keep.to(DEVICE)
     layout = mask if isinstance(mask, Layout) else layout_of(mask, q.shape[2], k.shape[2], q.shape[0], q.shape[1])
-    called = {"scale": q.shape[-1] ** -0.5, **options}
-    out, lse = row_wise_attention(q, k, v, *prepare_row_wise(layout), config=config, **called)
+    called = Options(**{"scale": q.shape[-1] ** -0.5, **options})
+    out, lse = attend_once(bind, q, k, v, replace(prepare(layout), config=config), called)
     assert_attention(out, lse, q, k, v, keep, **options)
     return out, lse
 
@@ -164,9 +167,8 @@ def test_keys_nobody_keeps_are_not_read(config: RowWiseConfig) -> None:
     clean = check(inputs.qkv, keep[None, None].to(DEVICE), keep, config)
     k, v = (x.masked_fill(unseen[:, None], torch.nan) for x in (inputs.k, inputs.v))
     layout = layout_of(keep[None, None].to(DEVICE), 12, 40, heads=2)
-    poisoned = row_wise_attention(
-        *(x.to(DEVICE) for x in (inputs.q, k, v)), *prepare_row_wise(layout), scale=80**-0.5, config=config
-    )
+    q, k, v = (x.to(DEVICE) for x in (inputs.q, k, v))
+    poisoned = attend_once(bind, q, k, v, replace(prepare(layout), config=config), Options(80**-0.5))
     assert torch.equal(clean[0], poisoned[0])
     assert torch.equal(clean[1], poisoned[1])
 
@@ -198,10 +200,10 @@ def test_equal_calls_give_equal_bits() -> None:
     length = 500 if ON_GPU else 16
     mask = masks.longformer(3, 2)
     q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=length, head_dim=64, dtype=torch.float16).qkv)
-    tensors, sizes = prepare_row_wise(layout_of(mask, length, length))
-    first = row_wise_attention(q, k, v, tensors, sizes, scale=0.125)
+    prepared = prepare(layout_of(mask, length, length))
+    first = attend_once(bind, q, k, v, prepared, Options(0.125))
     for _ in range(200 if ON_GPU else 1):
-        again = row_wise_attention(q, k, v, tensors, sizes, scale=0.125)
+        again = attend_once(bind, q, k, v, prepared, Options(0.125))
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -243,21 +245,22 @@ def test_prepared_rows_are_the_mask(data: st.DataObject) -> None:
     keep = data.draw(dense_masks(q_len, kv_len, 1, heads)).to(DEVICE)
     layout = layout_of(keep, q_len, kv_len, 1, heads, config=data.draw(configs), row_order=data.draw(row_orders(q_len)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_wise, "STRIP_SCORES", data.draw(st.sampled_from([1, 10_000, row_wise.STRIP_SCORES])))
-        (pattern_of, rows, row_ptr, columns), (most,) = prepare_row_wise(layout)
+        patch.setattr(row_lists, "STRIP_SCORES", data.draw(st.sampled_from([1, 10_000, row_lists.STRIP_SCORES])))
+        prepared = prepare(layout)
+    pattern_of, rows, row_ptr, columns = tensors_of(prepared)
     assert all(tensor.dtype == torch.int32 for tensor in (pattern_of, rows, row_ptr, columns))
     assert len(row_ptr) == len(rows) + 1 == layout.patterns * q_len + 1
     assert int(row_ptr[0]) == 0
     assert int(row_ptr[-1]) == len(columns)
     counts = row_ptr.diff()
-    assert most == int(counts.max()) == int(keep.sum(-1).max())
+    assert prepared.most == int(counts.max()) == int(keep.sum(-1).max())
     dense = torch.zeros(layout.patterns, q_len, kv_len, dtype=torch.bool, device=DEVICE)
     for place, (start, stop) in enumerate(zip(row_ptr[:-1].tolist(), row_ptr[1:].tolist(), strict=True)):
         mine = columns[start:stop]
         assert bool((mine.diff() > 0).all())
         dense[place // q_len, int(rows[place]), mine.long()] = True
     assert torch.equal(dense[pattern_of.long()].expand(1, heads, -1, -1), keep)
-    classes = -(-counts.view(layout.patterns, q_len) // row_wise.COUNT_STEP)
+    classes = -(-counts.view(layout.patterns, q_len) // row_lists.COUNT_STEP)
     assert bool((classes.diff(dim=1) <= 0).all())
 
 

@@ -16,8 +16,9 @@ from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.config import KernelConfig
+from stof.kernels.implementation import Options, attend_once, tensors_of
 from stof.kernels.triton import block_wise as triton_attention
-from stof.kernels.triton.work_list import ITEM_FIELDS, STRETCH, Work, make_work
+from stof.kernels.triton.work_list import ITEM_FIELDS, STRETCH, Work, make_work, prepare
 from stof.layout import Layout, build_layout
 from stof.layout.build.build import PARTIAL_TILE_COST
 from stof.masks.tensors import as_mask
@@ -150,12 +151,9 @@ def check_stretches(work: Work, layout: Layout) -> None:
 
 
 def check_shapes(work: Work, layout: Layout) -> None:
-    tensors, sizes = work.flatten()
+    tensors = list(tensors_of(work))
     assert all(tensor.is_contiguous() and tensor.dtype == torch.int32 for tensor in tensors)
     assert all(tensor.device.type == DEVICE.type for tensor in tensors)
-    again = Work.unflatten(tensors, [int(size) for size in sizes])
-    for before, after in zip((*tensors, *sizes), (*again.flatten()[0], *again.flatten()[1]), strict=True):
-        assert before is after or before == after
     # Two rows of padding, which the kernel reads ahead; the numbers of the tiles run on from pattern to pattern.
     partial = int(work.items[..., 2].max()) if work.has_partial else 0
     assert len(work.partial_columns) == len(work.partial_bitmap) == partial + 2
@@ -250,14 +248,13 @@ def test_counters_are_zero_again() -> None:
     inputs = make_inputs(batch=2, heads=4, q_len=40, kv_len=120, dtype=torch.float16, device=DEVICE)
     keep = (masks.longformer(9, 5) | masks.global_tokens(2)).to_dense(40, 120)
     config = KernelConfig(split_tiles=2)
-    work = make_work(layout_of(keep, LayoutConfig(16, 16, 1)), config.split_tiles)
+    prepared = prepare(layout_of(keep, LayoutConfig(16, 16, 1)), config)
+    work = prepared.work
     assert work.splits > 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_attention, "zeroed_counters", remembered)
         for _ in range(2):
-            out, lse = triton_attention.block_wise_attention(
-                *inputs.qkv, work, config, scale=0.25, softcap=0.0, bias=None, sinks=None
-            )
+            out, lse = attend_once(triton_attention.bind, *inputs.qkv, prepared, Options(0.25))
             assert_attention(out, lse, *inputs.qkv, keep.to(DEVICE), scale=0.25)
     assert len(held) == 2
     assert all(len(counters) >= 2 * 4 * work.splits for counters in held)

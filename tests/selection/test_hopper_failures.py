@@ -14,13 +14,13 @@ import torch
 
 from stof import LayoutConfig, masks
 from stof.errors import KernelError, UnsupportedError
+from stof.kernels.implementation import Options
 from stof.layout import build_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.plans import plan as plans
 from stof.plans.plan import Plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, MaskGeometry, failures, select
-from stof.selection.implementations import Options
 from stof.testing import make_inputs, oracle_attention
 from tests.selection.fakes import GPU, call_of, fake_gpu
 
@@ -190,4 +190,4 @@ def test_a_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_inputs(q_len=128, head_dim=64, heads=1, dtype=torch.float16).qkv
     monkeypatch.setitem(sys.modules, "stof.kernels.hopper.forward", None)
     with pytest.raises(KernelError, match="no Gluon"):
-        hopper.bound(q, k, v, *hopper.prepare(layout, None), Options(0.125, 0.0, None, None))
+        hopper.bind(q, k, v, hopper.prepare(layout, None), Options(0.125))

@@ -241,7 +241,7 @@ def test_a_call_falls_back_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(tried) == 1, "tried again"
         raise KernelError("no such instruction")
 
-    monkeypatch.setitem(IMPLEMENTATIONS, "row_block", replace(IMPLEMENTATIONS["row_block"], run=broken))
+    monkeypatch.setitem(IMPLEMENTATIONS, "row_block", replace(IMPLEMENTATIONS["row_block"], bind=broken))
     inputs = make_inputs(heads=2, q_len=50)
     keep = masks.causal().to_dense(50)
     with pytest.warns(RuntimeWarning, match="row_block failed and is left out from now on: no such instruct") as warned:

@@ -13,11 +13,12 @@ from torch import Tensor
 from stof.attention import plan as make_plan
 from stof.errors import ArgumentError, KernelError
 from stof.kernels.config import KernelConfig
+from stof.kernels.implementation import Options
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.plans.plan import Plan
 from stof.selection import CallSpec, KernelChoice
-from stof.selection.implementations import IMPLEMENTATIONS, Options
+from stof.selection.implementations import IMPLEMENTATIONS
 from stof.testing.attention_check import TOLERANCE, AttentionProblem, Expected
 from stof.testing.mask_grid import GridMask, Shape, decode_masks, grid_mask
 from stof.tuning.timing import time_calls
@@ -177,8 +178,8 @@ def runner(
 ) -> Callable[[], Tensor]:
     """A call of exactly this choice on q, k and v; `KernelError` where it cannot run here."""
     prepared = plan.prepared(choice)
-    options = Options(inputs[0].shape[-1] ** -0.5, 0.0, bias, None)
-    bound = IMPLEMENTATIONS[choice.implementation].bound(*inputs, prepared.tensors, prepared.sizes, options)
+    options = Options(inputs[0].shape[-1] ** -0.5, bias=bias)
+    bound = IMPLEMENTATIONS[choice.implementation].bind(*inputs, prepared, options)
 
     def run() -> Tensor:
         return bound(*inputs, bias, None)[0]

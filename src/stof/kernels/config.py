@@ -1,16 +1,10 @@
-"""What a GPU kernel is compiled with, and what a bound kernel looks like to its callers."""
+"""What a GPU kernel is compiled with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from stof.errors import ArgumentError
-
-# `call(q, k, v, bias, sinks) -> (out, lse)` for tensors like those it was bound to; 8-bit operands add their scales.
-BoundCall = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)

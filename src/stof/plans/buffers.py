@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError
+from stof.kernels.implementation import tensors_of
 from stof.kernels.triton.work_list import ITEM_FIELDS, Work
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
@@ -83,7 +84,7 @@ class WorkBuffers:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All lists."""
-        return (*self.work.flatten()[0], self.flags)
+        return (*tensors_of(self.work), self.flags)
 
     def launched(self, key: Hashable, make: Callable[[], tuple[Launch, ...]]) -> tuple[Launch, ...]:
         """Launches for tensors of some shapes and strides, made once."""

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
-from stof.kernels.config import BoundCall
+from stof.kernels.hopper.prepare import PreparedTiles
+from stof.kernels.implementation import BoundCall
+from stof.kernels.triton.work_list import PreparedWork
 from stof.layout import Layout, LayoutConfig
 from stof.layout.survey import Survey
 from stof.masks import Mask
@@ -25,9 +27,8 @@ from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertica
 from stof.runtime import streams
 from stof.runtime.cpu_default import tensors_on_host
 from stof.runtime.streams import Update
-from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, PreparedLayout, weighed
+from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
 from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit
-from stof.selection.implementations import prepared_tiles, prepared_work
 from stof.selection.mask_geometry import MaskGeometry
 from stof.validation import usable_device
 
@@ -267,7 +268,7 @@ class DynamicPlan(Plan):
             raise error
         super().reject(choice, call, error)
 
-    def prepared(self, choice: KernelChoice | str) -> PreparedLayout:
+    def prepared(self, choice: KernelChoice | str) -> Any:
         """The work of the present mask; its tensors stay the same from step to step."""
         if self._room is None:
             return super().prepared(choice)
@@ -281,11 +282,11 @@ class DynamicPlan(Plan):
                 if choice.implementation == "hopper":
                     assert choice.layout is not None
                     lists = room.use_hopper(choice.layout, kernel.split_tiles, self._captured)
-                    tensors, sizes = prepared_tiles(lists, kernel)
+                    found = PreparedTiles(lists, kernel)
                 else:
                     room.use_work(self._captured)
-                    tensors, sizes = prepared_work(room.work, kernel)
-            found = self._prepared[choice] = PreparedLayout(choice.implementation, tensors, sizes)
+                    found = PreparedWork(room.work, kernel)
+            self._prepared[choice] = found
         return found
 
     def extended(self, rows: int, mask: Mask | None = None) -> Plan:

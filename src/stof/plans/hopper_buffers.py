@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stof.kernels.hopper.tile_lists import RANGE_FIELDS, TileLists, split_items
+from stof.kernels.implementation import tensors_of
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
@@ -38,7 +39,7 @@ class FilledTiles:
     def bytes(self) -> int:
         """Memory on the device."""
         device = self.lists.ranges.device
-        held = {t.data_ptr(): t for t in (*self.lists.flatten()[0], *self.tables) if t.device == device}
+        held = {t.data_ptr(): t for t in (*tensors_of(self.lists), *self.tables) if t.device == device}
         return sum(t.numel() * t.element_size() for t in held.values())
 
 

@@ -27,7 +27,7 @@ from stof.errors import (
     UnfitLayoutError,
     shown,
 )
-from stof.kernels.config import BoundCall
+from stof.kernels.implementation import BoundCall, tensors_of
 from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
 from stof.layout.extend import extend_layout
 from stof.layout.head_mask import HeadMask
@@ -46,7 +46,6 @@ from stof.selection import (
     Candidate,
     KernelChoice,
     MaskGeometry,
-    PreparedLayout,
     candidates,
     choose,
     default_config,
@@ -134,7 +133,7 @@ class Plan:
         self._layout = layout
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
         self._survey: Survey | None = None
-        self._prepared: dict[KernelChoice, PreparedLayout] = {}
+        self._prepared: dict[KernelChoice, Any] = {}
         self._choices: Decisions = {}
         self._bound: dict[Hashable, BoundCall] = {}
         self._in_graphs: set[BoundCall] = set()
@@ -352,7 +351,7 @@ class Plan:
         if capturing(self.device):
             self._in_graphs.add(call)
 
-    def prepared(self, choice: KernelChoice | str) -> PreparedLayout:
+    def prepared(self, choice: KernelChoice | str) -> Any:
         """The layout of a choice in the form its implementation reads; computed once."""
         choice = KernelChoice(choice) if isinstance(choice, str) else replace(choice, widened=False)
         found = self._prepared.get(choice)
@@ -361,10 +360,10 @@ class Plan:
             found = self._prepared[choice] = lasting(self.device, partial(self._prepare, choice))
         return found
 
-    def _prepare(self, choice: KernelChoice) -> PreparedLayout:
+    def _prepare(self, choice: KernelChoice) -> Any:
         implemented, layout = IMPLEMENTATIONS[choice.implementation], self._layout_of(choice)
         with tensors_on_host():
-            return PreparedLayout(choice.implementation, *implemented.prepare(layout, choice.kernel))
+            return implemented.prepare(layout, choice.kernel)
 
     def _layout_of(self, choice: KernelChoice) -> Layout:
         if choice.layout is None or self.fixed is not None:
@@ -448,7 +447,7 @@ class Plan:
         layouts = list(self._layouts.values()) + ([] if self._layout is None else [self._layout])
         tensors = [tensor for layout in layouts for tensor in layout.tensors().values()]
         for prepared in list(self._prepared.values()):
-            tensors += prepared.tensors
+            tensors += tensors_of(prepared)
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def to_dense(self) -> Tensor:

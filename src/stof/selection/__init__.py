@@ -2,7 +2,7 @@
 
 from stof.selection.capabilities import CallSpec, Capabilities
 from stof.selection.default_layout import default_config, own_layout
-from stof.selection.implementations import IMPLEMENTATIONS, Implementation, PreparedLayout
+from stof.selection.implementations import IMPLEMENTATIONS, Implementation
 from stof.selection.kernel_choice import KernelChoice
 from stof.selection.mask_geometry import MaskGeometry
 from stof.selection.paper_eq1 import paper_choice
@@ -24,7 +24,6 @@ __all__ = [
     "Implementation",
     "KernelChoice",
     "MaskGeometry",
-    "PreparedLayout",
     "candidates",
     "choose",
     "default_config",

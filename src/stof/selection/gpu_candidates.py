@@ -9,13 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from stof.kernels.config import KernelConfig
-from stof.kernels.hopper.config import FP8_TILE, SMALL_TILE, blocks_per_sm, padded_width
+from stof.kernels.hopper.config import FP8_STAGES, FP8_TILE, SMALL_TILE, blocks_per_sm, padded_width
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
 from stof.selection.kernel_choice import KernelChoice
 from stof.selection.resources import (
-    FP8_STAGES,
     crowded,
     fp8_shared_memory,
     head_dim_class,

@@ -11,8 +11,6 @@ from stof.selection.kernel_choice import KernelChoice
 
 # Implementations whose programs are the Hopper kernel's.
 ON_HOPPER = ("hopper", "hopper_fp8")
-# Stages of K and V for which there is room in 8 bits.
-FP8_STAGES = 4
 # A multiprocessor's registers on every GPU since sm_80, and bytes of shared memory that the system keeps of each block.
 _REGISTERS, _RESERVED = 65536, 1024
 # Scores of a tile that a thread may hold with a bias, where values of it come 8 at once and where they come one by one.

@@ -10,6 +10,8 @@ ROW_BLOCKS = (64, 128, 192)
 SMALL_TILE = (64, 64)
 # The tile size of the FP8 kernel.
 FP8_TILE = (128, 128)
+# Stages of K and V that shared memory holds in 8 bits.
+FP8_STAGES = 4
 
 
 def padded_width(head_dim: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_output
-from stof.kernels.config import BoundCall, KernelConfig
 from stof.kernels.hopper.config import RUN, blocks_per_sm, out_tile_width, padded_width, q_stages
 from stof.kernels.hopper.forward_kernel import forward_kernel
+from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
 from stof.kernels.hopper.tile_lists import TileLists
 from stof.kernels.hopper.tile_scheduler import chunk_slots, skips_empty_groups, work_list
+from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.tma_bias import copy_for_tma, empty_for_tma, tma_readable, unbroadcast
 from stof.runtime.counters import zeroed_counters
 from stof.runtime.launch import Launch, TensorMap
@@ -64,29 +65,15 @@ class Window(NamedTuple):
         return TensorMap(tensor, self.shape, self.strides, self.block_shape, _SWIZZLED[tensor.element_size()])
 
 
-def bind_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lists: TileLists,
-    config: KernelConfig,
-    *,
-    scale: float,
-    softcap: float,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-) -> BoundCall:
+def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Options) -> BoundCall:
     """The kernel bound to tensors like these: `call(q, k, v, bias, sinks) -> (out, lse)`.
 
     Args:
         q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, D]`; float16 or bfloat16, D a multiple of 8 up to
             256; a call copies what TMA cannot read (strides that are no multiples of 8, rows that are not contiguous).
-        lists: see `make_tile_lists`.
-        config: stages and side.
-        scale, softcap: floats, softcap 0 for none.
-        bias: None, or `[B or 1, H or 1, Sq or 1, Skv]` in 16 bits (`may_be_tma_readable`), with contiguous tiles and
-            rows in order; a call copies one whose tiles TMA cannot read (`tma_readable`).
-        sinks: None or `[H]`.
+        prepared: tile lists, and stages and side of their configuration.
+        options: its bias is None, or `[B or 1, H or 1, Sq or 1, Skv]` in 16 bits (`may_be_tma_readable`), with
+            contiguous tiles and rows in order; a call copies one whose tiles TMA cannot read (`tma_readable`).
 
     Returns (the call):
         `out [B, H, Sq, D]` in q's memory order, `lse [B, H, Sq]` float32.
@@ -96,6 +83,8 @@ def bind_forward(
             permuted rows, and a bias.
         KernelError: (the call) the kernel does not compile here.
     """
+    lists, config = prepared.lists, prepared.config
+    scale, softcap, bias, sinks = options.scale, options.softcap, options.bias, options.sinks
     device = q.device
     batch, heads, q_len, head_dim = q.shape
     width = padded_width(head_dim)
@@ -186,8 +175,7 @@ def bind_forward(
                 refuse_capture(device)
             q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             if not aligned:  # listing jobs takes long
-                settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "bias": bias, "sinks": sinks}
-                aligned.append(lasting(device, partial(bind_forward, q, k, v, lists, config, **settings)))
+                aligned.append(lasting(device, partial(bind, q, k, v, prepared, Options(scale, softcap, bias, sinks))))
             out, lse = aligned[0](q, k, v, bias, sinks)
             return result.copy_(out), lse
         lse = torch.empty_like(like_lse)

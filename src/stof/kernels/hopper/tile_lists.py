@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -84,15 +84,6 @@ class TileLists:
     chunks: int
     has_full: int
     paired: int = 0
-
-    def flatten(self) -> tuple[list[Tensor], list[int]]:
-        """Tensors and integers, as operators carry them."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return [v for v in values if isinstance(v, Tensor)], [v for v in values if not isinstance(v, Tensor)]
-
-    @staticmethod
-    def unflatten(tensors: list[Tensor], sizes: list[int]) -> TileLists:
-        return TileLists(*tensors, *sizes)  # type: ignore[arg-type]
 
 
 def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:

@@ -46,24 +46,6 @@ class BatchedLayout:
     pattern_of: list[list[int]]
     block_n: int
 
-    def flatten(self) -> tuple[list[Tensor], list[int]]:
-        """Tensors and integers that `unflatten` takes, for the operator's schema."""
-        tensors = [self.bitmaps]
-        for bucket in self.buckets:
-            tensors += [bucket.rows, bucket.columns, bucket.tile_bitmap]
-        sizes = [self.block_n, len(self.pattern_of), len(self.pattern_of[0])]
-        sizes += [pattern for row in self.pattern_of for pattern in row]
-        return tensors, sizes + [bucket.pattern for bucket in self.buckets]
-
-    @staticmethod
-    def unflatten(tensors: list[Tensor], sizes: list[int]) -> BatchedLayout:
-        block_n, batch, heads = sizes[:3]
-        flat, patterns = sizes[3 : 3 + batch * heads], sizes[3 + batch * heads :]
-        pattern_of = [flat[b * heads : (b + 1) * heads] for b in range(batch)]
-        parts = [tensors[1 + 3 * n : 4 + 3 * n] for n in range(len(patterns))]
-        buckets = [Bucket(pattern, *part) for pattern, part in zip(patterns, parts, strict=True)]
-        return BatchedLayout(buckets, tensors[0], pattern_of, block_n)
-
 
 def make_batched(layout: Layout) -> BatchedLayout:
     """Sort row blocks into buckets whose widths differ by a quarter at most; synchronises, once per plan."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from stof.kernels.common import softmax_and_lse
+from stof.kernels.common import empty_output, softmax_and_lse
 
 
 def reference_attention(
@@ -63,6 +65,12 @@ def reference_attention(
         share = torch.sigmoid(lse - sinks.to(dtype).view(1, heads, 1)).masked_fill(lse == -torch.inf, 0.0)
         out = out * share[..., None]
     return out.to(q.dtype), lse
+
+
+def reference_in_q_order(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """`reference_attention` with its output in q's memory order, which the operator's fake promises."""
+    out, lse = reference_attention(q, k, v, keep, **options)
+    return empty_output(q, v).copy_(out), lse
 
 
 def _seen_values(v: Tensor, keep: Tensor, heads: int) -> Tensor:

@@ -9,64 +9,32 @@ import triton
 from torch import Tensor
 
 from stof.kernels.common import empty_output
-from stof.kernels.config import BoundCall, KernelConfig
+from stof.kernels.implementation import BoundCall, Options, attend_once
 from stof.kernels.triton.block_wise_kernel import block_wise_kernel
-from stof.kernels.triton.work_list import STRETCH, Work
+from stof.kernels.triton.work_list import STRETCH, PreparedWork
 from stof.runtime.counters import zeroed_counters
 from stof.runtime.launch import Launch
 from stof.runtime.pdl import supports_pdl
 
 
-def block_wise_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    work: Work,
-    config: KernelConfig,
-    *,
-    scale: float,
-    softcap: float,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Masked attention over a layout's work items.
+def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Options) -> BoundCall:
+    """Masked attention over a layout's work items, bound to tensors like these: `call(q, k, v, bias, sinks)`.
 
     Args:
         q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, Dv]`; float16, bfloat16 or float32, any strides.
-        work: see `make_work`.
-        config: compile-time choices.
-        scale, softcap: floats, softcap 0 for none.
-        bias: None, or 4-D and broadcastable to `[B, H, Sq, Skv]`.
-        sinks: None or `[H]`.
+        prepared: work items, and compile-time choices.
+        options: of the call.
 
-    Returns:
+    Returns (the call):
         `out [B, H, Sq, Dv]` in q's memory order, `lse [B, H, Sq]` float32.
 
     Raises:
-        KernelError: the kernel does not compile here, or needs too much shared memory.
+        KernelError: (the call) the kernel does not compile here, or needs too much shared memory.
     """
-    call = bind_block_wise(q, k, v, work, config, scale=scale, softcap=softcap, bias=bias, sinks=sinks)
-    return call(q, k, v, bias, sinks)
-
-
-def bind_block_wise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    work: Work,
-    config: KernelConfig,
-    *,
-    scale: float,
-    softcap: float,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-) -> BoundCall:
-    """`block_wise_attention` with everything but the data decided: `call(q, k, v, bias, sinks) -> (out, lse)`.
-
-    The call takes tensors with the shapes, strides, dtypes and device of those given here.
-    """
+    work, config = prepared.work, prepared.config
+    scale, softcap, bias, sinks = options.scale, options.softcap, options.bias, options.sinks
     if not _fits(q, 1) or not all(_fits(x, _ROW_UNITS.get(x.dtype, 1)) for x in (k, v)):
-        return _with_copies(work, config, scale, softcap)
+        return _with_copies(prepared, scale, softcap)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     out = empty_output(q, v)
@@ -124,7 +92,7 @@ def bind_block_wise(
     chunk_size = groups * work.chunks * block_m
     counters_size = groups * work.splits
 
-    copied = _with_copies(work, config, scale, softcap)
+    copied = _with_copies(prepared, scale, softcap)
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         if (k.data_ptr() | v.data_ptr()) & 15:
@@ -162,13 +130,13 @@ def _fits(x: Tensor, unit: int) -> bool:
     return (x.stride(3) == 1 or x.shape[3] == 1) and not any(n % unit for n in (x.shape[3], *_strides(x)))
 
 
-def _with_copies(work: Work, config: KernelConfig, scale: float, softcap: float) -> BoundCall:
+def _with_copies(prepared: PreparedWork, scale: float, softcap: float) -> BoundCall:
     """A call for tensors that the kernel cannot read as they are: it reads copies, padded with zeros to whole units."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         result = empty_output(q, v)
         q, k, v = (_padded(x, _ROW_UNITS.get(x.dtype, 1)) for x in (q, k, v))
-        out, lse = block_wise_attention(q, k, v, work, config, scale=scale, softcap=softcap, bias=bias, sinks=sinks)
+        out, lse = attend_once(bind, q, k, v, prepared, Options(scale, softcap, bias, sinks))
         return result.copy_(out[..., : result.shape[3]]), lse
 
     return call

@@ -5,13 +5,14 @@ Plain torch; importing it does not import Triton.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.common import parts_of
+from stof.kernels.config import KernelConfig
 from stof.layout import Layout
 from stof.layout.build.build import PARTIAL_TILE_COST
 
@@ -28,7 +29,7 @@ STRETCH = 8
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What `block_wise_attention` needs of a layout. `P` patterns, `I` items of the longest pattern.
+    """A layout as the block-wise kernel reads it. `P` patterns, `I` items of the longest pattern.
 
     Attributes:
         pattern_of: int32 `[mask_batch, mask_heads]`.
@@ -79,14 +80,19 @@ class Work:
     bases: int = 0
     stretches: int = 0
 
-    def flatten(self) -> tuple[list[Tensor], list[int]]:
-        """Tensors and integers, as operators carry them."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return [v for v in values if isinstance(v, Tensor)], [v for v in values if not isinstance(v, Tensor)]
 
-    @staticmethod
-    def unflatten(tensors: list[Tensor], sizes: list[int]) -> Work:
-        return Work(*tensors, *sizes)  # type: ignore[arg-type]
+@dataclass(frozen=True, eq=False)
+class PreparedWork:
+    """Work, and how the kernel runs it."""
+
+    work: Work
+    config: KernelConfig
+
+
+def prepare(layout: Layout, config: KernelConfig | None) -> PreparedWork:
+    """The work of a layout; see `make_work`. `config` defaults to that of a call without options."""
+    config = config or KernelConfig()
+    return PreparedWork(make_work(layout, config.split_tiles), config)
 
 
 def make_work(layout: Layout, split_tiles: int = 0) -> Work:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from stof.kernels.common import empty_output
-from stof.kernels.config import BoundCall, KernelConfig
 from stof.kernels.hopper.forward import Window, multiprocessors, readable, work_memory
 from stof.kernels.hopper.fp8.forward_kernel import fp8_forward_kernel
 from stof.kernels.hopper.fp8.transpose_v import transpose_v
+from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.tile_lists import TileLists
 from stof.kernels.hopper.tile_scheduler import chunk_slots, work_list
+from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.quantization import FP8
 from stof.runtime.launch import Launch
 from stof.runtime.memory import lasting, refuse_capture
@@ -29,28 +30,14 @@ _Q_STAGES = 2
 _KEYS_ACROSS = 128
 
 
-def bind_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: Sequence[Tensor],
-    lists: TileLists,
-    config: KernelConfig,
-    *,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-) -> BoundCall:
+def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Options) -> BoundCall:
     """The kernel bound to tensors like these: `call(q, k, v, None, sinks, *scales) -> (out, lse)`.
 
     Args:
         q, k, v: `[B, H, Sq, 128]`, `[B, Hkv, Skv, 128]`, `[B, Hkv, Skv, 128]`; float8_e4m3fn. A call copies what TMA
             cannot read (strides that are no multiples of 16, rows that are not contiguous).
-        scales: float32 `[B or 1, H]`, `[B or 1, Hkv]`, `[B or 1, Hkv]`, any strides.
-        lists: see `make_fp8_lists`.
-        config: stages and side.
-        scale, softcap: floats, softcap 0 for none.
-        sinks: None or `[H]`.
+        prepared: tile lists, and stages and side of their configuration.
+        options: without a bias; its scales may have any strides.
 
     Returns (the call):
         `out [B, H, Sq, 128]` bfloat16 in q's memory order, `lse [B, H, Sq]` float32.
@@ -58,6 +45,8 @@ def bind_fp8(
     Raises:
         KernelError: (the call) the kernel does not compile here.
     """
+    lists, config = prepared.lists, prepared.config
+    scale, softcap, sinks, scales = options.scale, options.softcap, options.sinks, options.scales
     device = q.device
     batch, heads, q_len, _ = q.shape
     kv_heads = k.shape[1]
@@ -102,7 +91,6 @@ def bind_fp8(
     # Where a pair of chunks meets is counted at the place of the second.
     chunks = slots * groups
     aligned: list[BoundCall] = []
-    own = partial(bind_fp8, lists=lists, config=config, scale=scale, softcap=softcap)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, bias: None, sinks: Tensor | None, *scales: Tensor
@@ -116,7 +104,8 @@ def bind_fp8(
                 refuse_capture(device)
             q, k, v = _tight(q), _tight(k), _tight(v)
             if not aligned:  # listing jobs takes long
-                aligned.append(lasting(device, partial(own, q, k, v, scales, sinks=sinks)))
+                again = Options(scale, softcap, None, sinks, scales)
+                aligned.append(lasting(device, partial(bind, q, k, v, prepared, again)))
             found, lse = aligned[0](q, k, v, bias, sinks, *scales)
             return result.copy_(found), lse
         lse = torch.empty_like(like_lse)

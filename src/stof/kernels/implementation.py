@@ -1,0 +1,97 @@
+"""What every implementation of attention provides, and the types it shares with its callers.
+
+An implementation is two functions of its kernel's folder:
+
+- `prepare(layout, config)`: the layout in the form that the kernel reads, an object of the folder's own class.
+- `bind(q, k, v, prepared, options)`: a call with everything decided but the data.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from stof.errors import KernelError
+
+# `call(q, k, v, bias, sinks, *scales) -> (out, lse)` for tensors of the shapes, strides, dtypes and device that it was
+# bound to; `scales` are those of 8-bit tensors, or none.
+BoundCall = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Scalars and optional tensors of a call, checked.
+
+    Attributes:
+        scale, softcap: floats, softcap 0 for none.
+        bias: None, or 4-D and broadcastable to `[B, H, Sq, Skv]`.
+        sinks: None or `[H]`.
+        scales: float32 `[B or 1, H]`, `[B or 1, Hkv]`, `[B or 1, Hkv]` of 8-bit q, k and v, else empty.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    scales: tuple[Tensor, ...] = ()
+
+
+# `prepared` is what the same implementation's `prepare` returned.
+Bind = Callable[[Tensor, Tensor, Tensor, Any, Options], BoundCall]
+
+
+def tensors_of(prepared: Any) -> Iterator[Tensor]:
+    """All tensors in a prepared layout: in its fields, and in their lists, tuples and dataclasses."""
+    if isinstance(prepared, Tensor):
+        yield prepared
+    elif is_dataclass(prepared):
+        for field in fields(prepared):
+            yield from tensors_of(getattr(prepared, field.name))
+    elif isinstance(prepared, (list, tuple)):
+        for value in prepared:
+            yield from tensors_of(value)
+
+
+def bind_nothing(attend: Callable[..., tuple[Tensor, Tensor]]) -> Bind:
+    """`bind` of a function without anything to decide before a call.
+
+    Args:
+        attend: `attend(q, k, v, prepared, scale=, softcap=, bias=, sinks=) -> (out, lse)`.
+    """
+
+    def bind(q: Tensor, k: Tensor, v: Tensor, prepared: Any, options: Options) -> BoundCall:
+        del q, k, v
+        scale, softcap = options.scale, options.softcap  # not its tensors: the call gets others
+
+        def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+            return attend(q, k, v, prepared, scale=scale, softcap=softcap, bias=bias, sinks=sinks)
+
+        return call
+
+    return bind
+
+
+def bind_of(module: str) -> Bind:
+    """The `bind` of a module that imports Triton, which is imported at the first call.
+
+    It raises KernelError where the installed Triton lacks what the module imports: Gluon came with Triton 3.4 and
+    changes between releases.
+    """
+
+    def bind(q: Tensor, k: Tensor, v: Tensor, prepared: Any, options: Options) -> BoundCall:
+        try:
+            own: Bind = importlib.import_module(module).bind
+        except (ImportError, AttributeError) as error:
+            raise KernelError(f"this Triton has no Gluon, or no other part, that {module} knows: {error}") from error
+        return own(q, k, v, prepared, options)
+
+    return bind
+
+
+def attend_once(bind: Bind, q: Tensor, k: Tensor, v: Tensor, prepared: Any, options: Options) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of one call that is bound for it alone."""
+    return bind(q, k, v, prepared, options)(q, k, v, options.bias, options.sinks, *options.scales)
