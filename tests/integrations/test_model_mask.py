@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stof import masks
-from stof.integrations.model_mask import FULL, ModelMask
+from stof.integrations.transformers.model_mask import FULL, ModelMask
 from stof.layout.build.build import build_layout
 from stof.layout.config import LayoutConfig
 from stof.masks import Mask

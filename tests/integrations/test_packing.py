@@ -15,6 +15,8 @@ from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
 
+from stof.integrations.transformers.sparsify import sparse_mask_of  # noqa: E402
+
 
 def _hidden(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     with torch.no_grad():
@@ -200,9 +202,9 @@ def test_sparsify_nests_and_is_undone() -> None:
     hooks = [len(layer._forward_pre_hooks) for layer in layers]
     with hf.sparsify(model, SPARSE):
         with hf.sparsify(model, masks.causal()):
-            assert {hf.sparse_mask_of(layer) for layer in layers} == {masks.causal()}
-        assert {hf.sparse_mask_of(layer) for layer in layers} == {SPARSE}
-    assert {hf.sparse_mask_of(layer) for layer in layers} == {None}
+            assert {sparse_mask_of(layer) for layer in layers} == {masks.causal()}
+        assert {sparse_mask_of(layer) for layer in layers} == {SPARSE}
+    assert {sparse_mask_of(layer) for layer in layers} == {None}
     assert [len(layer._forward_pre_hooks) for layer in layers] == hooks
 
 

@@ -16,7 +16,7 @@ from tests.integrations import models
 hf = pytest.importorskip("stof.integrations.transformers")
 import transformers  # noqa: E402
 
-from stof.integrations.served import calls_interface  # noqa: E402
+from stof.integrations.transformers.served import calls_interface  # noqa: E402
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48,

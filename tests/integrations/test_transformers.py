@@ -158,6 +158,14 @@ def test_enable_reaches_copied_configurations() -> None:
         hf.enable(nn.Linear(2, 2))
 
 
+def test_enabling_twice_hooks_once() -> None:
+    model = hf.enable(models.llama())
+    hooks = [len(part._forward_pre_hooks) for part in model.modules()]
+    assert sum(hooks) > 0
+    hf.enable(model)
+    assert [len(part._forward_pre_hooks) for part in model.modules()] == hooks
+
+
 @pytest.mark.parametrize("before", ["eager", "sdpa"])
 def test_disable_gives_back_what_each_part_had(before: str) -> None:
     model = models.t5()
@@ -309,7 +317,7 @@ def test_every_mask_function_means_what_it_means_to_sdpa(fn: Callable[..., Any],
 
 
 def test_a_reader_that_disagrees_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stof.integrations import mask_recognition
+    from stof.integrations.transformers import mask_recognition
 
     window = masking_utils.sliding_window_overlay(3)
     assert mask_recognition.recognize_mask(window, 8, 8, 0, 0) is not None

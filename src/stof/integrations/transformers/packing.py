@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, DtypeError, ShapeError, shown
-from stof.integrations.model_mask import ModelMask
+from stof.integrations.transformers.model_mask import ModelMask
 from stof.masks import Mask, documents
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from stof.errors import ShapeError, UnsupportedError
-from stof.integrations.model_mask import ModelMask
+from stof.integrations.transformers.model_mask import ModelMask
 
 
 def check_padding(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from stof.errors import ArgumentError, MaskError, StofError
-from stof.integrations.served import calls_interface, check_module
+from stof.integrations.transformers.served import calls_interface, check_module
 from stof.masks import PATTERNS, Mask
 from stof.masks.tensors import as_mask
 

@@ -1,0 +1,141 @@
+"""Hugging Face transformers: `attn_implementation="stof"`. Importing this module registers it.
+
+    import stof.integrations.transformers as hf
+    model = AutoModel.from_pretrained(name, attn_implementation="stof")  # or hf.enable(model)
+    hf.sparsify(model, masks.longformer(64, 64))  # optional: a sparse mask for the self-attention layers
+
+The model's own mask (causal, padding, sliding window, packed sequences) becomes one stof mask per forward pass,
+shared by all layers. Forward passes only; attention dropout and returned attention weights are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from stof.errors import MissingDependencyError, UnsupportedError
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+except ImportError as error:
+    raise MissingDependencyError(
+        'attn_implementation="stof" needs transformers with AttentionInterface and AttentionMaskInterface; '
+        "install it with pip install --upgrade transformers"
+    ) from error
+
+from stof.integrations.transformers.attention import attention_forward
+from stof.integrations.transformers.forward_inspection import hands_mask_on
+from stof.integrations.transformers.masks import make_mask
+from stof.integrations.transformers.model_mask import FULL, ModelMask
+from stof.integrations.transformers.packing import PackedBatch, pack
+from stof.integrations.transformers.served import check_can_serve, check_module, check_when_loaded, not_served
+from stof.integrations.transformers.sparsify import NAME, Sparsified, layer_masks, sparsify
+
+__all__ = [
+    "ModelMask",
+    "PackedBatch",
+    "Sparsified",
+    "attention_forward",
+    "check_can_serve",
+    "disable",
+    "enable",
+    "layer_masks",
+    "make_mask",
+    "pack",
+    "register",
+    "sparsify",
+]
+
+
+def enable(model: nn.Module) -> nn.Module:
+    """`model.set_attn_implementation("stof")`, also where transformers does not reach, and checked.
+
+    transformers 5.17 leaves parts that hold a copy of the model's own configuration as they were (T5's encoder and
+    decoder), without a word.
+
+    Returns:
+        the model.
+
+    Raises:
+        UnsupportedError: a part of the model has attention code of its own; all are as before.
+    """
+    check_can_serve(model)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    before = [part.config._attn_implementation for part in parts]
+    for part in parts:
+        part.set_attn_implementation(NAME)
+    left = sorted({type(part).__name__ for part in parts if part.config._attn_implementation != NAME})
+    if left or not parts:
+        for part, implementation in zip(parts, before, strict=True):
+            if part.config._attn_implementation != implementation:
+                part.set_attn_implementation(implementation)
+        names = ", ".join(left) or type(model).__name__
+        raise UnsupportedError(not_served(names), {})
+    for part, implementation in zip(parts, before, strict=True):
+        if implementation != NAME:
+            part._stof_before = implementation
+        if not hasattr(part, "_stof_unpadded_hook") and hands_mask_on(type(part)):
+            part._stof_unpadded_hook = part.register_forward_pre_hook(_mark_unpadded_call, with_kwargs=True)
+    return model
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Give each part of a model the attention it had before `enable`, or PyTorch's where it was loaded with stof's.
+
+    To train it, say. `model.set_attn_implementation` would leave parts that hold a copy of the configuration with stof.
+
+    Returns:
+        the model.
+    """
+    check_module(model)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    before = [part.config._attn_implementation for part in parts]
+    # A part passes its own on to those within it, so these come after it.
+    for part, implementation in zip(parts, before, strict=True):
+        if implementation == NAME:
+            own = "sdpa" if getattr(part, "_supports_sdpa", False) else "eager"
+            part.set_attn_implementation(getattr(part, "_stof_before", own))
+        elif part.config._attn_implementation != implementation:
+            part.set_attn_implementation(implementation)
+    return model
+
+
+def _mark_unpadded_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Say that sequences are whole, where a call gives neither positions nor padding.
+
+    transformers then looks for packed sequences in the positions it makes itself; compiled code cannot look, so it
+    would evaluate a mask of every score, all true.
+    """
+    given = [kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values")]
+    tokens = args[0] if args else kwargs.get("input_ids")
+    own = module.config._attn_implementation == NAME  # type: ignore[union-attr]
+    if not own or len(args) > 1 or any(one is not None for one in given) or not isinstance(tokens, Tensor):
+        return None
+    batch, length = tokens.shape
+    whole = ModelMask(
+        FULL, (batch, 1, length, length), includes_model_mask=False
+    )  # the model's own mask is added to it
+    return args, kwargs | {"attention_mask": whole}
+
+
+def register() -> None:
+    """Register `attn_implementation="stof"`; importing this module already did, doing it again changes nothing.
+
+    Raises:
+        MissingDependencyError: the installed transformers hands mask functions other arguments.
+    """
+    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise MissingDependencyError(
+            "the installed transformers builds masks from other arguments than stof reads (q_length, q_offset); "
+            "upgrade it with pip install --upgrade transformers"
+        )
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, make_mask)
+    check_when_loaded(NAME)
+
+
+register()

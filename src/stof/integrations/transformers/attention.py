@@ -1,0 +1,153 @@
+"""The attention function of `attn_implementation="stof"`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stof.attention import attention
+from stof.errors import ShapeError, UnsupportedError
+from stof.integrations.transformers.given_masks import check_scores, check_window
+from stof.integrations.transformers.model_mask import FULL, ModelMask
+from stof.integrations.transformers.served import refuse_unread
+from stof.integrations.transformers.sparsify import sparse_mask_of
+from stof.masks import causal, from_dense
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: ModelMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of `attn_implementation="stof"`; called by a model's layers.
+
+    Args:
+        module: the attention layer; `sparsify` leaves its mask there.
+        query: `[B, H, Sq, D]`.
+        key, value: `[B, Hkv, Skv, D]`.
+        attention_mask: what `make_mask` returned; or a 4-D bool tensor (true = seen), a 4-D additive float tensor,
+            or None, where `is_causal` (default: the module's own) decides, as for "sdpa".
+        position_bias: `[1 | B, H, Sq, Skv]`, added to the scores (T5).
+        softcap: bound on the scores (Gemma).
+        s_aux: `[H]`, logits of attention sinks (GPT-OSS).
+
+    Returns:
+        `(out [B, Sq, H, D], None)`.
+
+    Raises:
+        UnsupportedError: attention dropout, attention weights, or something else is asked for that stof does not read:
+            a layer's own choice of keys, sequence boundaries (`cu_seq_lens_*`), a paged cache.
+        ShapeError: a mask tensor that is not 4-D, or a mask made for other lengths.
+    """
+    _refuse_what_no_kernel_returns(dropout, kwargs.get("output_attentions"))
+    refuse_unread(module, kwargs)
+    if attention_mask is None:
+        check_window(kwargs.get("sliding_window"), key.shape[2])
+    sparse = sparse_mask_of(module)
+    mask = _as_model_mask(module, query, key, attention_mask, is_causal)
+    if sparse is not None:
+        _check_self_attention(module, mask, query.shape[2], key.shape[2])
+    compiling = torch.compiler.is_compiling()
+    one_query = query.shape[2] == 1 and sparse is None and softcap is None and s_aux is None
+    if one_query and mask.mask == FULL:
+        # One query against a growing cache: a plan for every new length would cost more than it skips.
+        added = _bias(position_bias, attention_mask, mask.keep, query.dtype)
+        out = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=added, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    else:
+        out = attention(
+            query,
+            key,
+            value,
+            mask.narrowed(sparse) if compiling else mask.plan(sparse, query, key),
+            scale=scaling,
+            bias=_bias(position_bias, attention_mask, mask.keep, query.dtype),
+            softcap=softcap,
+            sinks=s_aux,
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check_self_attention(module: nn.Module, mask: ModelMask, q_len: int, kv_len: int) -> None:
+    if isinstance(mask.q_offset, Tensor):
+        raise UnsupportedError(
+            "a sparse mask needs to know where the queries stand, and compiled code with a static cache only has a "
+            "tensor of it; generate with a dynamic cache, or without torch.compile",
+            {},
+        )
+    if mask.q_offset + q_len > mask.kv_offset + kv_len:
+        raise ShapeError(
+            f"{type(module).__name__} has a sparse mask, which is for self-attention, and was called with {q_len} "
+            f"queries and {kv_len} keys; give sparsify() a mapping or function that returns None for this layer"
+        )
+
+
+def _refuse_what_no_kernel_returns(dropout: float, output_attentions: bool | None) -> None:
+    if dropout:
+        raise UnsupportedError(
+            f"stof attention has no dropout, and the layer asks for {dropout}; call model.eval(), or set the attention "
+            'dropout of the configuration to 0, or train with model.set_attn_implementation("sdpa")',
+            {},
+        )
+    if output_attentions:
+        raise UnsupportedError(
+            "stof attention never holds the attention weights, so output_attentions=True has nothing to return; "
+            'call model.set_attn_implementation("eager") to inspect them',
+            {},
+        )
+
+
+def _as_model_mask(
+    module: nn.Module, query: Tensor, key: Tensor, given: ModelMask | Tensor | None, is_causal: bool | None
+) -> ModelMask:
+    """What was given, as a mask of this call."""
+    batch, _, q_len, _ = query.shape
+    shape = (batch, 1, q_len, key.shape[2])
+    if isinstance(given, ModelMask):
+        if not torch.compiler.is_compiling() and given.shape[2:] != shape[2:]:
+            raise ShapeError(
+                f"the mask was made for {given.shape[2]} queries and {given.shape[3]} keys, the layer has {q_len} and "
+                f"{shape[3]}; an attention_mask has one value per token attended to, and a packed batch runs once, "
+                "without earlier tokens in a cache"
+            )
+        return given  # made for the model's `is_causal`, so that argument says nothing new
+    if isinstance(given, Tensor):
+        check_scores(given, batch, query.shape[1], q_len, key.shape[2])
+        return _from_tensor(given, shape)
+    causal_module = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return ModelMask(causal() if causal_module and q_len > 1 else FULL, shape)
+
+
+def _from_tensor(given: Tensor, shape: tuple[int, int, int, int]) -> ModelMask:
+    if given.dtype != torch.bool:
+        return ModelMask(FULL, shape)  # additive: it becomes the bias
+    if torch.compiler.is_compiling() or shape[2] == 1:
+        return ModelMask(FULL, shape, keep=given.expand(-1, -1, -1, shape[3]))
+    keep = given.expand(-1, -1, shape[2], shape[3])
+    # A tensor used as it is keeps its identity, by which layers share its plan.
+    return ModelMask(
+        from_dense(given if keep.shape == given.shape and given.is_contiguous() else keep.contiguous()), shape
+    )
+
+
+def _bias(position_bias: Tensor | None, given: object, keep: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Everything additive: T5's bias, a user's float mask, and keys dropped by a tensor nobody reads."""
+    bias = position_bias
+    if isinstance(given, Tensor) and given.dtype != torch.bool:
+        bias = given if bias is None else bias + given
+    if keep is None:
+        return bias
+    zero = torch.zeros((), dtype=dtype, device=keep.device) if bias is None else bias
+    return torch.where(keep, zero, -torch.inf)

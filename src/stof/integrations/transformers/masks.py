@@ -1,0 +1,136 @@
+"""The mask function that transformers calls once per forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import masking_utils
+
+from stof.integrations.transformers.given_masks import check_padding
+from stof.integrations.transformers.mask_recognition import recognize_mask, recognize_plain_mask
+from stof.integrations.transformers.model_mask import FULL, ModelMask
+from stof.masks import Mask, from_dense, from_function, padding
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | ModelMask | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> ModelMask:
+    """The mask function transformers calls once per forward pass; arguments as `masking_utils.sdpa_mask`.
+
+    Padding is read on the host to plan with it, one small copy per forward pass. Compiled code keeps it as a tensor
+    instead: no copy, no graph break, and attention is computed on padded keys too. The mask of a single query is a
+    tensor as a whole.
+
+    Args:
+        attention_mask: bool `[B, tokens seen]` padding, or a `ModelMask` (a packed batch) to intersect with.
+
+    Raises:
+        ShapeError: an `attention_mask` of another shape.
+    """
+    del kwargs
+    if isinstance(attention_mask, ModelMask) and attention_mask.includes_model_mask:
+        return attention_mask  # prepared ahead of the forward pass, by generate()
+    compiling = torch.compiler.is_compiling()
+    if not compiling:  # both may be tensors: assisted generation takes tokens back
+        q_offset, kv_offset = int(q_offset), int(kv_offset)
+    check_padding(attention_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function)
+    given, pads = (None, attention_mask) if not isinstance(attention_mask, ModelMask) else (attention_mask, None)
+    own: Mask | None
+    if compiling:
+        # Closures and offsets are symbols here; only plain masks of whole sequences can be told.
+        start = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
+        own = recognize_plain_mask(mask_function) if start else None
+    else:
+        assert isinstance(q_offset, int)
+        own = recognize_mask(mask_function, q_length, kv_length, q_offset, kv_offset)
+    keep: Tensor | None = None
+    if own is None:
+        keep = _evaluated(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, pads, use_vmap, device)
+        own, keep = (FULL, keep) if compiling else (from_dense(keep), None)
+    elif pads is not None:
+        valid = _cut(pads, kv_length, kv_offset)
+        if compiling or q_length == 1:
+            keep = valid[:, None, None, :]
+        elif (named := _padding(valid)) is not None:
+            own = named if own == FULL else own & named
+    if given is not None:
+        moved = given.mask.with_query_offset(int(q_offset))
+        if moved != FULL:
+            own = moved if own == FULL else own & moved
+    if q_length == 1 and not compiling and own != FULL:
+        # A tensor has the same graph at every token: generate() hands this mask to compiled code.
+        row = own.to_dense(1, kv_length, batch=batch_size, device=device)
+        own, keep = FULL, row if keep is None else row & keep
+    return ModelMask(
+        FULL if own == FULL else own,  # one object: compilers guard on identity
+        (batch_size, 1, q_length, kv_length),
+        keep=keep,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+    )
+
+
+def _evaluated(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    pads: Tensor | None,
+    use_vmap: bool,
+    device: torch.device | str,
+) -> Tensor:
+    """Bool `[B, 1, Sq, Skv]`: the mask function at every score, padding included."""
+    keep: Tensor = masking_utils.sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=pads,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        device=device,
+    )
+    return keep.contiguous()
+
+
+def _cut(pads: Tensor, kv_length: int, kv_offset: int) -> Tensor:
+    """Bool `[B, kv_length]` of exactly this call's keys; keys the mask does not reach are padding."""
+    missing = kv_offset + kv_length - pads.shape[-1]
+    pads = nn.functional.pad(pads, (0, missing)) if missing > 0 else pads
+    return pads[:, kv_offset : kv_offset + kv_length].bool()
+
+
+def _padding(valid: Tensor) -> Mask | None:
+    """A mask for bool `[B, Skv]` valid keys; None when all are."""
+    length = valid.shape[1]
+    positions = torch.arange(length, device=valid.device)
+    first = torch.where(valid, positions, length).amin(1)
+    end = torch.where(valid, positions + 1, 0).amax(1)
+    counts, firsts, ends = torch.stack([valid.sum(1), first, end]).tolist()
+    if min(counts) == length:
+        return None
+    if any(count and end - first != count for count, first, end in zip(counts, firsts, ends, strict=True)):
+        return from_function(lambda b, h, q, kv: valid[b, kv])
+    # Empty sequences: `padding` alone drops all their keys.
+    starts = [first if count else 0 for count, first in zip(counts, firsts, strict=True)]
+    out: Mask | None = padding(ends) if min(ends) < length else None
+    if any(starts):
+        out = ~padding(starts) if out is None else out & ~padding(starts)
+    return out
