@@ -12,7 +12,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 
-_CHUNK = 100
+# Cases that a process runs: one that loses its device leaves the rest of its cases out.
+_CHUNK = {"cpu": 500, "cuda": 100}
 
 
 @dataclass
@@ -70,12 +71,13 @@ def run_chunk(seed: int, numbers: list[int], device: str, interpret: bool, until
 def run_all(
     seed: int, numbers: list[int], device: str, interpret: bool, workers: int, seconds: float = float("inf")
 ) -> Report:
-    """Run cases in processes of their own, a hundred each, so that none is left with a broken device.
+    """Run cases in processes of their own, `_CHUNK` each, so that few are left with a broken device.
 
     Cases that have not begun after `seconds` are left out.
     """
     until = time.time() + seconds
-    chunks = [numbers[n : n + _CHUNK] for n in range(0, len(numbers), _CHUNK)]
+    size = min(_CHUNK[device], -(-len(numbers) // max(workers, 1)))
+    chunks = [numbers[n : n + size] for n in range(0, len(numbers), size)]
     total = Report()
     if workers == 0:
         for chunk in chunks:
@@ -85,6 +87,11 @@ def run_all(
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
         waiting = {pool.submit(run_chunk, seed, chunk, device, interpret, until): chunk for chunk in chunks}
         for done in as_completed(waiting):
+            if time.time() > until:
+                for future in waiting:  # each would start a process to run nothing
+                    future.cancel()
+            if done.cancelled():
+                continue
             try:
                 found = done.result()
             except BrokenProcessPool:

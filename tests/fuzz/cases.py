@@ -103,6 +103,11 @@ class _Drawing:
     def draw_all(self) -> None:
         term = self._mask()
         self._keep(term)
+        while self.device == "cuda" and self.case.keep is None:
+            # A mask function that indexes out of range raises on a CPU, and stops a GPU for the whole process.
+            self.case.must_refuse = False
+            term = self._mask()
+            self._keep(term)
         lines, call = self._entry(term)
         inputs = self._inputs()
         self.case.lines = [*term.setup, *inputs, *self._options(), *lines, *call]
