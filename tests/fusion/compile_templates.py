@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stof.fusion.templates import GemmConfig, chain, configs, launch
+from stof.fusion.templates import GemmConfig, configs, launch
 from stof.fusion.templates.gemm_config import ROW_SCALED, GemmShape
 from stof.fusion.templates.hopper import cooperative, pingpong
 from stof.fusion.templates.launch import GemmCall, Rotary
@@ -152,12 +152,12 @@ def cases(every: bool) -> Iterator[Case]:
     yield case("gelu", plain, "64x64x32,4w,3s,tile", (80,), torch.float32)
 
 
-def chain_of(case: Case) -> chain.Chain:
+def chain_of(case: Case) -> GemmCall:
     """The same of a chain."""
     shape, dtype = case.shape, case.dtype
     sizes = (shape.m, shape.k), (shape.inner, shape.k), (shape.inner,), (shape.n, shape.inner), (shape.n,)
     given = [torch.empty(size, dtype=dtype) for size in sizes]
-    return chain.chain(*given, torch.empty(shape.m, shape.n, dtype=dtype), shape.activation)
+    return launch.chain_call(*given, torch.empty(shape.m, shape.n, dtype=dtype), shape.activation)
 
 
 def product_of(case: Case) -> GemmCall:
@@ -207,7 +207,7 @@ def recorded(case: Case) -> list[Recorder]:
                 recorders.append(Recorder(getattr(module, name)))
                 patched.enter_context(mock.patch.object(module, name, recorders[-1]))
         if case.shape.inner:
-            chain.compute(chain_of(case), case.config)
+            launch.compute(chain_of(case), case.config)
         elif case.shape.template == "linear_norm":
             launch.compute_normed(product_of(case), case.config, norm_of(case, case.shape.n))
         else:

@@ -24,7 +24,7 @@ from stof.fusion.planner.lock_replay import Replay
 from stof.fusion.planner.match import TemplateMatch, find_matches
 from stof.fusion.records.lock_file import Lock
 from stof.fusion.records.report import FusionReport
-from stof.fusion.templates import GemmConfig, GemmShape, chain, chain_linear, config_problems, configs, reference
+from stof.fusion.templates import GemmConfig, GemmShape, chain_linear, config_problems, configs, launch, reference
 from stof.fusion.templates.gemm_config import default
 from stof.fusion.templates.registry import KernelPolicy
 from stof.testing.oracle import error_budget
@@ -69,8 +69,7 @@ def test_kernel(
     wide = torch.full((m, 2 * n), torch.nan, dtype=dtype, device=DEVICE)[:, :n].copy_(t["r"])  # rows further apart
     given = [t["x"], t["a"], t["s"] if biases[0] else None, t["b"], t["t"] if biases[1] else None,
              wide if residual else None]  # fmt: skip
-    call = chain.chain(*given, activation)
-    out = chain.compute(call, GemmConfig.parse(text))
+    out = launch.compute(launch.chain_call(*given, activation), GemmConfig.parse(text))
     expected = reference.chain_linear(*(None if one is None else one.double() for one in given), activation)
     budget = error_budget(reference.chain_linear(*given, activation), expected, dtype)
     assert out.dtype == dtype

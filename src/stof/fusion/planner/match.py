@@ -6,6 +6,7 @@ nothing outside needs what lies in between. Every other case has a reason, in wo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -205,7 +206,6 @@ def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch |
         arguments |= {"norm_weight": None, "rstd": None}
     if turned is not None:
         arguments |= {"cos": turned.cos, "sin": turned.sin, "turned": turned.turned, "head_dim": turned.head_dim}
-    names = [argument.name for argument in template.operator._schema.arguments if argument.name != "config"]
     asked = _problem(template, linear, arguments)
     if 0 in (asked.shape.m, asked.shape.n, asked.shape.k):
         return f"a GEMM of {asked.shape.m} x {asked.shape.k} and {asked.shape.k} x {asked.shape.n} takes no time"
@@ -213,7 +213,7 @@ def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch |
         template,
         tuple(operators),
         frozenset(covered_nodes),
-        {name: arguments[name] for name in names},
+        {name: arguments[name] for name in inspect.signature(template.reference).parameters},
         linear.transposed,
         results,
         asked,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 
@@ -128,6 +129,7 @@ class GemmConfig:
         return ",".join(parts)
 
     @staticmethod
+    @functools.lru_cache(maxsize=4096)
     def parse(text: str) -> GemmConfig:
         """Read `"128x128x64,5s,pingpong"`, `"64x64x64,4w,4s,tile,split4"`, ...
 
@@ -264,6 +266,13 @@ def config_problems(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, ca
     return found
 
 
+@functools.lru_cache(maxsize=4096)  # asked in every call
+def fitting(text: str, shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> GemmConfig | None:
+    """Return the configuration of a text if it can serve a shape, else None."""
+    config = GemmConfig.parse(text)
+    return None if config_problems(config, shape, dtype, capability) else config
+
+
 def _unfit_for_tilelang(shape: GemmShape) -> list[str]:
     found = []
     if not tilelang_installed():
@@ -307,6 +316,7 @@ def unsupported(dtype: torch.dtype, capability: tuple[int, int], *, measured: bo
     return "" if dtype in HALVES else name
 
 
+@functools.lru_cache(maxsize=4096)  # asked in every call: a few buckets of each GEMM of a model
 def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], processors: int) -> GemmConfig | None:
     """A configuration for a shape that nobody has tuned; None when no kernel serves it.
 

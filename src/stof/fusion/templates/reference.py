@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
-    """`act(x)`; activation is one of `config.ACTIVATIONS`."""
+    """`act(x)`; activation is one of `gemm_config.ACTIVATIONS`."""
     if activation == "none":
         return x
     if activation in ("gelu", "gelu_tanh"):

@@ -11,7 +11,7 @@ import torch
 
 from stof.errors import ArgumentError
 from stof.fusion.graph.operators import NORMS, Kind
-from stof.fusion.templates import chain, ops, reference, row_scaled, scaled
+from stof.fusion.templates import operators, reference  # noqa: F401
 from stof.fusion.templates.candidates import configs
 from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_problems, default, unsupported
 from stof.fusion.templates.row_buckets import bucket_of
@@ -102,9 +102,10 @@ class Template:
     by_rule: bool = True
 
     @property
-    def operator(self) -> torch._ops.OpOverload:
+    def operator(self) -> Callable[..., Any]:
         """The `torch.library` operator that a graph calls."""
-        return _OPERATORS[self.name]._opoverload
+        registered: Callable[..., Any] = getattr(torch.ops.stof, self.name).default
+        return registered
 
     def covers(self, kinds: tuple[Kind, ...]) -> bool:
         """Whether the slots can be filled by these operators, in order and without leaving one over."""
@@ -148,18 +149,6 @@ class Template:
         capability = torch.cuda.get_device_capability(problem.device)
         return "; ".join(config_problems(given, problem.shape, problem.dtype, capability))
 
-
-_OPERATORS = {
-    "linear": ops.linear,
-    "norm_linear": ops.norm_linear,
-    "gated_linear": ops.gated_linear,
-    "linear_norm": ops.linear_norm,
-    "rms_linear": row_scaled.rms_linear,
-    "rms_gated_linear": row_scaled.rms_gated_linear,
-    "rotary_linear": row_scaled.rotary_linear,
-    "scaled_linear": scaled.scaled_linear,
-    "chain_linear": chain.chain_linear,
-}
 
 TEMPLATES: tuple[Template, ...] = (
     # By rule only where a GEMM takes as long as its weight is copied, whatever share of cuBLAS's speed that is.
