@@ -350,7 +350,7 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         out = stof.attention(q, k, v, plan)
         expected, _ = reference_attention(q.double(), k.double(), v.double(), mask.to_dense(90), scale=0.25)
         assert float((out - expected).abs().max()) < 1e-5
-    assert len(plan._bound) == 1
+    assert len(plan._calls) == 1
     plan.check()
     assert plan.bytes() == plan._room.bytes()
     assert [candidate.name for candidate in stof.explain(q, k, v, plan)] == ["block_wise", "hopper"]
@@ -418,12 +418,12 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     plan.update(mask)
-    plan.bound(*call)
+    plan.find_call(*call)
     assert logged() == ["built on main", "main is recorded"]
     # A call on a stream that nobody ordered waits for the update, the next update for that call.
     with on(third):
-        plan.bound(*call)
-        plan.bound(*call)
+        plan.find_call(*call)
+        plan.find_call(*call)
     assert logged() == ["third waits for what main did"]
     plan.update(mask)
     assert logged() == ["main waits for third", "built on main", "main is recorded"]
@@ -438,7 +438,7 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     for stream in (main, main, third):
         with on(stream):
-            plan.bound(*call)
+            plan.find_call(*call)
     assert logged() == ["main waits for what side did", "third waits for what side did"]
     plan.update(mask, stream=side)
     assert logged() == [
@@ -456,17 +456,17 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     plan.update(mask, stream=side)
     logged()
     capturing[0] = True
-    plan.bound(*call)  # in a capture, which begins when all is done
+    plan.find_call(*call)  # in a capture, which begins when all is done
     assert logged() == []
     plan.update(mask, stream=side)
     logged()
     plan.check()
     assert logged() == ["main waits for what side did"]
     plan.update(mask)
-    plan.bound(*call)
+    plan.find_call(*call)
     assert logged() == ["built on main"], "one stream orders a graph, in which nothing is recorded"
     capturing[0] = False
-    plan.bound(*call)
+    plan.find_call(*call)
     assert logged() == ["main waits for what side did"], "the last update that is not part of a graph"
     # Replays of attention will not ask whether an update has ended.
     plan.update(mask, stream=side)

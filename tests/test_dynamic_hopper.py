@@ -197,7 +197,7 @@ def test_calls_see_the_last_update(twin: Twin, capturing: list[bool]) -> None:
     assert twin.constants["DYNAMIC"]
     plan.update(topk(1))
     hopper(topk(1))
-    assert len(plan._bound) == 1
+    assert len(plan._calls) == 1
     capturing[0] = True
     plan.update(topk(2))
     capturing[0] = False

@@ -20,7 +20,7 @@ import torch
 import stof
 from stof import masks
 from stof.plans.cache import PlanCache
-from stof.plans.plan import plan_cache
+from stof.plans.make import plan_cache
 from stof.runtime import files
 from stof.runtime.locks import ForkSafeLock
 from stof.selection import CallSpec, failures

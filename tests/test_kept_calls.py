@@ -101,7 +101,7 @@ def test_one_plan_serves_calls_that_differ_in_one_thing(order: int) -> None:
             inputs = [options.get(name, x) for name, x in (("q", Q), ("k", K), ("v", V))]
             del given["implementation"]
             assert_attention(out, lse, *inputs, keep, factor=6.0, **given)
-    assert len(plan._bound) == len(CALLS)
+    assert len(plan._calls) == len(CALLS)
 
 
 def test_a_named_implementation_runs() -> None:

@@ -18,8 +18,10 @@ from stof.errors import MaskError, ShapeError, UnsupportedError
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import tensors_of
 from stof.layout import LayoutConfig, build_layout
-from stof.plans import plan as plans
-from stof.plans.plan import Plan, PlanCache
+from stof.plans import make as plans
+from stof.plans import plan as plan_module
+from stof.plans.cache import PlanCache
+from stof.plans.plan import Plan
 from stof.selection.kernel_choice import KernelChoice
 from stof.testing import assert_attention, make_inputs
 
@@ -28,7 +30,7 @@ KEEP = torch.ones(64, 64, dtype=torch.bool).tril()
 
 def cache_of(entries: int, size: int, monkeypatch: pytest.MonkeyPatch) -> PlanCache:
     cache = PlanCache(max_entries=entries, max_bytes=size)
-    monkeypatch.setattr("stof.plans.plan.plan_cache", cache)
+    monkeypatch.setattr("stof.plans.make.plan_cache", cache)
     return cache
 
 
@@ -36,7 +38,7 @@ def cache_of(entries: int, size: int, monkeypatch: pytest.MonkeyPatch) -> PlanCa
 def test_graphs_keep_what_they_read(monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
     """Calls that were captured live on when the cache drops their plan, or the plan drops them: replays use them."""
     capturing = False
-    monkeypatch.setattr(plans, "capturing", lambda device: capturing)
+    monkeypatch.setattr(plan_module, "capturing", lambda device: capturing)
     monkeypatch.setattr(plans, "_IN_GRAPHS", set())
     cache_of(8, 2**20, monkeypatch)
     q, k, v = make_inputs(q_len=40, kv_len=40, head_dim=16).qkv
@@ -44,15 +46,15 @@ def test_graphs_keep_what_they_read(monkeypatch: pytest.MonkeyPatch, cached: boo
     layout = build_layout(mask, 40, 40, LayoutConfig(16, 16))
     plan = stof.plan(mask, 40) if cached else Plan.of_layout(layout, "causal()")
     stof.attention(q, k, v, plan)
-    (eager,) = map(weakref.ref, plan._bound.values())
+    (eager,) = map(weakref.ref, plan._calls.values())
     capturing = True
     stof.attention(q, k, v, plan)
     stof.attention(q, k, v, plan, scale=0.5)
     capturing = False
     stof.attention(q, k, v, plan, scale=0.25)
-    calls = [weakref.ref(call) for call in plan._bound.values()]
+    calls = [weakref.ref(call) for call in plan._calls.values()]
     assert calls[0] == eager
-    monkeypatch.setattr(plans, "_MOST_BOUND", 1)
+    monkeypatch.setattr(plan_module, "_MOST_CALLS", 1)
     stof.attention(q, k, v, plan, scale=0.125)  # all others are dropped
     assert [call() is not None for call in calls] == [True, True, False]
     plans.plan_cache.clear()

@@ -13,7 +13,8 @@ import stof
 from stof import masks
 from stof.errors import ArgumentError, MaskError, PlanFileError, PlanMismatchError, ShapeError
 from stof.layout.io import save_layout
-from stof.plans.plan import Plan, UnsizedPlan
+from stof.plans.plan import Plan
+from stof.plans.unsized import UnsizedPlan
 from stof.testing import assert_attention, make_inputs
 
 LENGTH = 64

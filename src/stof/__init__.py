@@ -13,7 +13,8 @@ from stof.attention import attention, explain, plan
 from stof.kernels.quantization import quantise_heads
 from stof.layout import Layout, LayoutConfig
 from stof.plans.dynamic import DynamicPlan, dynamic_plan
-from stof.plans.plan import Plan, plan_cache
+from stof.plans.make import plan_cache
+from stof.plans.plan import Plan
 from stof.version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from stof.operators import (
     results_of_nothing,
     scales_of,
 )
-from stof.plans.plan import Plan, make_plan, unsized_plan
+from stof.plans.make import make_plan, make_sized_plan
+from stof.plans.plan import Plan
 from stof.runtime.memory import lasting
 from stof.runtime.private import is_plain
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, refusals
@@ -75,7 +76,7 @@ def plan(
     where = usable_device(device) if device is not None else torch.empty(0).device
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    return unsized_plan(
+    return make_plan(
         as_mask(mask),
         q_len,
         q_len if kv_len is None else kv_len,
@@ -171,9 +172,12 @@ def attention(
         ArgumentError: a scale, softcap, scales or implementation outside what is accepted.
         UnsupportedError: no implementation can run the call; lists every reason.
     """
-    own: tuple[Tensor, ...] = scales if isinstance(scales, tuple) else ()
-    if isinstance(mask_or_plan, Plan) and not torch.compiler.is_compiling():
-        ready = mask_or_plan.bound(q, k, v, bias, sinks, scale, softcap, implementation, *own)
+    own: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
+    compiling = torch.compiler.is_compiling()
+    plain = not compiling and is_plain(q, k, v, bias, sinks, *own)
+    # Autocast would make other arguments of these.
+    if plain and isinstance(mask_or_plan, Plan) and not torch.is_autocast_enabled(mask_or_plan.device.type):
+        ready = mask_or_plan.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *own)
         if ready is not None:
             try:
                 found = ready(q, k, v, bias, sinks, *own)
@@ -188,8 +192,8 @@ def attention(
     given = (q, k, v, bias, sinks, scale, softcap, implementation, *own)
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
-    if torch.compiler.is_compiling() or not is_plain(q, k, v, bias, sinks, *own) or q.is_meta:
-        if not torch.compiler.is_compiling():
+    if not plain or q.is_meta:
+        if not compiling:
             refuse_derivatives()
         # Planning and choosing are no graph code: the operator does both when it runs.
         handle = _handle(mask_or_plan, q, k)
@@ -276,7 +280,7 @@ def _run(
         with torch.autocast(kind, enabled=False):
             return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation, given)
     scales: tuple[Tensor, ...] = given[8:]
-    ready_call = ready.kept(*given)
+    ready_call = ready.find_call(*given)
     if ready_call is not None:
         with contextlib.suppress(KernelError):  # as in `attention`
             return ready_call(*given[:5], *scales)
@@ -296,7 +300,7 @@ def _run(
                 bound = partial(_widened_call, bound)
             found = bound(q, k, v, bias, sinks, *scales)
             as_given = given[3] is bias and given[4] is sinks
-            ready.bind(given, bound if as_given else partial(_reshaped, bound))
+            ready.store_call(given, bound if as_given else partial(_reshaped, bound))
             return found
         except KernelError as error:
             # The next best candidate serves, down to plain PyTorch, which compiles nothing.
@@ -484,15 +488,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _planned(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
     if not isinstance(mask_or_plan, Plan):
-        return make_plan(
-            as_mask(mask_or_plan),
-            q.shape[2],
-            k.shape[2],
-            batch=q.shape[0],
-            heads=q.shape[1],
-            device=q.device,
-            config=None,
-            row_order=None,
+        return make_sized_plan(
+            as_mask(mask_or_plan), q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device
         )
     return mask_or_plan.for_call(q, k)
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from tests.mutants.edits import Edit, Signature, changes_code, edits_of, signatures_of
 
 SOURCE = Path("src/stof")
-FOLDERS = ("masks", "layout", "kernels", "selection", "integrations")
-# Plans, and what they are called and kept with.
-FILES = ("attention.py", "cache_keys.py", "caching.py", "dynamic.py", "ops.py", "plans.py", "validation.py")
+FOLDERS = ("masks", "layout", "kernels", "selection", "plans", "runtime", "integrations")
+FILES = ("attention.py", "operators.py", "validation.py")
 
 
 @dataclass(frozen=True)

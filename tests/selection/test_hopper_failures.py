@@ -76,7 +76,7 @@ class OnCpu:
         self.monkeypatch.setattr(module, "_call_spec", lambda *args: call)
         q, k, v = make_inputs(q_len=plan.q_len, head_dim=head_dim, heads=1, dtype=torch.float16).qkv
         given = (q, k, v, None, None, 0.125, None, implementation)
-        plan._bound.clear()  # every run chooses
+        plan._calls.clear()  # every run chooses
         out, _ = module._run(q, k, v, plan, None, None, 0.125, 0.0, implementation, given)
         assert out is q
 
@@ -99,17 +99,17 @@ def test_an_unfit_choice_is_left_out_for_its_plan_without_a_warning(on_cpu: OnCp
     """Warnings are errors here."""
     on_cpu.prefer("remainder 16")
     plan, other = on_cpu.plan(UNEVEN, 2048), on_cpu.plan(DILATED, 2048)
-    assert plan.row_orders == other.row_orders == ("remainder 16",)
+    assert plan.geometry.row_orders == other.geometry.row_orders == ("remainder 16",)
     call = spec(plan)
     first = plan.choice(call, implementation)
     assert (first.implementation, first.row_order) == ("hopper", "remainder 16")
-    assert plan.unfit(first) is None
+    assert plan._layout_errors.get(first.layout_key) is None
     on_cpu.run(plan, implementation)
     assert on_cpu.ran == ["hopper"], "what could not be prepared was not run, and nothing else took over"
     second = plan.choice(call, implementation)
     assert (second.implementation, second.row_order) == ("hopper", None)
     reason = "columns gathered one by one are not evenly spaced"
-    assert plan.unfit(first) == reason
+    assert plan._layout_errors.get(first.layout_key) == reason
     refused = [c for c in plan.candidates(call) if c.name == "hopper" and c.refusals]
     # However its work is cut.
     assert {(c.choice.row_order, c.refusals) for c in refused if c.choice} == {("remainder 16", (reason,))}
@@ -117,7 +117,7 @@ def test_an_unfit_choice_is_left_out_for_its_plan_without_a_warning(on_cpu: OnCp
     assert all(reason in str(c) for c in refused)
     # Nothing is known against the kernel itself.
     assert failures.reason(first, call, GPU) is None
-    assert other.unfit(first) is None
+    assert other._layout_errors.get(first.layout_key) is None
     assert other.choice(call, implementation).row_order == "remainder 16"
     on_cpu.run(other, implementation)
     assert other.choice(call, implementation).row_order == "remainder 16"
@@ -166,7 +166,7 @@ def test_a_failing_kernel_is_left_out_for_all_plans(on_cpu: OnCpu, monkeypatch: 
     first = plan.choice(spec(plan))
     with pytest.warns(RuntimeWarning, match="hopper .* is left out from now on: no such instruction"):
         on_cpu.run(plan, None)
-    assert plan.unfit(first) is None
+    assert plan._layout_errors.get(first.layout_key) is None
     assert failures.reason(first, spec(plan), GPU) == "no such instruction"
     assert first not in {c.choice for c in other.candidates(spec(other)) if not c.refusals}
     assert on_cpu.ran == ["block_wise"]

@@ -145,7 +145,8 @@ def _on_gpu(
     mask: Mask, shape: Shape, device: torch.device, chosen: Sequence[Alternative]
 ) -> list[tuple[Alternative, Plan, KernelChoice]]:
     plan = make_plan(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device=device)
-    plan.found_order()  # an order that the estimates found on the CPU is found again on the device
+    if plan.geometry is not None:
+        plan.geometry.found_order()  # an order that the estimates found on the CPU is found again on the device
     return [(alternative, plan, alternative.choice) for alternative in chosen]
 
 

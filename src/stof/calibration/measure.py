@@ -163,7 +163,8 @@ def measure_cell(
     rows = []
     for text, choice in chosen.items():
         layout = choice.layout or LayoutConfig()
-        survey = plan.survey((layout,), choice.row_order)
+        assert plan.geometry is not None
+        survey = plan.geometry.survey((layout,), choice.row_order)
         counts, kept = survey.counts[layout], float(survey.kept.double().mean(0).sum())
         us = timings[text].gpu_us
         assert us is not None

@@ -23,7 +23,7 @@ from torch.utils import _device
 from torch.utils import _pytree as pytree
 
 from stof.integrations.attributes import Attributes
-from stof.plans.plan import UsedMask, noting_masks
+from stof.plans.used_masks import UsedMask, noting_masks
 from stof.runtime.locks import ForkSafeLock
 from stof.tuning.capture import captured
 

@@ -22,7 +22,8 @@ from stof.masks.dynamic import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMas
 from stof.masks.tensors import DenseMask, as_mask
 from stof.plans.block_topk import BlockBuffers, block_buffers, fill_blocks
 from stof.plans.buffers import OVERFLOW, DenseRoom, DynamicSizes, WorkBuffers, dense_buffers, fill_dense
-from stof.plans.plan import Plan, call_sizes_of
+from stof.plans.calls import call_sizes_of
+from stof.plans.plan import Plan
 from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.runtime import streams
 from stof.runtime.cpu_default import tensors_on_host
@@ -103,11 +104,11 @@ class DynamicPlan(Plan):
             )
         if self._room is None:
             mask.check(self.q_len, self.kv_len)  # one that means nothing leaves the plan as it was
-        self._mask, self._geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
+        self._mask, self.geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
         if self._room is None:
             self._layout = None
             self._prepared.clear()
-            self._bound.clear()
+            self._calls.clear()
         else:
             with torch.cuda.device(self.device):
                 capturing = torch.cuda.is_current_stream_capturing()
@@ -168,10 +169,6 @@ class DynamicPlan(Plan):
         """The present mask's layout, built anew each time: for pictures, figures and files."""
         return self._build(LayoutConfig(_BLOCK, _BLOCK, 1), None)
 
-    @property
-    def row_orders(self) -> tuple[str, ...]:
-        return ()
-
     def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
         """The fastest candidate, of one implementation when it is named; decided once.
 
@@ -204,10 +201,10 @@ class DynamicPlan(Plan):
                 reasons.setdefault(candidate.name, []).extend(candidate.refusals)
         raise UnsupportedError("a dynamic plan cannot run this call", reasons)
 
-    def kept(self, *given: Any) -> BoundCall | None:
+    def find_call(self, *given: Any) -> BoundCall | None:
         """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
         self._wait()
-        return super().kept(*given)
+        return super().find_call(*given)
 
     def _wait(self) -> None:
         """Let the plan's device's current stream wait for the last update."""
@@ -251,16 +248,8 @@ class DynamicPlan(Plan):
         if not choices:
             return [Candidate("block_wise", (), block_wise), *refused]
         # Where there are no estimates, for a few rows, the first one runs.
-        return weighed([block_wise, *choices], call, self.device, self) + refused
-
-    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
-        """As for other plans; on a GPU as many tiles as can be told beforehand."""
-        if self._room is None:
-            return super().survey(geometries, row_order)
-        with tensors_on_host():
-            counts = {geometry: self._room.counts(geometry) for geometry in geometries}
-            kept = torch.full((1, self.q_len), self.kv_len)
-        return Survey(counts, kept, self.mask_batch, self.mask_heads)
+        geometry = _BufferGeometry(room)
+        return weighed([block_wise, *choices], call, self.device, geometry, self._layout_errors) + refused
 
     def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
         """Leave a choice out from now on; behind the block-wise kernel there is no other to turn to."""
@@ -303,6 +292,27 @@ class DynamicPlan(Plan):
 
     def __repr__(self) -> str:
         return f"DynamicPlan({self._mask!r}, q_len={self.q_len}, kv_len={self.kv_len}, device={str(self.device)!r})"
+
+
+class _BufferGeometry:
+    """What the selector asks of buffers: as many tiles as can be told before the mask is known."""
+
+    fixed = None
+    row_orders: tuple[str, ...] = ()
+
+    def __init__(self, room: WorkBuffers) -> None:
+        self._room = room
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        del row_order
+        problem = self._room.problem
+        with tensors_on_host():
+            counts = {geometry: self._room.counts(geometry) for geometry in geometries}
+            kept = torch.full((1, problem.q_len), problem.kv_len)
+        return Survey(counts, kept, problem.mask_batch, problem.mask_heads)
+
+    def found_order(self) -> None:
+        """None: rows of dynamic plans are in order."""
 
 
 def dynamic_plan(

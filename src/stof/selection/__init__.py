@@ -4,7 +4,7 @@ from stof.selection.capabilities import CallSpec, Capabilities
 from stof.selection.default_layout import default_config, own_layout
 from stof.selection.implementations import IMPLEMENTATIONS, Implementation
 from stof.selection.kernel_choice import KernelChoice
-from stof.selection.mask_geometry import MaskGeometry
+from stof.selection.mask_geometry import Geometry, LayoutGeometry, MaskGeometry
 from stof.selection.paper_eq1 import paper_choice
 from stof.selection.select import (
     Candidate,
@@ -21,8 +21,10 @@ __all__ = [
     "CallSpec",
     "Candidate",
     "Capabilities",
+    "Geometry",
     "Implementation",
     "KernelChoice",
+    "LayoutGeometry",
     "MaskGeometry",
     "candidates",
     "choose",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
 from stof.selection.kernel_choice import KernelChoice
+from stof.selection.mask_geometry import Geometry
 from stof.selection.resources import (
     crowded,
     fp8_shared_memory,
@@ -72,30 +73,6 @@ _LONG_PAIRS = 24
 _L2_SHARE = 32 * 2**20
 # The Hopper kernel's thread blocks keep step less well, so they want more room.
 _HOPPER_L2_SHARE = 16 * 2**20
-
-
-class Geometry(Protocol):
-    """What the selector may ask of a plan.
-
-    Attributes:
-        fixed: the only layout there is (given by the user, or read from a file), None when any can be built.
-        row_orders: names of row orders worth trying.
-    """
-
-    @property
-    def fixed(self) -> LayoutConfig | None: ...
-
-    @property
-    def row_orders(self) -> tuple[str, ...]: ...
-
-    def unfit(self, choice: KernelChoice) -> str | None:
-        """Why this plan cannot run a choice, as far as was found out."""
-
-    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
-        """Tile counts under each geometry."""
-
-    def found_order(self) -> str | None:
-        """Name of a row order found by looking at the mask; searched once, when first asked."""
 
 
 def gpu_choices(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from stof.kernels.config import KernelConfig
@@ -25,6 +26,12 @@ class KernelChoice:
     row_order: str | None = None
     kernel: KernelConfig | None = None
     widened: bool = False
+
+    @property
+    def layout_key(self) -> Hashable:
+        """What decides whether a layout fits: choices with equal keys fit alike."""
+        paired = self.kernel is not None and self.kernel.paired
+        return self.implementation, self.layout, self.row_order, paired
 
     def __str__(self) -> str:
         parts = ["widened"] if self.widened else []

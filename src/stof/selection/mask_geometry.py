@@ -3,24 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.orders.search import RowOrders
-from stof.layout.survey import Survey, survey
+from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
-from stof.selection.kernel_choice import KernelChoice
 
 T = TypeVar("T")
+
+
+class Geometry(Protocol):
+    """What the selector may ask of a mask at two lengths.
+
+    Attributes:
+        fixed: the only layout there is (given by the user, or read from a file), None when any can be built.
+        row_orders: names of row orders worth trying.
+    """
+
+    @property
+    def fixed(self) -> LayoutConfig | None: ...
+
+    @property
+    def row_orders(self) -> tuple[str, ...]: ...
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        """Tile counts under each geometry."""
+
+    def found_order(self) -> str | None:
+        """Name of a row order found by looking at the mask; searched once, when first asked."""
+
+
+class LayoutGeometry:
+    """The geometry of a plan that keeps to one layout."""
+
+    row_orders: tuple[str, ...] = ()
+
+    def __init__(self, layout: Layout) -> None:
+        self.fixed = layout.config
+        self._layout = layout
+        self._survey: Survey | None = None
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        """Tile counts of the layout; counted once."""
+        del geometries, row_order
+        if self._survey is None:
+            self._survey = survey_of_layout(self._layout)
+        return self._survey
+
+    def found_order(self) -> None:
+        """None: the rows of the layout are in order."""
 
 
 class MaskGeometry:
     """Answers by looking at the mask, on any device; every layout can be built. Arguments as for `build_layout`.
 
     Attributes:
-        fixed: None, see `stof.selection.gpu_candidates.Geometry`.
+        fixed: None, see `Geometry`.
         orders: the mask's row orders.
     """
 
@@ -37,7 +78,7 @@ class MaskGeometry:
         device: torch.device | str = "cpu",
     ) -> None:
         self.mask, self.q_len, self.kv_len = mask, q_len, kv_len
-        self.batch, self.heads, self.device = batch, heads, device
+        self.batch, self.heads, self.device = batch, heads, torch.device(device)
         self.orders = RowOrders(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
         self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
 
@@ -49,11 +90,6 @@ class MaskGeometry:
     def found_order(self) -> str | None:
         """Name of a row order found by looking at the mask, None where that is nothing new; searched once."""
         return self.orders.found()
-
-    def unfit(self, choice: KernelChoice) -> str | None:
-        """Nothing is known to be unfit before it was built."""
-        del choice
-        return None
 
     def build(self, config: LayoutConfig, row_order: str | None) -> Layout:
         """The layout under some block sizes and a row order by its name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,6 @@ from stof.runtime.locks import ForkSafeLock
 from stof.selection.capabilities import CallSpec
 from stof.selection.cost_model import DeviceModel, estimate, load_model, widening_us
 from stof.selection.gpu_candidates import (
-    Geometry,
     fits,
     geometries,
     gpu_choices,
@@ -26,8 +26,12 @@ from stof.selection.gpu_candidates import (
 )
 from stof.selection.implementations import IMPLEMENTATIONS
 from stof.selection.kernel_choice import KernelChoice
+from stof.selection.mask_geometry import Geometry
 from stof.selection.resources import block_shared_bytes
 
+# Why layouts do not fit choices, by `KernelChoice.layout_key`, as far as one plan has found out.
+LayoutErrors = Mapping[Hashable, str]
+NO_LAYOUT_ERRORS: LayoutErrors = {}
 # Implementations whose choices the cost model weighs; the others follow in their order of preference.
 _MODELLED = ("hopper", "hopper_fp8", "decode", "block_wise", "row_wise")
 
@@ -97,20 +101,26 @@ def candidates(
     device: torch.device | None = None,
     geometry: Geometry | None = None,
     model: DeviceModel | None = None,
+    layout_errors: LayoutErrors = NO_LAYOUT_ERRORS,
 ) -> list[Candidate]:
     """Every way to run a call, fastest first, then those without an estimate in order of preference, then refusals.
 
-    Without a device and the geometry of a plan, implementations only, one candidate each. A `model` stands for a GPU
-    that need not be here; by default the device is asked. 8-bit tensors may be widened for those that do not take them.
+    8-bit tensors may be widened for implementations that do not take them.
+
+    Args:
+        call: what is computed.
+        device: where; without one, or without a geometry, each implementation is one candidate without an estimate.
+        geometry: the mask at these lengths.
+        model: of a GPU that need not be here; default that of the device.
+        layout_errors: choices whose layouts are known not to fit.
     """
     wide = call.widened()
     if wide is None:
-        return _candidates(call, device, geometry, model)
-    before_us = (
-        0.0 if device is None or device.type != "cuda" else widening_us(call, _model_and_limit(device, model)[0])
-    )
-    found = [c for c in _candidates(call, device, geometry, model) if takes(c.name, call)]
-    for candidate in _candidates(wide, device, geometry, model):
+        return _candidates(call, device, geometry, model, layout_errors)
+    on_gpu = device is not None and device.type == "cuda"
+    before_us = widening_us(call, _model_and_limit(device, model)[0]) if device is not None and on_gpu else 0.0
+    found = [c for c in _candidates(call, device, geometry, model, layout_errors) if takes(c.name, call)]
+    for candidate in _candidates(wide, device, geometry, model, layout_errors):
         if not takes(candidate.name, call):
             choice = candidate.choice and replace(candidate.choice, widened=True)
             us = None if candidate.estimate_us is None else candidate.estimate_us + before_us
@@ -136,12 +146,16 @@ def _ranked(runs: list[Candidate]) -> list[Candidate]:
 
 
 def _candidates(
-    call: CallSpec, device: torch.device | None, geometry: Geometry | None, model: DeviceModel | None
+    call: CallSpec,
+    device: torch.device | None,
+    geometry: Geometry | None,
+    model: DeviceModel | None,
+    layout_errors: LayoutErrors,
 ) -> list[Candidate]:
     """`candidates` with tensors as they are."""
     runs: list[Candidate] = []
     refused: list[Candidate] = []
-    weighed: dict[str, list[KernelChoice]] = {}
+    modelled: dict[str, list[KernelChoice]] = {}
     for name, impl in IMPLEMENTATIONS.items():
         refusals = tuple(impl.capabilities.refusals(call))
         if refusals:
@@ -153,48 +167,39 @@ def _candidates(
             else:
                 refused.append(Candidate(name, (failed,), KernelChoice(name)))
         else:
-            weighed[name] = gpu_choices(call, geometry, name)
-            if not weighed[name]:
+            modelled[name] = gpu_choices(call, geometry, name)
+            if not modelled[name]:
                 refused.append(Candidate(name, ("the plan's layout has tiles it does not take",)))
-    if weighed and device is not None and geometry is not None:
-        model, limit = _model_and_limit(device, model)
-        choices = [choice for own in weighed.values() for choice in own]
-        good, bad, waste = _weigh(choices, call, device, geometry, model, limit)
+    if modelled and device is not None and geometry is not None:
+        on_gpu = _OnGpu(call, device, geometry, layout_errors, *_model_and_limit(device, model))
+        good, bad, waste = on_gpu.weigh([choice for own in modelled.values() for choice in own])
         found = geometry.found_order() if _search_pays(waste) else None
         if found is not None:
-            choices = [choice for name in weighed for choice in gpu_choices(call, geometry, name, found)]
-            more, worse, _ = _weigh(choices, call, device, geometry, model, limit)
+            more, worse, _ = on_gpu.weigh([c for name in modelled for c in gpu_choices(call, geometry, name, found)])
             good, bad = good + more, bad + worse
         runs, refused = runs + good, refused + bad
     return _ranked(runs) + refused
 
 
-def weighed(choices: list[KernelChoice], call: CallSpec, device: torch.device, geometry: Geometry) -> list[Candidate]:
+def weighed(
+    choices: list[KernelChoice],
+    call: CallSpec,
+    device: torch.device,
+    geometry: Geometry,
+    layout_errors: LayoutErrors,
+) -> list[Candidate]:
     """Candidates for some choices and no others, fastest first, then those that cannot run."""
-    model, limit = _model_and_limit(device, None)
+    on_gpu = _OnGpu(call, device, geometry, layout_errors, *_model_and_limit(device, None))
     counted = geometry.survey(geometries(choices), None)
     good: list[Candidate] = []
     bad: list[Candidate] = []
     for choice in choices:
-        reason = _failure(choice, call, device, geometry, limit)
-        if reason is not None:
-            bad.append(Candidate(choice.implementation, (reason,), choice))
+        error = on_gpu.error(choice)
+        if error is not None:
+            bad.append(Candidate(choice.implementation, (error,), choice))
         elif worthwhile(choice, counted, simpler=False):
-            good.append(_estimated(choice, call, counted, model))
+            good.append(on_gpu.candidate(choice, counted))
     return sorted(good, key=lambda c: (c.estimate_us is None, c.estimate_us or 0.0)) + bad
-
-
-def _estimated(choice: KernelChoice, call: CallSpec, counted: Survey, model: DeviceModel) -> Candidate:
-    constants_of = model.device if model.stands_in_for else ""
-    return Candidate(choice.implementation, (), choice, estimate(choice, call, counted, model), constants_of)
-
-
-def _failure(choice: KernelChoice, call: CallSpec, device: torch.device, geometry: Geometry, limit: int) -> str | None:
-    """Why a choice that its implementation's capabilities allow cannot run all the same."""
-    reason = failures.reason(choice, call, device) or geometry.unfit(choice)
-    if reason is None and not fits(choice, call, limit):
-        reason = f"needs more shared memory than the {limit} bytes of this device"
-    return reason
 
 
 def _model_and_limit(device: torch.device, model: DeviceModel | None) -> tuple[DeviceModel, int]:
@@ -204,50 +209,60 @@ def _model_and_limit(device: torch.device, model: DeviceModel | None) -> tuple[D
     return model, block_shared_bytes(model.shared_bytes)
 
 
-def _weigh(
-    choices: list[KernelChoice],
-    call: CallSpec,
-    device: torch.device,
-    geometry: Geometry,
-    model: DeviceModel,
-    limit: int,
-) -> tuple[list[Candidate], list[Candidate], dict[str | None, float]]:
-    """Candidates the cost model knows, those that cannot run here, and the waste of each row order."""
-    good: list[Candidate] = []
-    bad: list[Candidate] = []
-    starved: list[tuple[KernelChoice, Survey]] = []
-    waste: dict[str | None, float] = {}
-    for order in dict.fromkeys(choice.row_order for choice in choices):
-        ordered = [choice for choice in choices if choice.row_order == order]
-        counted = geometry.survey(geometries(ordered), order)
-        waste[order] = counted.waste
-        for choice in ordered:
-            reason = _failure(choice, call, device, geometry, limit)
-            if reason is not None:
-                bad.append(Candidate(choice.implementation, (reason,), choice))
-            elif not worthwhile(choice, counted, geometry.unfit(_contiguous(choice)) is None):
-                continue
-            elif starves(choice, call, counted):
-                starved.append((choice, counted))
-            else:
-                good.append(_estimated(choice, call, counted, model))
-    # Wider tiles serve instead, where there are any: a plan with a layout of its own may have none.
-    served = {candidate.name for candidate in good}
-    for choice, counted in starved:
-        if choice.implementation not in served:
-            good.append(_estimated(choice, call, counted, model))
-    return good, bad, waste
+@dataclass(frozen=True)
+class _OnGpu:
+    """One call under one mask on one GPU, for which choices are weighed; `limit` is the shared memory of a block."""
+
+    call: CallSpec
+    device: torch.device
+    geometry: Geometry
+    layout_errors: LayoutErrors
+    model: DeviceModel
+    limit: int
+
+    def error(self, choice: KernelChoice) -> str | None:
+        """Why a choice that its implementation's capabilities allow cannot run all the same."""
+        found = failures.reason(choice, self.call, self.device) or self.layout_errors.get(choice.layout_key)
+        if found is None and not fits(choice, self.call, self.limit):
+            found = f"needs more shared memory than the {self.limit} bytes of this device"
+        return found
+
+    def candidate(self, choice: KernelChoice, counted: Survey) -> Candidate:
+        """A choice that can run, with its estimate."""
+        constants_of = self.model.device if self.model.stands_in_for else ""
+        us = estimate(choice, self.call, counted, self.model)
+        return Candidate(choice.implementation, (), choice, us, constants_of)
+
+    def weigh(self, choices: list[KernelChoice]) -> tuple[list[Candidate], list[Candidate], dict[str | None, float]]:
+        """Candidates the cost model knows, those that cannot run here, and the waste of each row order."""
+        good: list[Candidate] = []
+        bad: list[Candidate] = []
+        starved: list[tuple[KernelChoice, Survey]] = []
+        waste: dict[str | None, float] = {}
+        for order in dict.fromkeys(choice.row_order for choice in choices):
+            ordered = [choice for choice in choices if choice.row_order == order]
+            counted = self.geometry.survey(geometries(ordered), order)
+            waste[order] = counted.waste
+            for choice in ordered:
+                error = self.error(choice)
+                simpler = choice if choice.layout is None else replace(choice, layout=choice.layout.contiguous())
+                if error is not None:
+                    bad.append(Candidate(choice.implementation, (error,), choice))
+                elif worthwhile(choice, counted, simpler.layout_key not in self.layout_errors):
+                    if starves(choice, self.call, counted):
+                        starved.append((choice, counted))
+                    else:
+                        good.append(self.candidate(choice, counted))
+        # Wider tiles serve instead, where there are any: a plan with a layout of its own may have none.
+        served = {candidate.name for candidate in good}
+        good += [self.candidate(*starving) for starving in starved if starving[0].implementation not in served]
+        return good, bad, waste
 
 
 def _search_pays(waste: dict[str | None, float]) -> bool:
     """Whether the rows' own order wastes much, and no order that the mask names helps."""
     own = waste.get(None, 0.0)
     return own > GOOD_ENOUGH and min(waste.values()) > WORTH * own
-
-
-def _contiguous(choice: KernelChoice) -> KernelChoice:
-    """The same choice without gathering."""
-    return choice if choice.layout is None else replace(choice, layout=choice.layout.contiguous())
 
 
 def device_model(device: torch.device) -> DeviceModel:
@@ -273,8 +288,9 @@ def choose(
     device: torch.device | None = None,
     geometry: Geometry | None = None,
     implementation: str | None = None,
+    layout_errors: LayoutErrors = NO_LAYOUT_ERRORS,
 ) -> KernelChoice:
-    """The choice to run, of one implementation when it is named.
+    """The choice to run, of one implementation when it is named; arguments as of `candidates`.
 
     Raises:
         UnsupportedError: none can; lists every reason of every implementation.
@@ -286,7 +302,7 @@ def choose(
             failed = device is not None and failures.reason(KernelChoice(name), wide, device) is not None
             if implementation in (None, name) and not failed and not refusals(name, call):
                 return KernelChoice(name, widened=wide is not call)
-    ranked = candidates(call, device, geometry)
+    ranked = candidates(call, device, geometry, layout_errors=layout_errors)
     for candidate in ranked:
         if not candidate.refusals and implementation in (None, candidate.name):
             return candidate.choice or KernelChoice(candidate.name)

@@ -1,0 +1,103 @@
+"""Making plans: found in a bounded cache, or built."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from stof.errors import ArgumentError, DeviceError, MaskError, shown
+from stof.kernels.implementation import BoundCall
+from stof.layout import LayoutConfig
+from stof.masks import Mask
+from stof.masks.base import check_lengths, check_sizes
+from stof.plans.cache import PlanCache
+from stof.plans.plan import Plan
+from stof.plans.unsized import UnsizedPlan
+from stof.plans.used_masks import note_mask
+from stof.runtime.memory import refuse_capture
+from stof.selection import MaskGeometry
+
+# Calls of cached plans that are part of CUDA graphs. Replays read their memory, and nothing tells when a graph has
+# gone; the cache drops plans, and a plan calls of other shapes.
+_IN_GRAPHS: set[BoundCall] = set()
+
+plan_cache: PlanCache[Plan] = PlanCache(max_entries=128, max_bytes=2**28)
+
+
+def make_plan(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    *,
+    batch: int | None,
+    heads: int | None,
+    device: torch.device,
+    config: LayoutConfig | None,
+    row_order: Tensor | None,
+) -> Plan:
+    """`make_sized_plan`, where sizes may be left to the mask, and, where it does not tell them either, to the calls."""
+    check_lengths(q_len, kv_len)
+    if config is not None and not isinstance(config, LayoutConfig):
+        raise ArgumentError(f"config is a stof.LayoutConfig or None, got {shown(config)}")
+    if batch is None and (mask.batch != 1 or not mask.depends_on_batch):
+        batch = mask.batch
+    if heads is None and (mask.heads != 1 or not mask.depends_on_heads):
+        heads = mask.heads
+    if batch is not None and heads is not None:
+        return make_sized_plan(
+            mask, q_len, kv_len, batch=batch, heads=heads, device=device, config=config, row_order=row_order
+        )
+    check_sizes(1 if batch is None else batch, 1 if heads is None else heads)
+    _check_values()
+    mask.check(q_len, kv_len)
+    mask.dims(batch or 1, heads or 1)
+    needed = (batch if mask.depends_on_batch else None, heads if mask.depends_on_heads else None)
+    make = functools.partial(make_sized_plan, device=device, config=config, row_order=row_order)
+    return UnsizedPlan(mask, (q_len, kv_len), device, needed, make)
+
+
+def _check_values() -> None:
+    if type(torch.empty(0)) is not Tensor:
+        raise MaskError("a plan needs tensors with values; make it before FakeTensorMode, or another mode of its kind")
+
+
+def make_sized_plan(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    *,
+    batch: int,
+    heads: int,
+    device: torch.device,
+    config: LayoutConfig | None = None,
+    row_order: Tensor | None = None,
+) -> Plan:
+    """A plan for calls of one batch and heads, from the cache where the mask is a value and rows keep their order."""
+    if device.type == "meta":
+        raise DeviceError("a plan needs a device that holds data, got meta; give the device the calls will run on")
+    check_sizes(batch, heads)
+    key: Hashable = None
+    versions = mask.versions
+    note_mask(mask)
+    if versions is not None and row_order is None:
+        # The sizes matter only to masks that must be asked whether they depend on them.
+        sizes = (batch, heads) if mask.binds_late else mask.dims(batch, heads)
+        key = (mask.key, versions, q_len, kv_len, sizes, str(device), config)
+        found = plan_cache.get(key)
+        if found is not None:
+            return found
+    refuse_capture(device)
+    _check_values()
+    check_lengths(q_len, kv_len)
+    mask.check(q_len, kv_len)
+    geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
+    plan = Plan.of_mask(geometry, config, row_order)
+    if key is not None:
+        if "<" not in mask.key:
+            plan.name_after(repr(key))
+        plan._in_graphs = _IN_GRAPHS
+        plan_cache.put(key, plan)
+    return plan
