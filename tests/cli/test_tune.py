@@ -22,7 +22,7 @@ from stof.fusion.measure.model_comparison import SEARCHED
 from stof.fusion.planner.progress import Progress
 from stof.fusion.records.lock_file import read_lock
 from stof.fusion.records.report import FusionReport
-from stof.integrations import torch_compile
+from stof.integrations import compile_options, torch_compile
 from stof.integrations.torch_compile import CompileOptions
 from tests.fusion.test_segment_timer import Table
 
@@ -71,7 +71,7 @@ def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
     own_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(torch_compile, "SegmentTimer", lambda: Table(linear=0.5))
+    monkeypatch.setattr(compile_options, "SegmentTimer", lambda: Table(linear=0.5))
     monkeypatch.setattr(torch_compile, "wall_us", lambda calls, device: dict.fromkeys(calls, 2.0) | {SEARCHED: 1.0})
     common = ["--dtype", "float32", "--twins", "--store", "store", "--budget", "60"]
     done = run(

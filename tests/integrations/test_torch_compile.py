@@ -22,7 +22,7 @@ from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED
 from stof.fusion.planner.match import TemplateMatch
 from stof.fusion.planner.progress import Progress
-from stof.integrations import torch_compile
+from stof.integrations import compile_options, torch_compile
 from stof.integrations.torch_compile import CompileOptions, FusionReport, stof_backend
 from tests.integrations import models
 
@@ -216,7 +216,7 @@ def test_a_whole_model_that_is_slower_loses_its_templates(tmp_path: Path, monkey
         def __call__(self, claim: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
             return [2.0 if config is None else 1.0 for config in configs]
 
-    monkeypatch.setattr(torch_compile, "SegmentTimer", Timer)
+    monkeypatch.setattr(compile_options, "SegmentTimer", Timer)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval()
     x = torch.randn(2, 8)
     for kept in (True, False):
@@ -248,7 +248,7 @@ def test_what_the_rules_choose_takes_part(fastest: str, tmp_path: Path, monkeypa
         races.append(set(calls))
         return {name: 1.0 if name == fastest else 2.0 for name in calls}
 
-    monkeypatch.setattr(torch_compile, "SegmentTimer", Timer)
+    monkeypatch.setattr(compile_options, "SegmentTimer", Timer)
     monkeypatch.setattr(torch_compile, "wall_us", wall_us)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval(), torch.randn(2, 8)
     expected = {SEARCHED: ["linear 8>16"], RULED: ["linear 8>16 + gelu"], PLAIN: []}[fastest]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from stof.masks import Mask
 from stof.plans.plan import Plan
+from stof.runtime.private import FORWARD_HOOKS
 
 # What every module has: tensors, modules and the training mode, which others look at, and hooks.
 _EVERY = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Equal values of these are the same, whichever object they are.
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 # Objects in modules, such as configurations, and objects in those.
@@ -65,7 +65,7 @@ class Attributes:
             held = vars(part)
             self._holders.append(held)
             self._add(held, [name for name in held if name not in _EVERY], seen, _DEPTH)
-            for name in _HOOKS:
+            for name in FORWARD_HOOKS:
                 self._into(held[name], seen, 0)
         self._count = sum(map(len, self._holders))
 

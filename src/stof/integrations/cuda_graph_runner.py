@@ -18,13 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils import _device
-from torch.utils import _pytree as pytree
 
 from stof.integrations.attributes import Attributes
 from stof.plans.used_masks import UsedMask, noting_masks
 from stof.runtime.locks import ForkSafeLock
+from stof.runtime.private import copy_all, entries_of, is_intercepted, pytree, version_of
 from stof.tuning.capture import captured
 
 # Combinations of shapes that are kept; each holds its inputs and results, and all share the memory in between.
@@ -211,7 +209,7 @@ class Recording:
 
 def signature(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> tuple[Hashable, list[Tensor]]:
     """What a recording depends on, and the tensors among the arguments; (None, []) for what cannot be recorded."""
-    if _transformed():
+    if is_intercepted():
         return None, []
     key: list[Hashable] = [len(args), *kwargs]
     tensors: list[Tensor] = []
@@ -277,7 +275,7 @@ class _Weights:
 
     def versions(self) -> tuple[int, ...]:
         """How often each was written to, as far as PyTorch counts that."""
-        return tuple(map(operator.attrgetter("_version"), self._versioned))
+        return tuple(map(version_of, self._versioned))
 
     def _in_place(self) -> bool:
         """Whether the modules hold what they held, and nothing else."""
@@ -289,7 +287,7 @@ class _Weights:
 
     def _look(self) -> None:
         self._parts = list(self._module.modules())
-        every = [owner for part in self._parts for owner in (part._modules, part._parameters, part._buffers)]
+        every = [owner for part in self._parts for owner in entries_of(part)]
         self._filled = [owner for owner in every if owner]
         self._owners = [owner for owner in self._filled for _ in owner]
         self._names = [name for owner in self._filled for name in owner]
@@ -309,27 +307,18 @@ def _no_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _transformed() -> bool:
-    """Whether tensors may be more than they seem, or somebody looks at each operator."""
-    functions = torch._C._functorch.peek_interpreter_stack()
-    modes = torch._C._len_torch_function_stack() - (_device.CURRENT_DEVICE is not None)
-    watched = modes > 0 or torch._C._len_torch_dispatch_stack() > 0
-    return functions is not None or forward_ad._current_level >= 0 or watched
-
-
 def _records_gradients(out: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(out))
 
 
 def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Of those that have one."""
-    return tuple(x._version for x in tensors if not x.is_inference())
+    return tuple(version_of(x) for x in tensors if not x.is_inference())
 
 
 def _copy_in(kept: list[Tensor], tensors: Sequence[Tensor]) -> None:
     with torch.inference_mode():  # among them may be inference tensors, which cannot be written to outside
-        # By one kernel, after which a graph begins sooner than after copies of memory.
-        torch._foreach_copy_(kept, [_memory(x) for x in tensors])
+        copy_all(kept, [_memory(x) for x in tensors])
 
 
 def _capturing(x: Tensor) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
+from stof.runtime.private import end_failed_capture
 
 T = TypeVar("T")
 
@@ -42,8 +43,7 @@ def _recover(pool: Any) -> None:
     succeeds brings the generator back.
     """
     torch.cuda.synchronize()
-    with contextlib.suppress(RuntimeError, AttributeError):  # PyTorch did it, or has no such function
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    end_failed_capture(pool)
     some = torch.zeros(1, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         some.zero_()

@@ -6,21 +6,20 @@ Propagation runs a rewritten graph on fake tensors: it proves that shapes, dtype
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
+
+from stof.runtime.private import FakeTensor, copy_sources, fake_context, pytree
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Copy a graph with Dynamo's sources of placeholders, by which Inductor recognizes parameters."""
     copied = copy.deepcopy(graph)
     for old, new in zip(graph.nodes, copied.nodes, strict=True):
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
+        copy_sources(old, new)
     return copied
 
 
@@ -28,8 +27,7 @@ def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy a module's graph; share its parameters and buffers, and keep the metadata that compilers read."""
     copied = fx.GraphModule(gm, copy_graph(gm.graph))
     copied.meta.update(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):
-        copied._param_name_to_source = gm._param_name_to_source
+    copy_sources(gm, copied)
     return copied
 
 
@@ -44,24 +42,9 @@ def insert_call(graph: fx.Graph, like: fx.Node, op: str, target: Any, args: tupl
     return node
 
 
-@contextmanager
-def fake_context(mode: Any) -> Iterator[None]:
-    """Run operators on the fake values of a mode, as Dynamo does.
-
-    Composite operators run in Python. Their C++ versions in torch 2.11 (`linear`, `matmul`) read sizes as integers,
-    which specializes every symbolic size.
-    """
-    from torch._dispatch.python import enable_python_dispatcher
-
-    with torch.no_grad(), enable_python_dispatcher(), mode:
-        yield
-
-
 def fake_mode_of(values: Any) -> Any:
     """Return the fake tensor mode of (nested) values; a null context for real tensors."""
-    from torch.utils._pytree import tree_leaves
-
-    modes = [leaf.fake_mode for leaf in tree_leaves(values) if isinstance(leaf, FakeTensor)]
+    modes = [leaf.fake_mode for leaf in pytree.tree_leaves(values) if isinstance(leaf, FakeTensor)]
     return modes[0] if modes else nullcontext()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from stof.fusion.graph.nodes import fake_value, is_view, op_name
+from stof.runtime.private import HigherOrderOperator, OpOverload, OpOverloadPacket, is_mutable
 
 # Operators of a library: only their schemas say which argument they write to.
-_LIBRARY = torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
+_LIBRARY = OpOverload | OpOverloadPacket | HigherOrderOperator
 
 
 class GraphOrder:
@@ -31,13 +31,13 @@ def mutates(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverload):
+        return is_mutable(target)
+    if isinstance(target, OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads() if "out" not in name]
-        return node.kwargs.get("out") is not None or any(one._schema.is_mutable for one in overloads)
+        return node.kwargs.get("out") is not None or any(map(is_mutable, overloads))
     name = op_name(node)
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return name not in _PURE_HIGHER_ORDER
     if node.kwargs.get("out") is not None or not name:
         return True

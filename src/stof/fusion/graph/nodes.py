@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from stof.runtime.private import HigherOrderOperator, OpOverload, OpOverloadPacket
+
 # Modules whose functions are known by their name; a user's function called `linear` is another thing.
 _KNOWN_MODULES = {"_operator", "torch", "torch._C._nn", "torch._C", "torch.functional", "torch.nn.functional"}
 
@@ -28,9 +30,9 @@ def op_name(node: object) -> str:
         return str(target)
     if node.op != "call_function":
         return ""
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverload | OpOverloadPacket):
         return str(target).removesuffix(".default")
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return target.name()
     name: str = getattr(target, "__name__", "")
     if getattr(target, "__module__", None) not in _KNOWN_MODULES and target is not getattr(torch, name, None):

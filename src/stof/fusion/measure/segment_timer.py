@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from stof.fusion.graph.nodes import fake_value
 from stof.fusion.graph.symbolic_shapes import size_hint
 from stof.fusion.planner.match import RowScaleArgument, TemplateMatch
+from stof.runtime.private import inductor, outside_tracing
 from stof.tuning.timing import time_calls
 
 # A template's error may be this many times the error of PyTorch's own operators in the same dtype ...
@@ -37,7 +38,7 @@ class SegmentTimer:
         inf for failures, nan for what cannot be told from other work on the GPU.
         """
         calls: dict[str, Callable[[], object]] = {}
-        with torch._guards.tracing(None), torch.no_grad():
+        with outside_tracing(), torch.no_grad():
             inputs = random_inputs(match)
             expected: tuple[Tensor, ...] | None = None
             for config in configs:
@@ -67,7 +68,7 @@ class SegmentTimer:
 
 def check(match: TemplateMatch, config: str) -> str:
     """Return why a configuration of a match may not be used; "" if it runs and its result is correct."""
-    with torch._guards.tracing(None), torch.no_grad():
+    with outside_tracing(), torch.no_grad():
         inputs = random_inputs(match)
         return _checked(match, inputs, config, exact(match, inputs))[0]
 
@@ -120,10 +121,8 @@ def segment_graph(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> fx.Gra
 
 def compiled_segment(match: TemplateMatch, inputs: dict[fx.Node, Tensor]) -> Callable[[], object]:
     """Compile the segment with Inductor, without its CUDA graphs, and bind the inputs."""
-    from torch._inductor.compile_fx import compile_fx
-
     args = list(inputs.values())
-    compiled = compile_fx(segment_graph(match, inputs), args, config_patches={"triton.cudagraphs": False})
+    compiled = inductor(segment_graph(match, inputs), args, {"triton.cudagraphs": False})
     return lambda: compiled(*args)
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stof.runtime.private import entries_of, has_hooks
+
 # Attributes of one module that are likely to read the same tensor, in the order in which rows are packed: gate before
 # up, as the template wants them. A wrong guess costs nothing: only GEMMs that do read the same tensor are merged.
 GROUPS: tuple[tuple[str, ...], ...] = (
@@ -109,11 +111,11 @@ def pack_weights(model: nn.Module) -> Packing:
     """
     # A layer that several modules hold counts for each of them.
     holders = [model, *(child for _, _, child in _children(model))]
-    uses = Counter(id(p) for module in holders for p in module._parameters.values() if p is not None)
+    uses = Counter(id(p) for module in holders for p in entries_of(module)[1].values() if p is not None)
     done = Packing()
     for path, parent in list(model.named_modules()):
         for group in GROUPS:
-            layers = [parent._modules.get(name) for name in group]
+            layers = [getattr(parent, name, None) for name in group]
             if not all(isinstance(layer, nn.Linear) for layer in layers):
                 continue
             names = tuple(f"{path}.{name}" if path else name for name in group)
@@ -125,7 +127,7 @@ def pack_weights(model: nn.Module) -> Packing:
                 done.skipped.append(f"{', '.join(names)}: {reason}")
                 continue
             for name, layer in zip(group, _packed(linears), strict=True):
-                parent._modules[name] = layer
+                setattr(parent, name, layer)
             done.packed.append(names)
     return done
 
@@ -138,13 +140,13 @@ def unpack_weights(model: nn.Module) -> int:
         plain.weight = nn.Parameter(packed.weight.detach().clone(), packed.packed_weight.requires_grad)
         if packed.bias is not None:
             plain.bias = nn.Parameter(packed.bias.detach().clone(), packed.packed_weight.requires_grad)
-        parent._modules[name] = plain.train(packed.training)
+        setattr(parent, name, plain.train(packed.training))
     return len(found)
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
+        for name, child in list(entries_of(parent)[0].items()):
             if child is not None:
                 yield parent, name, child
 
@@ -159,7 +161,7 @@ def _unpackable(layers: list[nn.Linear], uses: Counter[int]) -> str:
             return f"its weight is a {type(layer.weight.data).__name__}"
         if any(uses[id(p)] > 1 for p in tensors):
             return "its weight is tied to another layer's"
-        if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+        if has_hooks(layer):
             return "it has hooks"
     first = layers[0]
     properties: dict[str, set[Any]] = {

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.memory import lasting
+from stof.runtime.private import version_of
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def folded(weight: Tensor, norm_weight: Tensor) -> Tensor | None:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else int(version_of(tensor))
 
 
 def _fold(weight: Tensor, norm_weight: Tensor) -> Tensor | None:
