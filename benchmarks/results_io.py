@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -72,6 +72,7 @@ class RowFile(Generic[_R]):
         names: the fields that tell measurements apart, of `row` and of `NotRun` where it is used.
         keep: keep the rows that the file has; otherwise the first `add` starts it anew.
         mixed: the file may have rows of several versions and commits; otherwise all are from one.
+        meta: what `meta` says beside `provenance`.
 
     Raises:
         ArgumentError: the file's rows are from another device, version or commit, or of another benchmark.
@@ -86,8 +87,9 @@ class RowFile(Generic[_R]):
         *,
         keep: bool = True,
         mixed: bool = False,
+        meta: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path, self.device, self.names = path, device, tuple(names)
+        self.path, self.device, self.names, self.meta = path, device, tuple(names), dict(meta or {})
         self.rows: list[_R] = []
         self.not_run: list[NotRun] = []
         if path is not None and keep and path.exists():
@@ -112,7 +114,7 @@ class RowFile(Generic[_R]):
         self.rows = [row for row in self.rows if self.key(row) not in again] + list(rows)
         self.not_run = [entry for entry in self.not_run if self.key(entry) not in again] + list(not_run)
         if self.path is not None:
-            write_results(self.path, provenance(self.device), self.rows, self.not_run)
+            write_results(self.path, provenance(self.device) | self.meta, self.rows, self.not_run)
 
 
 def state(value: Any) -> Any:

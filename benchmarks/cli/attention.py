@@ -10,6 +10,7 @@ import typer
 from benchmarks.cli.fusion import gemm, layer
 from benchmarks.cli.kernels import kernels
 from benchmarks.cli.models import models, search
+from benchmarks.cli.paper import paper
 from benchmarks.cli.start import start
 from stof.cli.common import CheckedCommand, Commands, device_of, integers, must_be_writable, names, table_console
 
@@ -49,6 +50,7 @@ app.command(cls=CheckedCommand)(models)
 app.command(cls=CheckedCommand)(kernels)
 app.command(cls=CheckedCommand)(search)
 app.command(cls=CheckedCommand)(start)
+app.command(cls=CheckedCommand)(paper)
 
 
 @app.callback()

@@ -16,8 +16,21 @@ from stof.testing.mask_grid import GridMask, window_of
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class WrittenMask(GridMask):
+    """A mask with the function that FlexAttention's users would write for it.
+
+    Attributes:
+        mod: that function, for a length and a device.
+    """
+
+    mod: Callable[[int, torch.device], MaskMod] | None = None
+
+
 def mask_mod(grid_mask: GridMask, q_len: int, kv_len: int, device: torch.device) -> MaskMod:
-    """A mask of the grid, or of `decode_masks`, written the way FlexAttention's users would."""
+    """A mask of the grid, of `decode_masks` or a `WrittenMask`, written the way FlexAttention's users would."""
+    if isinstance(grid_mask, WrittenMask) and grid_mask.mod is not None:
+        return grid_mask.mod(q_len, device)
     if grid_mask.unmasked:
         return lambda b, h, q, k: q >= 0
     if grid_mask.at_end:

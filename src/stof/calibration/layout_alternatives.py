@@ -49,16 +49,19 @@ class Alternative:
     reordered: bool = False
 
 
-def estimated(mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str = DEFAULT_GPU) -> list[Alternative]:
+def estimated(
+    mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str = DEFAULT_GPU, device: torch.device | str = "cpu"
+) -> list[Alternative]:
     """Every layout a GPU could use for this call, fastest first by the cost model; nothing runs, no GPU is needed.
 
     Args:
-        mask: what to keep; evaluated on the CPU.
+        mask: what to keep.
         shape, dtype: the call.
         gpu: its name as `stof tune --device` knows it.
+        device: where the mask is evaluated.
     """
     call = replace(call_of(shape, dtype), mask_heads=mask.dims(shape.batch, shape.heads)[1])
-    geometry = MaskGeometry(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads)
+    geometry = MaskGeometry(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device=device)
     best: dict[tuple[object, ...], tuple[KernelChoice, float | None]] = {}
     for candidate in candidates(call, torch.device("cuda", 0), geometry, load_model(gpu)):
         choice = candidate.choice

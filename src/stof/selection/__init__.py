@@ -5,7 +5,6 @@ from stof.selection.default_layout import default_config, own_layout
 from stof.selection.implementations import IMPLEMENTATIONS, Implementation
 from stof.selection.kernel_choice import KernelChoice
 from stof.selection.mask_geometry import Geometry, LayoutGeometry, MaskGeometry
-from stof.selection.paper_eq1 import paper_choice
 from stof.selection.select import (
     Candidate,
     candidates,
@@ -32,7 +31,6 @@ __all__ = [
     "default_implementation",
     "failures",
     "own_layout",
-    "paper_choice",
     "refusals",
     "weighed",
 ]

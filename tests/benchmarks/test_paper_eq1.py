@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.paper.selector import paper_choice
 from stof import LayoutConfig, masks
 from stof.layout import Layout, build_layout
 from stof.masks.tensors import as_mask
-from stof.selection import paper_choice
 
 BLOCKS = LayoutConfig(16, 16)
 

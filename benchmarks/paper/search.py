@@ -1,0 +1,146 @@
+"""Figure 13 and table 4: seconds that tuning a model takes, and what they go to.
+
+Each search starts with empty caches, of kernels and of measurements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import stof
+from benchmarks.paper.experiment import Cell, Report, Row
+from benchmarks.paper.models import MASK, SIZES, TINY, subject_of
+from stof.fusion import pipeline
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.measure import segment_timer
+from stof.fusion.measure.segment_timer import SegmentTimer
+from stof.fusion.planner import two_stage_search
+from stof.fusion.planner.graph_space import GraphSpace
+from stof.fusion.planner.search_space import MeasurementCache
+from stof.fusion.records.report import FusionReport
+from stof.integrations import torch_compile
+
+# Seconds that a search may take: a cell has to fit a run of 9 minutes.
+BUDGET_S = 240.0
+TOTAL = "stof"
+# What the seconds of a search go to (the paper's names), and the functions that are that. Time in a function inside
+# another one counts for the inner one.
+PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
+    "analytical model": ((GraphSpace, "floor"), (pipeline, "heuristic_choices")),
+    "scheme encoding": ((two_stage_search, "scheme_of"), (Scheme, "digest"), (pipeline, "merged_scheme")),
+    "scheme decoding": ((GraphSpace, "matches"), (GraphSpace, "candidates"), (MeasurementCache, "chosen")),
+    "reward": ((two_stage_search, "_shares"), (MeasurementCache, "known_gain")),
+    "compiling": (
+        (GraphSpace, "prepare"),
+        (segment_timer, "compiled_segment"),
+        (torch_compile, "_inductor"),
+    ),
+    "measuring": ((SegmentTimer, "__call__"),),
+}
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by name, each of the innermost name only."""
+
+    clock: Callable[[], float] = time.perf_counter
+    seconds: dict[str, float] = field(default_factory=dict)
+    _open: list[str] = field(default_factory=list)
+    _since: float = 0.0
+
+    def _switch(self) -> None:
+        now = self.clock()
+        if self._open:
+            self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
+        self._since = now
+
+    @contextlib.contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        self._switch()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._open.pop()
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            with self.within(name):
+                return function(*args, **named)
+
+        return call
+
+    @contextlib.contextmanager
+    def on_phases(self) -> Iterator[None]:
+        """Time the functions of `PHASES` while the context lasts."""
+        with contextlib.ExitStack() as stack:
+            for name, functions in PHASES.items():
+                for owner, attribute in functions:
+                    function = getattr(owner, attribute)
+                    stack.enter_context(patch.object(owner, attribute, self.timed(name, function)))
+            yield
+
+
+def cells(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> list[Cell]:
+    """A search for every model and size."""
+    cases = [(name, *size) for size in SIZES for name in names if name != "vit-base"]
+    if device.type != "cuda":
+        cases = [(name, 1, 64) for name in names if name in TINY]
+    phases = [f"stof {phase}" for phase in (*PHASES, "rest")]
+    listed = []
+    for name, batch, length in cases:
+        rows = (
+            Row("table4", MASK, name, batch, length, TOTAL),
+            *(Row("13", MASK, name, batch, length, phase) for phase in phases),
+        )
+        listed.append(Cell(("fig13", "table4"), rows, partial(_measure, device=device, dtype=dtype)))
+    return listed
+
+
+def _measure(
+    wanted: Sequence[Row], report: Report, timed: bool, *, device: torch.device, dtype: torch.dtype
+) -> list[Row]:
+    """One search; the rows of both figures, whichever were wanted."""
+    from torch._inductor.utils import fresh_cache
+
+    first = wanted[0]
+    subject = subject_of(first.model, first.batch, first.length, device, dtype)
+    torch.compiler.reset()
+    watch, reports = Stopwatch(), list[FusionReport]()
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder, fresh_cache():
+        options: dict[str, Any] = {"effort": "full", "budget_s": BUDGET_S, "twins": device.type != "cuda"}
+        compiled = stof.optimize(
+            copy.deepcopy(subject.model), mask=subject.mask.mask(subject.length), dynamic=False,
+            store=folder, report=reports.append, **options,
+        )  # fmt: skip
+        start = time.perf_counter()
+        with watch.on_phases():
+            out = compiled(**subject.inputs)[0]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        total = time.perf_counter() - start
+    error = float((out.double() - subject.exact).abs().max() / subject.exact.abs().max())
+    note = f"{sum(one.measurements for one in reports)} measurements"
+    note += "".join(f"; {line}" for one in reports for line in one.notes if "budget" in line)
+    seconds = watch.seconds | {"rest": total - sum(watch.seconds.values())}
+    report("  " + ", ".join(f"{name} {s:.2f} s" for name, s in (seconds | {"total": total}).items()))
+    return [
+        replace(
+            row,
+            s=total if row.figure == "table4" else seconds.get(row.impl.removeprefix("stof "), 0.0),
+            max_rel_err=error,
+            note=note,
+        )
+        for row in wanted
+    ]

@@ -1,0 +1,57 @@
+"""Compiling the cells in parallel before they are timed one after another: caches of Inductor and Triton fill."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from benchmarks.failures import first_line
+from benchmarks.paper.experiment import Cell, Report
+
+# What these measure while they compile would be disturbed by other processes, and kept.
+_NOT_AHEAD = {"autotune", "fig3", "fig4", "fig13", "table4"}
+
+
+def warm_cells(
+    cells: Sequence[Cell], parts: Sequence[str], models: str, *, workers: int, seconds: float, report: Report
+) -> None:
+    """Run every cell once without timing it, `workers` at a time; what still runs after `seconds` is ended."""
+    start = time.monotonic()
+    jobs = [(tuple(parts), models, i) for i, cell in enumerate(cells) if not _NOT_AHEAD & set(cell.parts)]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        done = pool.imap_unordered(_warm, jobs)
+        for number in range(len(jobs)):
+            try:
+                problem = done.next(max(0.1, seconds - (time.monotonic() - start)))
+            except multiprocessing.TimeoutError:
+                report(f"{seconds:.0f} s are used: {len(jobs) - number} of {len(jobs)} cells are not compiled ahead")
+                return
+            report(f"[{number + 1}/{len(jobs)}, {time.monotonic() - start:.0f} s] {problem}")
+
+
+@cache
+def _cells(parts: tuple[str, ...], models: str) -> list[Cell]:
+    from benchmarks.cli.paper import cells_of
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return cells_of(parts, models, device, lambda line: None)
+
+
+def _warm(job: tuple[tuple[str, ...], str, int]) -> str:
+    """What a process did, in words."""
+    parts, models, number = job
+    cell = _cells(parts, models)[number]
+    try:
+        cell.measure(cell.rows, lambda line: None, False)
+    except Exception as error:  # what fails here fails again, visibly, when it is measured
+        return f"{cell.label}: {first_line(error)}"
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return cell.label
