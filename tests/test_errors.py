@@ -336,6 +336,10 @@ def test_explain() -> None:
     assert [candidate.name for candidate in weighed if not candidate.refusals] == ["row_block", "batched", "reference"]
     assert all(any("cuda" in reason for reason in candidate.refusals) for candidate in weighed[3:])
     assert [str(candidate) for candidate in weighed][:1] == ["row_block: no estimate"]
+    title, first, *_ = str(weighed).splitlines()
+    assert title.split() == ["implementation", "estimate", "refuses"]
+    assert first.split() == ["row_block", "-"]
+    assert len(str(weighed).splitlines()) == 1 + len(weighed)
     refused = candidates(CallSpec("cpu", torch.int8, 2**20, 1, 1, 1))
     assert all(len(candidate.refusals) >= 2 for candidate in refused), "all reasons, not the first"
     with pytest.raises(ShapeError):

@@ -31,7 +31,7 @@ from stof.plans.make import make_plan, make_sized_plan
 from stof.plans.plan import Plan
 from stof.runtime.memory import lasting
 from stof.runtime.private import is_plain
-from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, refusals
+from stof.selection import IMPLEMENTATIONS, CallSpec, Explanation, refusals
 from stof.validation import (
     check_bias,
     check_scale,
@@ -458,17 +458,17 @@ def explain(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> list[Candidate]:
-    """Every way to run this call, best first; nothing runs.
+) -> Explanation:
+    """Every way to run this call, best first; nothing runs. `print(explain(...))` prints a table.
 
     Returns:
-        Candidates: those with an estimated GPU time, fastest first (the first one runs), then those without one in
-        order of preference, then those that refuse, with all their reasons. `print(*explain(...), sep="\\n")`.
+        A list of candidates: those with an estimated GPU time, fastest first (the first one runs), then those without
+        one in order of preference, then those that refuse, with all their reasons.
     """
     check_tensors(q, k, v)
     bias = check_bias(bias, q, k.shape[2])
     ready = _planned(mask_or_plan, q, k)
-    return ready.candidates(_call_spec(ready, q, k, v, bias, check_softcap(softcap), sinks))
+    return Explanation(ready.candidates(_call_spec(ready, q, k, v, bias, check_softcap(softcap), sinks)))
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

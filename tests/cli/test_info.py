@@ -82,7 +82,7 @@ def test_refusals_come_from_the_capabilities(monkeypatch: pytest.MonkeyPatch) ->
         summary="float16 on the moon",
         capabilities=Capabilities(devices=("moon",), dtypes=(torch.float16,)),
         prepare=lambda layout, settings: ([], []),
-        run=lambda *_: pytest.fail("info runs nothing"),
+        bind=lambda *_: pytest.fail("info runs nothing"),
     )
     monkeypatch.setitem(IMPLEMENTATIONS, "picky", picky)
     found = {entry["name"]: entry["refusals"]["cpu"] for entry in info.collect()["implementations"]}
@@ -90,6 +90,13 @@ def test_refusals_come_from_the_capabilities(monkeypatch: pytest.MonkeyPatch) ->
         call = CallSpec(device="cpu", dtype=dtype, head_dim=64, value_dim=64, heads=8, kv_heads=8)
         assert found["picky"][str(dtype).removeprefix("torch.")] == picky.capabilities.refusals(call)
     assert len(found["picky"]["float16"]) == 1
+    missing = {entry["name"]: entry["missing"] for entry in info.collect()["implementations"]}
+    assert missing == {
+        name: [] if why["float32"] == [] else ["runs on cuda, not cpu"] for name, why in found.items()
+    } | {"picky": ["runs on moon, not cpu"]}
+    lines = [line for line in run_info().splitlines() if "picky" in line]
+    assert len(lines) == 1
+    assert "runs on moon, not cpu" in lines[0]
     assert found["reference"]["float32"] == []
     assert "moon" in run_info()
 

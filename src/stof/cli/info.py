@@ -143,32 +143,29 @@ def _devices(has_gpu: bool) -> list[str]:
 
 
 def _implementations(devices: list[str]) -> list[dict[str, Any]]:
-    """Refusals of every implementation for a plain call, by device and dtype; an empty list means it runs."""
+    """What every implementation refuses of a plain call, by device and dtype, and what it misses here to run at all."""
     import torch
 
-    from stof.selection import IMPLEMENTATIONS, CallSpec
+    from stof.selection import IMPLEMENTATIONS, CallSpec, Capabilities
     from stof.selection.implementations import FLOATS
 
     out = []
     for name, implementation in IMPLEMENTATIONS.items():
-        refusals = {
-            device: {
-                str(dtype).removeprefix("torch."): implementation.capabilities.refusals(
-                    CallSpec(
-                        device=device,
-                        dtype=dtype,
-                        head_dim=64,
-                        value_dim=64,
-                        heads=8,
-                        kv_heads=8,
-                        compute_capability=torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
-                    )
-                )
-                for dtype in FLOATS
-            }
+        able = implementation.capabilities
+        # A call that it is made for: what it refuses then, this machine lacks.
+        head_dim = min(max(64, able.head_dims[0]), able.head_dims[1])
+
+        def refusals(device: str, dtype: torch.dtype, able: Capabilities = able, head_dim: int = head_dim) -> list[str]:
+            capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+            return able.refusals(CallSpec(device, dtype, head_dim, head_dim, 8, 8, compute_capability=capability))
+
+        dtypes = dict.fromkeys((*FLOATS, *able.dtypes))
+        by_device = {
+            device: {str(dtype).removeprefix("torch."): refusals(device, dtype) for dtype in dtypes}
             for device in devices
         }
-        out.append({"name": name, "summary": implementation.summary, "refusals": refusals})
+        missing = min((refusals(device, able.dtypes[0]) for device in reversed(devices)), key=len)
+        out.append({"name": name, "summary": implementation.summary, "refusals": by_device, "missing": missing})
     return out
 
 
@@ -214,15 +211,13 @@ def _implementation_table(implementations: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table()
-    for heading in ("name", "device", "runs", "refuses"):
+    for heading in ("name", "runs here", "missing here"):
         table.add_column(heading)
-    for implementation in implementations:
-        for device, by_dtype in implementation["refusals"].items():
-            runs = ", ".join(dtype for dtype, why in by_dtype.items() if not why)
-            refused: dict[str, list[str]] = {}
-            for dtype, why in by_dtype.items():
-                if why:
-                    refused.setdefault("; ".join(why), []).append(dtype)
-            reasons = "\n".join(f"{', '.join(dtypes)}: {why}" for why, dtypes in refused.items())
-            table.add_row(implementation["name"], device, runs or "-", reasons or "-")
+    for one in implementations:
+        runs = {
+            device: ", ".join(dtype for dtype, why in by_dtype.items() if not why)
+            for device, by_dtype in one["refusals"].items()
+        }
+        here = "; ".join(f"{device}: {dtypes}" for device, dtypes in runs.items() if dtypes)
+        table.add_row(one["name"], here or "-", "; ".join(one["missing"]) or "-")
     return table

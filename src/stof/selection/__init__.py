@@ -7,6 +7,7 @@ from stof.selection.kernel_choice import KernelChoice
 from stof.selection.mask_geometry import Geometry, LayoutGeometry, MaskGeometry
 from stof.selection.select import (
     Candidate,
+    Explanation,
     candidates,
     choose,
     default_implementation,
@@ -20,6 +21,7 @@ __all__ = [
     "CallSpec",
     "Candidate",
     "Capabilities",
+    "Explanation",
     "Geometry",
     "Implementation",
     "KernelChoice",

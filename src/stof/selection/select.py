@@ -63,6 +63,23 @@ class Candidate:
         return f"{self.choice or self.name}: {cost}"
 
 
+class Explanation(list[Candidate]):
+    """Candidates of a call, best first; printed as a table."""
+
+    def __str__(self) -> str:
+        rows = [("implementation", "estimate", "refuses")]
+        for one in self:
+            estimate = "-" if one.estimate_us is None else f"{one.estimate_us:.1f} us"
+            rows.append((str(one.choice or one.name), estimate, "; ".join(one.refusals)))
+        first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+        lines = [f"{name:<{first}}  {estimate:>{second}}  {why}".rstrip() for name, estimate, why in rows]
+        for device in {one.constants_of for one in self if one.constants_of and one.estimate_us is not None}:
+            lines.append(f"estimated with the constants of {device}; stof tune --device measures this GPU (stof info)")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
 class Failures:
     """Choices that did not compile or did not fit on a device; asked before a choice is tried again."""
 
