@@ -215,11 +215,11 @@ def run(room: WorkBuffers, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None 
 
 @pytest.mark.parametrize(("kind", "length"), [*((kind, 90) for kind in KINDS), ("block_topk", 96)])
 def test_biases(kind: str, length: int) -> None:
-    """Rows among NaN, where tiles of columns that follow each other are read in stretches."""
+    """Rows among NaN, where tiles of columns that follow each other are read in vectors."""
     mask = example(kind)
     room = room_of(mask, length, length)
     fill_buffers(room, mask)
-    assert room.work.stretches == (kind == "block_topk")
+    assert room.work.bias_vectors == (kind == "block_topk")
     q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=length, kv_len=length, head_dim=16).qkv)
     bias = torch.full((1, 2, length, 104), torch.nan, device=DEVICE)[..., :length].copy_(torch.randn(2, length, length))
     out, lse = run(room, q, k, v, bias)

@@ -27,7 +27,7 @@ from stof.kernels.hopper.config import blocks_per_sm
 from stof.kernels.hopper.fp8 import forward as fp8_forward
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
 from stof.kernels.hopper.prepare import PreparedTiles, prepare_fp8
-from stof.kernels.hopper.tile_lists import RANGE_FIELDS, make_tile_lists
+from stof.kernels.hopper.tile_lists import RANGE, make_tile_lists
 from stof.kernels.implementation import Options, attend_once
 from stof.kernels.quantization import FP8
 from stof.kernels.triton import block_wise as triton_attention
@@ -337,7 +337,7 @@ def recorded(case: Case) -> Recorded:
             slabs = layout.config.slab in (8, 16) or layout.config.aside
             assert bool(lists.slab) == slabs, "the layout has no slabs"
             if case.name.endswith(AT_RUN_TIME):
-                lists = replace(lists, ranges=torch.zeros(len(lists.items), RANGE_FIELDS, dtype=torch.int32))
+                lists = replace(lists, ranges=torch.zeros(len(lists.items), len(RANGE), dtype=torch.int32))
             if ASIDE_TOO in case.name:
                 aside = torch.zeros(1, call.heads, lists.block_n, dtype=torch.int32)
                 lists = replace(lists, aside=aside, slab=lists.block_n, has_full=0)
@@ -349,8 +349,8 @@ def recorded(case: Case) -> Recorded:
         else:
             work = make_work(layout, choice.kernel.split_tiles)
             if case.name.endswith(AT_RUN_TIME):
-                kind = {"shared": int("shared" in case.name), "bases": int("contiguous" in case.name)}
-                work = replace(work, has_full=1, full_runs=0, may_poison=1, **kind)
+                kind = {"shared": int("shared" in case.name), "contiguous_tiles": int("contiguous" in case.name)}
+                work = replace(work, has_full=1, full_runs=0, has_nan_items=1, **kind)
             attend_once(triton_attention.bind, q, k, v, PreparedWork(work, choice.kernel), options)
     return record.made[-1]  # behind what brings its jobs up to date
 

@@ -247,7 +247,7 @@ def some_layout(slab: int | None, kv_len: int, row_order: Tensor | None = None) 
 )
 @pytest.mark.parametrize("slab", [None, 1, 8, 16, "evenly spaced"])
 def test_biases_among_nan(slab: int | str | None, kv_len: int, before: int, after: int) -> None:
-    """Read in stretches or one by one: what lies around the rows never shows."""
+    """Read in vectors or one by one: what lies around the rows never shows."""
     inputs = make_inputs(batch=2, heads=2, q_len=40, kv_len=kv_len, head_dim=16, dtype=torch.float16)
     order = torch.arange(40).view(-1, 2).T.flatten() if slab == "evenly spaced" else None
     layout = some_layout(1 if isinstance(slab, str) else slab, kv_len, order)
@@ -274,7 +274,7 @@ def test_biases_of_any_strides(slab: int | None) -> None:
         check(inputs.qkv, layout, bias=bias)
 
 
-def stretches(bias: Tensor, kv_len: int, slab: int | None = None) -> tuple[bool, bool]:
+def bias_vectors(bias: Tensor, kv_len: int, slab: int | None = None) -> tuple[bool, bool]:
     """Whether the kernel reads the bias of full tiles, and of partial ones, 16 bytes at once."""
     made: list[Any] = []
     inputs = make_inputs(batch=2, heads=2, q_len=40, kv_len=kv_len, head_dim=16)
@@ -284,20 +284,20 @@ def stretches(bias: Tensor, kv_len: int, slab: int | None = None) -> tuple[bool,
         triton_attention.bind(q, k, v, prepare(some_layout(slab, kv_len), DEFAULT), Options(1.0, bias=bias))
     (_kernel, _grid, _tensors, _numbers, constants), names = made[0], block_wise_kernel.block_wise_kernel.arg_names
     given = dict(zip(names[-len(constants) :], constants, strict=True))
-    return given["FULL_STRETCHES"], given["PARTIAL_STRETCHES"]
+    return given["FULL_BIAS_VECTORS"], given["PARTIAL_BIAS_VECTORS"]
 
 
-def test_where_biases_are_read_in_stretches() -> None:
-    assert stretches(among_nan(1, 2, 40, 96), 96) == (True, True)
-    assert stretches(among_nan(1, 2, 40, 104), 104) == (True, True)
-    assert stretches(among_nan(1, 2, 40, 96), 96, slab=8) == (True, True)
-    assert stretches(among_nan(1, 2, 40, 96), 96, slab=1) == (False, False)
-    assert stretches(among_nan(2, 1, 1, 97), 97) == (False, False), "batch entries at multiples of 97"
-    assert stretches(among_nan(2, 1, 1, 97, after=7), 97) == (True, False), "the last stretch holds one key"
-    assert stretches(among_nan(1, 2, 40, 97), 97) == (False, False)
-    assert stretches(among_nan(1, 2, 40, 100), 100) == (False, False)
-    assert stretches(among_nan(1, 2, 40, 1).expand(1, 2, 40, 96), 96) == (False, False)
-    assert stretches(among_nan(1, 2, 96, 40).transpose(2, 3), 96) == (False, False)
+def test_where_biases_are_read_in_vectors() -> None:
+    assert bias_vectors(among_nan(1, 2, 40, 96), 96) == (True, True)
+    assert bias_vectors(among_nan(1, 2, 40, 104), 104) == (True, True)
+    assert bias_vectors(among_nan(1, 2, 40, 96), 96, slab=8) == (True, True)
+    assert bias_vectors(among_nan(1, 2, 40, 96), 96, slab=1) == (False, False)
+    assert bias_vectors(among_nan(2, 1, 1, 97), 97) == (False, False), "batch entries at multiples of 97"
+    assert bias_vectors(among_nan(2, 1, 1, 97, after=7), 97) == (True, False), "the last vector holds one key"
+    assert bias_vectors(among_nan(1, 2, 40, 97), 97) == (False, False)
+    assert bias_vectors(among_nan(1, 2, 40, 100), 100) == (False, False)
+    assert bias_vectors(among_nan(1, 2, 40, 1).expand(1, 2, 40, 96), 96) == (False, False)
+    assert bias_vectors(among_nan(1, 2, 96, 40).transpose(2, 3), 96) == (False, False)
 
 
 @pytest.mark.parametrize("first", [4, 8])

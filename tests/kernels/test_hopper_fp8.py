@@ -50,7 +50,6 @@ class EighthsTwin(Twin):
         a = self.arguments(launch, *tensors, bases=bases)
         vars(a).update(GROUPS=GROUPS.value, D=D.value, Q_STAGES=3, kv_step=1, rows_per_residue=a.q_len)
         vars(a).update(q_residue_stride=a.D, out_residue_stride=a.D, k_residue_stride=0, v_residue_stride=0)
-        vars(a).update(dict.fromkeys(("PERMUTED", "HAS_BIAS", "DYNAMIC", "PAIRED"), False))
         factors = a.scales_ptr.double()
         a.q_desc = scaled(a.q_desc, factors[..., 0])
         shares = factors.shape[1] // a.v_desc.base.shape[1]

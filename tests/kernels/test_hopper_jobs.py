@@ -18,7 +18,7 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
 from stof.kernels.hopper.tile_lists import ASIDE, TileLists, make_tile_lists
-from stof.kernels.hopper.tile_scheduler import LATE, WORK_FIELDS, WORK_SIZE, chunk_slots, work_costs, work_list
+from stof.kernels.hopper.tile_scheduler import LATE, WORK, WORK_SIZE, chunk_slots, work_costs, work_list
 from stof.kernels.implementation import tensors_of
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
@@ -346,7 +346,7 @@ def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int)
     padded = work_list(lists, batch, heads, blocks, side)
     assert padded.dtype == torch.int32
     check_lines(padded, lists)
-    jobs = padded[:-1, :WORK_FIELDS]
+    jobs = padded[:-1, : WORK.columns]
     pattern_of = lists.pattern_of.expand(batch, heads)
     wanted = []
     for b, h in itertools.product(range(batch), range(heads)):
@@ -355,9 +355,9 @@ def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int)
             wanted.append((b, h, pattern, *item[:5], item[6], item[7]))
     found = []
     for job in joined(jobs, lists, batch * heads * lists.chunks):
-        row_block, b, h, begin, partial_end, end, parts, _, chunk, pattern, bitmap, spoil, _, *rest = job
+        row_block, b, h, begin, partial_end, end, parts, _, chunk, pattern, bitmap, nan_bits, _, *rest = job
         found.append((b, h, pattern, row_block, begin, partial_end, end, parts, chunk, bitmap))
-        assert not any((spoil, *rest))
+        assert not any((nan_bits, *rest))
     assert sorted(found) == sorted(wanted)
     slots = {(slot, parts, b, h, row) for row, b, h, _, _, _, parts, slot, *_ in jobs.tolist() if parts > 1}
     taken = [place for slot, parts, *_ in slots for place in range(slot, slot + parts)]
@@ -374,10 +374,10 @@ def check_lines(padded: Tensor, lists: TileLists) -> None:
     assert padded.shape[1] == WORK_SIZE
     assert not bool(padded[-1].any())
     jobs = padded[:-1]
-    assert bool((jobs[:, 12] == len(jobs)).all())
+    assert bool((jobs[:, WORK.work_count] == len(jobs)).all())
     columns = lists.tile_columns[jobs[:, 3].long()]
-    end = WORK_FIELDS + columns.shape[1]
-    assert torch.equal(jobs[:, WORK_FIELDS:end], columns)
+    end = WORK.columns + columns.shape[1]
+    assert torch.equal(jobs[:, WORK.columns : end], columns)
     assert not bool(jobs[:, end:].any())
 
 

@@ -18,7 +18,7 @@ from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.forward_kernel import forward_kernel
 from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
 from stof.kernels.hopper.tile_lists import ASIDE
-from stof.kernels.hopper.tile_scheduler import PAIR_BITMAP, PAIR_LEFT_OUT, WORK_FIELDS, work_list
+from stof.kernels.hopper.tile_scheduler import WORK, work_list
 from stof.kernels.implementation import Options, attend_once
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
@@ -51,7 +51,9 @@ class Twin:
         maps = launch.maps(bases)
         _descriptors(maps)  # Triton's own checks of strides, sizes and alignment
         given = dict(zip(launch.kernel.arg_names, (*maps, *tensors, *launch.tensors, *launch.rest), strict=True))
-        self.constants = {name: value for name, value in given.items() if name.isupper()}
+        config = given.pop("CONFIG")
+        self.constants = {name.upper(): value for name, value in vars(config).items()}
+        given |= self.constants | {"D": config.width}
         return SimpleNamespace(**given)
 
     def run(self, launch: Launch, a: SimpleNamespace) -> None:
@@ -59,7 +61,7 @@ class Twin:
         a.copied = {}
         written = torch.zeros(a.lse_ptr.shape, dtype=torch.int32)
         jobs = a.work_list_ptr[: launch.grid].tolist()
-        queued, count = jobs[0][12] > launch.grid, jobs[0][12]
+        queued, count = jobs[0][WORK.work_count] > launch.grid, jobs[0][WORK.work_count]
         assert queued == a.PERSISTENT
         while jobs:
             # Who is done first is not known: now one, now another takes the next.
@@ -77,11 +79,11 @@ class Twin:
 
 def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> None:
     """64 rows of a job, which comes with the columns of its first tile."""
-    row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, spoil = job[:12]
+    row_block, b, h, begin, partial_end, end, parts, slot, chunk, pattern, bitmap, nan_bits = job[: WORK.work_count]
     if a.PAIRED:
-        bitmap, spoil, left_out = job[PAIR_BITMAP + group], 0, job[PAIR_LEFT_OUT + group]
-        computed = walk(a.tile_bitmap_ptr, begin, end, left_out, group)
-        partial_end -= left_out
+        bitmap, nan_bits, skipped = job[WORK.pair_bitmap + group], 0, job[WORK.pair_skipped + group]
+        computed = walk(a.tile_bitmap_ptr, begin, end, skipped, group)
+        partial_end -= skipped
     else:
         computed = [(tile, int(a.tile_bitmap_ptr[tile])) for tile in range(begin, end)]
     slabs = a.BLOCK_N // a.SLAB if a.SLAB else 1
@@ -91,7 +93,7 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
     q = box(a.q_desc, [b, h, row, residue * a.q_residue_stride])
     scores, values = [], []
     for number, (tile, its_bitmap) in enumerate(computed, begin):
-        record = tiles[tile].tolist() if tile > begin else job[WORK_FIELDS:][:slabs]
+        record = tiles[tile].tolist() if tile > begin else job[WORK.columns :][:slabs]
         k, v = (
             _tile(a, desc, slab, record, b, h // a.heads_per_group, h // a.heads_per_slab, stride)
             for desc, slab, stride in (
@@ -132,10 +134,10 @@ def _job(a: SimpleNamespace, job: list[int], group: int, written: Tensor) -> Non
     acc = acc * torch.where(lse == -torch.inf, 0.0, 1 / total)[:, None]
     at = rows if not a.PERMUTED else memory(a.row_order_ptr)[pattern * a.q_len + rows].long()
     if a.DYNAMIC:
-        added = torch.tensor(spoil, dtype=torch.int32).view(torch.float32)
+        added = torch.tensor(nan_bits, dtype=torch.int32).view(torch.float32)
         lse, acc = lse + added, acc + added
     else:
-        assert spoil == 0
+        assert nan_bits == 0
     written.view(-1)[(b * a.heads + h) * a.q_len + at] += 1
     memory(a.lse_ptr)[(b * a.heads + h) * a.q_len + at] = lse[: len(rows)].float()
     width = a.out_desc.block_shape[3]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.paired_tile_lists import MOST_LEFT_OUT, make_paired_lists
-from stof.kernels.hopper.tile_lists import LEFT_OUT_BIT, TileLists, make_tile_lists
-from stof.kernels.hopper.tile_scheduler import PAIR_BITMAP, PAIR_LEFT_OUT, work_list
+from stof.kernels.hopper.paired_tile_lists import MOST_SKIPPED, make_paired_lists
+from stof.kernels.hopper.tile_lists import SKIPPED_BIT, TileLists, make_tile_lists
+from stof.kernels.hopper.tile_scheduler import WORK, work_list
 from stof.kernels.implementation import tensors_of
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
@@ -29,9 +29,9 @@ def walk(tile_bitmap: Tensor, begin: int, end: int, left_out: int, member: int) 
     """The job's tiles that one of its warpgroups computes, in order, as the kernel finds them, and their bitmaps."""
     tiles, place = [], begin
     for own in range(begin, end - left_out):
-        gap, number = divmod(int(tile_bitmap[own, member]), 1 << LEFT_OUT_BIT)
+        gap, number = divmod(int(tile_bitmap[own, member]), 1 << SKIPPED_BIT)
         # Nothing is left out before the first, which goes on with what the job before has left.
-        assert gap <= MOST_LEFT_OUT * (own > begin)
+        assert gap <= MOST_SKIPPED * (own > begin)
         place += gap
         tiles.append((place, number))
         place += 1
@@ -133,8 +133,8 @@ def test_jobs_say_what_row_blocks_leave_out() -> None:
     for job in jobs[:-1]:
         (item,) = (one for one in lists.items if one[0] == job[0])
         assert job[3:6].tolist() == item[1:4].tolist()
-        assert torch.equal(job[PAIR_BITMAP : PAIR_BITMAP + 2], item[7:9])
-        assert torch.equal(job[PAIR_LEFT_OUT : PAIR_LEFT_OUT + 2], item[9:])
+        assert torch.equal(job[WORK.pair_bitmap : WORK.pair_bitmap + 2], item[7:9])
+        assert torch.equal(job[WORK.pair_skipped : WORK.pair_skipped + 2], item[9:])
 
 
 @pytest.mark.parametrize("config", [(128, 128, None), (64, 64, 8), (64, 64, 1), (64, 128, 16)])

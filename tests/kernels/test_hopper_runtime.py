@@ -13,10 +13,10 @@ from torch import Tensor
 from stof import masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
-from stof.kernels.hopper.forward import _refreshing
+from stof.kernels.hopper.forward import _refresh_launch
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.tile_lists import TileLists
-from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE, work_list
+from stof.kernels.hopper.tile_scheduler import WORK, WORK_SIZE, work_list
 from stof.kernels.implementation import Options
 from stof.layout import LayoutConfig
 from stof.masks import Mask
@@ -198,16 +198,16 @@ def test_jobs_take_what_the_device_has_found() -> None:
     fill(room, mask)
     jobs = work_list(lists, 1, 2, 7, 1)
     before = jobs.clone()
-    _refreshing(jobs, lists)()
+    _refresh_launch(jobs, lists)()
     found = lists.ranges[jobs[:-1, 14].long()]
     assert torch.equal(jobs[:-1, 3:6], found[:, :3])
     assert torch.equal(jobs[:-1, 10:12], found[:, 3:])
-    assert torch.equal(jobs[:-1, WORK_FIELDS : WORK_FIELDS + 8], lists.tile_columns[jobs[:-1, 3].long()])
-    same = [0, 1, 2, 6, 7, 8, 9, 12, 13, 14, 15, *range(WORK_FIELDS + 8, WORK_SIZE)]
+    assert torch.equal(jobs[:-1, WORK.columns : WORK.columns + 8], lists.tile_columns[jobs[:-1, 3].long()])
+    same = [0, 1, 2, 6, 7, 8, 9, 12, 13, 14, 15, *range(WORK.columns + 8, WORK_SIZE)]
     assert torch.equal(jobs[:, same], before[:, same])
     assert torch.equal(jobs[-1], before[-1])
     lists.ranges[:, 1:3] = 0
-    _refreshing(jobs, lists)()
+    _refresh_launch(jobs, lists)()
     assert torch.equal(jobs[:-1, 5], jobs[:-1, 3] + 1)
 
 

@@ -18,7 +18,7 @@ from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import Options, attend_once, tensors_of
 from stof.kernels.triton import block_wise as triton_attention
-from stof.kernels.triton.work_list import ITEM_FIELDS, STRETCH, Work, make_work, prepare
+from stof.kernels.triton.work_list import BIAS_VECTOR, ITEM, Work, make_work, prepare
 from stof.layout import Layout, build_layout
 from stof.layout.build.build import PARTIAL_TILE_COST
 from stof.masks.tensors import as_mask
@@ -79,7 +79,7 @@ def item_tiles(work: Work, pattern: int, number: int) -> list[Tile]:
         words = work.bitmaps[bitmap if tile == partial else others]
         keep = torch.stack([bit(words, column) for column in range(work.block_n)], 1)
         columns = work.partial_columns[row]
-        if work.bases:
+        if work.contiguous_tiles:
             columns = (columns + steps).clamp(max=first_full)
         tiles.append(Tile(columns + shift, keep))
         listed.append(work.partial_columns[row])
@@ -88,7 +88,7 @@ def item_tiles(work: Work, pattern: int, number: int) -> list[Tile]:
         run = torch.arange(start, start + work.block_n, device=DEVICE, dtype=torch.int32)
         row, shift = (tile + to_full, position) if work.shared and tile < own_full else (tile, 0)
         listed.append(run if work.full_runs else work.full_columns[row])
-        tiles.append(Tile(listed[-1] + shift + (steps if work.bases else 0), None))
+        tiles.append(Tile(listed[-1] + shift + (steps if work.contiguous_tiles else 0), None))
     if tiles:
         assert torch.equal(work.first_columns[pattern, number], listed[0])
     return tiles
@@ -130,22 +130,22 @@ def test_every_kept_score_once(data: st.DataObject, config: LayoutConfig, split_
     assert torch.equal(counted(work), keep.to(DEVICE).int())
     check_shapes(work, layout)
     check_items(work, layout, split_tiles)
-    check_stretches(work, layout)
+    check_bias_vectors(work, layout)
 
 
-def check_stretches(work: Work, layout: Layout) -> None:
-    """Columns gathered by 8, 16 or whole tiles are read as stretches of 8 keys, each with one that exists."""
-    assert work.stretches == (layout.config.slab != 1)
-    if not work.stretches:
+def check_bias_vectors(work: Work, layout: Layout) -> None:
+    """Columns gathered by 8, 16 or whole tiles are read in vectors of 8 keys, each with one that exists."""
+    assert work.bias_vectors == (layout.config.slab != 1)
+    if not work.bias_vectors:
         return
     for pattern, number in itertools.product(*map(range, work.items.shape[:2])):
         if int(work.items[pattern, number, 0]) < 0:
             continue
         for tile in item_tiles(work, pattern, number):
-            columns = tile.columns.view(-1, STRETCH)
-            begin = columns // STRETCH * STRETCH
+            columns = tile.columns.view(-1, BIAS_VECTOR)
+            begin = columns // BIAS_VECTOR * BIAS_VECTOR
             assert torch.equal(begin, begin[:, :1].expand_as(begin))
-            whole = (begin + torch.arange(STRETCH, device=DEVICE)).flatten()
+            whole = (begin + torch.arange(BIAS_VECTOR, device=DEVICE)).flatten()
             kept = slice(None) if tile.keep is None else tile.keep.any(0)
             assert torch.equal(whole[kept], tile.columns[kept])
 
@@ -161,7 +161,7 @@ def check_shapes(work: Work, layout: Layout) -> None:
     assert bool((work.partial_bitmap[-2:] == 0).all())
     assert len(work.full_columns) == 2 + (0 if work.full_runs else int(work.items[..., 4].max()))
     assert 0 <= int(work.partial_bitmap.min()) <= int(work.partial_bitmap.max()) < len(work.bitmaps)
-    assert work.items.shape[2] == ITEM_FIELDS
+    assert work.items.shape[2] == len(ITEM)
     assert work.bitmaps.shape[1:] == (layout.config.block_m, 4)
 
 
@@ -212,12 +212,12 @@ def test_full_runs(slab: int | None) -> None:
 
 @pytest.mark.parametrize("kind", ["partial", "full"])
 @pytest.mark.parametrize("first", [0, 4, 8])
-def test_tiles_that_begin_anywhere_are_not_stretches(first: int, kind: str) -> None:
+def test_tiles_that_begin_anywhere_are_not_bias_vectors(first: int, kind: str) -> None:
     """No builder makes such tiles, but a file may hold them."""
     keep = masks.full().to_dense(16, 64) & (torch.arange(64) < 48)
     keep[..., :1, ::16] = kind == "full"
     layout = layout_of(keep, LayoutConfig(16, 16))
-    assert make_work(replace(layout, tile_base=layout.tile_base + first)).stretches == (first != 4)
+    assert make_work(replace(layout, tile_base=layout.tile_base + first)).bias_vectors == (first != 4)
 
 
 def test_identical_masks_share_their_work() -> None:
@@ -231,7 +231,7 @@ def test_identical_masks_share_their_work() -> None:
 def test_an_empty_mask_has_items_without_tiles() -> None:
     layout = layout_of(torch.zeros(1, 1, 40, 90, dtype=torch.bool), LayoutConfig(16, 16))
     work = make_work(layout, 1)
-    assert work.items.shape == (1, 3, ITEM_FIELDS)
+    assert work.items.shape == (1, 3, len(ITEM))
     assert not work.has_partial
     assert not work.has_full
     assert (work.chunks, work.splits) == (0, 0)

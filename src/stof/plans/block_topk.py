@@ -72,7 +72,9 @@ def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, 
 
     return BlockBuffers(
         problem=problem,
-        work=empty_work(problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=2 * count, bases=True),
+        work=empty_work(
+            problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=2 * count, contiguous_tiles=True
+        ),
         flags=zeros(problem.patterns),
         k=k,
         block_size=block_size,

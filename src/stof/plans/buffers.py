@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stof.errors import ArgumentError
 from stof.kernels.implementation import tensors_of
-from stof.kernels.triton.work_list import ITEM_FIELDS, Work
+from stof.kernels.triton.work_list import ITEM, Work
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
 from stof.plans.hopper_buffers import FilledTiles
@@ -183,15 +183,21 @@ def _capturing() -> bool:
 
 
 def empty_work(
-    problem: DynamicSizes, device: torch.device, *, tiles: int, bitmaps: int, shared: bool = False, bases: bool = False
+    problem: DynamicSizes,
+    device: torch.device,
+    *,
+    tiles: int,
+    bitmaps: int,
+    shared: bool = False,
+    contiguous_tiles: bool = False,
 ) -> Work:
-    """Lists for so many tiles and bitmaps; `shared` and `bases` as in `Work`.
+    """Lists for so many tiles and bitmaps; `shared` and `contiguous_tiles` as in `Work`.
 
     Raises:
         ArgumentError: more than 32-bit offsets reach.
     """
     block_m, block_n, patterns = problem.block_m, problem.block_n, problem.patterns
-    width = 1 if bases else block_n
+    width = 1 if contiguous_tiles else block_n
     if max((tiles + 2) * width, bitmaps * block_m * 4) >= 2**31:
         raise ArgumentError(
             f"{tiles} tiles of {block_m}x{block_n} are more than a plan can hold; give a smaller `density`, or fewer "
@@ -202,9 +208,9 @@ def empty_work(
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     columns = zeros(tiles + 2, width)
-    items = zeros(patterns, problem.row_blocks, ITEM_FIELDS)
-    items[..., 5] = 1
-    items[..., 0] = -1
+    items = zeros(patterns, problem.row_blocks, len(ITEM))
+    items[..., ITEM.parts] = 1
+    items[..., ITEM.row_block] = -1
     return Work(
         pattern_of=torch.arange(patterns, dtype=torch.int32, device=device).view(
             problem.mask_batch, problem.mask_heads
@@ -225,11 +231,11 @@ def empty_work(
         has_partial=1,
         has_full=1,
         full_runs=0,
-        may_poison=1,
+        has_nan_items=1,
         shared=int(shared),
-        bases=int(bases),
+        contiguous_tiles=int(contiguous_tiles),
         # Tiles that are contiguous begin at multiples of their width.
-        stretches=int(bases),
+        bias_vectors=int(contiguous_tiles),
     )
 
 

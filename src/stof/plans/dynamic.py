@@ -243,7 +243,7 @@ class DynamicPlan(Plan):
         if refusals["block_wise"]:
             return refused
         problem = room.problem
-        layout = LayoutConfig(problem.block_m, problem.block_n, None if room.work.bases else 1)
+        layout = LayoutConfig(problem.block_m, problem.block_n, None if room.work.contiguous_tiles else 1)
         block_wise = runtime_choice(call, layout, shared_memory_limit(self.device))
         if not choices:
             return [Candidate("block_wise", (), block_wise), *refused]

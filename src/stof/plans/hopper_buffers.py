@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from stof.kernels.hopper.tile_lists import RANGE_FIELDS, TileLists, split_items
+from stof.kernels.hopper.tile_lists import RANGE, TileLists, split_items
 from stof.kernels.implementation import tensors_of
 
 if TYPE_CHECKING:
@@ -71,5 +71,5 @@ def partition_items(
     owner = items[:, 0] + torch.repeat_interleave(torch.arange(patterns) * row_blocks, item_ptr.long().diff())
     first_item = torch.searchsorted(owner, torch.arange(len(tiles) + 1)).int()
     ranges = torch.tensor([nothing, nothing + 1, nothing + 1, 0, _NAN_BITS], dtype=torch.int32)
-    ranges = ranges.expand(len(items), RANGE_FIELDS).contiguous().to(device)
+    ranges = ranges.expand(len(items), len(RANGE)).contiguous().to(device)
     return WorkPartition(items, item_ptr, ranges, chunks, first_item.to(device))

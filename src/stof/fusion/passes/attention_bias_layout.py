@@ -20,7 +20,7 @@ from stof.selection import IMPLEMENTATIONS, CallSpec
 from stof.selection.cost_model import DECODE_ROWS
 from stof.selection.implementations import GPU_FLOATS
 
-# By TMA, and in stretches of 16 bytes (`Work.stretches`).
+# By TMA, and in vectors of 16 bytes (`Work.bias_vectors`).
 _READERS = ("hopper", "block_wise")
 # Bytes of a bias that is given, which something has to copy in each call: with a large one of which few scores are
 # kept, another kernel may be faster, and each call chooses.

@@ -1,6 +1,8 @@
-"""Sizes that follow from the tile and the head width: shared memory stages, thread blocks on a multiprocessor."""
+"""Compile-time choices of the Hopper kernels, and sizes that follow from the tile and the head width."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 # Consecutive columns that one TMA copy brings: half a tile.
 RUN = 64
@@ -12,6 +14,50 @@ SMALL_TILE = (64, 64)
 FP8_TILE = (128, 128)
 # Stages of K and V that shared memory holds in 8 bits.
 FP8_STAGES = 4
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Compile-time choices of both forward kernels.
+
+    Fields alone: Triton's cache keys hold their values, but no code of properties.
+
+    Attributes:
+        groups: consumer warpgroups, 64 rows each.
+        block_n: columns of a tile.
+        width: head dimension of Q, K and V in shared memory, see `padded_width`.
+        slab: columns of a slab, as `TileLists.slab`.
+        stages, q_stages: pipeline stages of K and V, and of Q.
+        permuted: rows have an order of their own.
+        split: some row blocks are split along their keys, and their chunks are merged.
+        has_score_mod: scores are modified by a bias, a softcap, or a scale that is not positive.
+        has_softcap, has_bias, has_sinks: options of the call.
+        has_full: there are full tiles.
+        dynamic: the tile lists are written on the GPU, and may say that results are NaN.
+        persistent: there are more work tiles than thread blocks.
+        skip_empty: warpgroups without rows skip the tiles of the last row block.
+        paired: a work tile is two row blocks, each with tiles of its own.
+        transposed_v: V tiles are `[D, keys]`.
+    """
+
+    groups: int
+    block_n: int
+    width: int
+    slab: int
+    stages: int
+    q_stages: int
+    split: bool
+    has_score_mod: bool
+    has_softcap: bool
+    has_sinks: bool
+    has_full: bool
+    persistent: bool
+    permuted: bool = False
+    has_bias: bool = False
+    dynamic: bool = False
+    skip_empty: bool = False
+    paired: bool = False
+    transposed_v: bool = False
 
 
 def padded_width(head_dim: int) -> int:

@@ -7,7 +7,7 @@ first tile of the next one.
 
 from __future__ import annotations
 
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,13 +33,6 @@ from stof.kernels.hopper.intrinsics import (
     thread_barrier,
     wait_turn_barrier,
 )
-from stof.kernels.hopper.producer import (
-    DESCRIPTOR_STAGES,
-    INDEX_FIELD,
-    carry_coordinates,
-    descriptor_field,
-    load_coordinates,
-)
 from stof.kernels.hopper.softmax import (
     LOG2E,
     MAX_THREAD_SUM,
@@ -51,13 +44,66 @@ from stof.kernels.hopper.softmax import (
     probabilities_over_old_maximum,
 )
 from stof.kernels.hopper.split_kv_merge import take_ticket
-from stof.kernels.hopper.tile_lists import LEFT_OUT_BIT
-from stof.kernels.hopper.tile_scheduler import PAIR_BITMAP, PAIR_LEFT_OUT, WORK_SIZE
+from stof.kernels.hopper.tile_fetch import (
+    BEGIN,
+    BITMAP,
+    DESCRIPTOR_STAGES,
+    END,
+    LIST_INDEX,
+    PAIR_BITMAP,
+    PAIR_SKIPPED,
+    PARTIAL_END,
+    carry_work_tile,
+    descriptor_field,
+    last_merges,
+    load_work_tile,
+)
+from stof.kernels.hopper.tile_lists import SKIPPED_BIT
+from stof.kernels.hopper.tile_scheduler import WORK_SIZE
 
 SIZE = gl.constexpr(WORK_SIZE)
-SKIPPED = gl.constexpr(PAIR_LEFT_OUT)
-BITMAP = gl.constexpr(PAIR_BITMAP)
-SKIPPED_BIT = gl.constexpr(LEFT_OUT_BIT)
+FIRST_SKIPPED_BIT = gl.constexpr(SKIPPED_BIT)
+
+
+class ConsumerArgs(NamedTuple):
+    """What the consumer warpgroups of both forward kernels read, and the fields of the first work tile."""
+
+    out_desc: object
+    lse_ptr: object
+    sinks_ptr: object
+    chunk_out_ptr: object
+    chunk_ml_ptr: object
+    counters_ptr: object
+    row_order_ptr: object
+    work_list_ptr: object
+    work_count: object
+    descriptors: object
+    descriptor_full: object
+    work_tile: object
+    begin: object
+    partial_end: object
+    end: object
+    bitmap: object
+    tile_bitmap_ptr: object
+    bitmaps_ptr: object
+    q_smem: object
+    k_smem: object
+    v_smem: object
+    bias_smem: object
+    out_smem: object
+    q_full: object
+    q_empty: object
+    k_full: object
+    v_full: object
+    kv_empty: object
+    q_len: object
+    heads: object
+    rows_per_residue: object
+    out_residue_stride: object
+    scale: object
+    softcap: object
+    pair: object
+    scales_ptr: object  # of 8-bit operands, `[B, H, 2]` float32: factors of the scores and of the output; else None
 
 
 @gluon.jit
@@ -78,8 +124,8 @@ def _bitmap_of(tile_bitmap_ptr, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
 def _split_bitmap(bitmap, PAIRED: gl.constexpr):
     """Split a bitmap entry into the bitmap's number and the tiles that this warpgroup skips before it (pairs only)."""
     if PAIRED:
-        number = bitmap & (1 << SKIPPED_BIT) - 1
-        gap = bitmap >> SKIPPED_BIT
+        number = bitmap & (1 << FIRST_SKIPPED_BIT) - 1
+        gap = bitmap >> FIRST_SKIPPED_BIT
     else:
         number = bitmap
         gap = 0
@@ -120,7 +166,7 @@ def skip_stages(kv_state, number, v_full, kv_empty, STAGES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _lazy_tile(
-    q, kv_buffers, kv_state, v_state, packed, acc, m_i, l_i, words, factor, no_scores,
+    q, args, kv_state, v_state, packed, acc, m_i, l_i, words, factor, no_scores,
     GROUP: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """One tile with lazy rescaling: scores are taken against the maxima of earlier tiles.
@@ -133,17 +179,16 @@ def _lazy_tile(
     Returns:
         `(probabilities, acc, m_i, l_i)`.
     """
-    k_smem, v_smem, k_full, v_full = kv_buffers
-    dtype: gl.constexpr = k_smem.dtype
+    dtype: gl.constexpr = args.k_smem.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     sums_layout: gl.constexpr = l_i.type.layout
     p16 = probabilities_operand(packed, dtype, p_layout)
-    keys = k_smem.index(kv_state[0]).permute((1, 0))
-    mbarrier.wait(k_full.index(kv_state[0]), kv_state[1])
+    keys = args.k_smem.index(kv_state[0]).permute((1, 0))
+    mbarrier.wait(args.k_full.index(kv_state[0]), kv_state[1])
     wait_turn_barrier(GROUP, PINGPONG)
     s = warpgroup_mma(q, keys, no_scores, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(v_state[0]), v_state[1])
-    pv = warpgroup_mma(p16, v_smem.index(v_state[0]), acc, is_async=True)
+    mbarrier.wait(args.v_full.index(v_state[0]), v_state[1])
+    pv = warpgroup_mma(p16, args.v_smem.index(v_state[0]), acc, is_async=True)
     arrive_turn_barrier(GROUP, PINGPONG)
     s = warpgroup_mma_wait(1, deps=(s,))
     if PARTIAL:
@@ -167,24 +212,19 @@ def _lazy_tile(
 
 @gluon.jit
 @no_type_check
-def consumer(
-    shared,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, PERMUTED: gl.constexpr, SPLIT: gl.constexpr, HAS_SCORE_MOD: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_FULL: gl.constexpr,
-    DYNAMIC: gl.constexpr, PERSISTENT: gl.constexpr, SKIP_EMPTY: gl.constexpr, PAIRED: gl.constexpr,
-):  # fmt: skip
+def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     """Consumer loop of one warpgroup: 64 rows of every work tile."""
-    (
-        out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, row_order_ptr, work_list_ptr,
-        work_count, descriptors, descriptor_full, current, begin, partial_end, end, first_bitmap, tile_bitmap_ptr,
-        bitmaps_ptr, q_smem, k_smem, v_smem, bias_smem, out_smem, q_full, q_empty, k_full, v_full, kv_empty, q_len,
-        heads, rows_per_residue, out_residue_stride, scale, softcap, own_bitmaps, skipped,
-    ) = shared  # fmt: skip
+    GROUPS: gl.constexpr = config.groups
+    BLOCK_N: gl.constexpr = config.block_n
+    D: gl.constexpr = config.width
+    STAGES: gl.constexpr = config.stages
+    Q_STAGES: gl.constexpr = config.q_stages
+    PAIRED: gl.constexpr = config.paired
+    SKIP_EMPTY: gl.constexpr = config.skip_empty and GROUP > 0
     # With a bias, scale, softcap and bias are applied before the mask.
-    SCALED: gl.constexpr = HAS_SCORE_MOD and not HAS_BIAS
-    CAPPED: gl.constexpr = HAS_SOFTCAP and not HAS_BIAS
-    dtype: gl.constexpr = q_smem.dtype
+    SCALED: gl.constexpr = config.has_score_mod and not config.has_bias
+    CAPPED: gl.constexpr = config.has_softcap and not config.has_bias
+    dtype: gl.constexpr = args.q_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
@@ -196,16 +236,14 @@ def consumer(
     PINGPONG: gl.constexpr = 1 if PAIRED else GROUPS
     # Full tiles use lazy rescaling, and where tiles are small all tiles of a work tile but its first. With 128 columns
     # or three warpgroups, the code for partial tiles costs short work tiles up to 9 % and saves nothing (an H200).
-    LAZY_MAXIMUM: gl.constexpr = not HAS_SCORE_MOD
+    LAZY_MAXIMUM: gl.constexpr = not config.has_score_mod
     ALL_LAZY: gl.constexpr = LAZY_MAXIMUM and BLOCK_N == 64 and D <= 128 and (GROUPS == 1 or PAIRED > 0)
-    # `merge_by_last` takes registers that several warpgroups do not have.
-    LAST_MERGES: gl.constexpr = SPLIT and GROUPS == 1
     bits: gl.constexpr = bit_layout(BLOCK_N)
     word_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bits))
     sums_layout: gl.constexpr = word_layout
     word_row = gl.arange(0, 64, layout=gl.SliceLayout(1, word_layout))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, word_layout))
-    words_ptr = bitmaps_ptr + (0 if PAIRED else GROUP * 256) + word_row[:, None] * 4 + word[None, :]
+    words_ptr = args.bitmaps_ptr + (0 if PAIRED else GROUP * 256) + word_row[:, None] * 4 + word[None, :]
     no_scores = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=score_layout)
 
     rows_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
@@ -217,18 +255,23 @@ def consumer(
         declare_max_register(GROUP)
     # Pipeline state of K and V, stage and phase: a tile count would take a division a tile.
     kv_state = (0, 0)
-    factor = scale
-    if HAS_BIAS:
+    factor = args.scale
+    if config.has_bias:
         factor = LOG2E
-    kv_buffers = (k_smem, v_smem, k_full, v_full)
+    work_tile = args.work_tile
+    begin = args.begin
+    partial_end = args.partial_end
+    end = args.end
+    first_bitmap = args.bitmap
     next_gap = 0
     if PAIRED:
         # Tile numbers count only the tiles that this warpgroup computes.
-        partial_end = hide_from_compiler(partial_end - skipped[GROUP])
-        end = hide_from_compiler(end - skipped[GROUP])
-        first_bitmap = own_bitmaps[GROUP]
+        partial_end = hide_from_compiler(partial_end - args.pair.skipped[GROUP])
+        end = hide_from_compiler(end - args.pair.skipped[GROUP])
+        first_bitmap = args.pair.bitmaps[GROUP]
     # A zero that ptxas does not know to be uniform. Otherwise it moves a loaded bitmap number to a uniform register at
     # once, and so waits for memory in every tile.
+    tile_bitmap_ptr = args.tile_bitmap_ptr
     if not PAIRED:
         lane = lane_number()
         tile_bitmap_ptr += reload_by_lane(lane) - lane
@@ -236,7 +279,7 @@ def consumer(
     bitmap = _bitmap_of(tile_bitmap_ptr, begin + 1, GROUP, GROUPS, PAIRED)
     # The first PV matmul has no previous tile. It reads zeros: 0 * NaN is NaN.
     zeros_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    v_smem.index(0).store(gl.full([BLOCK_N, D], 0.0, dtype, layout=zeros_layout))
+    args.v_smem.index(0).store(gl.full([BLOCK_N, D], 0.0, dtype, layout=zeros_layout))
     fence_async_shared()
     thread_barrier()
     if GROUP == GROUPS - 1:
@@ -244,19 +287,19 @@ def consumer(
     number = gl.program_id(0)
     # Triton would take a copy of `number` for loop-invariant.
     previous_number = hide_from_compiler(number)
-    previous_tile = carry_coordinates(current, SPLIT, LAST_MERGES)
+    previous_tile = carry_work_tile(work_tile, config)
     ticket = hide_from_compiler(number)
     work_index = 0
-    while number < work_count:
-        q_rows = q_smem.index((work_index % Q_STAGES) * GROUPS + GROUP)
-        mbarrier.wait(q_full.index(work_index % Q_STAGES), (work_index // Q_STAGES) & 1)
+    while number < args.work_count:
+        q_rows = args.q_smem.index((work_index % Q_STAGES) * GROUPS + GROUP)
+        mbarrier.wait(args.q_full.index(work_index % Q_STAGES), (work_index // Q_STAGES) & 1)
         if ALL_LAZY:
             rest = begin + 1
         else:
-            rest = gl.maximum(begin + 1, partial_end) if HAS_FULL else end
+            rest = gl.maximum(begin + 1, partial_end) if config.has_full else end
         last = end
         if SKIP_EMPTY:
-            if current[0] * (64 * GROUPS) + GROUP * 64 >= q_len:
+            if work_tile.row_block * (64 * GROUPS) + GROUP * 64 >= args.q_len:
                 last = begin + 1
                 rest = last
         q = q_rows
@@ -271,46 +314,44 @@ def consumer(
             bitmap = _bitmap_of(tile_bitmap_ptr, tile + 2, GROUP, GROUPS, PAIRED)
             p16 = probabilities_operand(packed, dtype, p_layout)
             stage, phase = kv_state
-            mbarrier.wait(k_full.index(stage), phase)
+            mbarrier.wait(args.k_full.index(stage), phase)
             wait_turn_barrier(GROUP, PINGPONG)
-            s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(stage), phase)
-            pv = warpgroup_mma(p16, v_smem.index(stage), acc, is_async=True)
+            s = warpgroup_mma(q, args.k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(args.v_full.index(stage), phase)
+            pv = warpgroup_mma(p16, args.v_smem.index(stage), acc, is_async=True)
             arrive_turn_barrier(GROUP, PINGPONG)
             s = warpgroup_mma_wait(1, deps=(s,))
-            if HAS_BIAS:
-                bias = bias_smem.index(stage * GROUPS + GROUP).load(score_layout)
-                s = biased(s, bias, scale, softcap, HAS_SOFTCAP)
+            if config.has_bias:
+                bias = args.bias_smem.index(stage * GROUPS + GROUP).load(score_layout)
+                s = biased(s, bias, args.scale, args.softcap, config.has_softcap)
             if Q_STAGES == 1:
                 if tile + 1 == end:
-                    mbarrier.arrive(q_empty.index(0), count=1)
+                    mbarrier.arrive(args.q_empty.index(0), count=1)
             if tile < partial_end:
                 s = masked(s, words, BLOCK_N)
             m_old = m_i
             if tile == begin:
                 m_old = gl.full([64], float("-inf"), gl.float32, layout=rows_layout)
-            p, m_new, alpha, sums = probabilities(s, m_old, factor, softcap, True, SCALED, CAPPED, LAZY, BLOCK_N)
+            p, m_new, alpha, sums = probabilities(s, m_old, factor, args.softcap, True, SCALED, CAPPED, LAZY, BLOCK_N)
             # Never blocks; it ends the basic block, across which ptxas does not move the wait for PV up.
-            mbarrier.wait(v_full.index(stage), phase)
+            mbarrier.wait(args.v_full.index(stage), phase)
             acc = warpgroup_mma_wait(0, deps=(pv,))
-            mbarrier.arrive(kv_empty.index(stage), count=1)
+            mbarrier.arrive(args.kv_empty.index(stage), count=1)
             packed = pack_probabilities(p, dtype, BLOCK_N)
-            if PERSISTENT:
+            if config.persistent:
                 if tile == begin:
                     if work_index > 0:
                         staging = out_stage(work_index, Q_STAGES)
                         epilogue(
-                            acc, m_i, l_i, work_list_ptr + previous_number * SIZE, previous_tile,
-                            out_smem.index(staging * GROUPS + GROUP), out_desc, lse_ptr, sinks_ptr, chunk_out_ptr,
-                            chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads, rows_per_residue,
-                            out_residue_stride, GROUP, GROUPS, D, Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, DYNAMIC,
-                            LAST_MERGES, False, ticket,
+                            acc, m_i, l_i, args.work_list_ptr + previous_number * SIZE, previous_tile, ticket,
+                            args.out_smem.index(staging * GROUPS + GROUP), args, GROUP, Q_STAGES == 1, False,
+                            config,
                         )  # fmt: skip
                         if Q_STAGES > 1:
                             # Only the store just issued may be pending: release the stage of the output before it.
                             tma.store_wait(1)
                             mbarrier.arrive(
-                                q_empty.index((work_index + 1) % Q_STAGES), count=1, pred=work_index > Q_STAGES - 2
+                                args.q_empty.index((work_index + 1) % Q_STAGES), count=1, pred=work_index > Q_STAGES - 2
                             )
                         acc = cleared(acc)
                         l_i = cleared(l_i)
@@ -321,7 +362,7 @@ def consumer(
             kv_state = advance(kv_state, STAGES)
 
         full_from = rest
-        if Q_IN_REGISTERS and HAS_FULL and not PAIRED:
+        if Q_IN_REGISTERS and config.has_full and not PAIRED:
             q = q_rows.load(q_layout)
         if ALL_LAZY:
             full_from = gl.minimum(gl.maximum(rest, partial_end), last)
@@ -335,104 +376,107 @@ def consumer(
                 if PAIRED:
                     if gap > 0:
                         # V of the previous tile is in the first skipped stage.
-                        kv_state = advance(skip_stages(kv_state, gap - 1, v_full, kv_empty, STAGES), STAGES)
+                        kv_state = advance(skip_stages(kv_state, gap - 1, args.v_full, args.kv_empty, STAGES), STAGES)
                 p, acc, m_i, l_i = _lazy_tile(
-                    q, kv_buffers, kv_state, v_state, packed, acc, m_i, l_i, words, factor, no_scores,
+                    q, args, kv_state, v_state, packed, acc, m_i, l_i, words, factor, no_scores,
                     GROUP, PINGPONG, BLOCK_N, True,
                 )  # fmt: skip
-                mbarrier.arrive(kv_empty.index(v_state[0]), count=1)
+                mbarrier.arrive(args.kv_empty.index(v_state[0]), count=1)
                 if PAIRED:
                     if gap > 0:
-                        mbarrier.arrive(kv_empty.index(kv_state[0]), count=1)
+                        mbarrier.arrive(args.kv_empty.index(kv_state[0]), count=1)
                 if Q_STAGES == 1:
                     if tile + 1 == end:
-                        mbarrier.arrive(q_empty.index(0), count=1)
+                        mbarrier.arrive(args.q_empty.index(0), count=1)
                 packed = pack_probabilities(p, dtype, BLOCK_N)
                 kv_state = advance(kv_state, STAGES)
-        if HAS_FULL:
+        if config.has_full:
             # Full tiles: no bitmaps, and no epilogue of the previous work tile.
             if LAZY_MAXIMUM:
                 for tile in range(full_from, last):
                     p, acc, m_i, l_i = _lazy_tile(
-                        q, kv_buffers, kv_state, kv_state, packed, acc, m_i, l_i, next_words, factor, no_scores,
+                        q, args, kv_state, kv_state, packed, acc, m_i, l_i, next_words, factor, no_scores,
                         GROUP, PINGPONG, BLOCK_N, False,
                     )  # fmt: skip
-                    mbarrier.arrive(kv_empty.index(kv_state[0]), count=1)
+                    mbarrier.arrive(args.kv_empty.index(kv_state[0]), count=1)
                     if Q_STAGES == 1:
                         if tile + 1 == end:
-                            mbarrier.arrive(q_empty.index(0), count=1)
+                            mbarrier.arrive(args.q_empty.index(0), count=1)
                     packed = pack_probabilities(p, dtype, BLOCK_N)
                     kv_state = advance(kv_state, STAGES)
             else:
                 for tile in range(rest, last):
                     p16 = probabilities_operand(packed, dtype, p_layout)
                     stage, phase = kv_state
-                    mbarrier.wait(k_full.index(stage), phase)
+                    mbarrier.wait(args.k_full.index(stage), phase)
                     wait_turn_barrier(GROUP, PINGPONG)
-                    s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                    mbarrier.wait(v_full.index(stage), phase)
-                    pv = warpgroup_mma(p16, v_smem.index(stage), acc, is_async=True)
+                    s = warpgroup_mma(
+                        q, args.k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
+                    )
+                    mbarrier.wait(args.v_full.index(stage), phase)
+                    pv = warpgroup_mma(p16, args.v_smem.index(stage), acc, is_async=True)
                     arrive_turn_barrier(GROUP, PINGPONG)
                     s = warpgroup_mma_wait(1, deps=(s,))
-                    if HAS_BIAS:
-                        bias = bias_smem.index(stage * GROUPS + GROUP).load(score_layout)
-                        s = biased(s, bias, scale, softcap, HAS_SOFTCAP)
+                    if config.has_bias:
+                        bias = args.bias_smem.index(stage * GROUPS + GROUP).load(score_layout)
+                        s = biased(s, bias, args.scale, args.softcap, config.has_softcap)
                     p, m_i, alpha, sums = probabilities(
-                        s, m_i, factor, softcap, HAS_BIAS, SCALED, CAPPED, LAZY, BLOCK_N
+                        s, m_i, factor, args.softcap, config.has_bias, SCALED, CAPPED, LAZY, BLOCK_N
                     )
-                    mbarrier.wait(v_full.index(stage), phase)
+                    mbarrier.wait(args.v_full.index(stage), phase)
                     acc = warpgroup_mma_wait(0, deps=(pv,))
                     l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None] + sums
                     acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), LAZY, D // 2)
-                    mbarrier.arrive(kv_empty.index(stage), count=1)
+                    mbarrier.arrive(args.kv_empty.index(stage), count=1)
                     if Q_STAGES == 1:
                         if tile + 1 == end:
-                            mbarrier.arrive(q_empty.index(0), count=1)
+                            mbarrier.arrive(args.q_empty.index(0), count=1)
                     packed = pack_probabilities(p, dtype, BLOCK_N)
                     kv_state = advance(kv_state, STAGES)
         if SKIP_EMPTY:
             # This warpgroup has no rows: wait for each stage that the others need and release it.
             for tile in range(last, end):
                 stage, phase = kv_state
-                mbarrier.wait(k_full.index(stage), phase)
+                mbarrier.wait(args.k_full.index(stage), phase)
                 wait_turn_barrier(GROUP, GROUPS)
                 arrive_turn_barrier(GROUP, GROUPS)
-                mbarrier.wait(v_full.index(stage), phase)
-                mbarrier.arrive(kv_empty.index(stage), count=1)
+                mbarrier.wait(args.v_full.index(stage), phase)
+                mbarrier.arrive(args.kv_empty.index(stage), count=1)
                 if Q_STAGES == 1:
                     if tile + 1 == end:
-                        mbarrier.arrive(q_empty.index(0), count=1)
+                        mbarrier.arrive(args.q_empty.index(0), count=1)
                 kv_state = advance(kv_state, STAGES)
         previous_number = number
-        previous_tile = current
-        if LAST_MERGES:
-            ticket = take_ticket(counters_ptr + current[4].to(gl.int64), current[3])
-        number = work_count
-        if PERSISTENT:
-            mbarrier.wait(descriptor_full.index(work_index % DESCRIPTOR_STAGES), (work_index // DESCRIPTOR_STAGES) & 1)
-            number = descriptor_field(descriptors, work_index, INDEX_FIELD)
-            current = load_coordinates(descriptors, work_index, SPLIT, LAST_MERGES)
-            begin = hide_from_compiler(descriptor_field(descriptors, work_index, 3))
-            partial_end = hide_from_compiler(descriptor_field(descriptors, work_index, 4))
-            end = hide_from_compiler(descriptor_field(descriptors, work_index, 5))
+        previous_tile = work_tile
+        if last_merges(config):
+            ticket = take_ticket(args.counters_ptr + work_tile.slot.to(gl.int64), work_tile.parts)
+        number = args.work_count
+        if config.persistent:
+            descriptors = args.descriptors
+            mbarrier.wait(
+                args.descriptor_full.index(work_index % DESCRIPTOR_STAGES), (work_index // DESCRIPTOR_STAGES) & 1
+            )
+            number = descriptor_field(descriptors, work_index, LIST_INDEX)
+            work_tile = load_work_tile(descriptors, work_index, config)
+            begin = hide_from_compiler(descriptor_field(descriptors, work_index, BEGIN))
+            partial_end = hide_from_compiler(descriptor_field(descriptors, work_index, PARTIAL_END))
+            end = hide_from_compiler(descriptor_field(descriptors, work_index, END))
             if PAIRED:
-                skipped_tiles = descriptor_field(descriptors, work_index, SKIPPED + GROUP)
+                skipped_tiles = descriptor_field(descriptors, work_index, PAIR_SKIPPED + GROUP)
                 partial_end = hide_from_compiler(partial_end - skipped_tiles)
                 end = hide_from_compiler(end - skipped_tiles)
-            next_words = _words(
-                words_ptr, descriptor_field(descriptors, work_index, BITMAP + GROUP if PAIRED else 10), PINGPONG
-            )
+            words_number = descriptor_field(descriptors, work_index, PAIR_BITMAP + GROUP if PAIRED else BITMAP)
+            next_words = _words(words_ptr, words_number, PINGPONG)
             bitmap = _bitmap_of(tile_bitmap_ptr, begin + 1, GROUP, GROUPS, PAIRED)
         work_index += 1
 
     stage, phase = kv_state
-    mbarrier.wait(v_full.index(stage), phase)
-    pv = warpgroup_mma(probabilities_operand(packed, dtype, p_layout), v_smem.index(stage), acc, is_async=True)
+    mbarrier.wait(args.v_full.index(stage), phase)
+    pv = warpgroup_mma(probabilities_operand(packed, dtype, p_layout), args.v_smem.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(pv,))
     epilogue(
-        acc, m_i, l_i, work_list_ptr + previous_number * SIZE, previous_tile,
-        out_smem.index(out_stage(work_index, Q_STAGES) * GROUPS + GROUP), out_desc, lse_ptr, sinks_ptr, chunk_out_ptr,
-        chunk_ml_ptr, counters_ptr, row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
-        GROUP, GROUPS, D, Q_STAGES == 1, PERMUTED, SPLIT, HAS_SINKS, DYNAMIC, LAST_MERGES, D == 64, ticket,
+        acc, m_i, l_i, args.work_list_ptr + previous_number * SIZE, previous_tile, ticket,
+        args.out_smem.index(out_stage(work_index, Q_STAGES) * GROUPS + GROUP), args, GROUP, Q_STAGES == 1, D == 64,
+        config,
     )  # fmt: skip
     tma.store_wait(0)

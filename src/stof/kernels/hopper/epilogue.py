@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from stof.kernels.hopper.intrinsics import halves_layout, hide_from_compiler, thread_barrier, tile_layout
 from stof.kernels.hopper.split_kv_merge import merge_by_last, merge_pairwise
+from stof.kernels.hopper.tile_fetch import CHUNK, NAN_OR_ZERO, PATTERN, SLOT, last_merges
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -39,82 +40,82 @@ def _wait_store():
 @gluon.jit
 @no_type_check
 def epilogue(
-    acc, m_i, l_i, work_ptr, coordinates, staging, out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr,
-    counters_ptr, row_order_ptr, q_len, heads, rows_per_residue, out_residue_stride,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, OWN_STAGING: gl.constexpr, PERMUTED: gl.constexpr,
-    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, DYNAMIC: gl.constexpr, LAST_MERGES: gl.constexpr = False,
-    PREFETCH: gl.constexpr = False, ticket=0, scales_ptr=None,
+    acc, m_i, l_i, work_ptr, tile, ticket, staging, args,
+    GROUP: gl.constexpr, OWN_STAGING: gl.constexpr, PREFETCH: gl.constexpr, config: gl.constexpr,
 ):  # fmt: skip
     """Write 64 rows of a work tile's output. Of the chunks of a split row block, the one that merges all writes.
 
     Args:
-        coordinates: of the work tile, see `load_coordinates`.
+        work_ptr: the work tile in the work list.
+        tile: its `WorkTile`.
+        ticket: see `take_ticket`; not read unless the last chunk merges all.
         staging: shared memory through which output is stored, for all of its columns or half of them.
-        ticket: see `take_ticket`, where LAST_MERGES.
-        scales_ptr: None, or pairs of factors a head; the second one is multiplied with the output.
+        args: `ConsumerArgs`.
         OWN_STAGING: `staging` is not a stage of Q; the previous store from it may still be under way.
+        PREFETCH: see `merge_by_last`.
     """
     acc_layout: gl.constexpr = acc.type.layout
     rows_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
     dtype: gl.constexpr = staging.dtype
-    row_block, b, h, parts = coordinates[0], coordinates[1], coordinates[2], coordinates[3]
+    row_block, b, h, parts = tile.row_block, tile.b, tile.h, tile.parts
+    out_desc = args.out_desc
     m = gl.convert_layout(m_i, rows_layout)
     total = gl.convert_layout(gl.sum(l_i, 1), rows_layout)
     r = gl.arange(0, 64, layout=rows_layout)
     write = True
-    if SPLIT:
+    if config.split:
         if parts > 1:
-            if LAST_MERGES:
+            if last_merges(config):
                 acc, m, total, write = merge_by_last(
-                    acc, m, total, hide_from_compiler(coordinates[4]).to(gl.int64),
-                    hide_from_compiler(coordinates[5]), parts, ticket, chunk_out_ptr, chunk_ml_ptr, counters_ptr,
-                    PREFETCH,
+                    acc, m, total, hide_from_compiler(tile.slot).to(gl.int64), hide_from_compiler(tile.chunk), parts,
+                    ticket, args.chunk_out_ptr, args.chunk_ml_ptr, args.counters_ptr, PREFETCH,
                 )  # fmt: skip
             else:
-                slot = gl.load(work_ptr + 7).to(gl.int64) * GROUPS + GROUP
-                chunk = gl.load(work_ptr + 8)
+                slot = gl.load(work_ptr + SLOT).to(gl.int64) * config.groups + GROUP
+                chunk = gl.load(work_ptr + CHUNK)
                 acc, m, total, write = merge_pairwise(
-                    acc, m, total, slot, chunk, parts, chunk_out_ptr, chunk_ml_ptr, counters_ptr, GROUPS
-                )
+                    acc, m, total, slot, chunk, parts, args.chunk_out_ptr, args.chunk_ml_ptr, args.counters_ptr,
+                    config.groups,
+                )  # fmt: skip
     if write:
-        position = row_block * (64 * GROUPS) + GROUP * 64
-        exists = position + r < q_len
+        position = row_block * (64 * config.groups) + GROUP * 64
+        exists = position + r < args.q_len
         row = position + r
-        if PERMUTED:
-            pattern = gl.load(work_ptr + 9)
-            row = gl.load(row_order_ptr + pattern * q_len + position + r, mask=exists, other=0)
+        if config.permuted:
+            pattern = gl.load(work_ptr + PATTERN)
+            row = gl.load(args.row_order_ptr + pattern * args.q_len + position + r, mask=exists, other=0)
         any_key = total > 0.0
         safe = gl.where(any_key, total, 1.0)
         lse = gl.where(any_key, (m + gl.log2(safe)) * LN2, float("-inf"))
-        if HAS_SINKS:
+        if config.has_sinks:
             # softmax over keys and sink = softmax over keys / (1 + exp(sink - lse))
-            sink = gl.load(sinks_ptr + h).to(gl.float32)
+            sink = gl.load(args.sinks_ptr + h).to(gl.float32)
             safe = gl.where(any_key, safe * (1.0 + gl.exp2((sink - lse) * LOG2E)), 1.0)
-        if DYNAMIC:
+        if config.dynamic:
             # 0, or NaN where the mask made on the device is bad: its result must not look valid.
-            nan_or_zero = gl.load(work_ptr + 11).to(gl.float32, bitcast=True)
+            nan_or_zero = gl.load(work_ptr + NAN_OR_ZERO).to(gl.float32, bitcast=True)
             lse += nan_or_zero
-        gl.store(lse_ptr + (b * heads + h).to(gl.int64) * q_len + row, lse, mask=exists)
+        gl.store(args.lse_ptr + (b * args.heads + h).to(gl.int64) * args.q_len + row, lse, mask=exists)
         factor = gl.where(any_key, 1.0 / safe, 0.0)
-        if DYNAMIC:
+        if config.dynamic:
             factor += nan_or_zero
-        if scales_ptr is not None:
-            factor *= gl.load(scales_ptr + (b * heads + h) * 2 + 1)
+        if args.scales_ptr is not None:
+            factor *= gl.load(args.scales_ptr + (b * args.heads + h) * 2 + 1)
         values = (acc * factor[:, None]).to(dtype)
-        residue = position // rows_per_residue
-        row = position - residue * rows_per_residue
-        first = residue * out_residue_stride
-        if staging.shape[1] == D:
+        residue = position // args.rows_per_residue
+        row = position - residue * args.rows_per_residue
+        first = residue * args.out_residue_stride
+        if staging.shape[1] == config.width:
             if OWN_STAGING:
                 _wait_store()
             _start_store(values, staging, out_desc, b, h, row, first)
         else:
-            halves = values.reshape([64, 2, D // 2]).permute((0, 2, 1))
-            left, right = gl.split(gl.convert_layout(halves, halves_layout(D), assert_trivial=True))
+            halves = values.reshape([64, 2, config.width // 2]).permute((0, 2, 1))
+            left, right = gl.split(gl.convert_layout(halves, halves_layout(config.width), assert_trivial=True))
             _wait_store()
             _start_store(left, staging, out_desc, b, h, row, first)
             _wait_store()
-            _start_store(right, staging, out_desc, b, h, row, first + D // 2)
+            _start_store(right, staging, out_desc, b, h, row, first + config.width // 2)
     else:
         # The wait for earlier stores counts one store group a work tile.
         tma.store_wait(0)

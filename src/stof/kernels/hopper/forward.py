@@ -1,4 +1,4 @@
-"""Calling the Hopper kernel: tensor maps for TMA, the list of jobs, launch."""
+"""Calling the Hopper kernel: tensor maps for TMA, the work list, launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_output
-from stof.kernels.hopper.config import RUN, blocks_per_sm, out_tile_width, padded_width, q_stages
+from stof.kernels.hopper.config import RUN, ForwardConfig, blocks_per_sm, out_tile_width, padded_width, q_stages
 from stof.kernels.hopper.forward_kernel import forward_kernel
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
@@ -34,10 +34,10 @@ _ROWS, _BOX = 64, 64
 # Registers of a thread, before warps trade them, by thread blocks on a multiprocessor: 256 threads each where there are
 # several, and 65,536 registers for all.
 _REGISTERS = {1: 0, 2: 128, 3: 80}
-# Jobs brought up to date by one program.
-_JOBS_AT_ONCE = 128
-# Keys put aside by one program.
-_ROWS_ASIDE = 32
+# Work tiles refreshed by one program.
+_WORK_PER_PROGRAM = 128
+# Keys gathered by one program.
+_KEYS_PER_PROGRAM = 32
 
 
 class Window(NamedTuple):
@@ -104,8 +104,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     q_window = Window.over(q, _ROWS, width, lists.row_step)
     out_window = Window.over(out, _ROWS, width if stages > 1 else out_tile_width(width), lists.row_step)
     # Whole tiles, or runs of columns and slabs.
-    aside = _Aside(k, v, lists, heads) if lists.aside.numel() else None
-    box = (RUN, _BOX) if lists.slab and aside is None else (lists.block_n, width)
+    compacted = _CompactedColumns(k, v, lists, heads) if lists.aside.numel() else None
+    box = (RUN, _BOX) if lists.slab and compacted is None else (lists.block_n, width)
     k_window = Window.over(k, *box, lists.column_step)
     v_window = Window.over(v, *box, lists.column_step)
     k_slab = Window.over(k, lists.slab, _BOX) if lists.slab else None
@@ -116,37 +116,51 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     # One row for all queries is read again and again: TMA takes a stride of 0.
     shared = None if bias is None else unbroadcast(bias).expand(-1, -1, q_len, -1)
     bias_window = None if shared is None else Window.over(shared, _ROWS, lists.block_n)
-    if aside is not None:
-        k_slab = v_slab = Window.over(aside.like, *box)
+    if compacted is not None:
+        k_slab = v_slab = Window.over(compacted.like, *box)
 
     groups = lists.block_m // _ROWS
     processors = multiprocessors(device)
     side = min(config.side or batch * heads, batch * heads)
     blocks = blocks_per_sm(lists.block_m, lists.block_n, width) * processors
     on_cpu = work_list(lists, batch, heads, blocks, side)
-    jobs, count = on_cpu.to(device), len(on_cpu) - 1
-    queued, slots = count > blocks, 0 if lists.paired else chunk_slots(on_cpu)
-    biased = bias is not None
-    modified = softcap > 0 or scale <= 0 or biased
-    if lists.paired and modified:
+    work, count = on_cpu.to(device), len(on_cpu) - 1
+    persistent, slots = count > blocks, 0 if lists.paired else chunk_slots(on_cpu)
+    has_score_mod = softcap > 0 or scale <= 0 or bias is not None
+    if lists.paired and has_score_mod:
         raise UnfitLayoutError("pairs of row blocks take scores as they are, times a positive scale")
-    permuted, at_run_time = lists.row_order.numel() > 0, lists.ranges.numel() > 0
-    refresh = _refreshing(jobs, lists) if at_run_time else None
+    permuted, dynamic = lists.row_order.numel() > 0, lists.ranges.numel() > 0
+    refresh = _refresh_launch(work, lists) if dynamic else None
     # Rows of one residue: what lies past them is past the width, whatever stride a single row has.
     residues = (q.stride(2), out.stride(2)) if lists.row_step > 1 else (width, width)
+    compiled_config = ForwardConfig(
+        groups=groups,
+        block_n=lists.block_n,
+        width=width,
+        slab=lists.slab,
+        stages=config.num_stages,
+        q_stages=stages,
+        split=slots > 0,
+        has_score_mod=has_score_mod,
+        has_softcap=softcap > 0,
+        has_sinks=sinks is not None,
+        has_full=lists.has_full > 0,
+        persistent=persistent,
+        permuted=permuted,
+        has_bias=bias is not None,
+        dynamic=dynamic,
+        skip_empty=persistent and not lists.paired and skips_empty_groups(q_len, lists.block_m),
+        paired=lists.paired > 0,
+    )
     ready = Launch(
         forward_kernel,
         min(blocks, count),
-        (jobs, lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
-         lists.row_order if permuted else jobs),
+        (work, lists.tile_columns, lists.tile_bitmap, lists.bitmaps, lists.row_order if permuted else work),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
-         k.stride(2), v.stride(2), heads // (k.shape[1] if aside is None else aside.like.shape[1]),
+         k.stride(2), v.stride(2), heads // (k.shape[1] if compacted is None else compacted.like.shape[1]),
          *_own(bias),
-         float(scale if modified else scale * math.log2(math.e)), float(softcap)),
-        (groups, lists.block_n, width, lists.slab, config.num_stages, stages, permuted, slots > 0,
-         modified, softcap > 0, biased, sinks is not None, lists.has_full > 0, at_run_time, queued,
-         queued and not lists.paired and skips_empty_groups(q_len, lists.block_m), lists.paired > 0,
-         supports_pdl(device)),
+         float(scale if has_score_mod else scale * math.log2(math.e)), float(softcap)),
+        (compiled_config, supports_pdl(device)),
         num_warps=4,
         num_stages=config.num_stages,
         max_registers=_REGISTERS[blocks // processors],
@@ -156,7 +170,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     )  # fmt: skip
     # `empty_like` of this is contiguous, and takes half as long as `empty`.
     like_lse = torch.empty((), dtype=torch.float32, device=device).expand(batch, heads, q_len)
-    # Chunks are counted in two places of theirs where all meet at once, in that of the second where pairs do.
+    # Counters of chunks: `split_kv_merge.py`.
     chunks = slots * groups
     aligned: list[BoundCall] = []
 
@@ -174,13 +188,13 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
             if not aligned:
                 refuse_capture(device)
             q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
-            if not aligned:  # listing jobs takes long
+            if not aligned:  # making the work list takes long
                 aligned.append(lasting(device, partial(bind, q, k, v, prepared, Options(scale, softcap, bias, sinks))))
             out, lse = aligned[0](q, k, v, bias, sinks)
             return result.copy_(out), lse
         lse = torch.empty_like(like_lse)
-        chunk_out, chunk_ml, counters = work_memory(chunks, width, queued, lse, jobs)
-        k_slabs, v_slabs = (k, v) if aside is None else aside(k, v)
+        chunk_out, chunk_ml, counters = work_memory(chunks, width, persistent, lse, work)
+        k_slabs, v_slabs = (k, v) if compacted is None else compacted(k, v)
         if refresh is not None:
             refresh()
         bases = (q, k, v, k_slabs, v_slabs, out, q if bias is None else bias)
@@ -190,19 +204,19 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     return call
 
 
-def work_memory(chunks: int, width: int, queued: bool, lse: Tensor, jobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where chunks leave their output, float32, and their maxima and sums, and what jobs and chunks are counted in.
+def work_memory(chunks: int, width: int, persistent: bool, lse: Tensor, work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for partial outputs of chunks, float32, their maxima and sums, and counters of work tiles and chunks.
 
-    Pointers the kernel is compiled not to read take any tensor: `lse`, and `jobs` for integers.
+    Pointers that the kernel is compiled not to read take any tensor: `lse`, and `work` for integers.
     """
     if not chunks:
-        return lse, lse, zeroed_counters(1, lse.device) if queued else jobs
+        return lse, lse, zeroed_counters(1, lse.device) if persistent else work
     scratch = torch.empty(chunks * (_ROWS * width + MAX_AND_SUM_SIZE), dtype=torch.float32, device=lse.device)
     return scratch, scratch[chunks * _ROWS * width :], zeroed_counters(1 + chunks, lse.device)
 
 
-class _Aside:
-    """Keys and values that tiles want side by side, put there anew in every call.
+class _CompactedColumns:
+    """Keys and values of compacted columns, which every call gathers anew.
 
     Attributes:
         like: shape and strides of either, `[B, heads with a mask of their own, or key heads, n, D]`.
@@ -215,15 +229,15 @@ class _Aside:
         mask_batch, mask_heads, count = lists.aside.shape
         own = heads if mask_heads > 1 else kv_heads
         self.like = torch.empty(batch, own, count, head_dim, dtype=k.dtype, device="meta")
-        self._put = Launch(
+        self._gather = Launch(
             gather_columns,
-            batch * own * (count // _ROWS_ASIDE),
+            batch * own * (count // _KEYS_PER_PROGRAM),
             (lists.aside,),
             (
                 own, own // kv_heads, int(mask_batch > 1) * mask_heads, int(mask_heads > 1), count, head_dim,
                 *k.stride()[:3], *v.stride()[:3],
             ),
-            (_ROWS_ASIDE, 2 ** (head_dim - 1).bit_length(), supports_pdl(k.device)),
+            (_KEYS_PER_PROGRAM, 2 ** (head_dim - 1).bit_length(), supports_pdl(k.device)),
             num_warps=4,
             num_stages=1,
             use_pdl=supports_pdl(k.device),
@@ -232,24 +246,24 @@ class _Aside:
 
     def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         both = torch.empty(2, *self.like.shape, dtype=k.dtype, device=k.device)
-        self._put(k, v, both[0], both[1])
+        self._gather(k, v, both[0], both[1])
         return both[0], both[1]
 
 
-def _refreshing(jobs: Tensor, lists: TileLists) -> Launch:
-    """What gives jobs the tiles that the device has listed since."""
+def _refresh_launch(work: Tensor, lists: TileLists) -> Launch:
+    """The launch that updates the work list from tile lists that the GPU has rebuilt."""
     from stof.kernels.hopper.refresh_work import refresh_work
 
-    count = len(jobs) - 1
+    count = len(work) - 1
     return Launch(
         refresh_work,
-        -(-count // _JOBS_AT_ONCE),
-        (jobs, lists.ranges, lists.tile_columns),
+        -(-count // _WORK_PER_PROGRAM),
+        (work, lists.ranges, lists.tile_columns),
         (count,),
-        (lists.tile_columns.shape[1], _JOBS_AT_ONCE),
+        (lists.tile_columns.shape[1], _WORK_PER_PROGRAM),
         num_warps=4,
         num_stages=1,
-        device=jobs.device,
+        device=work.device,
     )
 
 

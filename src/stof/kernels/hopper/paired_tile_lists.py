@@ -1,12 +1,12 @@
-"""Two row blocks of 64 rows in one job of the Hopper kernel, a warpgroup for each, with tiles of its own.
+"""Two row blocks of 64 rows in one work tile of the Hopper kernel, a warpgroup for each, with tiles of its own.
 
-Tiles that both want are copied once. Whoever does not want a tile leaves it out. So the tensor cores do no more than
-for the row blocks by themselves, and the L2 cache is read less.
+Tiles that both row blocks need are copied once. A warpgroup skips tiles that only the other one needs. So the tensor
+cores do no more work than for single row blocks, and the L2 cache is read less.
 
-A job begins with a tile that both compute; tiles that both keep whole come last. Between these, each kind of tile (who
-wants it) is spread evenly, and the last is again one of both. So a warpgroup leaves out tiles between two of its own.
-Meanwhile it keeps a place of the ring, for the values of the one before: it may leave out no more than `MOST_LEFT_OUT`
-in a row, and computes the next one of which it keeps nothing.
+An item begins with a tile that both compute, and tiles that both keep in full come last. Between these, each kind of
+tile (needed by the first, by the second, by both) is spread evenly, and the last tile with a bitmap is again one of
+both. While a warpgroup skips tiles, it holds one pipeline stage for the V of its previous tile. So it may skip at most
+`MOST_SKIPPED` tiles in a row, and computes the next one, of which it keeps nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.hopper.config import SMALL_TILE
 from stof.kernels.hopper.tile_lists import (
-    LEFT_OUT_BIT,
+    ITEM,
+    SKIPPED_BIT,
     TileLists,
     check_reads,
     choose_first_tile,
@@ -30,18 +31,18 @@ from stof.kernels.hopper.tile_lists import (
 from stof.layout import Layout
 from stof.layout.build.build import shared
 
-# One less than the stages of K and V there are at least.
-MOST_LEFT_OUT = 3
+# The least number of stages of K and V, less one.
+MOST_SKIPPED = 3
 # A tile's copies, in computed tiles of one warpgroup: a guess.
 _COPY_COST = 0.5
-# Numbers of the bits of slabs that keep nothing, and everything.
+# Indices of the slab bitmaps that keep nothing, and everything.
 _NOTHING, _EVERYTHING = 0, 1
-# Row blocks of a job; and kinds of tiles: number w - 1 is wanted by those whose bits are set in w. Of those of both,
-# the ones that both keep whole are a kind of their own, the last.
+# Row blocks of an item. Kinds of tiles: kind w - 1 is needed by the row blocks whose bits are set in w; tiles that both
+# keep in full are a kind of their own, the last.
 _ROW_BLOCKS = 2
 _KINDS = 2**_ROW_BLOCKS
-_OF_BOTH, _WHOLE = _KINDS - 2, _KINDS - 1
-# Steps in which the places of tiles are told.
+_NEEDED_BY_BOTH, _FULL_IN_BOTH = _KINDS - 2, _KINDS - 1
+# Resolution of the positions of tiles within an item.
 _FINE = 2**20
 
 
@@ -62,8 +63,8 @@ def make_paired_lists(layout: Layout) -> TileLists:
     parts, slabs = _slabs(layout)
     blocks = -(-layout.row_blocks // _ROW_BLOCKS)
     kind, tiles = _kinds(slabs, layout.patterns * blocks, per_tile)
-    order = torch.argsort(slabs.job * _KINDS + kind, stable=True)
-    group = (slabs.job * _KINDS + kind)[order]
+    order = torch.argsort(slabs.item * _KINDS + kind, stable=True)
+    group = (slabs.item * _KINDS + kind)[order]
     rank = torch.arange(len(order), device=order.device) - torch.searchsorted(group, group)
     tile = (tiles.flatten().cumsum(0) - tiles.flatten())[group] + torch.div(rank, per_tile, rounding_mode="floor")
     slot = torch.remainder(rank, per_tile)
@@ -75,8 +76,8 @@ def make_paired_lists(layout: Layout) -> TileLists:
     covered = (parts != 0).any(2)[numbers].any(2).flatten(1).sum(1)
     placed = _placed(tiles, covered)
     bitmaps, number = _bitmaps(parts, numbers[placed.order], per_tile)
-    tile_bitmap, left_out = _by_row_block(placed, number.view(count, _ROW_BLOCKS))
-    items = _items(placed, left_out, tile_bitmap, blocks)
+    tile_bitmap, skipped = _by_row_block(placed, number.view(count, _ROW_BLOCKS))
+    items = _items(placed, skipped, tile_bitmap, blocks)
     item_ptr = torch.arange(layout.patterns + 1, dtype=torch.int32) * blocks
     columns = torch.nn.functional.pad(columns[placed.order], (0, 0, 0, 2), value=-1)
     return TileLists(
@@ -97,21 +98,21 @@ def make_paired_lists(layout: Layout) -> TileLists:
         row_step=1,
         column_step=1,
         chunks=0,
-        has_full=bool((items[:, 2] < items[:, 3]).any()),
+        has_full=bool((items[:, ITEM.partial_end] < items[:, ITEM.end]).any()),
         paired=True,
     )
 
 
 class _Slabs(NamedTuple):
-    """Slabs of jobs in order, `n` of them; contiguous tiles are slabs as wide as a tile.
+    """Slabs of items in order, `n` of them; contiguous tiles are slabs as wide as a tile.
 
     Attributes:
-        job: int64 `[n]`, of all patterns.
+        item: int64 `[n]`, of all patterns.
         column: int64 `[n]`, the first.
-        bits: int64 `[n, row blocks]`, what each of the job's row blocks keeps of it.
+        bits: int64 `[n, row blocks]`, what each of the item's row blocks keeps of it.
     """
 
-    job: Tensor
+    item: Tensor
     column: Tensor
     bits: Tensor
 
@@ -142,10 +143,10 @@ def _slabs(layout: Layout) -> tuple[Tensor, _Slabs]:
     owner = layout.tile_row_block()[tile]
     pattern = torch.div(owner, layout.row_blocks, rounding_mode="floor")
     block = torch.remainder(owner, layout.row_blocks)
-    job = pattern * -(-layout.row_blocks // _ROW_BLOCKS) + torch.div(block, _ROW_BLOCKS, rounding_mode="floor")
+    item = pattern * -(-layout.row_blocks // _ROW_BLOCKS) + torch.div(block, _ROW_BLOCKS, rounding_mode="floor")
     across = -(-layout.kv_len // slab)
     found, place = torch.unique(
-        job * across + torch.div(columns[tile, slot], slab, rounding_mode="floor"), return_inverse=True
+        item * across + torch.div(columns[tile, slot], slab, rounding_mode="floor"), return_inverse=True
     )
     both = torch.full((len(found), _ROW_BLOCKS), _NOTHING, dtype=torch.int64, device=base.device)
     both[place, torch.remainder(block, _ROW_BLOCKS)] = bits[tile, slot]
@@ -154,59 +155,59 @@ def _slabs(layout: Layout) -> tuple[Tensor, _Slabs]:
     )
 
 
-def _kinds(slabs: _Slabs, jobs: int, per_tile: int) -> tuple[Tensor, Tensor]:
-    """Kind of tile that each slab goes to, and tiles of each kind, int64 `[jobs, kinds]`."""
+def _kinds(slabs: _Slabs, items: int, per_tile: int) -> tuple[Tensor, Tensor]:
+    """Kind of tile that each slab goes to, and tiles of each kind, int64 `[items, kinds]`."""
     who = torch.arange(_ROW_BLOCKS, device=slabs.bits.device)
     kind = ((slabs.bits != _NOTHING).long() << who).sum(1) - 1
-    kind = torch.where((slabs.bits == _EVERYTHING).all(1), _WHOLE, kind)
-    group = slabs.job * _KINDS + kind
-    count = torch.bincount(group, minlength=_KINDS * jobs)
+    kind = torch.where((slabs.bits == _EVERYTHING).all(1), _FULL_IN_BOTH, kind)
+    group = slabs.item * _KINDS + kind
+    count = torch.bincount(group, minlength=_KINDS * items)
     order = torch.argsort(group, stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device) - (count.cumsum(0) - count)[group[order]]
-    count = count.view(jobs, _KINDS)
+    count = count.view(items, _KINDS)
     left = torch.remainder(count, per_tile)
     moved = left * _joining(left, per_tile)
     kept = count - moved
-    kept[:, _OF_BOTH] += moved.sum(1)
+    kept[:, _NEEDED_BY_BOTH] += moved.sum(1)
     tiles = torch.div(kept + per_tile - 1, per_tile, rounding_mode="floor")
     # What has no tile gets one that keeps nothing.
-    tiles[:, _OF_BOTH] += tiles.sum(1) == 0
-    joins = (kind != _OF_BOTH) & (rank >= kept.flatten()[group])
-    return torch.where(joins, _OF_BOTH, kind), tiles
+    tiles[:, _NEEDED_BY_BOTH] += tiles.sum(1) == 0
+    joins = (kind != _NEEDED_BY_BOTH) & (rank >= kept.flatten()[group])
+    return torch.where(joins, _NEEDED_BY_BOTH, kind), tiles
 
 
 def _joining(left: Tensor, per_tile: int) -> Tensor:
     """Which kinds' slabs that fill no tile of their own join tiles of both, where there may be room: as costs least.
 
     Args:
-        left: int64 `[jobs, kinds]`, how many of them there are, less than `per_tile`.
+        left: int64 `[items, kinds]`, how many of them there are, less than `per_tile`.
     """
     alike, number = torch.unique(left.cpu(), dim=0, return_inverse=True)
-    options = (torch.arange(2**_OF_BOTH)[:, None] >> torch.arange(_KINDS)) & 1
+    options = (torch.arange(2**_NEEDED_BY_BOTH)[:, None] >> torch.arange(_KINDS)) & 1
     # Whole ones always do: a tile has bits or it has none.
-    options[:, _WHOLE] = 1
-    wanted_by = torch.tensor([(w + 1).bit_count() for w in range(_OF_BOTH)] + [_ROW_BLOCKS] * 2)
-    joined = (alike[:, None] * options).sum(2) + alike[:, _OF_BOTH, None]
+    options[:, _FULL_IN_BOTH] = 1
+    needed_by = torch.tensor([(w + 1).bit_count() for w in range(_NEEDED_BY_BOTH)] + [_ROW_BLOCKS] * 2)
+    joined = (alike[:, None] * options).sum(2) + alike[:, _NEEDED_BY_BOTH, None]
     together = torch.div(joined + per_tile - 1, per_tile, rounding_mode="floor")
     apart = (alike[:, None] > 0) & (options == 0)
-    apart[:, :, _OF_BOTH] = False
-    cost = together * (wanted_by[_OF_BOTH] + _COPY_COST) + (apart * (wanted_by + _COPY_COST)).sum(2)
+    apart[:, :, _NEEDED_BY_BOTH] = False
+    cost = together * (needed_by[_NEEDED_BY_BOTH] + _COPY_COST) + (apart * (needed_by + _COPY_COST)).sum(2)
     return options[cost.argmin(1)][number].to(left.device)
 
 
 class _Placed(NamedTuple):
-    """All tiles in the order of jobs; `n` of them, in `j` jobs.
+    """All tiles in the order of items; `n` of them, in `j` items.
 
     Attributes:
-        order: int64 `[n]`, which tile, of those by job, kind and number among these.
-        job: int64 `[n]`.
+        order: int64 `[n]`, which tile, of those by item, kind and number among these.
+        item: int64 `[n]`.
         computed: bool `[n, row blocks]`, who computes it.
-        begin, with_bits, tiles: int64 `[j]`, a job's first tile, how many tiles have bits, and how many there are.
+        begin, with_bits, tiles: int64 `[j]`, an item's first tile, how many tiles have bits, and how many there are.
     """
 
     order: Tensor
-    job: Tensor
+    item: Tensor
     computed: Tensor
     begin: Tensor
     with_bits: Tensor
@@ -214,29 +215,29 @@ class _Placed(NamedTuple):
 
 
 def _placed(tiles: Tensor, covered: Tensor) -> _Placed:
-    """Put each job's tiles, `[jobs, kinds]`, in order, given the rows that keep something of each."""
-    jobs = len(tiles)
+    """Put each item's tiles, `[items, kinds]`, in order, given the rows that keep something of each."""
+    items = len(tiles)
     flat = tiles.flatten()
     group = torch.repeat_interleave(torch.arange(len(flat), device=flat.device), flat)
     rank = torch.arange(len(group), device=flat.device) - (flat.cumsum(0) - flat)[group]
-    job, kind = torch.div(group, _KINDS, rounding_mode="floor"), torch.remainder(group, _KINDS)
-    shared_one = kind >= _OF_BOTH
-    begins = shared_one | ~(tiles[:, _OF_BOTH:].sum(1) > 0)[job]
-    first = choose_first_tile(job, torch.where(begins, covered, -1), kind == _WHOLE)
+    item, kind = torch.div(group, _KINDS, rounding_mode="floor"), torch.remainder(group, _KINDS)
+    shared_one = kind >= _NEEDED_BY_BOTH
+    begins = shared_one | ~(tiles[:, _NEEDED_BY_BOTH:].sum(1) > 0)[item]
+    first = choose_first_tile(item, torch.where(begins, covered, -1), kind == _FULL_IN_BOTH)
     # Another one of both closes those with bits.
-    closing = (kind == _OF_BOTH) & ~first
-    last = torch.full((jobs,), -1, device=flat.device).scatter_reduce(0, job[closing], rank[closing], "amax")
-    closing &= rank == last[job]
+    closing = (kind == _NEEDED_BY_BOTH) & ~first
+    last = torch.full((items,), -1, device=flat.device).scatter_reduce(0, item[closing], rank[closing], "amax")
+    closing &= rank == last[item]
     place = torch.div((2 * rank + 1) * _FINE, 2 * flat[group], rounding_mode="floor") * _KINDS
     place += kind
-    place = torch.where(closing, _FINE * _KINDS, torch.where(kind == _WHOLE, _FINE * _KINDS + 1, place))
+    place = torch.where(closing, _FINE * _KINDS, torch.where(kind == _FULL_IN_BOTH, _FINE * _KINDS + 1, place))
     place = torch.where(first, -1, place)
-    order = torch.argsort(job * (_FINE * _KINDS + 3) + place, stable=True)
-    job, kind, first, shared_one = job[order], kind[order], first[order], shared_one[order]
+    order = torch.argsort(item * (_FINE * _KINDS + 3) + place, stable=True)
+    item, kind, first, shared_one = item[order], kind[order], first[order], shared_one[order]
 
     count = tiles.sum(1)
     begin = count.cumsum(0) - count
-    with_bits = torch.bincount(job[(kind != _WHOLE) | first], minlength=jobs)
+    with_bits = torch.bincount(item[(kind != _FULL_IN_BOTH) | first], minlength=items)
     who = torch.arange(_ROW_BLOCKS, device=flat.device)
     computed = ((((kind + 1)[:, None] >> who) & 1) > 0) | shared_one[:, None]
     computed[begin] = True
@@ -246,9 +247,9 @@ def _placed(tiles: Tensor, covered: Tensor) -> _Placed:
     computed[(begin + with_bits - 1)[lacks & ~more]] = True
     with_bits = with_bits + more.long()
     # Nor does anyone leave out too many in a row.
-    left_out = torch.arange(len(job), device=flat.device)[:, None] - _last_computed(computed)
-    computed |= (left_out > 0) & (torch.remainder(left_out, MOST_LEFT_OUT + 1) == 0)
-    return _Placed(order, job, computed, begin, with_bits, count)
+    skipped = torch.arange(len(item), device=flat.device)[:, None] - _last_computed(computed)
+    computed |= (skipped > 0) & (torch.remainder(skipped, MOST_SKIPPED + 1) == 0)
+    return _Placed(order, item, computed, begin, with_bits, count)
 
 
 def _last_computed(computed: Tensor) -> Tensor:
@@ -265,24 +266,24 @@ def _by_row_block(placed: _Placed, number: Tensor) -> tuple[Tensor, Tensor]:
     """
     computed = placed.computed
     before = computed.long().cumsum(0) - computed.long()
-    own = placed.begin[placed.job, None] + before - before[placed.begin][placed.job]
+    own = placed.begin[placed.item, None] + before - before[placed.begin][placed.item]
     gap = torch.zeros_like(number)
     gap[1:] = torch.arange(len(number) - 1, device=number.device)[:, None] - _last_computed(computed)[:-1]
     gap[placed.begin] = 0
     out = number.new_zeros(len(number) + 3, number.shape[1])
     for row_block in range(number.shape[1]):
         mine = computed[:, row_block]
-        out[own[mine, row_block], row_block] = (number + (gap << LEFT_OUT_BIT))[mine, row_block]
-    left_out = torch.zeros(len(placed.tiles), number.shape[1], dtype=torch.int64, device=number.device)
-    return out, left_out.index_add_(0, placed.job, (~computed).long())
+        out[own[mine, row_block], row_block] = (number + (gap << SKIPPED_BIT))[mine, row_block]
+    skipped = torch.zeros(len(placed.tiles), number.shape[1], dtype=torch.int64, device=number.device)
+    return out, skipped.index_add_(0, placed.item, (~computed).long())
 
 
-def _items(placed: _Placed, left_out: Tensor, tile_bitmap: Tensor, blocks: int) -> Tensor:
+def _items(placed: _Placed, skipped: Tensor, tile_bitmap: Tensor, blocks: int) -> Tensor:
     """`TileLists.items`, on the CPU."""
     begin, end = placed.begin, placed.begin + placed.tiles
-    job = torch.arange(len(begin), device=begin.device)
-    fields = torch.stack([job % blocks, begin, begin + placed.with_bits, end, job * 0 + 1, job * 0, job * 0], 1)
-    return torch.cat([fields, tile_bitmap[begin], left_out], 1).int().cpu()
+    item = torch.arange(len(begin), device=begin.device)
+    fields = torch.stack([item % blocks, begin, begin + placed.with_bits, end, item * 0 + 1, item * 0, item * 0], 1)
+    return torch.cat([fields, tile_bitmap[begin], skipped], 1).int().cpu()
 
 
 def _bitmaps(parts: Tensor, numbers: Tensor, per_tile: int) -> tuple[Tensor, Tensor]:

@@ -7,38 +7,40 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.hopper.tile_lists import RANGE_FIELDS
-from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE
+from stof.kernels.hopper.tile_fetch import BEGIN, BITMAP, COLUMNS, END, ITEM, NAN_OR_ZERO, PARTIAL_END
+from stof.kernels.hopper.tile_lists import RANGE
+from stof.kernels.hopper.tile_scheduler import WORK_SIZE
 
-FIELDS = tl.constexpr(WORK_FIELDS)
 SIZE = tl.constexpr(WORK_SIZE)
-RANGE = tl.constexpr(RANGE_FIELDS)
+# Of a range.
+RANGE_SIZE = tl.constexpr(len(RANGE))
+RANGE_BEGIN, RANGE_PARTIAL_END, RANGE_END, RANGE_BITMAP, RANGE_NAN_OR_ZERO = (tl.constexpr(field) for field in RANGE)
 
 
 @triton.jit
 @no_type_check
 def refresh_work(
     work_list_ptr,  # [W + 1, WORK_SIZE] int32
-    ranges_ptr,  # [I, RANGE_FIELDS] int32
+    ranges_ptr,  # [I, RANGE_SIZE] int32
     columns_ptr,  # [T + 2, SLABS] int32
-    jobs,
+    count,
     SLABS: tl.constexpr,
-    COPY: tl.constexpr,  # jobs written at once
+    COPY: tl.constexpr,  # work tiles written by one program
 ):
     """Write to each work tile what its item holds now: tile range, first bitmap and columns, NaN bits."""
     x = tl.program_id(0) * COPY + tl.arange(0, COPY)
-    ok = x < jobs
-    job_ptr = work_list_ptr + x * SIZE
-    range_ptr = ranges_ptr + tl.load(job_ptr + 14, mask=ok, other=0) * RANGE
-    begin = tl.load(range_ptr, mask=ok, other=0)
-    # Whoever updates a plan while it attends reads nonsense; but a job without a tile would never end.
-    end = tl.maximum(tl.load(range_ptr + 2, mask=ok, other=0), begin + 1)
-    tl.store(job_ptr + 3, begin, mask=ok)
-    tl.store(job_ptr + 4, tl.minimum(tl.load(range_ptr + 1, mask=ok, other=0), end), mask=ok)
-    tl.store(job_ptr + 5, end, mask=ok)
-    tl.store(job_ptr + 10, tl.load(range_ptr + 3, mask=ok, other=0), mask=ok)
-    tl.store(job_ptr + 11, tl.load(range_ptr + 4, mask=ok, other=0), mask=ok)
+    ok = x < count
+    work_ptr = work_list_ptr + x * SIZE
+    range_ptr = ranges_ptr + tl.load(work_ptr + ITEM, mask=ok, other=0) * RANGE_SIZE
+    begin = tl.load(range_ptr + RANGE_BEGIN, mask=ok, other=0)
+    # A plan that is updated during a call gives nonsense, but a work tile without a tile would never end.
+    end = tl.maximum(tl.load(range_ptr + RANGE_END, mask=ok, other=0), begin + 1)
+    tl.store(work_ptr + BEGIN, begin, mask=ok)
+    tl.store(work_ptr + PARTIAL_END, tl.minimum(tl.load(range_ptr + RANGE_PARTIAL_END, mask=ok, other=0), end), mask=ok)
+    tl.store(work_ptr + END, end, mask=ok)
+    tl.store(work_ptr + BITMAP, tl.load(range_ptr + RANGE_BITMAP, mask=ok, other=0), mask=ok)
+    tl.store(work_ptr + NAN_OR_ZERO, tl.load(range_ptr + RANGE_NAN_OR_ZERO, mask=ok, other=0), mask=ok)
     slab = tl.arange(0, SLABS)
     exists = ok[:, None] & (slab >= 0)[None, :]
     columns = tl.load(columns_ptr + begin.to(tl.int64)[:, None] * SLABS + slab[None, :], mask=exists, other=0)
-    tl.store(job_ptr[:, None] + FIELDS + slab[None, :], columns, mask=exists)
+    tl.store(work_ptr[:, None] + COLUMNS + slab[None, :], columns, mask=exists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,7 @@ from stof.layout import Layout
 from stof.layout.orders.named import by_remainder
 
 # In `TileLists.tile_bitmap` of pairs, the first bit of the number of skipped tiles; the bits below are the bitmap.
-LEFT_OUT_BIT = 28
-# Integers of an item that kernels write on the device: tiles [begin, end of the partial ones, end), bitmap of the first
-# tile, and the bits of a float32 that is added to the results, 0 or NaN.
-RANGE_FIELDS = 5
+SKIPPED_BIT = 28
 # First columns from here on count compacted columns: keys that every call first copies side by side.
 ASIDE = 2**30
 # Keys that are permuted among themselves when V is transposed (`fp8/transpose_v.py`).
@@ -31,6 +29,37 @@ def oob_column(kv_len: int) -> int:
     A multiple of 16: bias tiles and transposed V begin there too, and TMA faults at other offsets along a row.
     """
     return -(-kv_len // ACROSS) * ACROSS
+
+
+class ItemFields(NamedTuple):
+    """Where a row of `TileLists.items` holds what; the fields as of `tile_scheduler.WorkFields`.
+
+    Of pairs of row blocks, `bitmap` and `pair_skipped` are two fields each.
+    """
+
+    row_block: int = 0
+    begin: int = 1
+    partial_end: int = 2
+    end: int = 3
+    parts: int = 4
+    slot: int = 5
+    chunk: int = 6
+    bitmap: int = 7
+    pair_skipped: int = 9
+
+
+class RangeFields(NamedTuple):
+    """Where a row of `TileLists.ranges`, which kernels write, holds what; fields as of `tile_scheduler.WorkFields`."""
+
+    begin: int = 0
+    partial_end: int = 1
+    end: int = 2
+    bitmap: int = 3
+    nan_or_zero: int = 4
+
+
+ITEM = ItemFields()
+RANGE = RangeFields()
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +76,12 @@ class TileLists:
         tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab; `-1 - c` in all slabs of a half tile
             whose 64 columns are consecutive from c. Without slabs `[T + 2, 1]`, the first column of the tile.
         tile_bitmap: int32 `[T + 3]`, row of `bitmaps`. For pairs `[T + 3, 2]`: the bitmaps of the tiles that each row
-            block computes, in order from the item's first tile; bits from `LEFT_OUT_BIT` on count the tiles it skips
+            block computes, in order from the item's first tile; bits from `SKIPPED_BIT` on count the tiles it skips
             before.
         bitmaps: int32 `[U, block_m, 4]`, for pairs `[U, 64, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
-        ranges: int32 `[I, RANGE_FIELDS]` for tiles that are made on the device: every call reads the items' tiles here,
-            and `items` only serves to order the work list. Empty otherwise.
+        ranges: int32 `[I, 5]`, fields as `RangeFields`, for tiles that are made on the device: every call reads the
+            items' tiles here, and `items` only serves to order the work list. Empty otherwise.
         aside: int32 `[mask_batch, mask_heads, n]`, compacted columns: keys that every call first copies side by side,
             -1 for none; n is a multiple of block_n. A tile of them begins at `ASIDE` plus its position in the list, and
             slab is block_n. Empty when all tiles are of the keys themselves.
@@ -106,7 +135,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     partial = layout.partial_count.long().cpu()
     columns, aside, slab, column_step = _columns(layout)
     bitmaps = accumulator_order(layout.bitmaps, config.block_n)
-    # Row blocks without a tile get one that keeps nothing; full tiles may come first in a job and then need a bitmap.
+    # Row blocks without a tile get one that keeps nothing; full tiles may come first in an item and then need a bitmap.
     nothing, everything = len(bitmaps), len(bitmaps) + 1
     bitmaps = torch.cat([bitmaps, torch.zeros_like(bitmaps[:1]), torch.full_like(bitmaps[:1], -1)])
     full = layout.tile_bitmap < 0
@@ -121,7 +150,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
 
-    items[:, 7] = tile_bitmap.cpu()[items[:, 1].long()]
+    items[:, ITEM.bitmap] = tile_bitmap.cpu()[items[:, ITEM.begin].long()]
     return TileLists(
         pattern_of=layout.pattern_of.contiguous(),
         items=items,
@@ -140,7 +169,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         row_step=_row_step(layout),
         column_step=column_step,
         chunks=chunks,
-        has_full=bool((items[:, 2] < items[:, 3]).any()),
+        has_full=bool((items[:, ITEM.partial_end] < items[:, ITEM.end]).any()),
     )
 
 
@@ -340,7 +369,7 @@ def order_first_tiles(items: Tensor, covered: Tensor, full: Tensor) -> tuple[Ten
     """
     tiles = len(covered)
     ranges = items.to(covered.device).long()
-    begin, partial_end, end = ranges[:, 1], ranges[:, 2], ranges[:, 3]
+    begin, partial_end, end = ranges[:, ITEM.begin : ITEM.end + 1].unbind(1)
     exists = begin < tiles
     numbers = torch.arange(len(items), device=covered.device)
     item = torch.repeat_interleave(numbers[exists], (end - begin)[exists], output_size=tiles)
@@ -350,5 +379,5 @@ def order_first_tiles(items: Tensor, covered: Tensor, full: Tensor) -> tuple[Ten
     before = torch.zeros(len(items), dtype=torch.bool, device=covered.device)
     before[exists] = full[order[begin[exists]]]
     items = items.clone()
-    items[:, 2] = (partial_end + (before & (partial_end > begin))).int().to(items.device)
+    items[:, ITEM.partial_end] = (partial_end + (before & (partial_end > begin))).int().to(items.device)
     return items, order

@@ -13,19 +13,61 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stof.kernels.hopper.tile_lists import TileLists
+from stof.kernels.hopper.tile_lists import ITEM, TileLists
 from stof.layout.build.build import PARTIAL_TILE_COST
 from stof.runtime.cpu_default import tensors_on_host
 
-# Integers that describe a work tile, and with the columns of its first tile: 128 bytes.
-WORK_FIELDS = 16
+# Integers of a work tile: its fields, and the columns of its first tile. 128 bytes, one load of a warp.
 WORK_SIZE = 32
-# For pairs of row blocks, the fields of the first one. Pairs do not need what these fields hold otherwise.
-PAIR_LEFT_OUT, PAIR_BITMAP = 6, 10
+
+
+class WorkFields(NamedTuple):
+    """Where a row of the work list holds what. Kernels and host read the same names.
+
+    Attributes:
+        row_block, batch, head: coordinates.
+        begin, partial_end, end: tiles [begin, end), those before `partial_end` with bitmaps.
+        parts: chunks of the row block, 1 where it is not split.
+        slot: of the row block's first chunk.
+        chunk: number of this chunk.
+        pattern: for the row order.
+        bitmap: of the first tile.
+        nan_or_zero: of dynamic plans, a float32 that is added to the results: 0, or NaN for a bad mask.
+        work_count: number of work tiles.
+        item: of dynamic plans, the item whose range is read anew.
+        list_index: written by the kernel, the position in the work list.
+        columns: first of the columns of the first tile, so that its copy starts as soon as the descriptor is there.
+        pair_skipped: of pairs, the tiles that each of both row blocks skips in total.
+        pair_bitmap: of pairs, the bitmaps of both first tiles.
+    """
+
+    row_block: int = 0
+    batch: int = 1
+    head: int = 2
+    begin: int = 3
+    partial_end: int = 4
+    end: int = 5
+    parts: int = 6
+    slot: int = 7
+    chunk: int = 8
+    pattern: int = 9
+    bitmap: int = 10
+    nan_or_zero: int = 11
+    work_count: int = 12
+    item: int = 14
+    list_index: int = 15
+    columns: int = 16
+    # Pairs are neither split nor dynamic.
+    pair_skipped: int = 6
+    pair_bitmap: int = 10
+
+
+WORK = WorkFields()
 # A work tile goes to the front of the list if this many times its estimated cost exceeds the time that is left.
 LATE = 1.5
 # Cost of starting and ending a work tile, in full tiles.
@@ -55,20 +97,7 @@ def work_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
         side: neighbouring heads computed at the same time, so that K and V stay in the L2 cache.
 
     Returns:
-        int32 `[W + 1, 32]` on the CPU; the last row is padding for prefetches. Fields of a work tile:
-
-        - 0 to 2: row block, batch entry, head;
-        - 3 to 5: tiles [begin, end of the partial ones, end);
-        - 6 to 8: chunks of the row block, slot of the first chunk, number of this chunk;
-        - 9, 10: pattern, bitmap of the first tile;
-        - 11: for tiles made on the device, a float32 that is added to the results: 0, or NaN for a bad mask;
-        - 12: the number W;
-        - 14: for tiles made on the device, the item;
-        - 15: used by the kernel, for the index of the work tile.
-
-        For pairs of row blocks, the two fields from `PAIR_LEFT_OUT` on hold how many tiles of the pair each row block
-        skips in total, and the two from `PAIR_BITMAP` on the bitmaps of their first tiles. Fields 16 to 31 hold the
-        columns of the first tile, so that its copy starts as soon as the descriptor is there.
+        int32 `[W + 1, WORK_SIZE]` on the CPU, fields as `WorkFields`; the last row is padding for prefetches.
     """
     mask_batch, mask_heads = lists.pattern_of.shape
     pattern_of = lists.pattern_of.cpu().expand(batch if mask_batch == 1 else mask_batch, -1)
@@ -78,12 +107,12 @@ def work_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     batch_head = torch.repeat_interleave(torch.arange(len(pattern)), count)
     item = torch.arange(len(batch_head)) - (count.cumsum(0) - count)[batch_head] + item_ptr[pattern[batch_head]]
     rows = lists.items[item].long()
-    rows[:, 5] += batch_head * lists.chunks
-    tiles = rows[:, 1:4].clone()
+    rows[:, ITEM.slot] += batch_head * lists.chunks
+    tiles = rows[:, ITEM.begin : ITEM.end + 1].clone()
     if lists.paired:
         # A pair takes as long as its warpgroup with more tiles.
-        tiles[:, 0] += rows[:, 9:11].amin(1)
-    cost = work_costs(rows[:, 0], tiles, lists)
+        tiles[:, 0] += rows[:, ITEM.pair_skipped : ITEM.pair_skipped + 2].amin(1)
+    cost = work_costs(rows[:, ITEM.row_block], tiles, lists)
     # Groups of `side` heads follow each other, the longest work tiles of each first. A work tile that would still run
     # at the end goes before all groups.
     together = torch.div(batch_head, side, rounding_mode="floor")
@@ -97,20 +126,21 @@ def work_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     if not lists.ranges.numel() and not lists.paired:
         rows, batch_head = _with_split_tail(rows, batch_head, cost[order], blocks, lists)
     work = torch.zeros(len(rows) + 1, WORK_SIZE, dtype=torch.int32)
-    work[:-1, 0] = rows[:, 0]
-    work[:-1, 1] = torch.div(batch_head, heads, rounding_mode="floor")
-    work[:-1, 2] = batch_head % heads
-    work[:-1, 3:9] = rows[:, 1:7]
-    work[:-1, 9] = pattern[batch_head]
-    work[:-1, 10] = rows[:, 7]
-    work[:-1, 12] = len(rows)
+    work[:-1, WORK.row_block] = rows[:, ITEM.row_block]
+    work[:-1, WORK.batch] = torch.div(batch_head, heads, rounding_mode="floor")
+    work[:-1, WORK.head] = batch_head % heads
+    work[:-1, WORK.begin : WORK.chunk + 1] = rows[:, ITEM.begin : ITEM.chunk + 1]
+    work[:-1, WORK.pattern] = pattern[batch_head]
+    work[:-1, WORK.bitmap] = rows[:, ITEM.bitmap]
+    work[:-1, WORK.work_count] = len(rows)
     if lists.ranges.numel():
-        work[:-1, 14] = item
+        work[:-1, WORK.item] = item
     if lists.paired:
-        work[:-1, PAIR_BITMAP : PAIR_BITMAP + 2] = rows[:, 7:9]
-        work[:-1, PAIR_LEFT_OUT : PAIR_LEFT_OUT + 2] = rows[:, 9:11]
-    columns = lists.tile_columns[rows[:, 1].to(lists.tile_columns.device)].cpu()
-    work[:-1, WORK_FIELDS : WORK_FIELDS + columns.shape[1]] = columns
+        for row_block in range(2):
+            work[:-1, WORK.pair_bitmap + row_block] = rows[:, ITEM.bitmap + row_block]
+            work[:-1, WORK.pair_skipped + row_block] = rows[:, ITEM.pair_skipped + row_block]
+    columns = lists.tile_columns[rows[:, ITEM.begin].to(lists.tile_columns.device)].cpu()
+    work[:-1, WORK.columns : WORK.columns + columns.shape[1]] = columns
     return work
 
 
@@ -138,19 +168,20 @@ def skips_empty_groups(q_len: int, block_m: int) -> bool:
 
 def chunk_slots(work: Tensor) -> int:
     """Return how many chunks leave a partial result, for work tiles as `work_list` gives them."""
-    return int(torch.where(work[:, 6] > 1, work[:, 7] + work[:, 6], 0).max())
+    return int(torch.where(work[:, WORK.parts] > 1, work[:, WORK.slot] + work[:, WORK.parts], 0).max())
 
 
 def _with_split_tail(rows: Tensor, group: Tensor, cost: Tensor, blocks: int, lists: TileLists) -> tuple[Tensor, Tensor]:
     """Return items and their groups with the last ones split. Slots of the new chunks follow all others."""
-    item, chunk, low, high = split_tail(rows[:, 3] - rows[:, 1], cost, rows[:, 4] > 1, blocks)
+    item, chunk, low, high = split_tail(rows[:, ITEM.end] - rows[:, ITEM.begin], cost, rows[:, ITEM.parts] > 1, blocks)
     parts = torch.bincount(item, minlength=len(rows))
     split = parts > 1
     slot = torch.where(split, parts, 0).cumsum(0) - parts + (int(group.max()) + 1) * lists.chunks
     rows, group, split, parts, slot = rows[item], group[item], split[item], parts[item], slot[item]
-    begin, end = rows[:, 1] + low, rows[:, 1] + high
+    begin, end = rows[:, ITEM.begin] + low, rows[:, ITEM.begin] + high
     bitmap = lists.tile_bitmap[begin.to(lists.tile_bitmap.device)].cpu()
-    chunks = [rows[:, 0], begin, rows[:, 2].clamp(begin, end), end, parts, slot, chunk, bitmap]
+    partial_end = rows[:, ITEM.partial_end].clamp(begin, end)
+    chunks = [rows[:, ITEM.row_block], begin, partial_end, end, parts, slot, chunk, bitmap]
     return torch.where(split[:, None], torch.stack(chunks, 1), rows), group
 
 

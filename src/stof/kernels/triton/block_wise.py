@@ -11,7 +11,7 @@ from torch import Tensor
 from stof.kernels.common import empty_output
 from stof.kernels.implementation import BoundCall, Options, attend_once
 from stof.kernels.triton.block_wise_kernel import block_wise_kernel
-from stof.kernels.triton.work_list import STRETCH, PreparedWork
+from stof.kernels.triton.work_list import BIAS_VECTOR, PreparedWork
 from stof.runtime.counters import zeroed_counters
 from stof.runtime.launch import Launch
 from stof.runtime.pdl import supports_pdl
@@ -51,12 +51,12 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
     block_d, block_v = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(value_dim))
     items = work.items.shape[1]
     side = min(config.side or groups, groups)
-    modified = bias is not None or softcap > 0 or scale <= 0
+    has_score_mod = bias is not None or softcap > 0 or scale <= 0
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
         bias_strides = tuple([0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)])
     *row_strides, column_stride = bias_strides
-    stretches = bool(work.stretches) and column_stride == 1 and not any(s % STRETCH for s in row_strides)
+    bias_vectors = bool(work.bias_vectors) and column_stride == 1 and not any(s % BIAS_VECTOR for s in row_strides)
     mask_batch, mask_heads = work.pattern_of.shape
     permuted = work.row_order.numel() > 0
     ready = Launch(
@@ -70,20 +70,20 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
             *q.stride()[:3], *[n // unit for n in kv_strides], *out_strides, *bias_strides,
             0 if mask_batch == 1 else mask_heads, 0 if mask_heads == 1 else 1,
             groups, heads, groups_per_batch, per_group, q_len, head_dim // unit, value_dim // unit,
-            items, side, work.chunks, work.splits, scale if modified else scale * math.log2(math.e), softcap,
+            items, side, work.chunks, work.splits, scale if has_score_mod else scale * math.log2(math.e), softcap,
         ),
         (
             work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
             work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
-            work.splits > 0, work.may_poison, work.shared, work.bases, modified, softcap > 0, bias is not None,
-            stretches, stretches and work.kv_len % STRETCH == 0, sinks is not None, unit,
-            _is_wide(q, k, v, out, bias), k.stride(2) == v.stride(2),
+            work.splits > 0, work.has_nan_items, work.shared, work.contiguous_tiles, has_score_mod, softcap > 0,
+            bias is not None, bias_vectors, bias_vectors and work.kv_len % BIAS_VECTOR == 0, sinks is not None, unit,
+            _needs_int64_offsets(q, k, v, out, bias), k.stride(2) == v.stride(2),
             "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages, supports_pdl(q.device),
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # The options' arithmetic does not fit the registers that the plain kernel is held to.
-        max_registers=0 if modified else config.max_registers,
+        max_registers=0 if has_score_mod else config.max_registers,
         use_pdl=supports_pdl(q.device),
         device=q.device,
     )  # fmt: skip
@@ -152,6 +152,6 @@ def _padded(x: Tensor, unit: int) -> Tensor:
     return copy
 
 
-def _is_wide(*tensors: Tensor | None) -> bool:
+def _needs_int64_offsets(*tensors: Tensor | None) -> bool:
     """Whether offsets within one (batch, head) pass 2^31 elements; between them they are 64-bit anyway."""
     return any(t is not None and t.stride(2) * t.shape[2] + t.stride(3) * t.shape[3] >= 2**31 for t in tensors)

@@ -16,14 +16,19 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.work_list import ITEM_FIELDS, STRETCH
+from stof.kernels.triton.work_list import BIAS_VECTOR, ITEM
 from stof.runtime.pdl import launch_next_and_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-ITEM_STRIDE = tl.constexpr(ITEM_FIELDS)
-BIAS_STRETCH = tl.constexpr(STRETCH)
+# Fields of a work item. Triton's cache keys hold constants of a module that are named, not fields of an object.
+(
+    ROW_BLOCK, PARTIAL_BEGIN, PARTIAL_END, FULL_BEGIN, FULL_END, PARTS, FIRST_CHUNK, CHUNK, SPLIT_ROW_BLOCK, BITMAP,
+    FULL_COLUMN, OWN_PARTIAL, PARTIAL_SHIFT, OWN_FULL, FULL_SHIFT, ORIGIN,
+) = (tl.constexpr(field) for field in ITEM)  # fmt: skip
+ITEM_SIZE = tl.constexpr(len(ITEM))
+VECTOR = tl.constexpr(BIAS_VECTOR)
 
 
 @triton.jit
@@ -47,14 +52,14 @@ def _step(
     head_dim,
     value_dim,
     PARTIAL: tl.constexpr,
-    MODIFIED: tl.constexpr,
+    HAS_SCORE_MOD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    STRETCHES: tl.constexpr,  # the bias is loaded in whole stretches, 16 bytes at once
+    BIAS_VECTORS: tl.constexpr,  # the bias is loaded in whole vectors of 16 bytes
     PAD_D: tl.constexpr,
     PAD_V: tl.constexpr,
     UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     SAME_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -65,7 +70,7 @@ def _step(
     """One tile: scores, mask, online softmax, accumulate."""
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_V)
-    at = columns.to(tl.int64) if WIDE else columns
+    at = columns.to(tl.int64) if INT64_OFFSETS else columns
     k_at = at[:, None] * stride_ks * UNIT
     # One multiplication serves both where K and V lie alike, as they nearly always do.
     v_at = k_at if SAME_STRIDE else at[:, None] * stride_vs * UNIT
@@ -74,7 +79,7 @@ def _step(
     else:
         k = tl.load(k_ptr + k_at + d[None, :])
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-    if MODIFIED:
+    if HAS_SCORE_MOD:
         s = s * scale
         if HAS_SOFTCAP:
             # tanh by exp2, which saturates to 0 or inf and so to +-1
@@ -87,10 +92,10 @@ def _step(
             series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
             s = softcap * tl.where(size < 0.25, near * series, tl.where(s < 0, -far, far))
         if HAS_BIAS:
-            if STRETCHES:
-                # The whole stretch: also columns that no row sees, whose scores are dropped.
-                whole = columns // BIAS_STRETCH * BIAS_STRETCH + tl.arange(0, BLOCK_N) % BIAS_STRETCH
-                bias_at = tl.max_contiguous(tl.multiple_of(whole, BIAS_STRETCH), BIAS_STRETCH)
+            if BIAS_VECTORS:
+                # Whole vectors: also columns that no row sees, whose scores are dropped.
+                whole = columns // VECTOR * VECTOR + tl.arange(0, BLOCK_N) % VECTOR
+                bias_at = tl.max_contiguous(tl.multiple_of(whole, VECTOR), VECTOR)
             else:
                 bias_at = at * stride_bk
             bias = tl.load(bias_row_ptr[:, None] + bias_at[None, :], mask=row_ok[:, None], other=0.0)
@@ -104,7 +109,7 @@ def _step(
         shift = 2 * j[None, :, None, None] + b[None, None, None, :]
         keep = (words[:, None, :, None] >> shift) & 1
         s = tl.where(tl.reshape(keep, (BLOCK_M, BLOCK_N)) != 0, s, float("-inf"))
-    if MODIFIED:
+    if HAS_SCORE_MOD:
         m_new = tl.maximum(m_i, tl.max(s, 1))
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL or HAS_BIAS else m_new
         p = tl.exp2(s - m_use[:, None])
@@ -173,9 +178,9 @@ def _rows(
     PACK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PERMUTED: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
-    """Query row (64-bit when WIDE), head, and existence of each row of a row block's tiles."""
+    """Query row (64-bit when INT64_OFFSETS), head, and existence of each row of a row block's tiles."""
     r = tl.arange(0, BLOCK_M)
     in_block = r // PACK
     position = row_block * BLOCK_Q + in_block
@@ -191,7 +196,7 @@ def _rows(
         row = tl.load(row_order_ptr + pattern * q_len + position, mask=row_ok, other=0)
     else:
         row = position
-    if WIDE:
+    if INT64_OFFSETS:
         row = row.to(tl.int64)
     return row, head, row_ok
 
@@ -219,8 +224,8 @@ def block_wise_kernel(
     chunk_ml_ptr,  # [groups, chunks, 2, BLOCK_M] float32
     counters_ptr,  # [groups, split row blocks] int32, zero before and after
     pattern_ptr,  # [mask_batch, mask_heads] int32
-    items_ptr,  # [P, items, ITEM_FIELDS] int32
-    first_columns_ptr,  # [P, items, BLOCK_N] int32, columns of each item's first tile; [P, items, 1] when BASES
+    items_ptr,  # [P, items, ITEM_SIZE] int32
+    first_columns_ptr,  # [P, items, BLOCK_N or 1] int32, columns of each item's first tile; 1 if CONTIGUOUS_TILES
     partial_columns_ptr,  # [partial tiles, BLOCK_N] int32, or [partial tiles, 1]
     partial_bitmap_ptr,  # [partial tiles] int32, row of bitmaps
     bitmaps_ptr,  # [U, BLOCK_Q, 4] int32
@@ -255,7 +260,7 @@ def block_wise_kernel(
     side,  # neighbouring groups that run the same item at the same time, for the L2 cache
     chunks,
     splits,
-    scale,  # times log2(e) unless MODIFIED
+    scale,  # times log2(e) unless HAS_SCORE_MOD
     softcap,
     BLOCK_Q: tl.constexpr,  # query rows of a row block
     PACK: tl.constexpr,  # query heads in the rows of a tile, rounded up to a power of two
@@ -271,17 +276,17 @@ def block_wise_kernel(
     FULL_GATHERED: tl.constexpr,
     PERMUTED: tl.constexpr,
     SPLIT: tl.constexpr,
-    POISON: tl.constexpr,  # items may ask for NaN: row block -2 - r
+    NAN_ITEMS: tl.constexpr,  # items may ask for NaN: row block -2 - r
     SHARED: tl.constexpr,  # items begin with tiles that others use too, relative to their rows
-    BASES: tl.constexpr,  # lists of columns hold the first one of each tile, the others follow it
-    MODIFIED: tl.constexpr,
+    CONTIGUOUS_TILES: tl.constexpr,  # lists of columns hold the first one of each tile, the others follow it
+    HAS_SCORE_MOD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    FULL_STRETCHES: tl.constexpr,  # full tiles' biases lie in stretches, see `Work.stretches`, at aligned offsets
-    PARTIAL_STRETCHES: tl.constexpr,  # partial tiles' do, and none reaches past the last key
+    FULL_BIAS_VECTORS: tl.constexpr,  # of full tiles, see `Work.bias_vectors`, at aligned offsets
+    PARTIAL_BIAS_VECTORS: tl.constexpr,  # of partial tiles, and none reaches past the last key
     HAS_SINKS: tl.constexpr,
     UNIT: tl.constexpr,  # elements; head_dim, value_dim and the strides of K and V count these
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     SAME_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -313,35 +318,45 @@ def block_wise_kernel(
     # Everything the first products need is one load away from the program's number: each further link in a chain
     # of loads would delay every program by a trip to memory.
     n = tl.arange(0, BLOCK_N)
-    WIDTH: tl.constexpr = 1 if BASES else BLOCK_N
-    lane = 0 if BASES else n
+    WIDTH: tl.constexpr = 1 if CONTIGUOUS_TILES else BLOCK_N
+    lane = 0 if CONTIGUOUS_TILES else n
     next_columns = tl.load(first_columns_ptr + item * WIDTH + lane)
-    item_ptr = items_ptr + item * ITEM_STRIDE
-    row_block = tl.load(item_ptr)
-    poison = 0.0
-    if POISON:
-        poison = tl.where(row_block < -1, float("nan"), 0.0)
+    item_ptr = items_ptr + item * ITEM_SIZE
+    row_block = tl.load(item_ptr + ROW_BLOCK)
+    nan_or_zero = 0.0
+    if NAN_ITEMS:
+        nan_or_zero = tl.where(row_block < -1, float("nan"), 0.0)
         row_block = tl.where(row_block < -1, -2 - row_block, row_block)
     if row_block < 0:  # patterns have different numbers of items
         return
-    partial_begin = tl.load(item_ptr + 1)
-    partial_end = tl.load(item_ptr + 2)
-    full_begin = tl.load(item_ptr + 3)
-    full_end = tl.load(item_ptr + 4)
-    bitmap = tl.load(item_ptr + 9)
-    first_full = tl.load(item_ptr + 10)
+    partial_begin = tl.load(item_ptr + PARTIAL_BEGIN)
+    partial_end = tl.load(item_ptr + PARTIAL_END)
+    full_begin = tl.load(item_ptr + FULL_BEGIN)
+    full_end = tl.load(item_ptr + FULL_END)
+    bitmap = tl.load(item_ptr + BITMAP)
+    first_full = tl.load(item_ptr + FULL_COLUMN)
     last_column = first_full
     own_partial, own_full, to_partial, to_full, q0 = 0, 0, 0, 0, 0
     if SHARED:
-        own_partial = tl.load(item_ptr + 11)
-        to_partial = tl.load(item_ptr + 12)
-        own_full = tl.load(item_ptr + 13)
-        to_full = tl.load(item_ptr + 14)
-        q0 = tl.load(item_ptr + 15)
+        own_partial = tl.load(item_ptr + OWN_PARTIAL)
+        to_partial = tl.load(item_ptr + PARTIAL_SHIFT)
+        own_full = tl.load(item_ptr + OWN_FULL)
+        to_full = tl.load(item_ptr + FULL_SHIFT)
+        q0 = tl.load(item_ptr + ORIGIN)
 
     r = tl.arange(0, BLOCK_M)
     row, head, row_ok = _rows(
-        row_block, first_head, pattern, row_order_ptr, q_len, heads_per_group, BLOCK_Q, PACK, BLOCK_M, PERMUTED, WIDE
+        row_block,
+        first_head,
+        pattern,
+        row_order_ptr,
+        q_len,
+        heads_per_group,
+        BLOCK_Q,
+        PACK,
+        BLOCK_M,
+        PERMUTED,
+        INT64_OFFSETS,
     )
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_V)
@@ -353,19 +368,19 @@ def block_wise_kernel(
     k_base = k_ptr + (b64 * stride_kb + kv_head.to(tl.int64) * stride_kh) * UNIT
     v_base = v_ptr + (b64 * stride_vb + kv_head.to(tl.int64) * stride_vh) * UNIT
     bias_row = b64 * stride_bb + head.to(tl.int64) * stride_bh + row.to(tl.int64) * stride_bq
-    if FULL_STRETCHES:
+    if FULL_BIAS_VECTORS:
         # Strides that are multiples of 8 but not of 16 do not tell by themselves.
-        bias_row = tl.multiple_of(bias_row, BIAS_STRETCH)
+        bias_row = tl.multiple_of(bias_row, VECTOR)
     bias_row_ptr = bias_ptr + bias_row
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    if POISON:
+    if NAN_ITEMS:
         # A sum above 0, so that neither the output nor the log-sum-exp passes for that of an empty row.
-        l_i += tl.where(poison == poison, 0.0, 1.0)
-        m_i += poison
-        acc += poison
+        l_i += tl.where(nan_or_zero == nan_or_zero, 0.0, 1.0)
+        m_i += nan_or_zero
+        acc += nan_or_zero
     word = tl.arange(0, 4)
     # Rows past BLOCK_Q * PACK repeat the last bitmap row: their scores are dropped, but reads must stay inside.
     words_ptr = bitmaps_ptr + tl.minimum(r // PACK, BLOCK_Q - 1)[:, None] * 4 + word[None, :]
@@ -388,7 +403,7 @@ def block_wise_kernel(
                 # computed with to shared memory, at the price of all its stages for K and V.
                 columns += tl.where(tile < own_partial, q0, 0)
                 bitmap = next_place
-            if BASES:
+            if CONTIGUOUS_TILES:
                 # Columns that no row sees are not read.
                 columns = tl.minimum(columns + n, last_column)
             next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
@@ -396,9 +411,9 @@ def block_wise_kernel(
                 bitmap = tl.load(partial_bitmap_ptr + tile + 2)
             acc, m_i, l_i = _step(
                 q, acc, m_i, l_i, columns, words, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
-                stride_bk, scale, softcap, head_dim, value_dim, True, MODIFIED, HAS_SOFTCAP, HAS_BIAS,
-                PARTIAL_STRETCHES, PAD_D, PAD_V, UNIT, WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
-                BLOCK_V,
+                stride_bk, scale, softcap, head_dim, value_dim, True, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS,
+                PARTIAL_BIAS_VECTORS, PAD_D, PAD_V, UNIT, INT64_OFFSETS, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_V,
             )  # fmt: skip
         if HAS_FULL and FULL_GATHERED:
             next_columns = full_columns
@@ -410,23 +425,23 @@ def block_wise_kernel(
                 next_columns = tl.load(full_columns_ptr + next_place * WIDTH + lane)
                 if SHARED:
                     columns += tl.where(tile < own_full, q0, 0)
-                if BASES:
+                if CONTIGUOUS_TILES:
                     columns += n
             else:
                 columns = first_full + (tile - full_begin) * BLOCK_N + n
             acc, m_i, l_i = _step(
                 q, acc, m_i, l_i, columns, 0, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
-                stride_bk, scale, softcap, head_dim, value_dim, False, MODIFIED, HAS_SOFTCAP, HAS_BIAS,
-                FULL_STRETCHES, PAD_D, PAD_V, UNIT, WIDE, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
+                stride_bk, scale, softcap, head_dim, value_dim, False, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS,
+                FULL_BIAS_VECTORS, PAD_D, PAD_V, UNIT, INT64_OFFSETS, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
                 BLOCK_V,
             )  # fmt: skip
 
     if SPLIT:
-        n_chunks = tl.load(item_ptr + 5)
+        n_chunks = tl.load(item_ptr + PARTS)
         if n_chunks > 1:
-            first_chunk = tl.load(item_ptr + 6)
-            chunk = tl.load(item_ptr + 7)
-            split = tl.load(item_ptr + 8)
+            first_chunk = tl.load(item_ptr + FIRST_CHUNK)
+            chunk = tl.load(item_ptr + CHUNK)
+            split = tl.load(item_ptr + SPLIT_ROW_BLOCK)
             slot = group.to(tl.int64) * chunks + first_chunk
             tile_at = r[:, None] * BLOCK_V + dv[None, :]
             tl.store(chunk_out_ptr + (slot + chunk) * (BLOCK_M * BLOCK_V) + tile_at, acc)

@@ -6,6 +6,7 @@ Plain torch; importing it does not import Triton.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +17,45 @@ from stof.kernels.config import KernelConfig
 from stof.layout import Layout
 from stof.layout.build.build import PARTIAL_TILE_COST
 
-# int32 fields of a work item: row block, first and last partial tile, first and last full tile, then for split row
-# blocks: chunks it is cut into, slot of its first chunk, number of this chunk, number of the split row block; last the
-# bitmap of the first partial tile, and the first column of the first full tile, or where lists hold first columns the
-# last one that some row sees. Where work has shared tiles: the first partial tile of its own, what to add to the
-# numbers of those before it, the same for full tiles, and what to add to shared columns.
-ITEM_FIELDS = 16
+# Columns of a bias vector: 16 bytes of a bias of 16 bits.
+BIAS_VECTOR = 8
 
-# Columns of a stretch: 16 bytes of a bias of 16 bits.
-STRETCH = 8
+
+class ItemFields(NamedTuple):
+    """Where a work item holds what. Tiles of both kinds are ranges [begin, end).
+
+    Attributes:
+        row_block: -1 for no item, `-2 - r` where the results of row block r are NaN.
+        parts: chunks of the row block, 1 where it is not split.
+        first_chunk: slot of the row block's first chunk.
+        chunk: number of this chunk.
+        split_row_block: number of the row block among the split ones.
+        bitmap: of the first partial tile.
+        full_column: the first column of the first full tile; in contiguous tiles, the last column that some row sees.
+        own_partial, own_full: where work has shared tiles, the first tile of either kind of the row block's own.
+        partial_shift, full_shift: what is added to the numbers of the shared tiles before these.
+        origin: what is added to the columns of shared tiles, the position of the first row.
+    """
+
+    row_block: int = 0
+    partial_begin: int = 1
+    partial_end: int = 2
+    full_begin: int = 3
+    full_end: int = 4
+    parts: int = 5
+    first_chunk: int = 6
+    chunk: int = 7
+    split_row_block: int = 8
+    bitmap: int = 9
+    full_column: int = 10
+    own_partial: int = 11
+    partial_shift: int = 12
+    own_full: int = 13
+    full_shift: int = 14
+    origin: int = 15
+
+
+ITEM = ItemFields()
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +64,7 @@ class Work:
 
     Attributes:
         pattern_of: int32 `[mask_batch, mask_heads]`.
-        items: int32 `[P, I, ITEM_FIELDS]`, longest first; row block -1 where a pattern has fewer items.
+        items: int32 `[P, I, 16]`, fields as `ItemFields`, longest first; row block -1 where a pattern has fewer items.
         first_columns: int32 `[P, I, block_n]`, key columns of the first tile of each item.
         partial_columns: int32 `[Tp + 2, block_n]`, key column of each tile column (where no row keeps it, another of
             the tile's columns).
@@ -46,14 +77,14 @@ class Work:
         splits: split row blocks of a pattern, at most.
         has_partial, has_full: whether there are tiles of that kind.
         full_runs: whether the columns of each item's full tiles follow each other, so that the first one tells all.
-        may_poison: whether items may hold row block `-2 - r`, which makes the results of row block r NaN.
+        has_nan_items: whether items may hold row block `-2 - r`, which makes the results of row block r NaN.
         shared: whether items may begin each kind with a run of tiles that several items use. These hold columns less
             the position of the item's first row. Tiles of both kinds are then rows of one list, and a partial tile's
             bitmap has its number.
-        bases: whether the columns of every tile follow each other. Lists of columns are then `[..., 1]`, the first of
-            each tile, and columns past the last one that some row sees are that one.
-        stretches: whether each 8 neighbouring places of a tile hold columns of one stretch of 8 keys that begins at a
-            multiple of 8, and those that some row keeps in order: the kernel may load a bias by whole stretches.
+        contiguous_tiles: whether the columns of every tile follow each other. Lists of columns are then `[..., 1]`, the
+            first of each tile, and columns past the last one that some row sees are that one.
+        bias_vectors: whether each 8 neighbouring places of a tile hold columns of 8 keys from a multiple of 8 on, those
+            that some row keeps in order: the kernel may then load a bias in vectors of 16 bytes.
 
     The last two rows of `partial_*` and `full_columns` are padding: the kernel loads ahead.
     """
@@ -75,10 +106,10 @@ class Work:
     has_partial: int
     has_full: int
     full_runs: int
-    may_poison: int = 0
+    has_nan_items: int = 0
     shared: int = 0
-    bases: int = 0
-    stretches: int = 0
+    contiguous_tiles: int = 0
+    bias_vectors: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,12 +140,14 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     live = layout.tile_live()[partial]
     columns = _only_live_columns(layout.tile_columns(partial), live)
     items, chunks, splits = _items(layout, is_partial, split_tiles)
-    items[..., 9] = _padded(bitmap)[items[..., 1].clamp(min=0).long()]
+    items[..., ITEM.bitmap] = _padded(bitmap)[items[..., ITEM.partial_begin].clamp(min=0).long()]
     full_columns = layout.tile_columns(full)
-    first = _padded(full_columns)[items[..., 3].clamp(min=0).long()]
-    items[..., 10] = first[..., 0]
-    some_partial = items[..., 1] < items[..., 2]
-    first_columns = torch.where(some_partial[..., None], _padded(columns)[items[..., 1].clamp(min=0).long()], first)
+    first = _padded(full_columns)[items[..., ITEM.full_begin].clamp(min=0).long()]
+    items[..., ITEM.full_column] = first[..., 0]
+    some_partial = items[..., ITEM.partial_begin] < items[..., ITEM.partial_end]
+    first_columns = torch.where(
+        some_partial[..., None], _padded(columns)[items[..., ITEM.partial_begin].clamp(min=0).long()], first
+    )
     full_runs = _full_runs(items, full_columns, config.block_n)
     return Work(
         pattern_of=layout.pattern_of.contiguous(),
@@ -134,7 +167,7 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
         has_partial=len(partial) > 0,
         has_full=len(full) > 0,
         full_runs=full_runs,
-        stretches=config.slab != 1 and _in_stretches(columns, live) and _in_stretches(full_columns),
+        bias_vectors=config.slab != 1 and _in_bias_vectors(columns, live) and _in_bias_vectors(full_columns),
     )
 
 
@@ -142,23 +175,23 @@ def _only_live_columns(columns: Tensor, live: Tensor) -> Tensor:
     """Columns `[t, block_n]` with those that no row keeps replaced by one of the tile that some row keeps.
 
     So the kernel loads every column of a tile without asking, and still reads nothing that no row keeps of K and V. The
-    one is of the same stretch where there is any.
+    one is of the same bias vector where there is any.
     """
     first = live.int().argmax(1, keepdim=True)
     others = columns.gather(1, first)
-    kept, near = live.unflatten(1, (-1, STRETCH)), columns.unflatten(1, (-1, STRETCH))
+    kept, near = live.unflatten(1, (-1, BIAS_VECTOR)), columns.unflatten(1, (-1, BIAS_VECTOR))
     near = torch.where(kept.any(2, keepdim=True), near.gather(2, kept.int().argmax(2, keepdim=True)), others[..., None])
     # clamp: a tile that keeps nothing, which no builder makes but a file may hold
     return torch.where(live, columns, near.expand_as(kept).flatten(1)).clamp(min=0)
 
 
-def _in_stretches(columns: Tensor, live: Tensor | None = None) -> bool:
-    """Whether tiles `[t, block_n]` are such as `Work.stretches` says; every column is kept where `live` is None."""
-    columns = columns.unflatten(1, (-1, STRETCH))
-    begin = columns - torch.remainder(columns, STRETCH)
-    in_order = columns == begin + torch.arange(STRETCH, device=columns.device)
+def _in_bias_vectors(columns: Tensor, live: Tensor | None = None) -> bool:
+    """Whether tiles `[t, block_n]` are such as `Work.bias_vectors` says; every column is kept where `live` is None."""
+    columns = columns.unflatten(1, (-1, BIAS_VECTOR))
+    begin = columns - torch.remainder(columns, BIAS_VECTOR)
+    in_order = columns == begin + torch.arange(BIAS_VECTOR, device=columns.device)
     if live is not None:
-        in_order |= ~live.unflatten(1, (-1, STRETCH))
+        in_order |= ~live.unflatten(1, (-1, BIAS_VECTOR))
     return bool((in_order & (begin == begin[..., :1])).all())
 
 
@@ -170,7 +203,7 @@ def _full_runs(items: Tensor, full_columns: Tensor, block_n: int) -> bool:
     if not bool((full_columns == full_columns[:, :1] + steps).all()):
         return False
     begins = torch.zeros(len(full_columns) + 1, dtype=torch.bool, device=full_columns.device)
-    begins[items[..., 3].clamp(min=0).long()] = True
+    begins[items[..., ITEM.full_begin].clamp(min=0).long()] = True
     follows = full_columns[1:, 0] == full_columns[:-1, 0] + block_n
     return bool((follows | begins[1:-1]).all())
 
@@ -180,7 +213,7 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor, int, int]:
-    """Work items `[P, I, ITEM_FIELDS]`, and the largest number of chunks and of split row blocks of a pattern."""
+    """Work items `[P, I, 16]`, and the largest number of chunks and of split row blocks of a pattern."""
     device, patterns, row_blocks = layout.device, layout.patterns, layout.row_blocks
     pointers = layout.row_block_ptr.long()
     partial_before = torch.nn.functional.pad(is_partial.long().cumsum(0), (1, 0))[pointers]
@@ -218,7 +251,7 @@ def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor
             first_chunk[owner],
             chunk,
             split[owner].clamp(min=0),
-            *[torch.zeros_like(chunk)] * (ITEM_FIELDS - 9),
+            *[torch.zeros_like(chunk)] * (len(ITEM) - 9),
         ],
         1,
     ).int()
@@ -229,6 +262,6 @@ def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor
     order = order[torch.argsort(pattern[order], stable=True)]
     count = torch.bincount(pattern, minlength=patterns)
     place = torch.arange(len(owner), device=device) - (count.cumsum(0) - count)[pattern[order]]
-    items = torch.full((patterns, int(count.max()), ITEM_FIELDS), -1, dtype=torch.int32, device=device)
+    items = torch.full((patterns, int(count.max()), len(ITEM)), -1, dtype=torch.int32, device=device)
     items[pattern[order], place] = values[order]
     return items, int(split_parts.sum(1).max()), int(is_split.sum(1).max())

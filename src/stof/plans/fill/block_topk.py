@@ -7,13 +7,13 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.kernels.triton.block_wise_kernel import FULL_COLUMN, ITEM_SIZE
 from stof.plans.fill.common import (
     ALL_BITS,
-    ITEM_STRIDE,
     bits_from,
     store_columns,
     store_item,
-    store_poison,
+    store_nan_item,
     store_words,
 )
 
@@ -108,7 +108,7 @@ def block_fill(
     # Under a causal mask the last row blocks have most to do.
     place = pattern * row_blocks + (row_blocks - 1 - row_block)
     if tl.load(bad_ptr + pattern) != 0:
-        store_poison(items_ptr, place, row_block)
+        store_nan_item(items_ptr, place, row_block)
         return
     PER: tl.constexpr = BLOCK_SIZE // BLOCK_N
     query_block = pattern * query_blocks + row_block * BLOCK_M // BLOCK_SIZE
@@ -154,7 +154,7 @@ def block_fill(
     store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block,
                 partial_begin, partial_end, full_begin, full_end, 1)  # fmt: skip
     last_column = tl.minimum(last_row, kv_len - 1) if CAUSAL else kv_len - 1
-    tl.store(items_ptr + place * ITEM_STRIDE + 10, last_column)
+    tl.store(items_ptr + place * ITEM_SIZE + FULL_COLUMN, last_column)
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def dense_classes(
 @triton.jit
 @no_type_check
 def dense_fill(
-    rows_ptr,  # [P, R, 6] int32: place, first tile, partial tiles, first full tile, full tiles, poisoned
+    rows_ptr,  # [P, R, 6] int32: place, first tile, partial tiles, first full tile, full tiles, NaN
     classes_ptr,  # [P, R, Skv] int8
     items_ptr,
     first_columns_ptr,
@@ -224,7 +224,7 @@ def dense_fill(
     row_ptr = rows_ptr + program * 6
     place = pattern * row_blocks + tl.load(row_ptr)
     if tl.load(row_ptr + 5) != 0:
-        store_poison(items_ptr, place, row_block)
+        store_nan_item(items_ptr, place, row_block)
         return
     partial_begin = tl.load(row_ptr + 1)
     n_partial = tl.load(row_ptr + 2)

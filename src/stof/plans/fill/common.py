@@ -11,9 +11,16 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.work_list import ITEM_FIELDS
+from stof.kernels.triton.block_wise_kernel import (
+    BITMAP,
+    FULL_BEGIN,
+    FULL_END,
+    ITEM_SIZE,
+    PARTIAL_BEGIN,
+    PARTIAL_END,
+    ROW_BLOCK,
+)
 
-ITEM_STRIDE = tl.constexpr(ITEM_FIELDS)
 # Flips a word: Triton's interpreter knows no complement of unsigned numbers.
 ALL_BITS = tl.constexpr(0xFFFFFFFF)
 
@@ -81,19 +88,19 @@ def store_item(
     columns = tl.load(columns_ptr + first.to(tl.int64) * WIDTH + n)
     # An item without tiles reads its columns and bitmap, and uses neither.
     tl.store(first_columns_ptr + place.to(tl.int64) * WIDTH + n, columns)
-    item_ptr = items_ptr + place * ITEM_STRIDE
-    tl.store(item_ptr, row_block)
-    tl.store(item_ptr + 1, partial_begin)
-    tl.store(item_ptr + 2, partial_end)
-    tl.store(item_ptr + 3, full_begin)
-    tl.store(item_ptr + 4, full_end)
-    tl.store(item_ptr + 9, tl.load(bitmap_ptr + partial_begin))
+    item_ptr = items_ptr + place * ITEM_SIZE
+    tl.store(item_ptr + ROW_BLOCK, row_block)
+    tl.store(item_ptr + PARTIAL_BEGIN, partial_begin)
+    tl.store(item_ptr + PARTIAL_END, partial_end)
+    tl.store(item_ptr + FULL_BEGIN, full_begin)
+    tl.store(item_ptr + FULL_END, full_end)
+    tl.store(item_ptr + BITMAP, tl.load(bitmap_ptr + partial_begin))
 
 
 @triton.jit
 @no_type_check
-def store_poison(items_ptr, place, row_block):
+def store_nan_item(items_ptr, place, row_block):
     """An item whose rows become NaN: a wrong mask must not look like an answer."""
-    field = tl.arange(0, ITEM_STRIDE)
+    field = tl.arange(0, ITEM_SIZE)
     # No tiles, and nothing of an earlier mask.
-    tl.store(items_ptr + place * ITEM_STRIDE + field, tl.where(field == 0, -2 - row_block, 0))
+    tl.store(items_ptr + place * ITEM_SIZE + field, tl.where(field == ROW_BLOCK, -2 - row_block, 0))

@@ -7,9 +7,15 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.hopper.tile_lists import RANGE_FIELDS
+from stof.kernels.hopper.refresh_work import (
+    RANGE_BEGIN,
+    RANGE_BITMAP,
+    RANGE_END,
+    RANGE_NAN_OR_ZERO,
+    RANGE_PARTIAL_END,
+    RANGE_SIZE,
+)
 
-RANGE = tl.constexpr(RANGE_FIELDS)
 # The bits of a float32 that is not a number.
 NAN_BITS = tl.constexpr(0x7FC00000)
 
@@ -22,7 +28,7 @@ def fill_tiles(
     bad_ptr,  # [P] int32, not 0 where nothing is computed
     first_item_ptr,  # [P * R + 1] int32, items of each row block
     columns_ptr,  # [P * R * slots + 2, 8 where PAIRED, else 1] int32, see `TileLists.tile_columns`
-    ranges_ptr,  # [I, RANGE_FIELDS] int32
+    ranges_ptr,  # [I, RANGE_SIZE] int32
     row_blocks,
     query_blocks,
     k,
@@ -93,20 +99,27 @@ def fill_tiles(
     first = base + 1 - n_partial
     item = tl.load(first_item_ptr + program)
     parts = tl.load(first_item_ptr + program + 1) - item
-    nan_bits = tl.where(bad, NAN_BITS, 0)
     for part in range(parts):
         begin = first + part * tiles // parts
         end = first + (part + 1) * tiles // parts
         partial_end = tl.minimum(tl.maximum(first + n_partial, begin), end)
-        empty = begin == end
-        range_ptr = ranges_ptr + (item + part) * RANGE
-        tl.store(range_ptr, tl.where(empty, nothing, begin))
-        tl.store(range_ptr + 1, tl.where(empty, nothing + 1, partial_end))
-        tl.store(range_ptr + 2, tl.where(empty, nothing + 1, end))
         # Those of other tiles are never applied, since all of them are full.
         others = EVERYTHING * KINDS + EVERYTHING if PAIRED else EVERYTHING
-        tl.store(range_ptr + 3, tl.where(empty, 0, tl.where(begin < partial_end, bitmap, others)))
-        tl.store(range_ptr + 4, nan_bits)
+        first_bitmap = tl.where(begin < partial_end, bitmap, others)
+        store_range(ranges_ptr, item + part, begin, partial_end, end, first_bitmap, nothing, bad)
+
+
+@triton.jit
+@no_type_check
+def store_range(ranges_ptr, item, begin, partial_end, end, bitmap, nothing, bad):
+    """Store the tiles of an item; one without tiles gets `nothing`, a tile that keeps nothing. Where bad, add NaN."""
+    empty = begin == end
+    range_ptr = ranges_ptr + item * RANGE_SIZE
+    tl.store(range_ptr + RANGE_BEGIN, tl.where(empty, nothing, begin))
+    tl.store(range_ptr + RANGE_PARTIAL_END, tl.where(empty, nothing + 1, partial_end))
+    tl.store(range_ptr + RANGE_END, tl.where(empty, nothing + 1, end))
+    tl.store(range_ptr + RANGE_BITMAP, tl.where(empty, 0, bitmap))
+    tl.store(range_ptr + RANGE_NAN_OR_ZERO, tl.where(bad, NAN_BITS, 0))
 
 
 @triton.jit

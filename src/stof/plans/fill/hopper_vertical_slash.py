@@ -15,7 +15,7 @@ import triton.language as tl
 
 from stof.kernels.hopper.tile_lists import ASIDE
 from stof.plans.fill.common import store_columns
-from stof.plans.fill.hopper_block_topk import NAN_BITS, RANGE
+from stof.plans.fill.hopper_block_topk import store_range
 from stof.plans.fill.slash_tables import TABLES
 from stof.plans.fill.vertical_slash import seen_rows, window
 
@@ -128,7 +128,7 @@ def slash_fill(
     tiles_ptr,  # [P * R * slots + 2] int32, see `TileLists.tile_columns`
     tile_bitmap_ptr,  # [P * R * slots + 3] int32
     bitmaps_ptr,  # [U, BLOCK, 4] int32, those of vertical tiles from own_bitmaps on
-    ranges_ptr,  # [I, RANGE_FIELDS] int32
+    ranges_ptr,  # [I, RANGE_SIZE] int32
     n_columns,
     words,
     n,
@@ -179,7 +179,6 @@ def slash_fill(
     tiles = n_slash + n_vertical
     item = tl.load(first_item_ptr + program)
     parts = tl.load(first_item_ptr + program + 1) - item
-    spoil = tl.where(bad, NAN_BITS, 0)
     for part in range(parts):
         begin = part * tiles // parts
         end = (part + 1) * tiles // parts
@@ -188,10 +187,4 @@ def slash_fill(
         bitmap = tl.where(
             is_slash, slash_bitmap + 2 * begin + (first < 0).to(tl.int32), vertical_bitmap + begin - n_slash
         )
-        empty = begin == end
-        range_ptr = ranges_ptr + (item + part) * RANGE
-        tl.store(range_ptr, tl.where(empty, nothing, base + begin))
-        tl.store(range_ptr + 1, tl.where(empty, nothing + 1, base + end))
-        tl.store(range_ptr + 2, tl.where(empty, nothing + 1, base + end))
-        tl.store(range_ptr + 3, tl.where(empty, 0, bitmap))
-        tl.store(range_ptr + 4, spoil)
+        store_range(ranges_ptr, item + part, base + begin, base + end, base + end, bitmap, nothing, bad)

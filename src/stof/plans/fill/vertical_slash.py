@@ -13,7 +13,21 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.plans.fill.common import ALL_BITS, ITEM_STRIDE, bits_from, store_columns, store_poison
+from stof.kernels.triton.block_wise_kernel import (
+    BITMAP,
+    FULL_BEGIN,
+    FULL_END,
+    FULL_SHIFT,
+    ITEM_SIZE,
+    ORIGIN,
+    OWN_FULL,
+    OWN_PARTIAL,
+    PARTIAL_BEGIN,
+    PARTIAL_END,
+    PARTIAL_SHIFT,
+    ROW_BLOCK,
+)
+from stof.plans.fill.common import ALL_BITS, bits_from, store_columns, store_nan_item
 from stof.plans.fill.slash_tables import (
     COVERED,
     FULL,
@@ -196,7 +210,7 @@ def vertical_slash_fill(
     # Later row blocks see no fewer columns, so the longest come first.
     place = pattern * row_blocks + (row_blocks - 1 - row_block)
     if tl.load(bad_ptr + pattern) != 0:
-        store_poison(items_ptr, place, row_block)
+        store_nan_item(items_ptr, place, row_block)
         return
     q0 = row_block * BLOCK_M + offset
     rows = tl.minimum(BLOCK_M, q_len - row_block * BLOCK_M)
@@ -282,15 +296,15 @@ def vertical_slash_fill(
     first = tl.where(has_partial, first_partial, first_full)
     # An item without tiles reads these columns, and uses none.
     tl.store(first_columns_ptr + place * BLOCK_N + n, tl.load(columns_ptr + first * BLOCK_N + n))
-    item_ptr = items_ptr + place * ITEM_STRIDE
-    tl.store(item_ptr, row_block)
-    tl.store(item_ptr + 1, own_partial - n_some)
-    tl.store(item_ptr + 2, own_end)
-    tl.store(item_ptr + 3, own_begin - n_full)
-    tl.store(item_ptr + 4, own_begin + clean_tiles)
-    tl.store(item_ptr + 9, first_partial)
-    tl.store(item_ptr + 11, own_partial)
-    tl.store(item_ptr + 12, shared_partial - own_partial)
-    tl.store(item_ptr + 13, own_begin)
-    tl.store(item_ptr + 14, shared_full - own_begin)
-    tl.store(item_ptr + 15, q0)
+    item_ptr = items_ptr + place * ITEM_SIZE
+    tl.store(item_ptr + ROW_BLOCK, row_block)
+    tl.store(item_ptr + PARTIAL_BEGIN, own_partial - n_some)
+    tl.store(item_ptr + PARTIAL_END, own_end)
+    tl.store(item_ptr + FULL_BEGIN, own_begin - n_full)
+    tl.store(item_ptr + FULL_END, own_begin + clean_tiles)
+    tl.store(item_ptr + BITMAP, first_partial)
+    tl.store(item_ptr + OWN_PARTIAL, own_partial)
+    tl.store(item_ptr + PARTIAL_SHIFT, shared_partial - own_partial)
+    tl.store(item_ptr + OWN_FULL, own_begin)
+    tl.store(item_ptr + FULL_SHIFT, shared_full - own_begin)
+    tl.store(item_ptr + ORIGIN, q0)

@@ -7,6 +7,26 @@ problems with few tiles, whose last epilogue nothing overlaps.
 
 A tile may have SIDE extra columns with an accumulator of their own: 128 + 64 columns make 192, not a power of two.
 
+Roles, barriers and pipeline stages. `k` counts steps over all tiles of a thread block; `c` is a consumer's number. A
+phase of a "full" barrier completes when the TMA bytes that are expected have landed.
+
+| barrier       | stages               | producer warp                     | consumer warpgroup c                     |
+|---------------|----------------------|-----------------------------------|------------------------------------------|
+| b_full        | B_STAGES             | copies columns of step k          | wait before MMA of step k                |
+| b_empty       | B_STAGES, CONSUMERS  | wait before it copies columns     | arrive when MMA of step k is done, in    |
+|               | arrivals             | B_STAGES steps later              | step k + 1 (the tile's last: at its end) |
+| a_full        | A_STAGES a consumer  | copies rows of step k for c; for  | wait before MMA of step k                |
+|               |                      | c = 1 LAG steps after columns     |                                          |
+| a_empty       | A_STAGES a consumer  | wait before it copies these rows  | arrive as for b_empty                    |
+| residual_full | a buffer of c_smem   | -                                 | copies the residual before the main      |
+|               |                      |                                   | loop, waits in the epilogue              |
+
+    consumer, step k:   wait full | MMA(k) issue | wait MMA(k-1) | release stages of k-1
+    end of a tile:      wait MMA | release | epilogue: activation, residual, store by TMA
+
+    LAG > 0:  consumer 0   | tile 0 MMA ......... | epilogue | tile 1 MMA ......
+              consumer 1   .. LAG .. | tile 0 MMA ......... | epilogue | tile 1
+
 Source: structure of CUTLASS's persistent warp-specialized cooperative kernel for Hopper; the lag is ours.
 """
 

@@ -4,6 +4,22 @@ Thread blocks are persistent. One producer warp copies operands by TMA. Each of 
 of its own: the tensor cores work on the tile of one consumer while the CUDA cores run the epilogue (bias, activation,
 residual, store) of the other.
 
+Roles, barriers and pipeline stages. `k` counts steps over all tiles of a thread block, in order; consumer `c` takes
+tiles c, c + 2, ... A phase of a "full" barrier completes when the TMA bytes that are expected have landed.
+
+| barrier       | stages | producer warp                     | consumer warpgroup c                               |
+|---------------|--------|-----------------------------------|----------------------------------------------------|
+| full          | STAGES | copies rows and columns of step k | wait before MMA of step k                          |
+| empty         | STAGES | wait before it copies the step    | arrive when MMA of step k is done, in step k + 1   |
+|               |        | STAGES later                      | (the tile's last step: at its end)                 |
+| turn          | 2      | -                                 | wait on turn[c] before the main loop, arrive at    |
+|               |        |                                   | turn[1 - c] when all steps of the tile are issued  |
+| residual_full | 2      | -                                 | copies the residual before the main loop, waits in |
+|               |        |                                   | the epilogue                                       |
+
+    consumer 0   | tile 0 MMA ... | epilogue | wait turn | tile 2 MMA ... | epilogue
+    consumer 1   | wait turn      | tile 1 MMA ... | epilogue | wait turn | tile 3
+
 Source: structure of CUTLASS's persistent warp-specialized ping-pong kernel for Hopper.
 """
 

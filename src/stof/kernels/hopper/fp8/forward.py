@@ -1,4 +1,4 @@
-"""Calling the Hopper kernel for 8-bit operands: V laid across, tensor maps, the list of jobs, launches."""
+"""Calling the Hopper kernel for 8-bit operands: transposed V, tensor maps, the work list, launches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stof.kernels.common import empty_output
+from stof.kernels.hopper.config import ForwardConfig
 from stof.kernels.hopper.forward import Window, multiprocessors, readable, work_memory
 from stof.kernels.hopper.fp8.forward_kernel import fp8_forward_kernel
 from stof.kernels.hopper.fp8.transpose_v import transpose_v
@@ -24,10 +25,10 @@ from stof.runtime.pdl import supports_pdl
 
 # Rows of Q for one warpgroup, and elements of a head.
 _ROWS, _WIDTH = 64, 128
-# Row blocks whose Q is in shared memory at once: one is computed, one is on its way.
+# Stages of Q: one row block is computed, the Q of the next one is being copied.
 _Q_STAGES = 2
-# Keys whose values are laid across by one program.
-_KEYS_ACROSS = 128
+# Keys whose values are transposed by one program.
+_KEYS_PER_PROGRAM = 128
 
 
 def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Options) -> BoundCall:
@@ -57,38 +58,52 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     copied = [not (readable(x) and _has_words(x)) for x in (q, k, v)]
     q, k, v = (_tight(x) if copy else x for x, copy in zip((q, k, v), copied, strict=True))
     groups = lists.block_m // _ROWS
-    across = _Across(k, v, scales, heads, lists)
+    transposed = _TransposedV(k, v, scales, heads, lists)
     q_window = Window.over(q, _ROWS, _WIDTH)
     k_window = Window.over(k, lists.block_n, _WIDTH)
-    v_window = Window.over(across.like, _WIDTH, lists.block_n)
-    k_aside = v_aside = None
-    if across.listed is not None:
-        k_aside = Window.over(across.listed[0], lists.block_n, _WIDTH)
-        v_aside = Window.over(across.listed[1], _WIDTH, lists.block_n)
+    v_window = Window.over(transposed.like, _WIDTH, lists.block_n)
+    k_compacted_window = v_compacted_window = None
+    if transposed.compacted is not None:
+        k_compacted_window = Window.over(transposed.compacted[0], lists.block_n, _WIDTH)
+        v_compacted_window = Window.over(transposed.compacted[1], _WIDTH, lists.block_n)
     out_window = Window.over(out, _ROWS, _WIDTH)
 
     blocks = multiprocessors(device)
     on_cpu = work_list(lists, batch, heads, blocks, min(config.side or batch * heads, batch * heads))
-    jobs, count = on_cpu.to(device), len(on_cpu) - 1
-    queued, slots = count > blocks, chunk_slots(on_cpu)
-    modified = softcap > 0 or scale <= 0
+    work, count = on_cpu.to(device), len(on_cpu) - 1
+    persistent, slots = count > blocks, chunk_slots(on_cpu)
+    has_score_mod = softcap > 0 or scale <= 0
+    compiled_config = ForwardConfig(
+        groups=groups,
+        block_n=lists.block_n,
+        width=_WIDTH,
+        slab=lists.slab,
+        stages=config.num_stages,
+        q_stages=_Q_STAGES,
+        split=slots > 0,
+        has_score_mod=has_score_mod,
+        has_softcap=softcap > 0,
+        has_sinks=sinks is not None,
+        has_full=lists.has_full > 0,
+        persistent=persistent,
+        transposed_v=True,
+    )
     ready = Launch(
         fp8_forward_kernel,
         min(blocks, count),
-        (jobs, lists.tile_columns, lists.tile_bitmap, lists.bitmaps),
-        (heads, heads // kv_heads, heads // across.owners, q_len,
-         float(scale if modified else scale * math.log2(math.e)), float(softcap)),
-        (lists.block_n, lists.slab, config.num_stages, _Q_STAGES, slots > 0, modified, softcap > 0,
-         sinks is not None, lists.has_full > 0, queued, supports_pdl(device)),
+        (work, lists.tile_columns, lists.tile_bitmap, lists.bitmaps),
+        (heads, heads // kv_heads, heads // transposed.owners, q_len,
+         float(scale if has_score_mod else scale * math.log2(math.e)), float(softcap)),
+        (compiled_config, supports_pdl(device)),
         num_warps=4,
         num_stages=config.num_stages,
-        windows=(q_window, k_window, v_window, k_aside, v_aside, out_window),
+        windows=(q_window, k_window, v_window, k_compacted_window, v_compacted_window, out_window),
         use_pdl=supports_pdl(device),
         device=device,
     )  # fmt: skip
     # `empty_like` of this is contiguous, and takes half as long as `empty`.
     like_lse = torch.empty((), dtype=torch.float32, device=device).expand(batch, heads, q_len)
-    # Where a pair of chunks meets is counted at the place of the second.
+    # Counters of chunks: `split_kv_merge.py`.
     chunks = slots * groups
     aligned: list[BoundCall] = []
 
@@ -103,28 +118,28 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
             if not aligned:
                 refuse_capture(device)
             q, k, v = _tight(q), _tight(k), _tight(v)
-            if not aligned:  # listing jobs takes long
+            if not aligned:  # making the work list takes long
                 again = Options(scale, softcap, None, sinks, scales)
                 aligned.append(lasting(device, partial(bind, q, k, v, prepared, again)))
             found, lse = aligned[0](q, k, v, bias, sinks, *scales)
             return result.copy_(found), lse
         lse = torch.empty_like(like_lse)
-        chunk_out, chunk_ml, counters = work_memory(chunks, _WIDTH, queued, lse, jobs)
-        v_across, factors, k_listed, v_listed = across(k, v, scales)
-        bases = (q, k, v_across, k_listed, v_listed, out)
+        chunk_out, chunk_ml, counters = work_memory(chunks, _WIDTH, persistent, lse, work)
+        v_transposed, factors, k_compacted, v_compacted = transposed(k, v, scales)
+        bases = (q, k, v_transposed, k_compacted, v_compacted, out)
         ready(lse, lse if sinks is None else sinks, factors, chunk_out, chunk_ml, counters, bases=bases)
         return (result.copy_(out) if copy_out else result), lse
 
     return call
 
 
-class _Across:
-    """V laid across, and keys and values that tiles want side by side put there, anew in every call.
+class _TransposedV:
+    """Transposed V, and keys and transposed values of compacted columns, which every call makes anew.
 
     Attributes:
-        like: shape and strides of V laid across, `[B, Hkv, 128, keys]`.
-        listed: the same of keys put aside, `[B, owners, n, 128]`, and of their values; None where there are none.
-        owners: heads with keys of their own put aside, key heads where there are none.
+        like: shape and strides of transposed V, `[B, Hkv, 128, keys]`.
+        compacted: the same of the keys of compacted columns, `[B, owners, n, 128]`, and of their values, or None.
+        owners: heads with compacted columns of their own, or key heads.
     """
 
     def __init__(self, k: Tensor, v: Tensor, scales: Sequence[Tensor], heads: int, lists: TileLists) -> None:
@@ -134,25 +149,25 @@ class _Across:
         self._factors = (batch, heads, 2)
         self.like = _meta(batch, kv_heads, _WIDTH, -(-kv_len // 16) * 16)
         sizes = (kv_heads, heads // kv_heads, 0, 0, kv_len)
-        self._all = _launch(k, v, scales, self.like, sizes, lists.pattern_of, False)
-        self.listed: tuple[Tensor, Tensor] | None = None
+        self._transpose = _launch(k, v, scales, self.like, sizes, lists.pattern_of, False)
+        self.compacted: tuple[Tensor, Tensor] | None = None
         if count:
-            self.listed = _meta(batch, self.owners, count, _WIDTH), _meta(batch, self.owners, _WIDTH, count)
+            self.compacted = _meta(batch, self.owners, count, _WIDTH), _meta(batch, self.owners, _WIDTH, count)
             own = (int(mask_batch > 1) * mask_heads, int(mask_heads > 1))
             sizes = (self.owners, self.owners // kv_heads, *own, count)
-            self._listed = _launch(k, v, scales, self.listed[1], sizes, lists.aside, True)
+            self._transpose_compacted = _launch(k, v, scales, self.compacted[1], sizes, lists.aside, True)
 
     def __call__(self, k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """V across, factors `[B, H, 2]` of scores and output, and listed keys and values (anything where none are)."""
-        across = torch.empty_like(self.like, device=v.device)
+        """Transposed V, factors `[B, H, 2]` of scores and output, compacted keys and values (any tensors if none)."""
+        transposed = torch.empty_like(self.like, device=v.device)
         factors = torch.empty(self._factors, dtype=torch.float32, device=v.device)
         words = _words(k), _words(v)
-        self._all(*words, words[0], _words(across), *scales, factors)
-        if self.listed is None:
-            return across, factors, k, v
-        k_listed, v_listed = (torch.empty_like(like, device=v.device) for like in self.listed)
-        self._listed(*words, _words(k_listed), _words(v_listed), *scales, factors)
-        return across, factors, k_listed, v_listed
+        self._transpose(*words, words[0], _words(transposed), *scales, factors)
+        if self.compacted is None:
+            return transposed, factors, k, v
+        k_compacted, v_compacted = (torch.empty_like(like, device=v.device) for like in self.compacted)
+        self._transpose_compacted(*words, _words(k_compacted), _words(v_compacted), *scales, factors)
+        return transposed, factors, k_compacted, v_compacted
 
 
 def _meta(*shape: int) -> Tensor:
@@ -177,9 +192,9 @@ def _tight(x: Tensor) -> Tensor:
 def _launch(
     k: Tensor, v: Tensor, scales: Sequence[Tensor], like: Tensor, sizes: tuple[int, ...], keys: Tensor, listed: bool
 ) -> Launch:
-    """What lays all values across, or those of listed keys; `like` is the result, `sizes` are the kernel's."""
+    """The launch that transposes all values, or those of listed keys; `like` is the result, `sizes` the kernel's."""
     words = like.shape[3] // 4
-    at_once = _KEYS_ACROSS // 4
+    at_once = _KEYS_PER_PROGRAM // 4
     strides = [stride // 4 for x in (k, v) for stride in x.stride()[:3]]
     scale_strides = [stride * (n > 1) for x in scales for n, stride in zip(x.shape, x.stride(), strict=True)]
     return Launch(

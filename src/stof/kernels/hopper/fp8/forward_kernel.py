@@ -1,4 +1,21 @@
-"""Masked attention on Hopper with FP8 (e4m3) operands, in Gluon: roles and pipeline of `hopper/forward_kernel.py`.
+"""Masked attention on Hopper with FP8 (e4m3) operands, in Gluon: roles and barriers of `hopper/forward_kernel.py`.
+
+Two consumer warpgroups of 64 rows each. `i` counts tiles over all work tiles of a thread block.
+
+| barrier         | stages   | producer warp                        | each consumer warpgroup                      |
+|-----------------|----------|--------------------------------------|----------------------------------------------|
+| q_full          | Q_STAGES | copies Q of a work tile              | wait before the work tile's first QK matmul  |
+| q_empty         | Q_STAGES | wait before it copies the Q that is  | arrive after the work tile's last tile; the  |
+|                 |          | Q_STAGES work tiles later            | output is staged elsewhere                   |
+| k_full          | STAGES   | copies K of tile i                   | wait before QK of tile i                     |
+| v_full          | STAGES   | copies V of tile i to stage i + 1    | wait before PV of tile i                     |
+| kv_empty        | STAGES   | wait before it copies V of tile i    | arrive after QK of tile i + 1, PV of tile i  |
+| descriptor_full | 3        | writes the next work tile            | wait at the end of a work tile (PERSISTENT)  |
+| named 8, 9      | 2        | -                                    | ping-pong: wait on 8 + g, issue QK and PV,   |
+|                 |          |                                      | arrive at 8 + (1 - g)                        |
+
+    consumer, tile i:   QK(i) issue | PV(i-1) issue | wait QK | mask, half of exp(i) | wait PV | release stage |
+                        other half of exp(i) | acc = acc * alpha + PV(i-1) | pack P(i)
 
 What differs from the kernel for 16 bits:
 
@@ -26,6 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from stof.kernels.hopper.consumer import ConsumerArgs
 from stof.kernels.hopper.epilogue import epilogue
 from stof.kernels.hopper.fp8.softmax import halves, pack_halves, probabilities_operand, quad_layout
 from stof.kernels.hopper.intrinsics import (
@@ -39,24 +57,26 @@ from stof.kernels.hopper.intrinsics import (
     tile_layout,
     wait_turn_barrier,
 )
-from stof.kernels.hopper.producer import (
-    DESCRIPTOR_STAGES,
-    INDEX_FIELD,
-    carry_coordinates,
-    copy_q,
-    copy_tile,
-    descriptor_field,
-    descriptor_layout,
-    first_coordinates,
-    load_coordinates,
-    producer,
-    slab_view,
-)
+from stof.kernels.hopper.producer import ProducerArgs, producer
+from stof.kernels.hopper.prologue import allocate_barriers, init_barriers, start_copies
 from stof.kernels.hopper.softmax import exponents, masked, thread_sums
-from stof.kernels.hopper.tile_scheduler import WORK_FIELDS, WORK_SIZE
+from stof.kernels.hopper.tile_fetch import (
+    BEGIN,
+    BITMAP,
+    DESCRIPTOR_STAGES,
+    END,
+    LIST_INDEX,
+    PARTIAL_END,
+    WORK_COUNT,
+    carry_work_tile,
+    descriptor_field,
+    first_pair,
+    first_work_tile,
+    load_work_tile,
+)
+from stof.kernels.hopper.tile_scheduler import WORK_SIZE
 from stof.runtime.pdl import launch_next_and_wait
 
-FIELDS = gl.constexpr(WORK_FIELDS)
 SIZE = gl.constexpr(WORK_SIZE)
 # The largest probability becomes 256; the smallest that does not round to 0 is 2**-10, 18 powers of two below.
 SHIFT = gl.constexpr(8)
@@ -81,15 +101,15 @@ def _accumulate(acc, alpha, pv):
 @gluon.jit
 @no_type_check
 def _tile(
-    kv_buffers, count, q_rows, packed, acc, alpha, m_i, words, partial, factor, softcap,
-    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
-    HAS_SCORE_MOD: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    args, count, q_rows, packed, acc, alpha, m_i, words, partial, factor,
+    GROUP: gl.constexpr, PARTIAL: gl.constexpr, config: gl.constexpr,
 ):  # fmt: skip
     """Scores and probabilities of a tile, while the PV matmul of the previous tile runs and is added to `acc`.
 
     Returns `(packed, acc, alpha, m_i, sums)`; `alpha` is the factor of `acc` before this tile's PV is added.
     """
-    k_smem, v_smem, k_full, v_full, kv_empty = kv_buffers
+    BLOCK_N: gl.constexpr = config.block_n
+    STAGES: gl.constexpr = config.stages
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     acc_layout: gl.constexpr = acc.type.layout
     no_scores = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=score_layout)
@@ -97,26 +117,29 @@ def _tile(
     p8 = probabilities_operand(packed, gl.DotOperandLayout(0, acc_layout, 4))
     stage = count % STAGES
     phase = (count // STAGES) & 1
-    mbarrier.wait(k_full.index(stage), phase)
+    mbarrier.wait(args.k_full.index(stage), phase)
     wait_turn_barrier(GROUP, GROUPS)
-    s = warpgroup_mma(q_rows, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(stage), phase)
-    pv = warpgroup_mma(p8, v_smem.index(stage).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_rows, args.k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    mbarrier.wait(args.v_full.index(stage), phase)
+    pv = warpgroup_mma(p8, args.v_smem.index(stage).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     arrive_turn_barrier(GROUP, GROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
     if PARTIAL:
         if partial:
             s = masked(s, words, BLOCK_N)
-    x, m_new, m_use = exponents(s, m_i, factor, softcap, PARTIAL, HAS_SCORE_MOD, HAS_SOFTCAP, False, BLOCK_N, SHIFT)
+    x, m_new, m_use = exponents(
+        s, m_i, factor, args.softcap, PARTIAL, config.has_score_mod, config.has_softcap, False,
+        BLOCK_N, SHIFT,
+    )  # fmt: skip
     next_alpha = gl.exp2(m_i - m_use)
     left, right = halves(x)
     left = gl.exp2(left)
     sums = thread_sums(left, BLOCK_N)
     # Never blocks; it ends the basic block, across which ptxas does not move the wait for PV up. The instructions after
     # the wait (sum, rounding) fill the issue slots that the other half of the exponentials leaves.
-    mbarrier.wait(v_full.index(stage), phase)
+    mbarrier.wait(args.v_full.index(stage), phase)
     pv = warpgroup_mma_wait(0, deps=(pv,))
-    mbarrier.arrive(kv_empty.index(stage), count=1)
+    mbarrier.arrive(args.kv_empty.index(stage), count=1)
     right = gl.exp2(right)
     acc = _accumulate(acc, alpha, pv)
     return pack_halves(left, right), acc, next_alpha, m_new, sums + thread_sums(right, BLOCK_N)
@@ -124,25 +147,18 @@ def _tile(
 
 @gluon.jit
 @no_type_check
-def _consumer(
-    shared, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, HAS_SCORE_MOD: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_FULL: gl.constexpr, PERSISTENT: gl.constexpr,
-):  # fmt: skip
+def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     """Consumer loop of one warpgroup: 64 rows of every work tile."""
-    (
-        out_desc, lse_ptr, sinks_ptr, scales_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, work_list_ptr, work_count,
-        descriptors, descriptor_full, current, begin, partial_end, end, first_bitmap, tile_bitmap_ptr, bitmaps_ptr,
-        q_smem, out_smem, kv_buffers, q_full, q_empty, q_len, heads, scale, softcap,
-    ) = shared  # fmt: skip
+    BLOCK_N: gl.constexpr = config.block_n
+    STAGES: gl.constexpr = config.stages
+    Q_STAGES: gl.constexpr = config.q_stages
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
     word_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bit_layout(BLOCK_N)))
     rows_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    v_smem, v_full = kv_buffers[1], kv_buffers[3]
     word_row = gl.arange(0, 64, layout=gl.SliceLayout(1, word_layout))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, word_layout))
-    words_ptr = bitmaps_ptr + GROUP * 256 + word_row[:, None] * 4 + word[None, :]
+    words_ptr = args.bitmaps_ptr + GROUP * 256 + word_row[:, None] * 4 + word[None, :]
 
     acc = gl.full([64, D], 0.0, gl.float32, layout=acc_layout)
     m_i = gl.full([64], float("-inf"), gl.float32, layout=rows_layout)
@@ -150,12 +166,17 @@ def _consumer(
     l_i = gl.full([64, 4], 0.0, gl.float32, layout=word_layout)
     packed = gl.full([64, BLOCK_N // 16, 4], 0, gl.int32, layout=gl.SliceLayout(3, quad_layout(BLOCK_N)))
     count = 0
-    factor = scale * gl.load(scales_ptr + (current[1] * heads + current[2]) * 2)
-    next_words = _words(words_ptr, first_bitmap)
+    work_tile = args.work_tile
+    begin = args.begin
+    partial_end = args.partial_end
+    end = args.end
+    tile_bitmap_ptr = args.tile_bitmap_ptr
+    factor = args.scale * gl.load(args.scales_ptr + (work_tile.b * args.heads + work_tile.h) * 2)
+    next_words = _words(words_ptr, args.bitmap)
     bitmap = gl.load(tile_bitmap_ptr + begin + 1)
     # The first PV matmul has no previous tile. It reads zeros: 0 * NaN is NaN.
     zeros_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    v_smem.index(0)._reinterpret(gl.int32, [D, BLOCK_N // 4], tile_layout(gl.int32, D, BLOCK_N // 4, 2)).store(
+    args.v_smem.index(0)._reinterpret(gl.int32, [D, BLOCK_N // 4], tile_layout(gl.int32, D, BLOCK_N // 4, 2)).store(
         gl.full([D, BLOCK_N // 4], 0, gl.int32, layout=zeros_layout)
     )
     fence_async_shared()
@@ -165,13 +186,13 @@ def _consumer(
     number = gl.program_id(0)
     # Triton would take a copy of `number` for loop-invariant.
     previous_number = hide_from_compiler(number)
-    previous_tile = carry_coordinates(current, SPLIT, False)
+    previous_tile = carry_work_tile(work_tile, config)
     work_index = 0
-    while number < work_count:
+    while number < args.work_count:
         q_stage = work_index % Q_STAGES
-        q_rows = q_smem.index(q_stage * GROUPS + GROUP)
-        mbarrier.wait(q_full.index(q_stage), (work_index // Q_STAGES) & 1)
-        rest = gl.maximum(begin + 1, partial_end) if HAS_FULL else end
+        q_rows = args.q_smem.index(q_stage * GROUPS + GROUP)
+        mbarrier.wait(args.q_full.index(q_stage), (work_index // Q_STAGES) & 1)
+        rest = gl.maximum(begin + 1, partial_end) if config.has_full else end
         for tile in range(begin, rest):
             words = next_words
             next_words = _words(words_ptr, bitmap)
@@ -180,17 +201,14 @@ def _consumer(
             if tile == begin:
                 m_old = gl.full([64], float("-inf"), gl.float32, layout=rows_layout)
             packed, acc, alpha, m_new, sums = _tile(
-                kv_buffers, count, q_rows, packed, acc, alpha, m_old, words,
-                tile < partial_end, factor, softcap, GROUP, BLOCK_N, STAGES, True, HAS_SCORE_MOD, HAS_SOFTCAP,
+                args, count, q_rows, packed, acc, alpha, m_old, words, tile < partial_end, factor, GROUP, True, config
             )  # fmt: skip
-            if PERSISTENT:
+            if config.persistent:
                 if tile == begin:
                     if work_index > 0:
                         epilogue(
-                            acc, m_i - SHIFT, l_i, work_list_ptr + previous_number * SIZE, previous_tile,
-                            out_smem.index(GROUP), out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr,
-                            counters_ptr, sinks_ptr, q_len, heads, q_len, D, GROUP, GROUPS, D, True, False, SPLIT,
-                            HAS_SINKS, False, scales_ptr=scales_ptr,
+                            acc, m_i - SHIFT, l_i, args.work_list_ptr + previous_number * SIZE, previous_tile, 0,
+                            args.out_smem.index(GROUP), args, GROUP, True, False, config,
                         )  # fmt: skip
                         acc = cleared(acc)
                         l_i = cleared(l_i)
@@ -198,41 +216,42 @@ def _consumer(
             l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, word_layout))[:, None] + sums
             count += 1
 
-        if HAS_FULL:
+        if config.has_full:
             # Full tiles: no bitmaps, and no epilogue of the previous work tile.
             for _ in range(rest, end):
                 packed, acc, alpha, m_i, sums = _tile(
-                    kv_buffers, count, q_rows, packed, acc, alpha, m_i, next_words,
-                    False, factor, softcap, GROUP, BLOCK_N, STAGES, False, HAS_SCORE_MOD, HAS_SOFTCAP,
+                    args, count, q_rows, packed, acc, alpha, m_i, next_words, False, factor, GROUP, False, config
                 )  # fmt: skip
                 l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, word_layout))[:, None] + sums
                 count += 1
-        mbarrier.arrive(q_empty.index(q_stage), count=1)
+        mbarrier.arrive(args.q_empty.index(q_stage), count=1)
         previous_number = number
-        previous_tile = current
-        number = work_count
-        if PERSISTENT:
-            mbarrier.wait(descriptor_full.index(work_index % DESCRIPTOR_STAGES), (work_index // DESCRIPTOR_STAGES) & 1)
-            number = descriptor_field(descriptors, work_index, INDEX_FIELD)
-            begin = hide_from_compiler(descriptor_field(descriptors, work_index, 3))
-            partial_end = hide_from_compiler(descriptor_field(descriptors, work_index, 4))
-            end = hide_from_compiler(descriptor_field(descriptors, work_index, 5))
-            current = load_coordinates(descriptors, work_index, SPLIT, False)
-            factor = scale * gl.load(scales_ptr + (current[1] * heads + current[2]) * 2)
-            next_words = _words(words_ptr, descriptor_field(descriptors, work_index, 10))
+        previous_tile = work_tile
+        number = args.work_count
+        if config.persistent:
+            descriptors = args.descriptors
+            mbarrier.wait(
+                args.descriptor_full.index(work_index % DESCRIPTOR_STAGES), (work_index // DESCRIPTOR_STAGES) & 1
+            )
+            number = descriptor_field(descriptors, work_index, LIST_INDEX)
+            begin = hide_from_compiler(descriptor_field(descriptors, work_index, BEGIN))
+            partial_end = hide_from_compiler(descriptor_field(descriptors, work_index, PARTIAL_END))
+            end = hide_from_compiler(descriptor_field(descriptors, work_index, END))
+            work_tile = load_work_tile(descriptors, work_index, config)
+            factor = args.scale * gl.load(args.scales_ptr + (work_tile.b * args.heads + work_tile.h) * 2)
+            next_words = _words(words_ptr, descriptor_field(descriptors, work_index, BITMAP))
             bitmap = gl.load(tile_bitmap_ptr + begin + 1)
         work_index += 1
 
     stage = count % STAGES
-    mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+    mbarrier.wait(args.v_full.index(stage), (count // STAGES) & 1)
     p8 = probabilities_operand(packed, gl.DotOperandLayout(0, acc_layout, 4))
     zero_acc = gl.full([64, D], 0.0, gl.float32, layout=acc_layout)
-    pv = warpgroup_mma(p8, v_smem.index(stage).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    pv = warpgroup_mma(p8, args.v_smem.index(stage).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     pv = warpgroup_mma_wait(0, deps=(pv,))
     epilogue(
-        _accumulate(acc, alpha, pv), m_i - SHIFT, l_i, work_list_ptr + previous_number * SIZE, previous_tile,
-        out_smem.index(GROUP), out_desc, lse_ptr, sinks_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr, sinks_ptr,
-        q_len, heads, q_len, D, GROUP, GROUPS, D, True, False, SPLIT, HAS_SINKS, False, scales_ptr=scales_ptr,
+        _accumulate(acc, alpha, pv), m_i - SHIFT, l_i, args.work_list_ptr + previous_number * SIZE, previous_tile, 0,
+        args.out_smem.index(GROUP), args, GROUP, True, False, config,
     )  # fmt: skip
     tma.store_wait(0)
 
@@ -262,87 +281,45 @@ def fp8_forward_kernel(
     q_len,
     scale,
     softcap,
-    BLOCK_N: gl.constexpr,
-    SLAB: gl.constexpr,  # 0, or BLOCK_N with compacted columns
-    STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    HAS_SCORE_MOD: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    HAS_FULL: gl.constexpr,
-    PERSISTENT: gl.constexpr,
+    CONFIG: gl.constexpr,  # ForwardConfig with `transposed_v`; slab is 0, or block_n with compacted columns
     USE_PDL: gl.constexpr,
 ):
     launch_next_and_wait(USE_PDL)
+    BLOCK_N: gl.constexpr = CONFIG.block_n
     dtype: gl.constexpr = q_desc.dtype
-    layout: gl.constexpr = tile_layout(dtype, BLOCK_N, D, 2)
-    q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS, 64, D], layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, D, BLOCK_N], tile_layout(dtype, D, BLOCK_N, 2))
+    q_smem = gl.allocate_shared_memory(dtype, [CONFIG.q_stages * GROUPS, 64, D], tile_layout(dtype, 64, D, 2))
+    k_smem = gl.allocate_shared_memory(dtype, [CONFIG.stages, BLOCK_N, D], tile_layout(dtype, BLOCK_N, D, 2))
+    v_smem = gl.allocate_shared_memory(dtype, [CONFIG.stages, D, BLOCK_N], tile_layout(dtype, D, BLOCK_N, 2))
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 64, D], tile_layout(out_desc.dtype, 64, D, 2))
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    descriptors = q_full
-    descriptor_full = q_full
-    if PERSISTENT:
-        # Only here, as in the kernel for 16 bits.
-        descriptors = gl.allocate_shared_memory(gl.int32, [DESCRIPTOR_STAGES, 32], descriptor_layout())
-        descriptor_full = gl.allocate_shared_memory(gl.int64, [DESCRIPTOR_STAGES, 1], mbarrier.MBarrierLayout())
+    barriers = allocate_barriers(CONFIG)
     lane = lane_number()
     start = gl.load(work_list_ptr + gl.program_id(0) * SIZE + lane)
-    for i in gl.static_range(max(STAGES, Q_STAGES)):
-        if i < Q_STAGES:
-            mbarrier.init(q_full.index(i), count=1)
-            mbarrier.init(q_empty.index(i), count=GROUPS)
-        if i < STAGES:
-            mbarrier.init(k_full.index(i), count=1)
-            mbarrier.init(v_full.index(i), count=1)
-            mbarrier.init(kv_empty.index(i), count=GROUPS)
-    if PERSISTENT:
-        for i in gl.static_range(DESCRIPTOR_STAGES):
-            mbarrier.init(descriptor_full.index(i), count=1)
-    # Stage 0 of V, the zeros before the first tile, counts as full.
-    mbarrier.arrive(v_full.index(0), count=1)
-    fence_async_shared()
-    work_count = shfl_idx(start, 12)
-    columns = shfl_idx(start, lane + FIELDS)
-    b = shfl_idx(start, 1)
-    h = shfl_idx(start, 2)
-    kv_head = h // heads_per_group
-    slab_head = h // heads_per_slab
-    copy_tile(columns, b, kv_head, slab_head, k_desc, k_compacted_desc, k_smem,
-               slab_view(k_smem, BLOCK_N, D, SLAB, STAGES), 0, k_full.index(0), 1, 0, BLOCK_N, D, SLAB, 0)  # fmt: skip
-    copy_q(start, q_desc, q_smem, 0, q_full.index(0), q_len, D, GROUPS, D)
-    copy_tile(columns, b, kv_head, slab_head, v_desc, v_compacted_desc, v_smem, v_smem, 1, v_full.index(1), 1, 0,
-               BLOCK_N, D, SLAB, 0, True)  # fmt: skip
-
-    kv_buffers = (k_smem, v_smem, k_full, v_full, kv_empty)
-    shared = (
-        out_desc, lse_ptr, sinks_ptr, scales_ptr, chunk_out_ptr, chunk_ml_ptr, counters_ptr + 1, work_list_ptr,
-        work_count, descriptors, descriptor_full, first_coordinates(start, SPLIT, False), shfl_idx(start, 3),
-        shfl_idx(start, 4), shfl_idx(start, 5), shfl_idx(start, 10), tile_bitmap_ptr, bitmaps_ptr, q_smem, out_smem,
-        kv_buffers, q_full, q_empty, q_len, heads, scale, softcap,
-    )  # fmt: skip
+    init_barriers(barriers, CONFIG)
+    work_count = shfl_idx(start, WORK_COUNT)
     # One residue of q_len rows; rows past it are past the width, so TMA fills in zeros.
-    lists = (
-        q_desc, work_list_ptr, work_count, counters_ptr, descriptors, descriptor_full, tiles_ptr, q_smem, q_full,
-        q_empty, heads_per_group, q_len, D, 1, heads_per_slab,
+    producer_args = ProducerArgs(
+        q_desc=q_desc, work_list_ptr=work_list_ptr, work_count=work_count, counter_ptr=counters_ptr,
+        descriptors=barriers.descriptors, descriptor_full=barriers.descriptor_full, tiles_ptr=tiles_ptr,
+        q_smem=q_smem, q_full=barriers.q_full, q_empty=barriers.q_empty, heads_per_group=heads_per_group,
+        rows_per_residue=q_len, q_residue_stride=D, kv_step=1, heads_per_slab=heads_per_slab, k_desc=k_desc,
+        v_desc=v_desc, k_slab_desc=k_compacted_desc, v_slab_desc=v_compacted_desc, k_smem=k_smem, v_smem=v_smem,
+        k_full=barriers.k_full, v_full=barriers.v_full, kv_empty=barriers.kv_empty, k_residue_stride=0,
+        v_residue_stride=0, bias_desc=None, bias_smem=k_smem, bias_batch=0, bias_heads=0,
+    )  # fmt: skip
+    start_copies(producer_args, start, lane, CONFIG)
+    args = ConsumerArgs(
+        out_desc=out_desc, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, chunk_out_ptr=chunk_out_ptr,
+        chunk_ml_ptr=chunk_ml_ptr, counters_ptr=counters_ptr + 1, row_order_ptr=sinks_ptr,
+        work_list_ptr=work_list_ptr, work_count=work_count, descriptors=barriers.descriptors,
+        descriptor_full=barriers.descriptor_full, work_tile=first_work_tile(start, CONFIG),
+        begin=shfl_idx(start, BEGIN), partial_end=shfl_idx(start, PARTIAL_END),
+        end=shfl_idx(start, END), bitmap=shfl_idx(start, BITMAP), tile_bitmap_ptr=tile_bitmap_ptr,
+        bitmaps_ptr=bitmaps_ptr, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, bias_smem=k_smem, out_smem=out_smem,
+        q_full=barriers.q_full, q_empty=barriers.q_empty, k_full=barriers.k_full, v_full=barriers.v_full,
+        kv_empty=barriers.kv_empty, q_len=q_len, heads=heads, rows_per_residue=q_len, out_residue_stride=D,
+        scale=scale, softcap=softcap, pair=first_pair(start, CONFIG), scales_ptr=scales_ptr,
     )  # fmt: skip
     gl.warp_specialize(
-        [
-            (_consumer, (shared, 0, BLOCK_N, STAGES, Q_STAGES, SPLIT, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_SINKS, HAS_FULL,
-                         PERSISTENT)),
-            (_consumer, (shared, 1, BLOCK_N, STAGES, Q_STAGES, SPLIT, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_SINKS, HAS_FULL,
-                         PERSISTENT)),
-            (producer, (lists, k_desc, v_desc, k_compacted_desc, v_compacted_desc, k_smem, v_smem, k_full, v_full,
-            kv_empty,
-                         0, 0, None, k_smem, 0, 0, GROUPS, BLOCK_N, D, SLAB, STAGES, Q_STAGES, False, PERSISTENT,
-                         True)),
-        ],
-        [4, 1],
-        [240, 24],
+        [(_consumer, (args, 0, CONFIG)), (_consumer, (args, 1, CONFIG)), (producer, (producer_args, CONFIG))],
+        [4, 1], [240, 24],
     )  # fmt: skip
