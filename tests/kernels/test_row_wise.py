@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.errors import ArgumentError
+from stof.kernels.common import L2_SHARE
 from stof.kernels.implementation import Options, attend_once, tensors_of
 from stof.kernels.triton import row_lists
 from stof.kernels.triton.row_lists import RowWiseConfig, default_config, prepare
@@ -100,16 +102,18 @@ def test_against_float64(data: st.DataObject) -> None:
         if data.draw(st.booleans()):
             bias = bias.masked_fill(torch.rand(bias.shape) < 0.2, -torch.inf)
     sinks = data.draw(st.sampled_from([None, 0.0, -torch.inf]))
-    check(
-        inputs.qkv,
-        layout,
-        keep,
-        data.draw(kernel_configs()),
-        bias=bias,
-        sinks=None if sinks is None else torch.cat([torch.full((1,), sinks), torch.randn(heads - 1)]),
-        softcap=data.draw(st.sampled_from([None, None, 0.5, 20.0])),
-        scale=data.draw(st.sampled_from([None, None, 0.0, -0.7])),
-    )
+    # How many heads run side by side: one, some, all of these small ones.
+    with mock.patch("stof.kernels.triton.row_wise.L2_SHARE", data.draw(st.sampled_from([0, 4096, L2_SHARE]))):
+        check(
+            inputs.qkv,
+            layout,
+            keep,
+            data.draw(kernel_configs()),
+            bias=bias,
+            sinks=None if sinks is None else torch.cat([torch.full((1,), sinks), torch.randn(heads - 1)]),
+            softcap=data.draw(st.sampled_from([None, None, 0.5, 20.0])),
+            scale=data.draw(st.sampled_from([None, None, 0.0, -0.7])),
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

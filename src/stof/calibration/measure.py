@@ -67,6 +67,9 @@ _GRID_SHAPES = (
 _OTHER_SHAPES = (
     "8,12,64,384", "1,8,64,1024", "1,32,8,128,2048,2048", "1,6,128,512", "4,16,64,2048", "2,16,96,1536",
 )  # fmt: skip
+# Scattered keys: nothing is shared by the rows of a row block, nor by row blocks.
+_RANDOM_SHAPES = ("1,12,64,4096", "16,12,64,1024", "1,32,128,8192", "2,32,8,128,4096,4096")
+_RANDOM_MASKS = ("random0.1%", "random0.5%", "random1%", "random2%", "random5%", "random10%", "random30%", "random60%")
 _DECODE_SHAPES = (
     "16,32,8,128,1,16384", "16,32,8,128,1,65536", "1,32,8,128,1,16384", "16,12,12,64,1,4096", "4,8,8,128,1,8192",
 )  # fmt: skip
@@ -80,6 +83,7 @@ CELLS: tuple[tuple[str, str], ...] = (
     *((mask, shape) for shape in _GRID_SHAPES for mask in GRID_MASKS),
     *((mask, shape) for shape in _OTHER_SHAPES for mask in GRID_MASKS if mask != "dilated"),
     *((mask, "1,16,256,4096") for mask in ("full", "causal", "window512", "longformer", "strided")),
+    *((mask, shape) for shape in _RANDOM_SHAPES for mask in _RANDOM_MASKS),
     *((mask, shape) for shape, of_shape in _BIAS_CELLS for mask in of_shape),
     *(
         (mask, shape)

@@ -53,6 +53,21 @@ def pattern_ranges(pattern_of: list[list[int]], group: int) -> list[tuple[slice,
     return out
 
 
+# Bytes of K and V that heads side by side may keep in the L2 cache together (an H200 has 50 MB).
+L2_SHARE = 32 * 2**20
+
+
+def heads_in_l2(heads: int, bytes_per_head: int, share: int) -> int:
+    """How many of `heads` run side by side so that their K and V take at most `share` bytes; it divides `heads`.
+
+    Args:
+        heads: (batch, query head) pairs of the call.
+        bytes_per_head: K and V of one; where query heads share a key head, that one's bytes divided among them.
+    """
+    most = min(heads, max(1, share // max(1, bytes_per_head)))
+    return next(side for side in range(most, 0, -1) if heads % side == 0)
+
+
 def parts_of(tiles: Tensor, split_tiles: int) -> Tensor:
     """Items that each row block is cut into, given its number of tiles; at least 1."""
     if not split_tiles:

@@ -49,6 +49,9 @@ _FP8_TILE = 0.73
 # Bytes of tiles that thread blocks get from an H200's L2 cache in a microsecond, if that alone were to bind: not a rate
 # that was seen (tiles got 8 million at best); of 8.3 to 10 million the one with the best picks among measurements.
 _L2 = 9.4e6
+# The same for the gathered tiles of Triton's kernel at head_dim 128: 4.6 to 5.0 million under random masks of 1 to 5 %,
+# at most 5.3 under strided ones. Where row blocks share columns, the constants of tiles hold less.
+_GATHERED_L2 = 4.9e6
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12
 # What PyTorch takes to lay a bias out in other rows, against copying it as it lies: a guess, its reads are scattered.
@@ -359,9 +362,10 @@ def critical_load(
     load[4] += math.ceil(math.log2(most)) if in_pairs else most * (most > 1)
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
     memory_us = _bytes(call, touched) / model.bytes_per_us
-    if choice.implementation in ON_HOPPER:
+    rate = _L2 if choice.implementation in ON_HOPPER else _GATHERED_L2 if layout.slab is not None else None
+    if rate is not None:
         copied = float(tiles.sum()) * groups / masks
-        memory_us = overlapped(memory_us, _tile_bytes(call, layout.block_n, copied) / _L2)
+        memory_us = overlapped(memory_us, _tile_bytes(call, layout.block_n, copied) / rate)
     return load, filled, memory_us
 
 

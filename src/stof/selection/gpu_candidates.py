@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stof.kernels.common import L2_SHARE, heads_in_l2
 from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.config import FP8_STAGES, FP8_TILE, SMALL_TILE, blocks_per_sm, padded_width
 from stof.layout import LayoutConfig
@@ -69,9 +70,7 @@ _CHUNK_KEYS_OF_ONE = 768
 _LONG, _MOSTLY_LONG = 8, 10.5
 # And from which on pairs lose: at 64 (causal, 8192 tokens) 10 %; at 16 (full, 1024) they win by 1 %.
 _LONG_PAIRS = 24
-# Bytes of K and V that heads side by side may keep in the L2 cache (the H200 has 50 MB).
-_L2_SHARE = 32 * 2**20
-# The Hopper kernel's thread blocks keep step less well, so they want more room.
+# As `L2_SHARE`. The Hopper kernel's thread blocks keep step less well, so they want more room.
 _HOPPER_L2_SHARE = 16 * 2**20
 
 
@@ -280,13 +279,8 @@ def _variants(choice: KernelChoice, call: CallSpec) -> Iterator[KernelChoice]:
             yield replace(choice, kernel=replace(choice.kernel, split_tiles=keys // choice.layout.block_n))
 
 
-def _side(call: CallSpec, share: int = _L2_SHARE) -> int:
+def _side(call: CallSpec, share: int = L2_SHARE) -> int:
     """Heads side by side: as many as keep their K and V in the L2 cache together, 0 for all of them."""
-    per_head = call.kv_len * (call.head_dim + call.value_dim) * call.dtype.itemsize
-    per_head = per_head * call.kv_heads // call.heads
-    groups = call.batch * call.heads
-    most = max(1, share // max(1, per_head))
-    if most >= groups:
-        return 0
-    # A divisor leaves no group of heads smaller than the others.
-    return max(side for side in range(1, most + 1) if groups % side == 0)
+    kv_bytes = call.kv_heads * call.kv_len * (call.head_dim + call.value_dim) * call.dtype.itemsize
+    side = heads_in_l2(call.batch * call.heads, kv_bytes // call.heads, share)
+    return 0 if side == call.batch * call.heads else side

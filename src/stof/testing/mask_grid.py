@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -110,14 +112,24 @@ GRID: dict[str, GridMask] = {
 
 
 def grid_mask(name: str) -> GridMask:
-    """The grid's mask of that name.
+    """The grid's mask of that name, or of `random2%` and the like: so many scores, drawn with seed 0.
 
     Raises:
         ArgumentError: no such mask; lists those there are.
     """
+    random = re.fullmatch(r"random(\d+(?:\.\d+)?)%", name)
+    if random is not None and 0 < float(random[1]) <= 100:
+        return GridMask(name, lambda s: random_mask(s, float(random[1]) / 100), dense_like=False)
     if name not in GRID:
-        raise ArgumentError(f"unknown benchmark mask {name!r}; there are {', '.join(GRID)}")
+        raise ArgumentError(f"unknown benchmark mask {name!r}; there are {', '.join(GRID)}, and random2% and the like")
     return GRID[name]
+
+
+@functools.lru_cache(maxsize=4)
+def random_mask(length: int, share: float) -> Mask:
+    """A dense mask `[length, length]` that keeps each score with probability `share`, drawn with seed 0 on the CPU."""
+    scores = torch.rand(length, length, generator=torch.Generator().manual_seed(0), device="cpu")
+    return masks.from_dense(scores < share)
 
 
 def decode_masks(shape: Shape, window: int) -> list[GridMask]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stof.errors import ArgumentError
+from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.graph_space import GraphSpace
 from stof.fusion.planner.heuristics import heuristic_choices, tuning_key
 from stof.fusion.planner.match import FusionChoice, TemplateMatch
@@ -72,7 +73,7 @@ def _fitting(
     graph: GraphSpace, replay: Replay, locked: LockedGraph, report: FusionReport
 ) -> tuple[dict[int, FusionChoice], list[range], set[tuple[str, str]]]:
     """Return the locked choices that work here, segments of the others, and the configurations that failed."""
-    segments = {segment.start: segment for segment in locked.scheme.segments}
+    segments = {segment.start: segment for segment in Scheme.from_bits(locked.scheme).segments}
     chosen: dict[int, FusionChoice] = {}
     left: list[range] = []
     bad: set[tuple[str, str]] = set()

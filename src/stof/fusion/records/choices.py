@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stof.fusion.records.typed_json import from_json, to_json
 from stof.runtime.files import read_or_ignore, remembering, slug, sole_writer, write_checked
 
 VERSION = 2
@@ -55,18 +56,13 @@ def read_choices(path: Path) -> Choices:
 
 def choices_of(content: Mapping[str, Any]) -> Choices:
     """The choices in the content of a file."""
-    return {
-        str(key): TunedConfig(str(one["config"]), float(one["template_us"]), float(one["inductor_us"]))
-        for key, one in content["choices"].items()
-    }
+    choices: Choices = from_json(Choices, content["choices"])
+    return choices
 
 
 def choices_to_json(choices: Choices) -> dict[str, Any]:
     """Sorted, times in four digits: files that are compared by eye."""
-    return {
-        key: {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in asdict(one).items()}
-        for key, one in sorted(choices.items())
-    }
+    return {key: to_json(one, digits=4) for key, one in sorted(choices.items())}
 
 
 def update_choices(path: Path, device: str, new: Choices, without: Set[str] = frozenset()) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ import torch
 
 from stof.errors import LockFileError
 from stof.fusion.graph.scheme import Scheme
-from stof.fusion.records.choices import Choices, choices_of, choices_to_json
+from stof.fusion.records.choices import Choices, choices_to_json
 from stof.fusion.records.report import FusionReport
+from stof.fusion.records.typed_json import from_json, to_json
 from stof.runtime.files import read_checked, write_checked
 from stof.tuning.machine import package_version
 from stof.version import __version__
@@ -45,11 +47,17 @@ class LockedSegment:
 
 @dataclass(frozen=True)
 class LockedGraph:
-    """A graph's scheme, its segments that templates compute, and whether norms' weights were folded for them."""
+    """A graph's scheme as bits, whether norms' weights were folded, and the segments that templates compute."""
 
-    scheme: Scheme
+    scheme: str
+    fold: bool
     segments: tuple[LockedSegment, ...]
-    fold: bool = False
+
+    def __post_init__(self) -> None:
+        places = [at for segment in self.segments for at in segment.at]
+        starts = {segment.start for segment in Scheme.from_bits(self.scheme).segments}
+        if len(set(places)) < len(places) or not starts.issuperset(places):
+            raise ValueError("segments do not fit their scheme")
 
 
 @dataclass
@@ -70,7 +78,7 @@ class Lock:
                     at.setdefault((row.operators, row.template, row.config), []).append(row.start)
             segments = tuple(LockedSegment(*names, tuple(places)) for names, places in at.items())
             if report.graph:
-                self.graphs[report.graph] = LockedGraph(Scheme.from_bits(report.scheme), segments, report.fold)
+                self.graphs[report.graph] = LockedGraph(report.scheme, report.fold, segments)
             self.choices |= report.choices
 
     def folds(self, graph: str) -> bool:
@@ -80,20 +88,9 @@ class Lock:
 
     def write(self, path: Path) -> None:
         """Write it whole."""
-        graphs = {
-            key: {
-                "scheme": graph.scheme.bits,
-                "fold": graph.fold,
-                "segments": [
-                    {"segment": s.segment, "template": s.template, "config": s.config, "at": list(s.at)}
-                    for s in graph.segments
-                ],
-            }
-            for key, graph in sorted(self.graphs.items())
-        }
         head = {"stof_lock": VERSION, "device": self.device, "versions": self.versions}
         lines = [f'"{name}": {json.dumps(value)}' for name, value in head.items()]
-        lines += [f'"graphs": {_graph_lines(graphs)}', f'"choices": {_lines(choices_to_json(self.choices))}']
+        lines += [f'"graphs": {_graph_lines(self.graphs)}', f'"choices": {_lines(choices_to_json(self.choices))}']
         write_checked(path, "{" + ",\n ".join(lines) + "}")
 
 
@@ -104,31 +101,12 @@ def read_lock(path: Path) -> Lock:
         LockFileError: there is none, it is no lock, its version is another one, or it has changed since it was written.
     """
     try:
-        return read_checked(path, "stof_lock", VERSION, _lock)
+        return read_checked(path, "stof_lock", VERSION, partial(from_json, Lock))
     except (OSError, ValueError) as error:
         raise LockFileError(
             f"{path} is not a usable lock file: {error}. Restore it from version control, or delete it and write it "
             "anew with `stof tune MODEL --lock FILE`; it cannot be edited by hand"
         ) from None
-
-
-def _lock(data: dict[str, Any]) -> Lock:
-    graphs = {str(key): _graph(value) for key, value in data["graphs"].items()}
-    versions = {str(name): str(value) for name, value in data["versions"].items()}
-    return Lock(str(data["device"]), versions, graphs, choices_of(data))
-
-
-def _graph(value: Any) -> LockedGraph:
-    scheme = Scheme.from_bits(value["scheme"])
-    first = {segment.start for segment in scheme.segments}
-    segments = tuple(
-        LockedSegment(str(s["segment"]), str(s["template"]), str(s["config"]), tuple(int(at) for at in s["at"]))
-        for s in value["segments"]
-    )
-    places = [at for segment in segments for at in segment.at]
-    if len(set(places)) < len(places) or not first.issuperset(places):
-        raise ValueError("segments do not fit their scheme")
-    return LockedGraph(scheme, segments, bool(value["fold"]))
 
 
 def _lines(entries: dict[str, Any]) -> str:
@@ -137,12 +115,12 @@ def _lines(entries: dict[str, Any]) -> str:
     return "{\n" + inner + "}" if inner else "{}"
 
 
-def _graph_lines(graphs: dict[str, Any]) -> str:
+def _graph_lines(graphs: dict[str, LockedGraph]) -> str:
     """One segment a line."""
     parts = []
-    for key, graph in graphs.items():
-        rows = ",\n".join(f"   {json.dumps(row)}" for row in graph["segments"])
-        head = f'"scheme": "{graph["scheme"]}", "fold": {json.dumps(graph["fold"])}'
+    for key, graph in sorted(graphs.items()):
+        rows = ",\n".join(f"   {json.dumps(to_json(row))}" for row in graph.segments)
+        head = f'"scheme": "{graph.scheme}", "fold": {json.dumps(graph.fold)}'
         parts.append(f'  "{key}": {{{head}, "segments": [\n{rows}]}}')
     return "{\n" + ",\n".join(parts) + "}" if parts else "{}"
 

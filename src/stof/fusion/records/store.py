@@ -12,11 +12,12 @@ import json
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from stof.fusion.records.typed_json import from_json, to_json
 from stof.runtime.files import cache_folder, read_or_ignore, remembering, sole_writer, write_checked
 from stof.tuning.machine import device_name, package_version
 
@@ -34,6 +35,10 @@ class SegmentTimes:
 
     times: dict[Candidate | None, float] = field(default_factory=dict)
     per_segment: int = 0
+
+    def __post_init__(self) -> None:
+        if any(time <= 0 or math.isnan(time) for time in self.times.values()):
+            raise ValueError("times are positive")
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,10 @@ class Records:
     checks: dict[str, str] = field(default_factory=dict)
     results: dict[str, GraphRecord] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not all(0 < time < math.inf for times in self.races.values() for time in times):
+            raise ValueError("times are positive")
+
 
 class Store:
     """A folder of measurements.
@@ -76,7 +85,7 @@ class Store:
 
     def load(self) -> Records:
         """What the file holds; a file that was damaged is ignored with a warning."""
-        return read_or_ignore(self.path, "version", VERSION, _contents, Records())
+        return read_or_ignore(self.path, "version", VERSION, partial(from_json, Records), Records())
 
     def update(self, new: Records) -> None:
         """Add to the file; newer times take the place of older ones."""
@@ -88,64 +97,8 @@ class Store:
             merged.races |= new.races
             merged.checks |= new.checks
             merged.results |= new.results
-            write_checked(self.path, json.dumps(self._data(merged), indent=1))
-
-    def _data(self, contents: Records) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "environment": self.environment,
-            "segments": {
-                key: {
-                    "times": [[c, None if math.isinf(time) else time] for c, time in entry.times.items()],
-                    "per_segment": entry.per_segment,
-                }
-                for key, entry in contents.segments.items()
-            },
-            "races": contents.races,
-            "checks": contents.checks,
-            "results": {
-                key: {"per_segment": one.per_segment, "segments": one.segments} for key, one in contents.results.items()
-            },
-        }
-
-
-def _entry(value: Any) -> SegmentTimes:
-    times: dict[Candidate | None, float] = {}
-    for candidate, time in value["times"]:
-        if candidate is not None:
-            template, config = candidate
-            candidate = (str(template), str(config))
-        times[candidate] = math.inf if time is None else float(time)
-    if any(time <= 0 or math.isnan(time) for time in times.values()):
-        raise ValueError("times are positive")
-    return SegmentTimes(times, int(value["per_segment"]))
-
-
-def _race(value: Any) -> tuple[float, float]:
-    fused, plain = (float(time) for time in value)
-    if not (0 < fused < math.inf and 0 < plain < math.inf):
-        raise ValueError("times are positive")
-    return fused, plain
-
-
-def _check(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a check is text")
-    return value
-
-
-def _result(value: Any) -> GraphRecord:
-    segments = ((int(start), int(stop), str(name), str(config)) for start, stop, name, config in value["segments"])
-    return GraphRecord(int(value["per_segment"]), tuple(segments))
-
-
-def _contents(data: Mapping[str, Any]) -> Records:
-    return Records(
-        {key: _entry(value) for key, value in data["segments"].items()},
-        {key: _race(value) for key, value in data["races"].items()},
-        {key: _check(value) for key, value in data["checks"].items()},
-        {key: _result(value) for key, value in data["results"].items()},
-    )
+            head = {"version": VERSION, "environment": self.environment}
+            write_checked(self.path, json.dumps(head | to_json(merged), indent=1))
 
 
 def segment_key(key: Hashable) -> str:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from stof.kernels.common import empty_output
+from stof.kernels.common import L2_SHARE, empty_output, heads_in_l2
 from stof.kernels.implementation import BoundCall, Options, attend_once
 from stof.kernels.triton.row_lists import RowLists, default_config
 from stof.kernels.triton.row_wise_kernel import row_wise_kernel
@@ -38,17 +38,20 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: RowLists, options: Options) 
     out = empty_output(q, v)
     mask_batch, mask_heads = prepared.pattern_of.shape
     config = prepared.config or default_config(max(head_dim, value_dim), prepared.most, q.element_size())
+    row_programs = -(-q_len // config.rows)
+    kv_bytes = kv_heads * kv_len * (head_dim + value_dim) * q.element_size()
+    side = heads_in_l2(batch * heads, kv_bytes // heads, L2_SHARE)
     bias_strides = [0, 0, 0, 0]
     if bias is not None:
         bias_strides = [0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)]
     ready = Launch(
         row_wise_kernel,
-        -(-q_len // config.rows) * batch * heads,
+        row_programs * batch * heads,
         (prepared.pattern_of, prepared.rows, prepared.row_ptr, prepared.columns),
         (
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride(), *bias_strides,
             0 if mask_batch == 1 else mask_heads, 0 if mask_heads == 1 else 1,
-            batch * heads, heads, q_len,
+            heads, q_len, side, row_programs,
             # Scores are in base 2; under a softcap the scale is inside the tanh and the base outside.
             scale / softcap if softcap else scale * LOG2E, softcap * LOG2E,
         ),

@@ -67,7 +67,7 @@ def row_wise_kernel(
     stride_ob, stride_oh, stride_os, stride_od,
     stride_bb, stride_bh, stride_bm, stride_bn,
     stride_pb, stride_ph,
-    batch_heads, heads, q_len, scale, softcap,
+    heads, q_len, side, row_programs, scale, softcap,
     GROUP: tl.constexpr,
     ONE_PATTERN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -83,12 +83,14 @@ def row_wise_kernel(
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next_and_wait(USE_PDL)
-    # Heads are fastest: programs that run at the same time read the same column lists.
+    # `side` heads at a time, whose K and V stay in the L2 cache together. Heads are fastest: programs that run at the
+    # same time read the same column lists.
     program = tl.program_id(0)
-    i_bh = program % batch_heads
+    group_programs = side * row_programs
+    i_bh = program // group_programs * side + program % side
     i_b = (i_bh // heads).to(tl.int64)
     i_h = (i_bh % heads).to(tl.int64)
-    position = program // batch_heads * ROWS
+    position = program % group_programs // side * ROWS
     pattern = tl.zeros([], dtype=tl.int64)
     if not ONE_PATTERN:
         pattern = tl.load(pattern_ptr + i_b * stride_pb + i_h * stride_ph).to(tl.int64)
