@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention import run as race
-from benchmarks.paper.experiment import Cell, Report, Row
+from benchmarks.paper.experiment import NO_MEMORY, Cell, Report, Row
 from benchmarks.paper.masks import neighborhoods, paper_masks
 from benchmarks.peers import Call, Peer, peer
 from stof.testing.attention_check import AttentionProblem
@@ -129,25 +129,13 @@ def _cell(parts: tuple[str, ...], mask: GridMask, shape: Shape, device: torch.de
     )
 
     def measure(wanted: Sequence[Row], report: Report, timed: bool) -> list[Row]:
-        try:
-            return _measured(mask, shape, device, dtype, wanted, report, timed)
-        except torch.OutOfMemoryError:
-            if len(wanted) == 1:
-                raise
-        torch.cuda.empty_cache()
-        report("  too little memory for all at once, one by one:")
-        found: list[Row] = []
-        for row in wanted:
-            found += measure_alone(row, report, timed)
-        return found
-
-    def measure_alone(row: Row, report: Report, timed: bool) -> list[Row]:
-        try:
-            return _measured(mask, shape, device, dtype, [row], report, timed)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            report(f"  {row.impl}: skipped, too little memory")
-            return [replace(row, note="skipped: too little memory on this GPU")]
+        found = _measured(mask, shape, device, dtype, wanted, report, timed)
+        without = [row for row in found if row.note == NO_MEMORY]
+        if not without or len(wanted) == 1 or not timed:
+            return found
+        report("  too little memory for all at once, those without are measured one by one:")
+        alone = {row.impl: _measured(mask, shape, device, dtype, [row], report, timed)[0] for row in without}
+        return [alone.get(row.impl, row) for row in found]
 
     return Cell(parts, rows, measure)
 
@@ -162,27 +150,35 @@ def _measured(
     timed: bool,
 ) -> list[Row]:
     """Check and time implementations on one cell, as `benchmarks attention` does."""
-    by_name: dict[str, Row] = {row.impl: row for row in wanted}
+    by_name: dict[str, Row] = {row.impl: replace(row, note="") for row in wanted}
     found: dict[str, Row] = {}
 
     def take(rows: list[race.Row], not_run: list[race.NotRun]) -> None:
         for row in rows:
             us = row.gpu_us if row.gpu_us is not None else row.call_us
-            note = "" if us is not None else "wrong result, not timed"
+            note = "" if us is not None or not timed else "wrong result, not timed"
             found[row.impl] = replace(by_name[row.impl], us=us, max_rel_err=row.max_rel_err, note=note)
         for missed in not_run:
-            found[missed.impl] = replace(by_name[missed.impl], note=missed.reason)
+            note = NO_MEMORY if missed.reason.startswith("OutOfMemoryError") else missed.reason
+            found[missed.impl] = replace(by_name[missed.impl], note=note)
 
-    race.run_attention(
-        [mask],
-        [shape],
-        [PEERS[name] for name in by_name],
-        device=device,
-        dtype=dtype,
-        report=lambda line: report(line) if line.startswith("  ") else None,
-        rounds=5,
-        check_rows=_CHECKED_ROWS,
-        timed=timed,
-        on_cell=take,
-    )
+    try:
+        race.run_attention(
+            [mask],
+            [shape],
+            [PEERS[name] for name in by_name],
+            device=device,
+            dtype=dtype,
+            report=lambda line: report(line) if line.startswith("  ") else None,
+            rounds=5,
+            check_rows=_CHECKED_ROWS,
+            timed=timed,
+            on_cell=take,
+        )
+    except torch.OutOfMemoryError:  # when several are timed in turn
+        found = {name: replace(row, note=NO_MEMORY) for name, row in by_name.items()}
+    except race.ContextLostError as lost:  # nothing more runs in this process; the next one leaves out who did that
+        return [replace(row, note=str(lost)) for name, row in by_name.items() if str(lost).startswith(f"{name} on ")]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return [found[name] for name in by_name]

@@ -68,6 +68,7 @@ class Row:
         return next((t for t in (self.us, self.ms, self.s) if t is not None), None)
 
 
+NO_MEMORY = "skipped: too little memory on this GPU"
 KEY = ("figure", "mask", "model", "batch", "length", "impl")
 Key = tuple[Any, ...]
 Report = Callable[[str], None]
@@ -161,13 +162,13 @@ def run(cells: Sequence[Cell], file: RowFile[Row], *, seconds: float, report: Re
             found = cell.measure(wanted, report, timed)
         except torch.OutOfMemoryError as error:
             report(f"  skipped, too little memory: {first_line(error)}")
-            found = [replace(row, note="skipped: too little memory on this GPU") for row in wanted]
+            found = [replace(row, note=NO_MEMORY) for row in wanted]
         except Exception as error:  # whatever a library raises must not end the other experiments
             report(f"  failed: {first_line(error)}")
             found = [replace(row, note=first_line(error)) for row in wanted]
-        problem = device_problem(file.device) if any(row.time is None for row in found) else ""
-        if problem:
-            raise StopError(f"the device no longer answers ({problem}): run the command again to go on")
         if timed:
             file.add([replace(row, **stamp, sources=sources(bool(row.model))) for row in found])
+        problem = device_problem(file.device) if len(found) < len(wanted) or any(row.note for row in found) else ""
+        if problem:
+            raise StopError(f"the device no longer answers ({problem}): run the command again to go on")
     return 0

@@ -21,7 +21,7 @@ import stof
 from benchmarks.failures import first_line
 from benchmarks.models.compare import lowest_cosine
 from benchmarks.paper.attention import native
-from benchmarks.paper.experiment import Cell, Report, Row
+from benchmarks.paper.experiment import NO_MEMORY, Cell, Report, Row
 from benchmarks.paper.masks import paper_masks
 from benchmarks.peers.mask_formats import MaskMod, WrittenMask
 from stof import masks
@@ -153,7 +153,10 @@ def with_attention(model: nn.Module, kind: str, mask: WrittenMask, length: int, 
         elif hasattr(part, "is_causal") or hasattr(part, "relative_attention_num_buckets"):
             if own not in forms:
                 forms[own] = _form(kind, mask, length, own, first.device, first.dtype)
-            part.paper_mask = forms[own]
+            if kind == "flex":
+                part.paper_mask = forms[own]
+            else:  # CUDA graphs copy what is no buffer in every call
+                part.register_buffer("paper_mask", forms[own], persistent=False)
     return changed
 
 
@@ -248,7 +251,7 @@ def _run(subject: Subject, row: Row, device: torch.device, timed: bool) -> Row:
             ms = wall_us({row.impl: call}, device, rounds=20)[row.impl] / 1e3 if timed else None
             return replace(row, ms=ms, max_rel_err=error)
     except torch.OutOfMemoryError:
-        return replace(row, note="skipped: too little memory on this GPU")
+        return replace(row, note=NO_MEMORY)
     except Exception as failure:  # whatever a compiler or a model raises must not end the comparison
         return replace(row, note=first_line(failure))
 

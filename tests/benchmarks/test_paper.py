@@ -160,17 +160,31 @@ def test_failures_and_too_little_memory_are_rows_that_say_so(tmp_path: Path) -> 
 
 
 def test_a_cell_too_large_for_all_is_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(mask: Any, shape: Any, device: Any, dtype: Any, wanted: Sequence[Row], *rest: Any) -> list[Row]:
-        if len(wanted) > 1 or wanted[0].impl == "native":
+    def race(masks: Any, shapes: Any, peers: Sequence[Any], on_cell: Any, **settings: Any) -> None:
+        if len(peers) > 1 or peers[0].name == "native":
             raise torch.OutOfMemoryError
-        return [replace(row, us=1.0) for row in wanted]
+        where = ("causal", 1, 12, 12, 64, 96, 96, "float32")
+        on_cell([attention.race.Row(*where, 0.5, peers[0].name, None, 1.0, 1.0, 0.0)], [])
 
-    monkeypatch.setattr(attention, "_measured", measured)
+    monkeypatch.setattr(attention.race, "run_attention", race)
     cell = attention.cells(CPU, torch.float32, lambda line: None)[0]
     found = {row.impl: row for row in cell.measure(cell.rows, lambda line: None, True)}
     assert found["native"].note == "skipped: too little memory on this GPU"
     assert found["stof"].us == 1.0
     assert len(found) == len(cell.rows)
+
+
+def test_who_loses_the_device_is_left_out_by_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def race(masks: Any, shapes: Any, peers: Sequence[Any], **settings: Any) -> None:
+        raise attention.race.ContextLostError("sdpa on causal B1: illegal access")
+
+    monkeypatch.setattr(attention.race, "run_attention", race)
+    monkeypatch.setattr(experiment, "device_problem", lambda device: "illegal access")
+    path, cell = tmp_path / "paper.json", attention.cells(CPU, torch.float32, lambda line: None)[0]
+    with pytest.raises(experiment.StopError, match="no longer answers"):
+        run([cell], open_file(path, CPU), seconds=99, report=lambda line: None)
+    left = missing(cell, open_file(path, CPU))
+    assert {row.impl for row in cell.rows} - {row.impl for row in left} == {"sdpa"}
 
 
 def test_one_cell_from_command_to_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
