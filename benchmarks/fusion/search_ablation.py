@@ -7,6 +7,7 @@ searches again, without a GPU.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -19,15 +20,21 @@ from typing import Any
 import torch
 from torch import fx
 
+import stof
 from benchmarks.fusion.layer import LayerShape, plain_layer, weights_of
-from stof.errors import ArgumentError
+from benchmarks.paper.models import subject_of
+from stof.errors import ArgumentError, StofError
+from stof.fusion.graph.fx_utils import copy_module, propagate
 from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.scheme import Scheme
+from stof.fusion.passes.horizontal_fusion import merge_gemms
+from stof.fusion.pipeline import rewrite_patches
 from stof.fusion.planner.baselines import exhaustive, random_search
 from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler, kind_of
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
 from stof.fusion.planner.two_stage_search import Sampling, SearchResult, two_stage
+from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Candidate, Records, SegmentTimes, Store, segment_key
 from stof.runtime.files import read_json
 
@@ -155,6 +162,33 @@ def layer_graph(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> 
     with torch.no_grad():
         torch.compile(plain_layer(shape), backend=keep, dynamic=False, fullgraph=True)(x, weights)
     return graphs[0]
+
+
+def model_graph(name: str, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> fx.GraphModule:
+    """Dynamo's graph of a model of `python -m benchmarks paper` with stof's attention, GEMMs merged as by the backend.
+
+    Of a model with several graphs, the largest.
+    """
+    graphs: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(copy_module(gm))
+        return gm.forward
+
+    subject = subject_of(name, batch, length, device, dtype)
+    model = copy.deepcopy(subject.model)
+    stof.optimize(model, mask=subject.mask.mask(length))  # prepares it in place
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=keep, dynamic=False)(**subject.inputs)
+    gm = max(graphs, key=lambda one: len(one.graph.nodes))
+    rewrite_patches(gm, FusionReport())
+    merge_gemms(gm.graph)
+    problem = propagate(gm)
+    if problem:
+        raise StofError(f"the graph of {name} cannot be rewritten: {problem}")
+    gm.recompile()
+    return gm
 
 
 def measured(

@@ -12,7 +12,16 @@ import torch
 
 from benchmarks.cli.models import search
 from benchmarks.fusion.layer import LayerShape
-from benchmarks.fusion.search_ablation import SHARES, Segment, Table, compare, layer_graph, measured, read_table
+from benchmarks.fusion.search_ablation import (
+    SHARES,
+    Segment,
+    Table,
+    compare,
+    layer_graph,
+    measured,
+    model_graph,
+    read_table,
+)
 from stof.errors import ArgumentError
 from stof.fusion.planner import match
 from stof.fusion.planner.match import TemplateMatch
@@ -68,6 +77,25 @@ def test_everything_is_measured_once_and_in_pieces(tmp_path: Path, monkeypatch: 
     assert [segment.places[:3] for segment in table.segments if len(segment.places) > 1] == [((0, 1), (1, 2), (2, 3))]
     written = json.loads(json.dumps(table.to_json()))
     assert Table.from_json(written) == table
+
+
+def test_a_whole_model_is_one_table_with_its_layers_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.paper import models
+
+    monkeypatch.setattr(match, "no_kernel", lambda device, dtype, serving: "")
+    monkeypatch.setattr(Template, "configs", lambda self, problem, serving: ["c" * i for i in range(4)])
+    monkeypatch.setitem(models.TINY, "bert-base", models._bert(2, 2) | {"vocab_size": 30000})
+    models.subject_of.cache_clear()
+    gm = model_graph("bert-base", 1, 64, torch.device("cpu"), torch.float32)
+    models.subject_of.cache_clear()
+    table, _ = measured(gm, Timer(), Store(tmp_path, {}), 100.0)
+    assert table is not None
+    places = {segment.label: len(segment.places) for segment in table.segments}
+    assert places["linear 128>512 + gelu"] == 2
+    assert any("128>384" in label for label in places)  # query, key and value are one GEMM
+    rows = {row.search: row for row in compare(table, seeds=2, shares=(1.0,))}
+    assert rows["stage 1 alone"].saved_us <= rows["two stages"].saved_us <= rows["exhaustive"].saved_us
 
 
 def test_searches_see_the_same_times() -> None:
