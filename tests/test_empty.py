@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import stof
 from stof import masks
-from stof.attention import masked_attention_op
 from stof.errors import ShapeError
 from stof.kernels.quantization import FP8
+from stof.operators import masked_attention_op
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import make_inputs
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import stof
 from stof import masks
-from stof.attention import masked_attention_op
 from stof.errors import ArgumentError, DeviceError, DtypeError, KernelError, ShapeError, UnsupportedError
 from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.quantization import FP8, Scales
+from stof.operators import masked_attention_op
 from stof.selection import IMPLEMENTATIONS, Candidate, KernelChoice, candidates, choose, failures
 from stof.selection.cost_model import load_model
 from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention

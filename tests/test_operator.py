@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stof
 from stof import masks
-from stof.attention import NUMBERED, masked_attention_op, varying_attention_op
 from stof.errors import DtypeError, MaskError, UnsupportedError
 from stof.layout import LayoutConfig
 from stof.masks.base import numbered_mask
+from stof.operators import NUMBERED, masked_attention_op, varying_attention_op
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs, spread
 

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from stof.errors import ArgumentError, KernelError, UnsupportedError
-from stof.kernels.implementation import BoundCall, Options
-from stof.kernels.quantization import Scales, wide_dtype, widened
-from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
+from stof.errors import KernelError
+from stof.kernels.implementation import Options
+from stof.kernels.quantization import Scales
 from stof.layout import LayoutConfig
 from stof.masks import Mask
-from stof.masks.base import numbered_mask
-from stof.masks.parse import mask_by_key
 from stof.masks.tensors import DenseMask, as_mask
 from stof.operators import (
-    MASKED,
-    VARYING,
-    empty_results,
-    forward_only,
+    NUMBERED,
+    PLAN,
+    TENSOR,
+    call_spec,
+    is_empty,
+    masked_attention_op,
+    plan_of,
     refuse_derivatives,
-    results_of_nothing,
-    scales_of,
+    run_call,
+    run_empty,
+    varying_attention_op,
 )
-from stof.plans.make import make_plan, make_sized_plan
+from stof.plans.make import make_plan
 from stof.plans.plan import Plan
-from stof.runtime.memory import lasting
 from stof.runtime.private import is_plain
-from stof.selection import IMPLEMENTATIONS, CallSpec, Explanation, refusals
+from stof.selection import Explanation
 from stof.validation import (
     check_bias,
     check_scale,
@@ -196,17 +194,17 @@ def attention(
         if not compiling:
             refuse_derivatives()
         # Planning and choosing are no graph code: the operator does both when it runs.
-        handle = _handle(mask_or_plan, q, k)
+        handle = _handle_of(mask_or_plan, q, k)
         tensors = own or (None, None, None)
         operator = masked_attention_op if _is_constant(handle) else varying_attention_op
         out, lse = operator(
             q, k, v, handle.key, bias, sinks, factor, cap, implementation or "", *tensors, handle.number, handle.keep
         )
-    elif _is_empty(q, k):
-        out, lse = _run_empty(q, k, v, mask_or_plan, implementation)
+    elif is_empty(q, k):
+        out, lse = run_empty(q, k, v, mask_or_plan, implementation)
     else:
-        plan = _planned(mask_or_plan, q, k)
-        out, lse = _run(q, k, v, plan, bias, sinks, factor, cap, implementation, given)
+        options = Options(factor, cap, bias, sinks, own)
+        out, lse = run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, given)
     return (out, lse) if return_lse else out
 
 
@@ -224,7 +222,7 @@ class _Handle(NamedTuple):
     keep: Tensor | None = None
 
 
-def _handle(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
+def _handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
     if isinstance(mask_or_plan, str):
         return _Handle(mask_or_plan)  # the operator parses it: compilers cannot trace the parser
     # `torch.compiler.is_exporting`, which gives this flag, is always true where Dynamo of PyTorch 2.11 traces.
@@ -258,197 +256,6 @@ def _is_constant(handle: _Handle) -> bool:
     return handle.keep is None and has_static_value(handle.number)
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ready: Plan,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    implementation: str | None,
-    given: tuple[Any, ...],
-) -> tuple[Tensor, Tensor]:
-    """Choose how to run checked arguments, and run them; `given` are the same before they were brought into form.
-
-    Behind the implementation, `given` has the scales of 8-bit tensors.
-    """
-    kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # What it casts has been cast; within an implementation it would mix dtypes and round sums.
-        with torch.autocast(kind, enabled=False):
-            return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation, given)
-    scales: tuple[Tensor, ...] = given[8:]
-    ready_call = ready.find_call(*given)
-    if ready_call is not None:
-        with contextlib.suppress(KernelError):  # as in `attention`
-            return ready_call(*given[:5], *scales)
-    ready.refuse_first_call()
-    call = _call_spec(ready, q, k, v, bias, softcap, sinks)
-    if implementation:
-        _check_forced(implementation, call)
-    while True:
-        choice = ready.choice(call, implementation or None)
-        try:
-            prepared = ready.prepared(choice)
-            operands, own = ((q, k, v), scales) if not choice.widened else (_widened(q, k, v, scales), ())
-            options = Options(scale, softcap, bias, sinks, own)
-            implemented = IMPLEMENTATIONS[choice.implementation]
-            bound = lasting(q.device, partial(implemented.bind, *operands, prepared, options))
-            if choice.widened:
-                bound = partial(_widened_call, bound)
-            found = bound(q, k, v, bias, sinks, *scales)
-            as_given = given[3] is bias and given[4] is sinks
-            ready.store_call(given, bound if as_given else partial(_reshaped, bound))
-            return found
-        except KernelError as error:
-            # The next best candidate serves, down to plain PyTorch, which compiles nothing.
-            ready.reject(choice, (call.widened() if choice.widened else None) or call, error)
-
-
-def _is_empty(q: Tensor, k: Tensor) -> bool:
-    """Whether there is no query, or no key to see: nothing to plan, and nothing to compute."""
-    return 0 in q.shape or 0 in k.shape
-
-
-def _run_empty(q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, implementation: str | None) -> tuple[Tensor, Tensor]:
-    """`_run` for an empty call, whose mask or plan must fit all the same."""
-    _check_name(implementation)
-    if isinstance(mask_or_plan, Plan):
-        mask_or_plan.check_call(q, k)
-    else:
-        mask = as_mask(mask_or_plan)
-        mask.check(q.shape[2], k.shape[2])
-        if not mask.binds_late:
-            mask.dims(q.shape[0], q.shape[1])
-    return results_of_nothing(q, v)
-
-
-def _widened(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """8-bit tensors as kernels for more bits take them."""
-    dtype = wide_dtype(q.device.type)
-    return widened(q, scales[0], dtype), widened(k, scales[1], dtype), widened(v, scales[2], dtype)
-
-
-def _widened_call(
-    bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A call bound to wide tensors, for 8-bit ones."""
-    out, lse = bound(*_widened(q, k, v, scales), bias, sinks)
-    return out.bfloat16(), lse
-
-
-def _reshaped(
-    bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A kept call for a bias of fewer dimensions, or sinks with gaps between them."""
-    return bound(q, k, v, check_bias(bias, q, k.shape[2]), check_sinks(sinks, q), *scales)
-
-
-# What stands in the place of a mask's key where a number tells which mask or plan, or a tensor is the mask. None is a
-# key.
-PLAN, NUMBERED, TENSOR = "<plan>", "<mask>", "<tensor>"
-
-
-def _masked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: str,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    implementation: str,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    number: int = 0,
-    keep: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`stof.attention` as compilers, exporters and autograd see it; its arguments were checked by `attention`.
-
-    The plan is looked up (or built once) when the operator runs.
-
-    Args:
-        q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, Dv]`.
-        mask: the key of a mask; or `PLAN`, `NUMBERED` or `TENSOR`.
-        bias: None, or 4-D and broadcastable to `[B, H, Sq, Skv]`.
-        sinks: None or `[H]`.
-        scale, softcap: floats, softcap 0 for none.
-        implementation: a name of `stof.selection.IMPLEMENTATIONS`, "" for the default.
-        q_scale, k_scale, v_scale: float32 `[B or 1, H]` and `[B or 1, Hkv]` of 8-bit tensors, else None.
-        number: of a plan or a mask that is alive.
-        keep: bool `[Sq, Skv]` up to `[B, H, Sq, Skv]`, the mask.
-
-    Returns:
-        `(out [B, H, Sq, Dv], lse [B, H, Sq])`; lse is float64 for float64 inputs, else float32.
-
-    Raises:
-        ArgumentError, MaskError: the number or key is of a plan or mask that is gone, or of another process.
-        UnsupportedError: a tensor is the mask, and a CUDA graph is captured, whose replays would keep its values.
-    """
-    found: Any
-    if mask == PLAN:
-        found = Plan.by_number(number)
-    elif mask == TENSOR:
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                "a mask that is a tensor cannot be captured in a CUDA graph: replays would compute under the values it "
-                "has now. Make a stof.dynamic_plan, or a plan before the capture",
-                {},
-            )
-        found = keep
-    else:
-        found = numbered_mask(number) if mask == NUMBERED else mask_by_key(mask)
-    if _is_empty(q, k):
-        return _run_empty(q, k, v, found, implementation)
-    ready = _planned(found, q, k)
-    given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales_of(q_scale, k_scale, v_scale))
-    return _run(q, k, v, ready, bias, sinks, scale, softcap, implementation, given)
-
-
-def _masked_attention_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: str,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    implementation: str,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    number: int = 0,
-    keep: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    del number, keep
-    # Raised here and not where the key is chosen: Dynamo, which traces that, would lose the message.
-    if "<" in mask and mask not in (PLAN, NUMBERED, TENSOR):
-        raise UnsupportedError(
-            f"torch.export cannot keep the mask {mask}: it exists in this process alone; for torch.compile, make masks "
-            "of functions outside of compiled code, as by masks.from_function(f). Give stof.attention a mask "
-            "made of named patterns, or a bool tensor (an input or a buffer of the module), e.g. "
-            "mask.to_dense(q_len, kv_len) or plan.to_dense()",
-            {},
-        )
-    return empty_results(q, v)
-
-
-masked_attention_op = torch.library.custom_op(MASKED, _masked_attention, mutates_args=())
-# The same for a mask or plan that changes from call to call. Inductor leaves this one out of its CUDA graphs, of which
-# it would record one for each number, and keep them all.
-varying_attention_op = torch.library.custom_op(
-    VARYING, _masked_attention, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-for _operator in (masked_attention_op, varying_attention_op):
-    _operator.register_fake(_masked_attention_fake)
-    forward_only(_operator)
-
-
 def explain(
     q: Tensor,
     k: Tensor,
@@ -467,8 +274,8 @@ def explain(
     """
     check_tensors(q, k, v)
     bias = check_bias(bias, q, k.shape[2])
-    ready = _planned(mask_or_plan, q, k)
-    return Explanation(ready.candidates(_call_spec(ready, q, k, v, bias, check_softcap(softcap), sinks)))
+    found = plan_of(mask_or_plan, q, k)
+    return Explanation(found.candidates(call_spec(found, q, k, v, Options(1.0, check_softcap(softcap), bias, sinks))))
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -484,51 +291,3 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _planned(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
-    if not isinstance(mask_or_plan, Plan):
-        return make_sized_plan(
-            as_mask(mask_or_plan), q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device
-        )
-    return mask_or_plan.for_call(q, k)
-
-
-def _call_spec(
-    ready: Plan, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softcap: float, sinks: Tensor | None
-) -> CallSpec:
-    sizes = q.shape[2], k.shape[2]
-    tiled = bias is None or may_be_tma_readable(bias, *sizes)
-    to_copy = bias is not None and tiled and not tma_readable(bias, *sizes)
-    return CallSpec(
-        device=q.device.type,
-        dtype=q.dtype,
-        head_dim=q.shape[3],
-        value_dim=v.shape[3],
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        has_bias=bias is not None,
-        bias_itemsize=2 if bias is None else bias.itemsize,
-        tiled_bias=tiled,
-        bias_to_copy=unbroadcast(bias).nbytes if bias is not None and to_copy else 0,
-        has_softcap=softcap > 0,
-        has_sinks=sinks is not None,
-        permuted_rows=ready.permuted_rows,
-        batch=q.shape[0],
-        q_len=q.shape[2],
-        kv_len=k.shape[2],
-        mask_heads=ready.mask_heads,
-        compute_capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0),
-    )
-
-
-def _check_name(implementation: str | None) -> None:
-    if implementation and implementation not in IMPLEMENTATIONS:
-        raise ArgumentError(f"unknown implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}")
-
-
-def _check_forced(name: str, call: CallSpec) -> None:
-    _check_name(name)
-    reasons = refusals(name, call)
-    if reasons:
-        raise ArgumentError(f"implementation {name!r} cannot run this call: {'; '.join(reasons)}")

@@ -1,38 +1,261 @@
-"""What the operator of `stof.attention` has in common for autograd, vmap and fake tensors."""
+"""The custom operators behind `stof.attention`: schema, fake, what they refuse, and how a call is run."""
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stof.errors import UnsupportedError
+from stof.errors import ArgumentError, KernelError, UnsupportedError
 from stof.kernels.common import empty_output
-from stof.selection.implementations import IMPLEMENTATIONS
+from stof.kernels.implementation import BoundCall, Options
+from stof.kernels.quantization import wide_dtype, widened
+from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
+from stof.masks.base import numbered_mask
+from stof.masks.parse import mask_by_key
+from stof.masks.tensors import as_mask
+from stof.plans.make import make_sized_plan
+from stof.plans.plan import Plan
+from stof.runtime.memory import lasting
+from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
+from stof.validation import check_bias, check_sinks
 
-# Names of the two operators; see `stof.attention`.
-MASKED, VARYING = "stof::masked_attention", "stof::varying_attention"
+# What stands in the place of a mask's key where a number tells which mask or plan, or a tensor is the mask. None is a
+# key.
+PLAN, NUMBERED, TENSOR = "<plan>", "<mask>", "<tensor>"
 
 
-def scales_of(*scales: Tensor | None) -> tuple[Tensor, ...]:
-    """The scales of a call that an operator was given one by one: three, or none."""
-    return tuple(scale for scale in scales if scale is not None)
+def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
+    """The plan of a call: made, found in the cache, or the one given if it fits."""
+    if not isinstance(mask_or_plan, Plan):
+        return make_sized_plan(
+            as_mask(mask_or_plan), q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device
+        )
+    return mask_or_plan.for_call(q, k)
 
 
-def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def run_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    options: Options,
+    implementation: str | None,
+    given: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:
+    """Choose how to run checked arguments, and run them.
+
+    Args:
+        q, k, v: as for the operator.
+        plan: of such a call.
+        options: of the call.
+        implementation: a name, or nothing for the fastest.
+        given: the arguments of `call_key` as the user gave them.
+    """
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # What it casts has been cast; within an implementation it would mix dtypes and round sums.
+        with torch.autocast(kind, enabled=False):
+            return run_call(q, k, v, plan, options, implementation, given)
+    bias, sinks, scales = options.bias, options.sinks, options.scales
+    stored = plan.find_call(*given)
+    if stored is not None:
+        with contextlib.suppress(KernelError):  # as in `attention`
+            return stored(*given[:5], *scales)
+    plan.refuse_first_call()
+    call = call_spec(plan, q, k, v, options)
+    if implementation:
+        _check_forced(implementation, call)
+    while True:
+        choice = plan.choice(call, implementation or None)
+        try:
+            prepared = plan.prepared(choice)
+            operands, own = ((q, k, v), options)
+            if choice.widened:
+                operands, own = _widened(q, k, v, scales), replace(options, scales=())
+            implemented = IMPLEMENTATIONS[choice.implementation]
+            bound = lasting(q.device, partial(implemented.bind, *operands, prepared, own))
+            if choice.widened:
+                bound = partial(_widened_call, bound)
+            found = bound(q, k, v, bias, sinks, *scales)
+            as_given = given[3] is bias and given[4] is sinks
+            plan.store_call(given, bound if as_given else partial(_reshaped, bound))
+            return found
+        except KernelError as error:
+            # The next best candidate serves, down to plain PyTorch, which compiles nothing.
+            plan.reject(choice, (call.widened() if choice.widened else None) or call, error)
+
+
+def is_empty(q: Tensor, k: Tensor) -> bool:
+    """Whether there is no query, or no key to see: nothing to plan, and nothing to compute."""
+    return 0 in q.shape or 0 in k.shape
+
+
+def run_empty(q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, implementation: str | None) -> tuple[Tensor, Tensor]:
+    """`run_call` for an empty call, whose mask or plan must fit all the same."""
+    _check_name(implementation)
+    if isinstance(mask_or_plan, Plan):
+        mask_or_plan.check_call(q, k)
+    else:
+        mask = as_mask(mask_or_plan)
+        mask.check(q.shape[2], k.shape[2])
+        if not mask.binds_late:
+            mask.dims(q.shape[0], q.shape[1])
+    return _results_of_nothing(q, v)
+
+
+def _widened(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """8-bit tensors as kernels for more bits take them."""
+    dtype = wide_dtype(q.device.type)
+    return widened(q, scales[0], dtype), widened(k, scales[1], dtype), widened(v, scales[2], dtype)
+
+
+def _widened_call(
+    bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A call bound to wide tensors, for 8-bit ones."""
+    out, lse = bound(*_widened(q, k, v, scales), bias, sinks)
+    return out.bfloat16(), lse
+
+
+def _reshaped(
+    bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A kept call for a bias of fewer dimensions, or sinks with gaps between them."""
+    return bound(q, k, v, check_bias(bias, q, k.shape[2]), check_sinks(sinks, q), *scales)
+
+
+def call_spec(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> CallSpec:
+    """What decides which implementations can run a call, and how fast."""
+    bias = options.bias
+    sizes = q.shape[2], k.shape[2]
+    tiled = bias is None or may_be_tma_readable(bias, *sizes)
+    to_copy = bias is not None and tiled and not tma_readable(bias, *sizes)
+    return CallSpec(
+        device=q.device.type,
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        has_bias=bias is not None,
+        bias_itemsize=2 if bias is None else bias.itemsize,
+        tiled_bias=tiled,
+        bias_to_copy=unbroadcast(bias).nbytes if bias is not None and to_copy else 0,
+        has_softcap=options.softcap > 0,
+        has_sinks=options.sinks is not None,
+        permuted_rows=plan.permuted_rows,
+        batch=q.shape[0],
+        q_len=q.shape[2],
+        kv_len=k.shape[2],
+        mask_heads=plan.mask_heads,
+        compute_capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0),
+    )
+
+
+def _check_name(implementation: str | None) -> None:
+    if implementation and implementation not in IMPLEMENTATIONS:
+        raise ArgumentError(f"unknown implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}")
+
+
+def _check_forced(name: str, call: CallSpec) -> None:
+    _check_name(name)
+    reasons = refusals(name, call)
+    if reasons:
+        raise ArgumentError(f"implementation {name!r} cannot run this call: {'; '.join(reasons)}")
+
+
+def _masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: str,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    implementation: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    number: int = 0,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`stof.attention` as compilers, exporters and autograd see it; its arguments were checked by `attention`.
+
+    The plan is looked up (or built once) when the operator runs.
+
+    Args:
+        q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, Dv]`.
+        mask: the key of a mask; or `PLAN`, `NUMBERED` or `TENSOR`.
+        bias: None, or 4-D and broadcastable to `[B, H, Sq, Skv]`.
+        sinks: None or `[H]`.
+        scale, softcap: floats, softcap 0 for none.
+        implementation: a name of `stof.selection.IMPLEMENTATIONS`, "" for the default.
+        q_scale, k_scale, v_scale: float32 `[B or 1, H]` and `[B or 1, Hkv]` of 8-bit tensors, else None.
+        number: of a plan or a mask that is alive.
+        keep: bool `[Sq, Skv]` up to `[B, H, Sq, Skv]`, the mask.
+
+    Returns:
+        `(out [B, H, Sq, Dv], lse [B, H, Sq])`; lse is float64 for float64 inputs, else float32.
+
+    Raises:
+        ArgumentError, MaskError: the number or key is of a plan or mask that is gone, or of another process.
+        UnsupportedError: a tensor is the mask, and a CUDA graph is captured, whose replays would keep its values.
+    """
+    found: Any
+    if mask == PLAN:
+        found = Plan.by_number(number)
+    elif mask == TENSOR:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a mask that is a tensor cannot be captured in a CUDA graph: replays would compute under the values it "
+                "has now. Make a stof.dynamic_plan, or a plan before the capture",
+                {},
+            )
+        found = keep
+    else:
+        found = numbered_mask(number) if mask == NUMBERED else mask_by_key(mask)
+    if is_empty(q, k):
+        return run_empty(q, k, v, found, implementation)
+    scales = tuple(s for s in (q_scale, k_scale, v_scale) if s is not None)
+    given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales)
+    options = Options(scale, softcap, bias, sinks, scales)
+    return run_call(q, k, v, plan_of(found, q, k), options, implementation, given)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *others: Any) -> tuple[Tensor, Tensor]:
+    """Empty results, for compilers and exporters."""
+    del k, others
+    # Raised here and not where the key is chosen: Dynamo, which traces that, would lose the message.
+    if "<" in mask and mask not in (PLAN, NUMBERED, TENSOR):
+        raise UnsupportedError(
+            f"torch.export cannot keep the mask {mask}: it exists in this process alone; for torch.compile, make masks "
+            "of functions outside of compiled code, as by masks.from_function(f). Give stof.attention a mask "
+            "made of named patterns, or a bool tensor (an input or a buffer of the module), e.g. "
+            "mask.to_dense(q_len, kv_len) or plan.to_dense()",
+            {},
+        )
+    return _empty_results(q, v)
+
+
+def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`out` and `lse` as every implementation returns them, uninitialised."""
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return empty_output(q, v), q.new_empty(q.shape[:-1], dtype=lse_dtype)
 
 
-def results_of_nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _results_of_nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`out` and `lse` where there is no query, or no key to see."""
-    out, lse = empty_results(q, v)
+    out, lse = _empty_results(q, v)
     return out.zero_(), lse.fill_(-torch.inf)
 
 
-def no_backward(ctx: Any, *grads: Tensor) -> Any:
+def _no_backward(ctx: Any, *grads: Tensor) -> Any:
     """The autograd formula of the operators: a clear error."""
     raise UnsupportedError(
         "stof.attention computes forward passes only, and a backward pass reached it; run inference under "
@@ -41,18 +264,12 @@ def no_backward(ctx: Any, *grads: Tensor) -> Any:
     )
 
 
-def no_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+def _no_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     """The batching rule of the operators: a clear error."""
     raise UnsupportedError(
         "stof.attention is not for torch.vmap; its tensors have a batch dimension, into which the mapped one can go",
         {name: ["no vmap"] for name in IMPLEMENTATIONS},
     )
-
-
-def forward_only(operator: Any) -> None:
-    """Have an operator say what it is not for, wherever PyTorch's transforms ask it."""
-    operator.register_autograd(no_backward)
-    operator.register_vmap(no_vmap)
 
 
 def refuse_derivatives() -> None:
@@ -64,4 +281,16 @@ def refuse_derivatives() -> None:
     level = torch._C._functorch.peek_interpreter_stack()
     kinds = torch._C._functorch.TransformType
     if level is not None and level.key() in (kinds.Grad, kinds.Jvp):
-        no_backward(None)
+        _no_backward(None)
+
+
+masked_attention_op = torch.library.custom_op("stof::masked_attention", _masked_attention, mutates_args=())
+# The same for a mask or plan that changes from call to call. Inductor leaves this one out of its CUDA graphs, of which
+# it would record one for each number, and keep them all.
+varying_attention_op = torch.library.custom_op(
+    "stof::varying_attention", _masked_attention, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+for _operator in (masked_attention_op, varying_attention_op):
+    _operator.register_fake(_fake)
+    _operator.register_autograd(_no_backward)
+    _operator.register_vmap(_no_vmap)

@@ -40,7 +40,7 @@ class OnCpu:
         self.monkeypatch = monkeypatch
         fake_gpu(monkeypatch)
         monkeypatch.setattr(plans, "build_layout", lambda *a, **kw: build_layout(*a, **{**kw, "device": "cpu"}))
-        for module in (plans, importlib.import_module("stof.attention")):
+        for module in (plans, importlib.import_module("stof.operators")):
             monkeypatch.setattr(module, "lasting", lambda device, make: make())
         idle = SimpleNamespace(synchronize=lambda: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: idle)
@@ -72,12 +72,12 @@ class OnCpu:
 
     def run(self, plan: Plan, implementation: str | None, head_dim: int = 64) -> None:
         """`stof.attention` past the checks that tensors and plan are on one device."""
-        call, module = spec(plan, head_dim), importlib.import_module("stof.attention")
-        self.monkeypatch.setattr(module, "_call_spec", lambda *args: call)
+        call, module = spec(plan, head_dim), importlib.import_module("stof.operators")
+        self.monkeypatch.setattr(module, "call_spec", lambda *args: call)
         q, k, v = make_inputs(q_len=plan.q_len, head_dim=head_dim, heads=1, dtype=torch.float16).qkv
         given = (q, k, v, None, None, 0.125, None, implementation)
         plan._calls.clear()  # every run chooses
-        out, _ = module._run(q, k, v, plan, None, None, 0.125, 0.0, implementation, given)
+        out, _ = module.run_call(q, k, v, plan, Options(0.125), implementation, given)
         assert out is q
 
 

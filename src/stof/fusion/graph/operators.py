@@ -13,7 +13,6 @@ from torch import Tensor, fx
 from stof.fusion.graph.nodes import fake_value, op_name
 from stof.fusion.graph.symbolic_shapes import Values, size_hint
 from stof.fusion.graph.weight_only_quant import QuantizedWeight
-from stof.operators import MASKED, VARYING
 
 
 class Kind(StrEnum):
@@ -37,7 +36,7 @@ class Kind(StrEnum):
 
 
 # As `op_name` tells them.
-ATTENTION_OPERATORS = tuple(name.replace("::", ".") for name in (MASKED, VARYING))
+ATTENTION_OPERATORS = ("stof.masked_attention", "stof.varying_attention")
 # Operators of a segment that are told one by one.
 _FEW = 4
 NORMS = {Kind.RMS_NORM: "rms", Kind.LAYER_NORM: "layer"}
