@@ -28,7 +28,7 @@ from stof.operators import (
 )
 from stof.plans.make import make_plan
 from stof.plans.plan import Plan
-from stof.runtime.private import is_plain
+from stof.runtime.private import is_exporting, is_plain
 from stof.selection import Explanation
 from stof.validation import (
     check_bias,
@@ -225,8 +225,7 @@ class _Handle(NamedTuple):
 def _handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
     if isinstance(mask_or_plan, str):
         return _Handle(mask_or_plan)  # the operator parses it: compilers cannot trace the parser
-    # `torch.compiler.is_exporting`, which gives this flag, is always true where Dynamo of PyTorch 2.11 traces.
-    exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+    exporting = is_exporting()
     if isinstance(mask_or_plan, Plan):
         mask_or_plan.check_call(q, k)
         if not exporting:
@@ -249,7 +248,7 @@ def _handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
 
 def _is_constant(handle: _Handle) -> bool:
     """Whether compiled code has this mask as a constant; one that changed before is an input of its graph."""
-    if not torch.compiler.is_compiling() or getattr(torch.compiler, "_is_exporting_flag", False):
+    if not torch.compiler.is_compiling() or is_exporting():
         return True
     from torch.fx.experimental.symbolic_shapes import has_static_value
 

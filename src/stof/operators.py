@@ -21,6 +21,7 @@ from stof.masks.tensors import as_mask
 from stof.plans.make import make_sized_plan
 from stof.plans.plan import Plan
 from stof.runtime.memory import lasting
+from stof.runtime.private import takes_derivatives
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
 from stof.validation import check_bias, check_sinks
 
@@ -278,9 +279,7 @@ def refuse_derivatives() -> None:
     Raises:
         UnsupportedError: one of them does.
     """
-    level = torch._C._functorch.peek_interpreter_stack()
-    kinds = torch._C._functorch.TransformType
-    if level is not None and level.key() in (kinds.Grad, kinds.Jvp):
+    if takes_derivatives():
         _no_backward(None)
 
 

@@ -10,7 +10,7 @@ import torch
 from stof import LayoutConfig, masks
 from stof.layout import Layout, build_layout
 from stof.layout.survey import survey
-from stof.runtime import plain_launch as launch
+from stof.runtime import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from triton import knobs
 from triton.backends.nvidia import driver
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
@@ -15,6 +16,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from stof.errors import KernelError
 from stof.runtime import launch
 from stof.runtime.launch import Launch, TensorMap
+from stof.runtime.private import without_encoding
 
 STREAM = 77
 
@@ -101,7 +103,7 @@ def test_another_current_device_goes_through_the_jit() -> None:
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_profilers_see_every_launch(hook: str) -> None:
-    kernel, tensor, chain = Kernel(), torch.zeros(8), getattr(launch.knobs.runtime, hook)
+    kernel, tensor, chain = Kernel(), torch.zeros(8), getattr(knobs.runtime, hook)
     ready = made(kernel)
     ready(tensor)
     chain.add(print)
@@ -177,8 +179,9 @@ def test_tensor_maps_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyP
     windows = (Rows(1), None, Rows(2))
     received: list[list[Any]] = []
     run = triton_launcher(received)
-    direct, keeps = launch._direct(run, windows)
-    assert keeps is not None
+    direct, metadata = without_encoding(run)
+    assert metadata is not None
+    keeps = launch._EncodedMaps(windows, metadata)
     assert direct is not run
     head = (5, 1, 1, STREAM, "function", "meta", None, None, None)
     calls = [(a, a, b), (a, b, b), (b, c, a), (c, a, c), (a, a, b)]
@@ -211,7 +214,7 @@ def test_few_encoded_maps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_launcher_built_otherwise_encodes_itself() -> None:
     for run in (SimpleNamespace(launch=lambda *args: None), SimpleNamespace(launch=print)):
-        assert launch._direct(run, (Rows(1),)) == (run, None)
+        assert without_encoding(run) == (run, None)
 
 
 def test_memory_outlasts_launches_on_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:

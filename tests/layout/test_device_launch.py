@@ -14,9 +14,10 @@ from stof.layout.build.gpu.mask_input import on_device
 
 pytest.importorskip("triton")
 
+from triton import knobs
 from triton.runtime.errors import PTXASError
 
-from stof.runtime import plain_launch as launch
+from stof.runtime import launch
 from tests.kernels.test_launch import STREAM, Kernel
 
 CUDA = torch.device("cuda", 0)
@@ -67,7 +68,7 @@ def test_unaligned_tensors_take_tritons_path() -> None:
 def test_profilers_see_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, tensor = Kernel(), torch.zeros(8)
     run(kernel, tensor)
-    monkeypatch.setattr(launch.knobs.runtime.launch_enter_hook, "calls", [print])
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
     run(kernel, tensor)
     assert (len(kernel.through_jit), len(kernel.direct)) == (2, 0)
 

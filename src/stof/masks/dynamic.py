@@ -17,6 +17,7 @@ from stof.masks.base import Spans, identity
 from stof.masks.compose import Mask
 from stof.masks.index import Index
 from stof.masks.patterns import _integer
+from stof.runtime.private import version_of
 
 # What can be wrong with the numbers in a mask's tensors: bits that a device sets and the host reads.
 OUT_OF_RANGE, NOT_ASCENDING, NOT_A_NUMBER = 1, 2, 4
@@ -59,7 +60,7 @@ class RuntimeMask(Mask):
     def versions(self) -> tuple[int, ...] | None:
         if any(t.is_inference() for t in self.tensors()):
             return None
-        return tuple(t._version for t in self.tensors())
+        return tuple(version_of(t) for t in self.tensors())
 
     def check(self, q_len: int, kv_len: int) -> None:
         """Sizes, then the numbers themselves, for which the host waits.

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stof.errors import MaskFunctionError
+from stof.runtime.private import vmap_enabled
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Indices = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -325,23 +325,9 @@ def under_vmap(fn: MaskFunction, indices: Indices, elements: dict[frozenset[int]
         if shape[dim] > 1:
             in_dims = tuple(0 if index.shape[dim] > 1 else None for index in indices)
             call = torch.vmap(call, in_dims=in_dims, chunk_size=parts[dim] if parts[dim] < shape[dim] else None)
-    with torch.no_grad(), _Indexing(), _vmap_enabled():
+    with torch.no_grad(), _Indexing(), vmap_enabled():
         # Copies, because a function may write to its arguments.
         return call(*(index.squeeze().clone() for index in indices)).reshape(shape)
-
-
-@contextmanager
-def _vmap_enabled() -> Iterator[None]:
-    """Let `torch.vmap` work where it is off: inside an operator that runs under a `TorchDispatchMode`.
-
-    The first call of code that AOTAutograd compiled runs custom operators so.
-    """
-    key = torch._C.DispatchKey
-    keys = (key.FuncTorchDynamicLayerFrontMode, key.FuncTorchDynamicLayerBackMode, key.FuncTorchBatched)
-    with ExitStack() as stack:
-        for one in keys:
-            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(one, False))
-        yield
 
 
 def _parts(indices: Indices, shape: Sequence[int], elements: dict[frozenset[int], int]) -> list[int]:

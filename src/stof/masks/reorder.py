@@ -11,6 +11,7 @@ from stof.errors import MaskError, ShapeError
 from stof.masks.base import Spans, identity
 from stof.masks.compose import Mask, Wrapped
 from stof.masks.index import Index
+from stof.runtime.private import version_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,7 +30,7 @@ class Reordered(Wrapped):
         own = [order for order in (self.rows, self.columns) if order is not None]
         if self.mask.versions is None or any(order.is_inference() for order in own):
             return None
-        return (*self.mask.versions, *(order._version for order in own))
+        return (*self.mask.versions, *(version_of(order) for order in own))
 
     def check(self, q_len: int, kv_len: int) -> None:
         for name, order, length in (("q_len", self.rows, q_len), ("kv_len", self.columns, kv_len)):

@@ -17,6 +17,7 @@ from stof.masks.functions import FunctionMask, from_function
 from stof.masks.index import Index
 from stof.masks.parse import PATTERNS, parse
 from stof.masks.patterns import full
+from stof.runtime.private import version_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,7 +36,7 @@ class DenseMask(Mask):
 
     @property
     def versions(self) -> tuple[int, ...] | None:
-        return None if self.keep.is_inference() else (self.keep._version,)
+        return None if self.keep.is_inference() else (version_of(self.keep),)
 
     def check(self, q_len: int, kv_len: int) -> None:
         rows, columns = self.keep.shape[-2:]
@@ -146,7 +147,7 @@ class BlockMaskMask(FunctionMask):
         lists: list[Tensor | None] = [block_mask.kv_num_blocks, block_mask.kv_indices]
         lists += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
         own = [x for x in lists if x is not None]
-        return None if any(x.is_inference() for x in own) else tuple(x._version for x in own)
+        return None if any(x.is_inference() for x in own) else tuple(version_of(x) for x in own)
 
     @property
     def depends_on_batch(self) -> bool:

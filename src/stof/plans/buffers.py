@@ -21,7 +21,7 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
 from stof.plans.hopper_buffers import FilledTiles
 from stof.runtime.cache_keys import settled
-from stof.runtime.memory import lasting
+from stof.runtime.memory import in_capture, lasting
 
 if TYPE_CHECKING:
     from stof.kernels.hopper.tile_lists import TileLists
@@ -146,7 +146,7 @@ class WorkBuffers:
             return
         fill()
         (self.late if captured else self.filled)[key] = fill
-        if not captured and _capturing():
+        if not captured and in_capture():
             self.unfilled[key] = fill
         else:
             self._complete()
@@ -154,7 +154,7 @@ class WorkBuffers:
     def _complete(self) -> None:
         """Wait for what was filled on behalf of all calls: those on other streams read it too."""
         device = self.flags.device
-        if device.type == "cuda" and not _capturing():
+        if device.type == "cuda" and not in_capture():
             torch.cuda.current_stream(device).synchronize()
 
     def fill(self) -> None:
@@ -166,7 +166,7 @@ class WorkBuffers:
         """Fill the lists that updates may have left as they were; launched before every call."""
         for fill in (*self.late.values(), *self.unfilled.values()):
             fill()
-        if self.unfilled and not _capturing():
+        if self.unfilled and not in_capture():
             self.unfilled.clear()
             self._complete()
 
@@ -175,11 +175,6 @@ class WorkBuffers:
         held = {t.data_ptr(): t for t in self.tensors()}
         tiles = sum(tiles.bytes() for tiles in self.hopper.values())
         return sum(t.numel() * t.element_size() for t in held.values()) + tiles
-
-
-def _capturing() -> bool:
-    # Where PyTorch knows no GPU, asking about its streams is an error.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def empty_work(

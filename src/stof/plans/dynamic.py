@@ -26,7 +26,7 @@ from stof.plans.calls import call_sizes_of
 from stof.plans.plan import Plan
 from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.runtime import streams
-from stof.runtime.cpu_default import tensors_on_host
+from stof.runtime.memory import tensors_on_host
 from stof.runtime.streams import Update
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
 from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit

@@ -30,8 +30,7 @@ from stof.plans.calls import CallSizes, call_key, call_sizes_of
 from stof.plans.file import read_plan, write_plan
 from stof.plans.numbers import Numbered
 from stof.plans.used_masks import note_mask
-from stof.runtime.cpu_default import tensors_on_host
-from stof.runtime.memory import capturing, lasting, refuse_capture
+from stof.runtime.memory import capturing, lasting, refuse_capture, tensors_on_host
 from stof.selection import (
     IMPLEMENTATIONS,
     CallSpec,

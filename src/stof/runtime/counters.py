@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.memory import lasting
+from stof.runtime.private import raw_stream
 
 # 4 MB of counters per device for captured graphs, enough for thousands of captured calls.
 _ARENA = 2**20
@@ -32,7 +33,7 @@ def zeroed_counters(count: int, device: torch.device) -> Tensor:
     index = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_current_stream_capturing():
         return _from_arena(count, device, index)
-    key = (index, torch._C._cuda_getCurrentRawStream(index))
+    key = (index, raw_stream(index))
     found = _by_stream.get(key)
     if found is None or found.numel() < count:
         with _lock:

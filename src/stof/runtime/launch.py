@@ -6,21 +6,16 @@ through it and took 15 without (`python -m benchmarks launch`, an H200 machine; 
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from stof.errors import KernelError
 from stof.runtime.cache_keys import settled
 from stof.runtime.memory import record
+from stof.runtime.private import Launcher, encode_tensor_map, hooks_are_set, launcher_of, raw_stream, without_encoding
 
 # Addresses whose encoded tensor maps a launch keeps, for each of its maps.
 _MOST_ENCODED = 64
@@ -88,7 +83,8 @@ class Launch:
             self.options["launch_pdl"] = True
         self._pointers = tuple([t.data_ptr() for t in tensors])
         self._static_aligned = not any(pointer % 16 for pointer in self._pointers)
-        self._ready: _Ready | None = None
+        self._launcher: Launcher | None = None
+        self._encoded: _EncodedMaps | None = None
         self._streams: set[int] = set()
 
     def __call__(self, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
@@ -101,9 +97,9 @@ class Launch:
         Raises:
             KernelError: the kernel does not compile for this device, or needs more shared memory than it has.
         """
-        ready = self._ready
-        if ready is None:
-            self._first(tensors, bases)
+        launcher = self._launcher
+        if launcher is None:
+            self._launch_jit(tensors, bases)
             return
         pointers = [t.data_ptr() for t in tensors]
         low = 0
@@ -111,15 +107,15 @@ class Launch:
             low |= pointer
         current = torch.cuda.current_device()
         # Compiled for pointers to multiples of 16 bytes; hooks are for profilers, which want Triton's own path.
-        if low & 15 or self.device.index not in (None, current) or _hooked():
-            self._first(tensors, bases)
+        if low & 15 or self.device.index not in (None, current) or hooks_are_set():
+            self._launch_jit(tensors, bases)
             return
-        encoded = self.maps(bases) if ready.encoded is None else ready.encoded(bases)
-        stream = torch._C._cuda_getCurrentRawStream(current)
+        encoded = self.maps(bases) if self._encoded is None else self._encoded(bases)
+        stream = raw_stream(current)
         if stream not in self._streams:
             self._used_on(stream)
-        ready.run(
-            self.grid, 1, 1, stream, ready.function, ready.metadata,
+        launcher.run(
+            self.grid, 1, 1, stream, launcher.function, launcher.metadata,
             None, None, None, *encoded, *pointers, *self._pointers, *self.rest,
         )  # fmt: skip
 
@@ -137,32 +133,83 @@ class Launch:
         """The tensor maps of a call."""
         return tuple([None if w is None else w.at(base) for w, base in zip(self.windows, bases, strict=True)])
 
-    def _first(self, tensors: tuple[Tensor, ...], bases: tuple[Tensor, ...]) -> None:
+    def _launch_jit(self, tensors: tuple[Tensor, ...], bases: tuple[Tensor, ...]) -> None:
         """Through Triton's own path, which compiles what is new."""
         arguments = (*_descriptors(self.maps(bases)), *tensors, *self.tensors, *self.rest)
         if not isinstance(self.kernel, triton.JITFunction):  # Triton's interpreter
             self.kernel[(self.grid,)](*arguments)
             return
-        name = self.kernel.__name__
-        try:
-            with torch.cuda.device(self.device):
-                self._used_on(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
-                compiled = settled(self.kernel)[(self.grid,)](*arguments, **self.options)
-        except (CompilationError, OutOfResources, PTXASError) as error:
-            first = (str(error) or type(error).__name__).strip().splitlines()[-1]
-            raise KernelError(f"{name} does not run on this device: {type(error).__name__}: {first}") from error
+        with torch.cuda.device(self.device):
+            self._used_on(raw_stream(torch.cuda.current_device()))
+            compiled = _launch_jit(self.kernel, self.grid, arguments, self.options)
         if self._static_aligned and not any(t.data_ptr() % 16 for t in tensors):
-            run, encoded = _direct(compiled.run, self.windows)
-            self._ready = _Ready(run, encoded, compiled.function, compiled.packed_metadata)
+            launcher = launcher_of(compiled)
+            if self.windows:
+                run, metadata = without_encoding(launcher.run)
+                if metadata is not None:
+                    launcher = launcher._replace(run=run)
+                    self._encoded = _EncodedMaps(self.windows, metadata)
+            self._launcher = launcher
 
 
-class _Ready(NamedTuple):
-    """A compiled kernel: Triton's launcher, the memory of its tensor maps if there are any, and what both want."""
+# Kernels that do not specialise on numbers, compiled for aligned tensors, by name, constants and device.
+_compiled: dict[tuple[Any, ...], Launcher] = {}
 
-    run: Callable[..., None]
-    encoded: _EncodedMaps | None
-    function: int
-    metadata: Any
+
+def launch(
+    kernel: Any,
+    grid: int,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
+    constants: tuple[Any, ...],
+    *,
+    device: torch.device,
+    num_warps: int = 4,
+) -> None:
+    """Run a kernel that takes numbers as they come, without specialising on their values: compiled once for all.
+
+    Args:
+        kernel: its parameters are, in this order, tensors, numbers below 2**31, and constants, which tell the types of
+            the tensors and decide `num_warps`.
+        grid: programs.
+        tensors, numbers, constants: its arguments.
+        device: where the tensors are.
+        num_warps: warps of a program.
+
+    Raises:
+        KernelError: it does not compile for this device.
+    """
+    if device.type != "cuda":  # Triton's interpreter
+        kernel[(grid,)](*tensors, *numbers, *constants)
+        return
+    pointers = [t.data_ptr() for t in tensors]
+    low = 0
+    for pointer in pointers:
+        low |= pointer
+    key = (kernel.__name__, constants, device.index)
+    launcher = _compiled.get(key)
+    if launcher is None or low & 15 or hooks_are_set():
+        compiled = _launch_jit(kernel, grid, (*tensors, *numbers, *constants), {"num_warps": num_warps})
+        if not low & 15:
+            _compiled[key] = launcher_of(compiled)
+        return
+    launcher.run(
+        grid, 1, 1, raw_stream(device.index), launcher.function, launcher.metadata,
+        None, None, None, *pointers, *numbers, *constants,
+    )  # fmt: skip
+
+
+def _launch_jit(kernel: Any, grid: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Launch through Triton's own path, and return the compiled kernel.
+
+    Raises:
+        KernelError: it does not compile for this device, or needs more shared memory than it has.
+    """
+    try:
+        return settled(kernel)[(grid,)](*arguments, **options)
+    except triton.TritonError as error:
+        first = (str(error) or type(error).__name__).strip().splitlines()[-1]
+        raise KernelError(f"{kernel.__name__} does not run on this device: {type(error).__name__}: {first}") from error
 
 
 class _EncodedMaps:
@@ -190,32 +237,9 @@ class _EncodedMaps:
             if found is None:
                 if len(kept) >= _MOST_ENCODED:
                     kept.clear()
-                found = kept[address] = _encode(window.at(base), metadata)
+                found = kept[address] = encode_tensor_map(window.at(base), metadata)
             arguments += found
         return arguments
-
-
-def _encode(tensor_map: TensorMap, metadata: Any) -> list[Any]:
-    """What Triton's launcher makes of a tensor map in every call: the map itself, its shape and strides."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    arguments: list[Any] = make_tensordesc_arg(tensor_map, metadata)
-    return arguments
-
-
-def _direct(run: Any, windows: tuple[TensorWindow | None, ...]) -> tuple[Callable[..., None], _EncodedMaps | None]:
-    """Triton's launcher of a kernel behind its encoding of tensor maps, and that encoding with a memory.
-
-    Triton has no name for the inner launcher: it is what the outer one, a closure, calls. A Triton that is built
-    otherwise keeps its own encoding.
-    """
-    inside = inspect.getclosurevars(run.launch).nonlocals if windows and inspect.isfunction(run.launch) else {}
-    launcher, metadata = inside.get("launcher"), inside.get("tensordesc_meta")
-    if launcher is None or not metadata or None in metadata:
-        return run, None
-    direct = copy.copy(run)
-    direct.launch = launcher
-    return direct, _EncodedMaps(windows, metadata)
 
 
 def _descriptors(maps: tuple[TensorMap | None, ...]) -> list[Any]:
@@ -225,9 +249,3 @@ def _descriptors(maps: tuple[TensorMap | None, ...]) -> list[Any]:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return [tensor_map and TensorDescriptor(*tensor_map[:5]) for tensor_map in maps]
-
-
-def _hooked() -> bool:
-    """Whether a profiler listens: Triton's hooks are chains, empty as a rule, never None."""
-    runtime = knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

@@ -1,9 +1,10 @@
-"""Memory that outlives the call that first needs it, and what cannot be made within a capture."""
+"""Where memory lies: on the host, outside of a CUDA graph's pool; and what cannot be made within a capture."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,20 @@ from torch import Tensor
 from stof.errors import UnsupportedError
 
 T = TypeVar("T")
+
+
+@contextmanager
+def tensors_on_host() -> Iterator[None]:
+    """Tensors made without naming a device are on the CPU, also where `torch.set_default_device` names another.
+
+    For work lists and tables, which are made on the host and then copied. Not around mask functions: they may make
+    tensors where their author wants them.
+    """
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield
 
 
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
@@ -50,8 +65,13 @@ def lasting(device: torch.device, make: Callable[[], T]) -> T:
 
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is captured on this kind of device."""
+    return device.type == "cuda" and in_capture()
+
+
+def in_capture() -> bool:
+    """Whether a CUDA graph is captured on the current stream."""
     # Where PyTorch knows no GPU, asking about its streams is an error.
-    return device.type == "cuda" and torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(device: torch.device) -> None:

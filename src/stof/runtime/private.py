@@ -1,12 +1,21 @@
-"""Everything private of PyTorch and Triton that the library uses."""
+"""Private names of PyTorch and Triton, each behind a function that says why and what happens without it.
+
+Checked with torch 2.11 and 2.13, and Triton 3.6.0 and 3.7.1. Two are elsewhere: kernels reinterpret shared memory by
+Gluon's `_reinterpret` (there is no other way to give a buffer a second layout), and `cache_keys.py` hashes functions of
+Triton's by `hash`, `cache_key` and `fn`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,23 +30,40 @@ __all__ = [
     "FORWARD_HOOKS",
     "FakeTensor",
     "HigherOrderOperator",
+    "Launcher",
     "OpOverload",
     "OpOverloadPacket",
     "copy_all",
     "copy_sources",
+    "efficient_attention_cuda",
+    "encode_tensor_map",
     "end_failed_capture",
     "entries_of",
     "fake_context",
+    "flash_attention_cpu",
     "has_hooks",
+    "hooks_are_set",
     "inductor",
     "init_triton_cache",
+    "is_exporting",
     "is_intercepted",
     "is_mutable",
     "is_plain",
+    "launcher_of",
     "outside_tracing",
     "pytree",
+    "raw_stream",
+    "takes_derivatives",
     "version_of",
+    "vmap_enabled",
+    "without_encoding",
 ]
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+# Dispatch
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -45,6 +71,9 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
     The operator must be seen by autograd when an input requires a gradient, and by whoever wraps tensors or intercepts
     operators (fake tensors, functorch transforms, tracing).
+
+    `torch._C._len_torch_dispatch_stack`, `torch._C._functorch.peek_interpreter_stack`: PyTorch tells by no public name
+    whether anyone intercepts operators. Without them every eager call would take the operator.
     """
     grad = torch.is_grad_enabled()
     for tensor in tensors:
@@ -53,7 +82,125 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+def takes_derivatives() -> bool:
+    """Whether torch.func's `grad` or `jvp` runs.
+
+    `peek_interpreter_stack`, `TransformType`: without them, PyTorch's own error there is about its autograd functions.
+    """
+    level = torch._C._functorch.peek_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    return level is not None and level.key() in (kinds.Grad, kinds.Jvp)
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces.
+
+    `torch.compiler._is_exporting_flag`: the public `torch.compiler.is_exporting` is always true where Dynamo of PyTorch
+    2.11 traces. Without it, programs would hold numbers of masks that mean nothing to the process that loads them.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
+@contextmanager
+def vmap_enabled() -> Iterator[None]:
+    """Let `torch.vmap` work where it is off: inside an operator that runs under a `TorchDispatchMode`.
+
+    The first call of code that AOTAutograd compiled runs custom operators so. `torch._C.DispatchKey`,
+    `_SetExcludeDispatchKeyGuard`: without them, mask functions fail in that call.
+    """
+    key = torch._C.DispatchKey
+    keys = (key.FuncTorchDynamicLayerFrontMode, key.FuncTorchDynamicLayerBackMode, key.FuncTorchBatched)
+    with contextlib.ExitStack() as stack:
+        for one in keys:
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(one, False))
+        yield
+
+
+# Attention with log-sum-exp. The public operator returns none, by which results of row blocks are merged.
+
+
+def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of PyTorch's fused CPU attention: `aten._scaled_dot_product_flash_attention_for_cpu`."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return out, lse
+
+
+def efficient_attention_cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of PyTorch's memory-efficient CUDA attention: `aten._scaled_dot_product_efficient_attention`."""
+    out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
+    return out, lse
+
+
+# Streams and Triton's launcher
+
+
+def raw_stream(device: int) -> int:
+    """The current stream of a device, as launchers take it.
+
+    `torch._C._cuda_getCurrentRawStream`: `torch.cuda.current_stream(device).cuda_stream` makes an object in every call.
+    """
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def hooks_are_set() -> bool:
+    """Whether a profiler listens to Triton's launches: its hooks are chains, empty as a rule, never None.
+
+    `knobs.runtime.launch_enter_hook.calls`: without it, profilers would miss the launches that bypass Triton's path.
+    """
+    runtime = _runtime_knobs()
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+@functools.cache
+def _runtime_knobs() -> Any:
+    from triton import knobs  # every launch asks, and an import statement takes a while
+
+    return knobs.runtime
+
+
+class Launcher(NamedTuple):
+    """Triton's launcher of a compiled kernel: `run(grid, 1, 1, stream, function, metadata, None, None, None, *args)`.
+
+    `run`, `function`, `packed_metadata` of `triton.compiler.CompiledKernel`. The public `compiled[grid](*args)` makes
+    launch metadata in every call, and encodes all tensor maps.
+    """
+
+    run: Callable[..., None]
+    function: int
+    metadata: Any
+
+
+def launcher_of(compiled: Any) -> Launcher:
+    """The launcher of what `kernel[grid](...)` returned."""
+    return Launcher(compiled.run, compiled.function, compiled.packed_metadata)
+
+
+def without_encoding(run: Any) -> tuple[Callable[..., None], list[Any] | None]:
+    """Triton's launcher behind its encoding of tensor maps, and the metadata of each map; `run, None` where unknown.
+
+    Triton has no name for the inner launcher: it is what the outer one, a closure, calls `launcher`. A Triton that is
+    built otherwise encodes all tensor maps in every launch.
+    """
+    inside = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
+    launcher, metadata = inside.get("launcher"), inside.get("tensordesc_meta")
+    if launcher is None or not metadata or None in metadata:
+        return run, None
+    direct = copy.copy(run)
+    direct.launch = launcher
+    return direct, metadata
+
+
+def encode_tensor_map(tensor_map: Any, metadata: Any) -> list[Any]:
+    """What Triton's launcher makes of a tensor map in every call: the map itself, its shape and strides.
+
+    `triton.backends.nvidia.driver.make_tensordesc_arg`, used where `without_encoding` found the inner launcher.
+    """
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    arguments: list[Any] = make_tensordesc_arg(tensor_map, metadata)
+    return arguments
 
 
 # torch.compile

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from stof.runtime.private import raw_stream
+
 
 @dataclass(frozen=True, eq=False)
 class Update:
@@ -45,4 +47,4 @@ class Update:
 
 def stream_id() -> int:
     """Of the current stream; less host time than making a `torch.cuda.Stream`, and every call asks."""
-    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+    return raw_stream(torch.cuda.current_device())

@@ -28,6 +28,7 @@ from stof.kernels.cpu.schedule import (
     Schedule,
     Step,
 )
+from stof.runtime.private import flash_attention_cpu
 
 # Additive masks kept expanded during one call; equal row blocks (windows, documents) hit it.
 _EXPANDED_MASKS = 4
@@ -222,11 +223,10 @@ def _attend(
     if not call.softcap and v.shape[-1] == width:
         # Several steps: heads outermost, so that the overlapping windows of one head follow each other in the caches.
         swap = len(steps) > 1
-        operands = (x.transpose(0, 1) if swap else x for x in (q, k, v))
+        if swap:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         mask = added.transpose(0, 1) if swap and added is not None else added
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *operands, 0.0, False, attn_mask=mask, scale=call.scale
-        )
+        out, lse = flash_attention_cpu(q, k, v, mask, call.scale)
         out, lse = (out.transpose(0, 1), lse.transpose(0, 1)) if swap else (out, lse)
         if added is not None and (steps[0][EMPTY_ROWS] or (call.bias is not None and bool((lse == 0).any()))):
             # The fused operator reports 0 for rows whose scores are all -inf, and NaN where their query is NaN.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stof.kernels.hopper.tile_lists import ITEM, TileLists
 from stof.layout.build.build import PARTIAL_TILE_COST
-from stof.runtime.cpu_default import tensors_on_host
+from stof.runtime.memory import tensors_on_host
 
 # Integers of a work tile: its fields, and the columns of its first tile. 128 bytes, one load of a warp.
 WORK_SIZE = 32

@@ -15,6 +15,7 @@ from torch import Tensor
 from stof.kernels.common import pattern_ranges, softmax_and_lse
 from stof.layout import bitmaps as bits
 from stof.layout.layout import Layout
+from stof.runtime.private import efficient_attention_cuda
 
 # Scores held at once, in elements: bounds extra memory at about 0.5 GB of float32 temporaries.
 MAX_SCORES = 2**26
@@ -215,9 +216,7 @@ def _attend_fused(
         return taken.view(batch * count, -1, *taken.shape[2:]).transpose(1, 2)
 
     taken = gathered(q, rows).reshape(batch * count, kv_heads, group * height, width)
-    out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        taken, gathered(k, columns), gathered(v, columns), added, True, scale=scale
-    )
+    out, lse = efficient_attention_cuda(taken, gathered(k, columns), gathered(v, columns), added, scale)
     # Rows that keep nothing come back as NaN or garbage, and lse is padded to a multiple of 32 rows.
     empty = (added == -torch.inf).all(-1)
     out = out.masked_fill(empty[..., None], 0.0)

@@ -94,7 +94,7 @@ def _launch(
 ) -> None:
     """Count in row blocks of one height; `first` is of `Source.prepared`, `places` are the last of `count_slabs`."""
     from stof.layout.build.gpu.count_kernel import count_slabs
-    from stof.runtime.plain_launch import launch
+    from stof.runtime.launch import launch
 
     row_blocks, columns = -(-q_len // height), -(-kv_len // _COLUMNS)
     tensors = (state if source.dense is None else source.dense, state)

@@ -62,7 +62,7 @@ def triton_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
     """`kernels`, `reading` and `launch`, imported when first needed; an import statement takes a while every time."""
     from stof.layout.build.gpu import build_kernels as kernels
     from stof.layout.build.gpu import tile_bits as reading
-    from stof.runtime import plain_launch as launch
+    from stof.runtime import launch
 
     return kernels, reading, launch
 
