@@ -31,10 +31,10 @@ from stof.kernels.triton.work_list import PreparedWork
 from stof.layout import bitmaps as bits
 from stof.masks import Mask
 from stof.masks.dynamic import OUT_OF_RANGE, BlockTopK, VerticalSlash
-from stof.plans import buffers as runtime
+from stof.plans import dense as runtime
 from stof.plans.block_topk import block_buffers
 from stof.plans.buffers import OVERFLOW, DynamicSizes, WorkBuffers
-from stof.plans.dynamic import _core, fill_buffers
+from stof.plans.mask_buffers import core_of, fill_buffers
 from stof.plans.vertical_slash import vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
@@ -69,17 +69,17 @@ def ascending(draw: st.DrawFn, leading: tuple[int, ...], most: int, limit: int) 
     return torch.tensor(lists, dtype=dtype).view(*leading, size).to(DEVICE)
 
 
-def room_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, block: int = BLOCK) -> WorkBuffers:
-    """As `stof.plans.dynamic.make_buffers`, with small tiles."""
-    core, offset = _core(mask)
+def buffers_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, block: int = BLOCK) -> WorkBuffers:
+    """As `stof.plans.mask_buffers.make_buffers`, with small tiles."""
+    core, offset = core_of(mask)
     problem = DynamicSizes(
         q_len, kv_len, block, block, *mask.dims(1, 1) if mask.heads == 1 else (mask.batch, mask.heads)
     )
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
-        room = vertical_slash_buffers(problem, vertical.shape[-1], slash.shape[-1], offset, DEVICE)
-        room.use_work(captured=False)
-        return room
+        buffers = vertical_slash_buffers(problem, vertical.shape[-1], slash.shape[-1], offset, DEVICE)
+        buffers.use_work(captured=False)
+        return buffers
     if isinstance(core, BlockTopK):
         chosen = block_buffers(problem, core.k, core.block_size, core.causal, DEVICE)
         chosen.use_work(captured=False)
@@ -87,11 +87,11 @@ def room_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, b
     return runtime.dense_buffers(problem, density, DEVICE)
 
 
-def assert_exact(mask: Mask, q_len: int, kv_len: int, room: WorkBuffers) -> None:
-    fill_buffers(room, mask)
-    assert not bool(room.flags.any())
+def assert_exact(mask: Mask, q_len: int, kv_len: int, buffers: WorkBuffers) -> None:
+    fill_buffers(buffers, mask)
+    assert not bool(buffers.flags.any())
     dense = mask.to_dense(q_len, kv_len, device=DEVICE)
-    assert torch.equal(counted(room.work), dense.int())
+    assert torch.equal(counted(buffers.work), dense.int())
 
 
 @given(data=st.data())
@@ -105,8 +105,8 @@ def test_vertical_slash(data: st.DataObject) -> None:
         ascending(data.draw, data.draw(st.sampled_from([leading, ()])), 20, kv_len),
         ascending(data.draw, leading, 40, q_len + offset),
     ).with_query_offset(offset)
-    room = room_of(mask, q_len, kv_len)
-    assert_exact(mask, q_len, kv_len, room)
+    buffers = buffers_of(mask, q_len, kv_len)
+    assert_exact(mask, q_len, kv_len, buffers)
 
 
 @pytest.mark.parametrize(("q_len", "offset"), [(200, 0), (192, 0), (70, 130)])
@@ -121,9 +121,9 @@ def test_vertical_slash_in_tiles_of_64(q_len: int, offset: int) -> None:
     slash[2] = torch.where(torch.arange(150) < 3, torch.arange(150), -1)
     vertical = scattered[:150].sort().values.int()
     mask = masks.vertical_slash(vertical.to(DEVICE), slash.to(DEVICE)).with_query_offset(offset)
-    room = room_of(mask, q_len, kv_len, block=64)
-    assert_exact(mask, q_len, kv_len, room)
-    full = room.work.items[..., 4] - room.work.items[..., 3]
+    buffers = buffers_of(mask, q_len, kv_len, block=64)
+    assert_exact(mask, q_len, kv_len, buffers)
+    full = buffers.work.items[..., 4] - buffers.work.items[..., 3]
     # The band fills full tiles, and so do columns far from every distance.
     assert bool((full[0] > 0).any())
     assert bool((full[2] > 0).any())
@@ -144,7 +144,7 @@ def test_block_topk(data: st.DataObject) -> None:
     scores = scores.to(data.draw(st.sampled_from([torch.float32, torch.bfloat16]))).to(DEVICE)
     k = data.draw(st.integers(1, columns))
     mask = masks.block_topk(scores, k, block_size=block_size, causal=data.draw(st.booleans()))
-    assert_exact(mask, q_len, kv_len, room_of(mask, q_len, kv_len))
+    assert_exact(mask, q_len, kv_len, buffers_of(mask, q_len, kv_len))
 
 
 @given(data=st.data(), packed=st.booleans())
@@ -154,8 +154,8 @@ def test_dense(data: st.DataObject, packed: bool) -> None:
     batch, heads = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 2)]))
     keep = data.draw(dense_masks(q_len if packed else data.draw(st.sampled_from([q_len, 1])), kv_len, batch, heads))
     mask = masks.from_bits(bits.pack(keep).to(DEVICE), kv_len) if packed else masks.from_dense(keep.to(DEVICE))
-    room = room_of(mask, q_len, kv_len)
-    assert_exact(mask, q_len, kv_len, room)
+    buffers = buffers_of(mask, q_len, kv_len)
+    assert_exact(mask, q_len, kv_len, buffers)
 
 
 def example(kind: str, seed: int = 0, heads: int = 2) -> Mask:
@@ -187,59 +187,59 @@ KINDS = ("vertical_slash", "band", "offset", "block_topk", "dense", "bits")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_room_serves_every_mask(kind: str) -> None:
     """Nothing of an earlier mask is left over."""
-    room = room_of(example(kind), 90, 90)
-    pointers = [t.data_ptr() for t in tensors_of(room.work)]
+    buffers = buffers_of(example(kind), 90, 90)
+    pointers = [t.data_ptr() for t in tensors_of(buffers.work)]
     for seed in range(3):
-        assert_exact(example(kind, seed), 90, 90, room)
-    assert [t.data_ptr() for t in tensors_of(room.work)] == pointers
+        assert_exact(example(kind, seed), 90, 90, buffers)
+    assert [t.data_ptr() for t in tensors_of(buffers.work)] == pointers
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention(kind: str) -> None:
     mask = example(kind)
-    room = room_of(mask, 90, 90)
-    fill_buffers(room, mask)
+    buffers = buffers_of(mask, 90, 90)
+    fill_buffers(buffers, mask)
     q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv)
     keep = mask.to_dense(90, device=DEVICE)
     # Keys that nobody sees may hold anything.
     unseen = ~keep.any(2)
     k, v = (x.masked_fill(unseen[..., None], torch.nan) for x in (k, v))
-    out, lse = run(room, q, k, v)
+    out, lse = run(buffers, q, k, v)
     assert_attention(out, lse, q, k.nan_to_num(), v.nan_to_num(), keep)
 
 
-def run(room: WorkBuffers, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def run(buffers: WorkBuffers, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5
-    return attend_once(bind, q, k, v, PreparedWork(room.work, KernelConfig()), Options(scale, bias=bias))
+    return attend_once(bind, q, k, v, PreparedWork(buffers.work, KernelConfig()), Options(scale, bias=bias))
 
 
 @pytest.mark.parametrize(("kind", "length"), [*((kind, 90) for kind in KINDS), ("block_topk", 96)])
 def test_biases(kind: str, length: int) -> None:
     """Rows among NaN, where tiles of columns that follow each other are read in vectors."""
     mask = example(kind)
-    room = room_of(mask, length, length)
-    fill_buffers(room, mask)
-    assert room.work.bias_vectors == (kind == "block_topk")
+    buffers = buffers_of(mask, length, length)
+    fill_buffers(buffers, mask)
+    assert buffers.work.bias_vectors == (kind == "block_topk")
     q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=length, kv_len=length, head_dim=16).qkv)
     bias = torch.full((1, 2, length, 104), torch.nan, device=DEVICE)[..., :length].copy_(torch.randn(2, length, length))
-    out, lse = run(room, q, k, v, bias)
+    out, lse = run(buffers, q, k, v, bias)
     assert_attention(out, lse, q, k, v, mask.to_dense(length, device=DEVICE), bias=bias)
 
 
 @pytest.mark.parametrize("kind", ["bits", "dense"])
 def test_rows_without_room_are_nan_and_flagged(kind: str) -> None:
     mask = example(kind)
-    room = room_of(mask, 90, 90, density=0.3)
-    fill_buffers(room, mask)
-    assert bool((room.flags & OVERFLOW).any())
+    buffers = buffers_of(mask, 90, 90, density=0.3)
+    fill_buffers(buffers, mask)
+    assert bool((buffers.flags & OVERFLOW).any())
     q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv)
-    out, lse = run(room, q, k, v)
+    out, lse = run(buffers, q, k, v)
     lost = out.isnan().all(-1)
     assert torch.equal(lost, lse.isnan())
     assert bool(lost.any())
     assert torch.equal(lost, out.isnan().any(-1))
     # Whole row blocks are lost; the others are right.
-    enough = room_of(mask, 90, 90)
+    enough = buffers_of(mask, 90, 90)
     fill_buffers(enough, mask)
     expected, _ = run(enough, q, k, v)
     assert torch.equal(out[~lost], expected[~lost])
@@ -271,12 +271,12 @@ def test_bad_numbers_raise_or_flag(name: str) -> None:
     mask, message = bad_masks()[name]
     with pytest.raises(MaskError, match=f"{message}.*head 1"):
         stof.plan(mask, 90, heads=2)
-    room = room_of(mask, 90, 90)
-    fill_buffers(room, mask)
-    assert room.flags.tolist()[0] == 0
-    assert room.flags.tolist()[1] != 0
+    buffers = buffers_of(mask, 90, 90)
+    fill_buffers(buffers, mask)
+    assert buffers.flags.tolist()[0] == 0
+    assert buffers.flags.tolist()[1] != 0
     q, k, v = (x.to(DEVICE) for x in make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv)
-    out, lse = run(room, q, k, v)
+    out, lse = run(buffers, q, k, v)
     assert bool(out[:, 1].isnan().all())
     assert bool(lse[:, 1].isnan().all())
     keep = first_head(mask).to_dense(90)
@@ -342,7 +342,7 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     one_stream(monkeypatch)
     plan = stof.dynamic_plan(example(kind), 90, heads=2)
-    plan._room = room_of(example(kind), 90, 90)
+    plan._buffers = buffers_of(example(kind), 90, 90)
     q, k, v = make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv
     for seed in range(2):
         mask = example(kind, seed)
@@ -352,7 +352,7 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert float((out - expected).abs().max()) < 1e-5
     assert len(plan._calls) == 1
     plan.check()
-    assert plan.bytes() == plan._room.bytes()
+    assert plan.bytes() == plan._buffers.bytes()
     assert [candidate.name for candidate in stof.explain(q, k, v, plan)] == ["block_wise", "hopper"]
     with pytest.raises(ArgumentError, match="fixed lengths"):
         plan.extended(1)
@@ -360,7 +360,7 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         stof.attention(q, k, v, plan, implementation="reference")
     with pytest.raises(UnsupportedError, match="float64"):
         stof.attention(q.double(), k.double(), v.double(), plan)
-    plan._room.flags[1] = OVERFLOW | OUT_OF_RANGE
+    plan._buffers.flags[1] = OVERFLOW | OUT_OF_RANGE
     with pytest.raises(MaskError, match=r"larger `density`(.|\n)*head 1: indices out of range and more tiles than"):
         plan.check()
     plan.check()
@@ -409,7 +409,7 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stof.plans.dynamic.fill_buffers", lambda *given: log.append(f"built on {current[-1].name}"))
     mask = example("block_topk")
     plan = stof.dynamic_plan(mask, 90, heads=2)
-    plan._room = room_of(mask, 90, 90)
+    plan._buffers = buffers_of(mask, 90, 90)
     call = (*make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv, None, None, None, None, None)
 
     def logged() -> list[str]:

@@ -16,7 +16,8 @@ from stof.errors import KernelError, UnfitLayoutError, UnsupportedError
 from stof.kernels.quantization import FP8, widened
 from stof.masks.dynamic import BlockTopK
 from stof.plans.block_topk import BlockBuffers
-from stof.plans.dynamic import DynamicPlan, make_buffers
+from stof.plans.dynamic import DynamicPlan
+from stof.plans.mask_buffers import make_buffers
 from stof.selection import IMPLEMENTATIONS, failures
 from stof.testing import assert_attention, make_inputs
 from tests.kernels.test_hopper_launch import Twin, twin, unaligned
@@ -66,9 +67,9 @@ def topk(seed: int, size: int = 64, *, causal: bool = True) -> BlockTopK:
 
 def plan_of(mask: BlockTopK) -> DynamicPlan:
     plan = stof.dynamic_plan(mask, LENGTH, heads=2)
-    plan._room = make_buffers(mask, (LENGTH, LENGTH), (1, 2), torch.device("cpu"), None)
-    assert isinstance(plan._room, BlockBuffers)
-    plan._room.filled.clear()  # as where the Hopper kernel may run
+    plan._buffers = make_buffers(mask, (LENGTH, LENGTH), (1, 2), torch.device("cpu"), None)
+    assert isinstance(plan._buffers, BlockBuffers)
+    plan._buffers.filled.clear()  # as where the Hopper kernel may run
     plan.update(mask)
     return plan
 
@@ -98,13 +99,13 @@ def test_candidates_of_other_calls() -> None:
     for q_len in (256, 64):
         mask = masks.vertical_slash(some, some).with_query_offset(512 - q_len)
         plan = stof.dynamic_plan(mask, q_len, 512)
-        plan._room = make_buffers(mask, (q_len, 512), (1, 1), torch.device("cpu"), None)
+        plan._buffers = make_buffers(mask, (q_len, 512), (1, 1), torch.device("cpu"), None)
         found = plan.candidates(replace(CALL, q_len=q_len, kv_len=512, mask_heads=1))
         assert {candidate.name for candidate in found} == {"hopper", "block_wise"}
         assert all(candidate.estimate_us is not None for candidate in found)
     blocks = masks.block_topk(torch.zeros(1, 8), 2)
     plan = stof.dynamic_plan(blocks, 7, 512)
-    plan._room = make_buffers(blocks, (7, 512), (1, 1), torch.device("cpu"), None)
+    plan._buffers = make_buffers(blocks, (7, 512), (1, 1), torch.device("cpu"), None)
     found = plan.candidates(replace(CALL, q_len=7, kv_len=512, mask_heads=1))
     assert [candidate.estimate_us for candidate in found] == [None] * len(found)
     assert found[0].name == "block_wise"
@@ -130,7 +131,7 @@ def test_what_hopper_refuses() -> None:
         (masks.from_dense(slash.to_dense(LENGTH)), "of masks made at run time, takes block_topk and vertical_slash"),
     ):
         other = stof.dynamic_plan(mask, LENGTH)
-        other._room = make_buffers(mask, (LENGTH, LENGTH), (1, 1), torch.device("cpu"), None)
+        other._buffers = make_buffers(mask, (LENGTH, LENGTH), (1, 1), torch.device("cpu"), None)
         assert refusals(other) == (reason,)
 
 
@@ -203,13 +204,13 @@ def test_calls_see_the_last_update(twin: Twin, capturing: list[bool]) -> None:
     capturing[0] = False
     hopper(topk(2))
     block_wise(topk(2))
-    assert isinstance(plan._room, BlockBuffers)
-    assert [*plan._room.late] == ["block_wise"]
+    assert isinstance(plan._buffers, BlockBuffers)
+    assert [*plan._buffers.captured_fills] == ["block_wise"]
     # A replay of the update: what it launched is launched again, whatever was used since.
-    room, before = plan._room, dict(plan._room.filled)
+    buffers, before = plan._buffers, dict(plan._buffers.filled)
     assert "block_wise" not in before
-    room.filled.clear()
-    room.filled.update(before)
+    buffers.filled.clear()
+    buffers.filled.update(before)
     plan.update(topk(3))
     hopper(topk(3))
     block_wise(topk(3))
@@ -219,9 +220,9 @@ def test_calls_see_the_last_update(twin: Twin, capturing: list[bool]) -> None:
 def test_calls_do_not_rely_on_a_graph_being_replayed(capturing: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists first used within a capture are filled in replays of that graph: other graphs and calls fill them first."""
     plan = plan_of(topk(0))
-    room = plan._room
-    assert isinstance(room, BlockBuffers)
-    launches = room.work_launches
+    buffers = plan._buffers
+    assert isinstance(buffers, BlockBuffers)
+    launches = buffers.work_launches
     captured = 0
 
     def launched() -> tuple[Callable[[], None], ...]:
@@ -234,7 +235,7 @@ def test_calls_do_not_rely_on_a_graph_being_replayed(capturing: list[bool], monk
 
         return (launch,)
 
-    monkeypatch.setattr(BlockBuffers, "work_launches", lambda room: launched())
+    monkeypatch.setattr(BlockBuffers, "work_launches", lambda buffers: launched())
     q, k, v = make_inputs(heads=2, q_len=LENGTH, kv_len=LENGTH, head_dim=64, dtype=torch.float16).qkv
     for number in (1, 2):
         capturing[0] = True
@@ -242,8 +243,8 @@ def test_calls_do_not_rely_on_a_graph_being_replayed(capturing: list[bool], monk
         assert captured == number
     capturing[0] = False
     attend(plan, "block_wise")(topk(0))
-    assert not room.unfilled
-    assert [*room.filled] == ["block_wise"]
+    assert not buffers.pending_fills
+    assert [*buffers.filled] == ["block_wise"]
     plan.update(topk(1))
     attend(plan, "block_wise")(topk(1))
     assert captured == 2
@@ -254,7 +255,7 @@ def test_rows_of_keys_nobody_sees() -> None:
     scores = torch.randn(2, 4, 5)
     mask = masks.block_topk(scores, 2, causal=True)
     plan = stof.dynamic_plan(mask, 200, 300, heads=2)
-    plan._room = make_buffers(mask, (200, 300), (1, 2), torch.device("cpu"), None)
+    plan._buffers = make_buffers(mask, (200, 300), (1, 2), torch.device("cpu"), None)
     plan.update(mask)
     (refused,) = [c for c in plan.candidates(replace(CALL, q_len=200)) if c.name == "hopper"]
     assert refused.refusals == ("the last block holds keys past query 199, which no query sees",)

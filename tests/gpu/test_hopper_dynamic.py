@@ -152,8 +152,8 @@ def test_lists_first_used_after_a_captured_update() -> None:
         graph.replay()
         assert_attention(out, None, q, k, v, mask.to_dense(1003, device="cuda"))
         check(q, k, v, plan, mask)
-    assert isinstance(plan._room, BlockBuffers)
-    assert len(plan._room.late) == 1
+    assert isinstance(plan._buffers, BlockBuffers)
+    assert len(plan._buffers.captured_fills) == 1
 
 
 def test_a_first_call_inside_a_capture() -> None:

@@ -17,6 +17,7 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     from stof.kernels.hopper.gather_columns import gather_columns
     from stof.kernels.hopper.refresh_work import refresh_work
     from stof.plans.fill import block_topk as fill_blocks
+    from stof.plans.fill import dense as fill_dense
     from stof.plans.fill import hopper_vertical_slash as hopper_slash
     from stof.plans.fill import slash_tables as fill_slash_tables
     from stof.plans.fill import vertical_slash as fill_slash
@@ -42,10 +43,10 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     for listed, group in ((False, 1), (False, 4), (True, 1)):
         scales = ["*fp32"] * 4
         yield transpose_v.transpose_v, [*[ints] * 4, *scales, ints, *[i] * 18, listed, group, 32, 128, True], {}
-    yield fill_blocks.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
+    yield fill_dense.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
     for kind, packed in (("*u8", False), (ints, True)):
-        yield fill_blocks.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}
-        yield fill_blocks.dense_bitmaps, [kind, ints, ints, ints, i, i, i, 1, i, i, i, packed, 64, 64], {}
+        yield fill_dense.dense_classes, [kind, "*i8", i, i, i, 1, *[i] * 5, packed, 64, 128], {}
+        yield fill_dense.dense_bitmaps, [kind, ints, ints, ints, i, i, i, 1, i, i, i, packed, 64, 64], {}
 
 
 def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:

@@ -21,9 +21,8 @@ from stof.kernels.implementation import Options
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.dynamic import NOT_A_NUMBER, BlockTopK
-from stof.plans.block_topk import BlockBuffers, block_buffers, fill_blocks
+from stof.plans.block_topk import BlockBuffers, bitmaps_of, block_buffers, fill_blocks
 from stof.plans.buffers import DynamicSizes
-from stof.plans.hopper_block_topk import bitmaps_of, block_counts, block_refusals
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
 from tests.kernels.test_hopper_jobs import counted
@@ -49,15 +48,15 @@ def config_of(size: int, block_m: int, block_n: int) -> LayoutConfig:
     return LayoutConfig(block_m, block_n, 16 if block_n > size else None)
 
 
-def room_of(mask: Mask, q_len: int, kv_len: int) -> BlockBuffers:
+def buffers_of(mask: Mask, q_len: int, kv_len: int) -> BlockBuffers:
     assert isinstance(mask, BlockTopK)
     problem = DynamicSizes(q_len, kv_len, 64, 64, mask.batch, mask.heads)
     return block_buffers(problem, mask.k, mask.block_size, mask.causal, torch.device("cpu"))
 
 
-def fill(room: BlockBuffers, mask: Mask) -> None:
+def fill(buffers: BlockBuffers, mask: Mask) -> None:
     assert isinstance(mask, BlockTopK)
-    fill_blocks(room, mask.tensors()[0], NOT_A_NUMBER)
+    fill_blocks(buffers, mask.tensors()[0], NOT_A_NUMBER)
 
 
 def scores_of(generator: torch.Generator, *shape: int, textured: bool = False) -> Tensor:
@@ -101,18 +100,18 @@ def test_every_kept_score_once(data: st.DataObject, shape: tuple[int, ...], caus
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     rows, columns = -(-q_len // size), -(-kv_len // size)
     k = data.draw(st.integers(1, columns))
-    room = None
+    buffers = None
     for textured in data.draw(st.lists(st.booleans(), min_size=1, max_size=3)):  # nothing of earlier masks is left
         scores = scores_of(generator, *leading, rows, columns, textured=textured)
         mask = masks.block_topk(scores, k, block_size=size, causal=causal)
-        if room is None:
-            room = room_of(mask, q_len, kv_len)
-            if block_refusals(room):
+        if buffers is None:
+            buffers = buffers_of(mask, q_len, kv_len)
+            if buffers.hopper_refusals():
                 with pytest.raises(UnfitLayoutError, match=f"keys past query {q_len - 1}, which no query sees"):
-                    room.use_hopper(config_of(*shape), split_tiles, captured=False)
+                    buffers.use_hopper(config_of(*shape), split_tiles, captured=False)
                 return
-            lists = room.use_hopper(config_of(*shape), split_tiles, captured=False)
-        fill(room, mask)
+            lists = buffers.use_hopper(config_of(*shape), split_tiles, captured=False)
+        fill(buffers, mask)
         assert_lists(lists, mask)
 
 
@@ -121,22 +120,22 @@ def test_lists_first_used_after_an_update() -> None:
     generator = torch.Generator().manual_seed(0)
     given_masks = [masks.block_topk(scores_of(generator, 2, 5, 5), 2, causal=True) for _ in range(3)]
     for captured in (False, True):
-        room = room_of(given_masks[0], 320, 320)
-        fill(room, given_masks[0])
-        lists = room.use_hopper(LayoutConfig(64, 64), 0, captured)
+        buffers = buffers_of(given_masks[0], 320, 320)
+        fill(buffers, given_masks[0])
+        lists = buffers.use_hopper(LayoutConfig(64, 64), 0, captured)
         assert_lists(lists, given_masks[0])
         before = lists.ranges.clone(), lists.tile_columns.clone()
-        fill(room, given_masks[1])
+        fill(buffers, given_masks[1])
         if captured:
             assert torch.equal(lists.ranges, before[0])
             assert torch.equal(lists.tile_columns, before[1])
-            room.catch_up()
+            buffers.run_pending_fills()
         assert_lists(lists, given_masks[1])
-        assert room.use_hopper(LayoutConfig(64, 64), 0, not captured) is lists
-        fill(room, given_masks[2])
-        room.catch_up()
+        assert buffers.use_hopper(LayoutConfig(64, 64), 0, not captured) is lists
+        fill(buffers, given_masks[2])
+        buffers.run_pending_fills()
         assert_lists(lists, given_masks[2])
-        assert room.bytes() > room.work.partial_columns.numel() * 4 + lists.tile_columns.numel() * 4
+        assert buffers.bytes() > buffers.work.partial_columns.numel() * 4 + lists.tile_columns.numel() * 4
 
 
 @pytest.mark.parametrize(("block_m", "block_n"), [(64, 64), (64, 128), (128, 128)])
@@ -165,10 +164,10 @@ def test_counts_say_what_there_is() -> None:
     for causal in (False, True):
         for config in (LayoutConfig(64, 64), LayoutConfig(64, 128, 16)):
             mask = masks.block_topk(scores_of(generator, 3, 8, 8), 3, causal=causal)
-            room = room_of(mask, 512, 512)
-            lists = room.use_hopper(config, 0, captured=False)
-            fill(room, mask)
-            counts = block_counts(room, config)
+            buffers = buffers_of(mask, 512, 512)
+            lists = buffers.use_hopper(config, 0, captured=False)
+            fill(buffers, mask)
+            counts = buffers.counts(config)
             assert torch.equal(
                 (lists.ranges[:, 2] - lists.ranges[:, 0]).view(3, 8), (counts.partial + counts.full).int()
             )
@@ -181,8 +180,8 @@ def test_jobs_know_their_items(split_tiles: int, sizes: tuple[int, int]) -> None
     """Of masks that several batch entries and heads share, too."""
     batch, heads = sizes
     mask = masks.block_topk(torch.randn(heads if batch == 1 else 1, 6, 6), 4)
-    room = room_of(mask, 384, 384)
-    lists = room.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False)
+    buffers = buffers_of(mask, 384, 384)
+    lists = buffers.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False)
     jobs = work_list(lists, batch, heads, 5, 1)
     item = lists.items[jobs[:-1, 14].long()]
     assert torch.equal(item[:, 0], jobs[:-1, 0])
@@ -193,9 +192,9 @@ def test_jobs_know_their_items(split_tiles: int, sizes: tuple[int, int]) -> None
 def test_jobs_take_what_the_device_has_found() -> None:
     """With the columns of each job's first tile; and whatever is found, each has a tile to compute."""
     mask = masks.block_topk(torch.randn(2, 6, 6), 4, causal=True)
-    room = room_of(mask, 384, 384)
-    lists = room.use_hopper(LayoutConfig(64, 128, 16), 1, captured=False)
-    fill(room, mask)
+    buffers = buffers_of(mask, 384, 384)
+    lists = buffers.use_hopper(LayoutConfig(64, 128, 16), 1, captured=False)
+    fill(buffers, mask)
     jobs = work_list(lists, 1, 2, 7, 1)
     before = jobs.clone()
     _refresh_launch(jobs, lists)()
@@ -211,9 +210,9 @@ def test_jobs_take_what_the_device_has_found() -> None:
     assert torch.equal(jobs[:-1, 5], jobs[:-1, 3] + 1)
 
 
-def check_call(room: BlockBuffers, lists: TileLists, mask: Mask, split_tiles: int, batch: int = 1) -> None:
+def check_call(buffers: BlockBuffers, lists: TileLists, mask: Mask, split_tiles: int, batch: int = 1) -> None:
     """Two masks in turn through one bound call."""
-    heads = room.problem.mask_heads * 2
+    heads = buffers.problem.mask_heads * 2
     q, k, v = make_inputs(
         batch=batch,
         heads=heads,
@@ -229,7 +228,7 @@ def check_call(room: BlockBuffers, lists: TileLists, mask: Mask, split_tiles: in
     for factor in (1, -1):
         assert isinstance(mask, BlockTopK)
         other = masks.block_topk(mask.scores * factor, mask.k, block_size=mask.block_size, causal=mask.causal)
-        fill(room, other)
+        fill(buffers, other)
         keep = other.to_dense(lists.q_len, lists.kv_len)
         # What no query of any head sees may be anything.
         unseen = ~keep.flatten(0, 1).any((0, 1))
@@ -248,9 +247,9 @@ def test_calls(twin: Twin, shape: tuple[int, ...], split_tiles: int) -> None:
         rows, columns = -(-q_len // size), -(-kv_len // size)
         scores = scores_of(generator, 2, 1, rows, columns, textured=True)
         mask = masks.block_topk(scores, min(3, columns), block_size=size, causal=causal)
-        room = room_of(mask, q_len, kv_len)
-        lists = room.use_hopper(config_of(*shape), split_tiles, captured=False)
-        check_call(room, lists, mask, split_tiles, batch=2)
+        buffers = buffers_of(mask, q_len, kv_len)
+        lists = buffers.use_hopper(config_of(*shape), split_tiles, captured=False)
+        check_call(buffers, lists, mask, split_tiles, batch=2)
     assert twin.constants["DYNAMIC"]
 
 
@@ -261,13 +260,13 @@ def test_scores_that_are_not_numbers(split_tiles: int) -> None:
     scores = torch.randn(2, 4, 4)
     scores[1, 2, 3] = torch.nan
     mask = masks.block_topk(scores, 2, causal=True)
-    room = room_of(mask, 256, 256)
-    lists = room.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False)
+    buffers = buffers_of(mask, 256, 256)
+    lists = buffers.use_hopper(LayoutConfig(64, 64), split_tiles, captured=False)
     q, k, v = make_inputs(heads=2, q_len=256, kv_len=256, head_dim=64, dtype=torch.float16).qkv
     prepared = PreparedTiles(lists, KernelConfig(4, 2, split_tiles=split_tiles))
     call = IMPLEMENTATIONS["hopper"].bind(q, k, v, prepared, Options(0.125))
-    fill(room, mask)
-    assert room.flags.tolist() == [0, NOT_A_NUMBER]
+    fill(buffers, mask)
+    assert buffers.flags.tolist() == [0, NOT_A_NUMBER]
     out, lse = call(q, k, v, None, None)
     assert bool(out[:, 1].isnan().all())
     assert bool(lse[:, 1].isnan().all())
@@ -277,10 +276,10 @@ def test_scores_that_are_not_numbers(split_tiles: int) -> None:
 
 def test_what_is_refused() -> None:
     generator = torch.Generator().manual_seed(0)
-    small = room_of(masks.block_topk(scores_of(generator, 4, 4), 2, block_size=32), 128, 128)
+    small = buffers_of(masks.block_topk(scores_of(generator, 4, 4), 2, block_size=32), 128, 128)
     with pytest.raises(UnfitLayoutError, match="takes blocks of 64 or 128 made at run time, not 32"):
         small.use_hopper(LayoutConfig(64, 64), 0, captured=False)
-    room = room_of(masks.block_topk(scores_of(generator, 4, 4), 2), 256, 256)
+    buffers = buffers_of(masks.block_topk(scores_of(generator, 4, 4), 2), 256, 256)
     for config in (LayoutConfig(64, 128), LayoutConfig(128, 128), LayoutConfig(64, 64, 8), LayoutConfig(64, 128, 8)):
         with pytest.raises(UnfitLayoutError, match="does not divide blocks of 64"):
-            room.use_hopper(config, 0, captured=False)
+            buffers.use_hopper(config, 0, captured=False)

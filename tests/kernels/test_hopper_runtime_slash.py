@@ -46,15 +46,15 @@ def parts_of(mask: Mask) -> tuple[VerticalSlash, int]:
     return core, offset
 
 
-def room_of(mask: Mask, q_len: int, kv_len: int | None = None) -> SlashBuffers:
+def buffers_of(mask: Mask, q_len: int, kv_len: int | None = None) -> SlashBuffers:
     core, offset = parts_of(mask)
     problem = DynamicSizes(q_len, q_len + offset if kv_len is None else kv_len, 64, 64, core.batch, core.heads)
     vertical, slash = core.tensors()
     return vertical_slash_buffers(problem, vertical.shape[-1], slash.shape[-1], offset, torch.device("cpu"))
 
 
-def fill(room: SlashBuffers, mask: Mask) -> None:
-    fill_vertical_slash(room, *parts_of(mask)[0].tensors(), OUT_OF_RANGE, NOT_ASCENDING)
+def fill(buffers: SlashBuffers, mask: Mask) -> None:
+    fill_vertical_slash(buffers, *parts_of(mask)[0].tensors(), OUT_OF_RANGE, NOT_ASCENDING)
 
 
 def counted(lists: TileLists, seen: Tensor) -> Tensor:
@@ -122,12 +122,12 @@ def test_every_kept_score_once(data: st.DataObject, split_tiles: int) -> None:
     vertical = indices(data.draw, data.draw(st.sampled_from([leading, ()])), q_len + offset)
     slash = indices(data.draw, leading, q_len + offset)
     mask = masks.vertical_slash(vertical, slash).with_query_offset(offset)
-    room = room_of(mask, q_len)
-    lists = room.use_hopper(TILE, split_tiles, captured=False)
+    buffers = buffers_of(mask, q_len)
+    lists = buffers.use_hopper(TILE, split_tiles, captured=False)
     none = torch.full_like(slash, -1)
     for other in (mask, masks.vertical_slash(vertical, none).with_query_offset(offset), mask):  # nothing is left over
-        fill(room, other)
-        assert not bool(room.flags.any())
+        fill(buffers, other)
+        assert not bool(buffers.flags.any())
         assert_lists(lists, other)
 
 
@@ -144,18 +144,18 @@ def test_calls(twin: Twin, shared: bool, split_tiles: int, q_len: int, offset: i
         rows = [torch.randperm(kv_len, generator=generator)[:count].sort().values for _ in range(1 if shared else 4)]
         return torch.stack(rows).int()
 
-    room = None
+    buffers = None
     for seed in range(2):
         mask = masks.vertical_slash(chosen(70, seed), chosen(20, 5 + seed)).with_query_offset(offset)
-        if room is None:
-            room = room_of(mask, q_len)
-            lists = room.use_hopper(TILE, split_tiles, captured=False)
+        if buffers is None:
+            buffers = buffers_of(mask, q_len)
+            lists = buffers.use_hopper(TILE, split_tiles, captured=False)
             q, k, v = make_inputs(
                 batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=64, dtype=torch.float16
             ).qkv
             prepared = PreparedTiles(lists, KernelConfig(4, 2, split_tiles=split_tiles))
             call = IMPLEMENTATIONS["hopper"].bind(q, k, v, prepared, Options(0.125))
-        fill(room, mask)
+        fill(buffers, mask)
         keep = mask.to_dense(q_len, kv_len)
         # What no query of any head sees may be anything.
         unseen = ~keep.flatten(0, 1).any((0, 1))
@@ -172,11 +172,11 @@ def test_lists_that_mean_nothing() -> None:
     vertical, slash = torch.tensor([[3, 9, 70], [3, 99, 70]]), torch.tensor([[0, 5], [2, 128]])
     for bad, flags in (((vertical, slash % 128), NOT_ASCENDING), ((vertical.sort().values, slash), OUT_OF_RANGE)):
         mask = masks.vertical_slash(*bad)
-        room = room_of(mask, 128)
-        lists = room.use_hopper(TILE, 1, captured=False)
-        fill(room, mask)
-        assert room.flags.tolist()[0] == 0
-        assert room.flags.tolist()[1] & flags
+        buffers = buffers_of(mask, 128)
+        lists = buffers.use_hopper(TILE, 1, captured=False)
+        fill(buffers, mask)
+        assert buffers.flags.tolist()[0] == 0
+        assert buffers.flags.tolist()[1] & flags
         q, k, v = make_inputs(heads=2, q_len=128, kv_len=128, head_dim=64, dtype=torch.float16).qkv
         prepared = PreparedTiles(lists, KernelConfig(4, 2, split_tiles=1))
         out, lse = attend_once(IMPLEMENTATIONS["hopper"].bind, q, k, v, prepared, Options(0.125))
@@ -190,20 +190,20 @@ def test_no_tiles_are_made_of_distances_that_do_not_ascend() -> None:
     """Where they would lie comes from memory before the table of runs: windows of their bits may be read anywhere."""
     slash = torch.tensor([[0, 30, 99], [-1, 30, 99]])
     mask = masks.vertical_slash(torch.arange(3), slash)
-    room = room_of(mask, 128)
-    room.use_hopper(TILE, 0, captured=False)
-    runs, _, number, _ = room.hopper[TILE, 0].tables
+    buffers = buffers_of(mask, 128)
+    buffers.use_hopper(TILE, 0, captured=False)
+    runs, _, number, _ = buffers.hopper[TILE, 0].tables
     runs[0, 1, -1] = 64  # the number before the second pattern's runs
-    fill(room, mask)
+    fill(buffers, mask)
     assert number[0] > 0
     assert number[1] == 0
-    assert room.flags.tolist() == [0, NOT_ASCENDING]
+    assert buffers.flags.tolist() == [0, NOT_ASCENDING]
 
 
 def test_what_is_refused() -> None:
     mask = masks.vertical_slash(torch.arange(3), torch.arange(3))
     for q_len, kv_len, reason in ((100, 100, "whole row blocks of 64, not 100"), (64, 65, "to the last query, not 65")):
         with pytest.raises(UnfitLayoutError, match=reason):
-            room_of(mask, q_len, kv_len).use_hopper(TILE, 0, captured=False)
+            buffers_of(mask, q_len, kv_len).use_hopper(TILE, 0, captured=False)
     with pytest.raises(UnfitLayoutError, match="is not what vertical_slash takes"):
-        room_of(mask, 64).use_hopper(LayoutConfig(128, 128), 0, captured=False)
+        buffers_of(mask, 64).use_hopper(LayoutConfig(128, 128), 0, captured=False)

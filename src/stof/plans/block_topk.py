@@ -1,7 +1,9 @@
 """Work for the best key blocks of each query block: choosing them, and lists for whichever kernels read them.
 
 Choosing is one launch. Each kernel that calls run on has lists of its own, which updates fill from what was chosen,
-from the first call on that reads them.
+from the first call on that reads them. How many tiles each row block has on the Hopper kernel is known beforehand but
+for scores that exclude blocks: its work is listed once, and the device finds the tiles' columns and, within its place
+in the lists, what each item computes.
 """
 
 from __future__ import annotations
@@ -12,17 +14,49 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stof.errors import UnfitLayoutError
+from stof.kernels.bitmap_order import accumulator_order
+from stof.kernels.hopper.config import RUN
+from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.layout import LayoutConfig
+from stof.layout import bitmaps as bits
 from stof.layout.survey import TileCounts
-from stof.plans.buffers import DynamicSizes, WorkBuffers, empty_work
-from stof.plans.hopper_block_topk import block_counts, block_refusals, fits_blocks, make_block_tiles
-from stof.plans.hopper_buffers import FilledTiles
+from stof.plans.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, partition_items
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
 
 # Tiles written at once.
 _TILES_AT_ONCE = 64
+# Columns of a slab where tiles are pairs of blocks; a block is a run of them.
+_SLAB = 16
+
+
+def fits_blocks(config: LayoutConfig, block_size: int) -> bool:
+    """Whether tiles hold keys of one block, or pairs of blocks of 64, and row blocks one partial one at most."""
+    if _paired(config, block_size):
+        return True
+    return config.slab is None and config.block_m <= config.block_n <= block_size
+
+
+def _paired(config: LayoutConfig, block_size: int) -> bool:
+    """Whether each half of a tile is a block of its own."""
+    return config == LayoutConfig(RUN, 2 * RUN, _SLAB) and block_size == RUN
+
+
+def bitmaps_of(block_m: int, width: int, kv_len: int) -> Tensor:
+    """Every bitmap of `width` columns: bool `[3 + 2 * width / block_m, block_m, width]`.
+
+    The first keeps nothing. The one at `1 + 2 * place + tail` keeps what a causal mask does in tiles that begin
+    `place * block_m - width` columns after their row block (at place 0 that is everything), and with a tail only
+    columns before `kv_len`, in the tile that holds the last of them.
+    """
+    row, column = torch.arange(block_m)[:, None], torch.arange(width)[None, :]
+    keep = [torch.zeros(block_m, width, dtype=torch.bool)]
+    for place in range(1 + width // block_m):
+        causal = column + place * block_m - width <= row
+        keep += [causal, causal & (column < kv_len % width)]
+    return torch.stack(keep)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,19 +81,112 @@ class BlockBuffers(WorkBuffers):
         return (*super().tensors(), self.chosen, self.count, self.bad)
 
     def work_launches(self) -> tuple[Launch, ...]:
-        return (_filling(self),)
+        import triton
+
+        from stof.plans.fill import block_topk as kernels
+        from stof.runtime.launch import Launch
+
+        problem, work = self.problem, self.work
+        slots = _slots(problem, self.k, self.block_size)
+        fill = Launch(
+            kernels.block_fill,
+            problem.patterns * problem.row_blocks,
+            (
+                self.chosen, self.count, self.bad, work.items, work.first_columns, work.partial_columns,
+                work.partial_bitmap, work.bitmaps,
+            ),
+            (problem.row_blocks, self.chosen.shape[1], self.k, slots, problem.q_len, problem.kv_len),
+            (
+                self.block_size, self.causal, problem.block_m, problem.block_n,
+                min(_TILES_AT_ONCE, triton.next_power_of_2(slots)),
+            ),
+            num_warps=4,
+            num_stages=1,
+            device=self.flags.device,
+        )  # fmt: skip
+        return (fill,)
 
     def hopper_refusals(self) -> tuple[str, ...]:
-        return block_refusals(self)
+        """Why the Hopper kernel cannot run masks like these, in any shape of tiles."""
+        problem, found = self.problem, []
+        if self.block_size < 64:
+            found.append(f"takes blocks of 64 or 128 made at run time, not {self.block_size}")
+        if self.causal and problem.kv_len > problem.q_len and problem.q_len % self.block_size:
+            # 0 * NaN is NaN, and TMA reads whole tiles.
+            found.append(f"the last block holds keys past query {problem.q_len - 1}, which no query sees")
+        return tuple(found)
 
     def hopper_serves(self, config: LayoutConfig) -> bool:
         return fits_blocks(config, self.block_size)
 
     def counts(self, config: LayoutConfig) -> TileCounts:
-        return block_counts(self, config)
+        """Tiles of each row block where no score is -inf; of two possible counts of partial ones, the likelier."""
+        problem, size = self.problem, self.block_size
+        row_blocks = -(-problem.q_len // config.block_m)
+        key_blocks = -(-problem.kv_len // size)
+        query_block = torch.div(torch.arange(row_blocks) * config.block_m, size, rounding_mode="floor")
+        seen = (query_block + 1).clamp(max=key_blocks) if self.causal else torch.full_like(query_block, key_blocks)
+        taken = seen.clamp(max=self.k)
+        tiles = torch.div(taken * size + config.block_n - 1, config.block_n, rounding_mode="floor")
+        # With more blocks to choose from than are taken, a query's own is one among many.
+        partial = (seen <= self.k) & self.causal
+        if _paired(config, size):
+            partial |= taken % 2 == 1
+        shape = (problem.patterns, row_blocks)
+        return TileCounts(partial.long().expand(shape), (tiles - partial.long()).expand(shape))
 
     def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
-        return make_block_tiles(self, config, split_tiles)
+        """Lists for the Hopper kernel.
+
+        Args:
+            config: a shape of tiles that `fits_blocks`.
+            split_tiles: see `make_tile_lists`.
+
+        Raises:
+            UnfitLayoutError: see `hopper_refusals`.
+        """
+        refused = self.hopper_refusals()
+        if refused or not fits_blocks(config, self.block_size):
+            raise UnfitLayoutError(next(iter(refused), f"{config} does not divide blocks of {self.block_size}"))
+        problem, device = self.problem, self.flags.device
+        counts = self.counts(config)
+        paired = _paired(config, self.block_size)
+        slots = -(-self.k * self.block_size // config.block_n) + 1
+        nothing = counts.full.numel() * slots
+        keep = bitmaps_of(config.block_m, config.block_n // (1 + paired), problem.kv_len)
+        if paired:  # every one on the left, with every one on the right
+            kinds = len(keep)
+            keep = torch.cat([keep.repeat_interleave(kinds, 0), keep.repeat(kinds, 1, 1)], 2)
+        width = config.block_n // _SLAB if paired else 1
+        if (nothing + 2) * width >= 2**31:
+            raise UnfitLayoutError(f"{nothing} tiles are more than 32-bit offsets reach")
+        columns = torch.zeros(nothing + 2, width, dtype=torch.int32, device=device)
+        spare = oob_column(problem.kv_len)
+        columns[nothing:] = -1 - spare if paired else spare
+        dealt = partition_items(counts.partial, counts.full, split_tiles, nothing, device)
+        empty = torch.zeros(0, dtype=torch.int32, device=device)
+        lists = TileLists(
+            pattern_of=self.work.pattern_of,
+            items=dealt.items,
+            item_ptr=dealt.item_ptr,
+            tile_columns=columns,
+            # A partial tile is its item's first, whose bitmap comes with the item: these are never applied.
+            tile_bitmap=torch.zeros(nothing + 3, dtype=torch.int32, device=device),
+            bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device),
+            row_order=empty,
+            ranges=dealt.ranges,
+            aside=empty,
+            block_m=config.block_m,
+            block_n=config.block_n,
+            q_len=problem.q_len,
+            kv_len=problem.kv_len,
+            slab=_SLAB if paired else 0,
+            row_step=1,
+            column_step=1,
+            chunks=dealt.chunks,
+            has_full=1,
+        )
+        return FilledTiles(lists, (dealt.first_item,), (_hopper_fill(self, lists, dealt.first_item, slots, nothing),))
 
 
 def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, device: torch.device) -> BlockBuffers:
@@ -90,22 +217,22 @@ def _slots(problem: DynamicSizes, k: int, block_size: int) -> int:
     return k * (block_size // problem.block_n) + 2
 
 
-def fill_blocks(room: BlockBuffers, scores: Tensor, nan_bit: int) -> None:
+def fill_blocks(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> None:
     """Choose blocks, and fill the lists in use.
 
     Args:
-        room: from `block_buffers`.
+        buffers: from `block_buffers`.
         scores: float `[B | 1, H | 1, query blocks, key blocks]`.
         nan_bit: the flag for NaN scores.
     """
     key = (scores.shape, scores.stride(), scores.dtype)
-    (select,) = room.launched(key, lambda: (_selecting(room, scores, nan_bit),))
-    room.bad.zero_()
+    (select,) = buffers.launched(key, lambda: (_selecting(buffers, scores, nan_bit),))
+    buffers.bad.zero_()
     select(scores)
-    room.fill()
+    buffers.fill()
 
 
-def _selecting(room: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
+def _selecting(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
     import triton
 
     from stof.plans.fill import block_topk as kernels
@@ -116,39 +243,33 @@ def _selecting(room: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
     strides = [0 if size == 1 else stride for size, stride in zip(scores.shape, scores.stride(), strict=True)]
     return Launch(
         kernels.select_blocks,
-        room.problem.patterns * query_blocks,
-        (room.chosen, room.count, room.bad, room.flags),
-        (*strides, room.problem.mask_heads, query_blocks, key_blocks, room.k),
-        (nan_bit, room.causal, width),
+        buffers.problem.patterns * query_blocks,
+        (buffers.chosen, buffers.count, buffers.bad, buffers.flags),
+        (*strides, buffers.problem.mask_heads, query_blocks, key_blocks, buffers.k),
+        (nan_bit, buffers.causal, width),
         # A warp by itself sums without waiting for others, some 34 times in a row.
         num_warps=max(1, min(16, width // 1024)),
         num_stages=1,
-        device=room.flags.device,
+        device=buffers.flags.device,
     )
 
 
-def _filling(room: BlockBuffers) -> Launch:
-    """What writes the block-wise kernel's work."""
-    import triton
-
-    from stof.plans.fill import block_topk as kernels
+def _hopper_fill(buffers: BlockBuffers, lists: TileLists, first_item: Tensor, slots: int, nothing: int) -> Launch:
+    from stof.plans.fill.hopper_block_topk import fill_tiles
     from stof.runtime.launch import Launch
 
-    problem, work = room.problem, room.work
-    slots = _slots(problem, room.k, room.block_size)
+    problem = buffers.problem
+    row_blocks = (len(first_item) - 1) // problem.patterns
     return Launch(
-        kernels.block_fill,
-        problem.patterns * problem.row_blocks,
+        fill_tiles,
+        problem.patterns * row_blocks,
+        (buffers.chosen, buffers.count, buffers.bad, first_item, lists.tile_columns, lists.ranges),
+        (row_blocks, buffers.chosen.shape[1], buffers.k, slots, nothing, problem.q_len, problem.kv_len),
         (
-            room.chosen, room.count, room.bad, work.items, work.first_columns, work.partial_columns,
-            work.partial_bitmap, work.bitmaps,
+            buffers.block_size, buffers.causal, lists.block_m, min(lists.block_n, buffers.block_size), lists.slab > 0,
+            _TILES_AT_ONCE,
         ),
-        (problem.row_blocks, room.chosen.shape[1], room.k, slots, problem.q_len, problem.kv_len),
-        (
-            room.block_size, room.causal, problem.block_m, problem.block_n,
-            min(_TILES_AT_ONCE, triton.next_power_of_2(slots)),
-        ),
-        num_warps=4,
+        num_warps=1,
         num_stages=1,
-        device=room.flags.device,
+        device=buffers.flags.device,
     )  # fmt: skip

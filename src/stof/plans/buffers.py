@@ -1,4 +1,4 @@
-"""The block-wise kernel's work, rebuilt on the device from tensors that change: no host synchronisation, fixed sizes.
+"""Work and tile lists rebuilt on the device from tensors that change: no host synchronisation, fixed sizes.
 
 `WorkBuffers` own the lists, whose addresses and sizes never change, so attention and building may both be captured
 in a CUDA graph. `fill_*` write them anew. What does not fit sets a flag and turns the rows concerned to NaN.
@@ -9,28 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError
+from stof.kernels.hopper.tile_lists import RANGE, TileLists, split_items
 from stof.kernels.implementation import tensors_of
 from stof.kernels.triton.work_list import ITEM, Work
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
-from stof.plans.hopper_buffers import FilledTiles
-from stof.runtime.cache_keys import settled
 from stof.runtime.memory import in_capture, lasting
 
 if TYPE_CHECKING:
-    from stof.kernels.hopper.tile_lists import TileLists
     from stof.runtime.launch import Launch
 
 # Set beside the mask's own problems: more tiles than there is room for.
 OVERFLOW = 1 << 16
-# Columns handled at once, in lists and of a dense mask.
-_COPY, _COLUMNS = 1024, 128
+# The bits of a float32 that is not a number.
+_NAN_BITS = 0x7FC00000
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,32 @@ class DynamicSizes:
         return -(-self.q_len // self.block_m)
 
 
+@dataclass(frozen=True, eq=False)
+class FilledTiles:
+    """Lists for one shape of tiles, and what fills them.
+
+    Attributes:
+        lists: what the kernel reads.
+        tables: what the launches keep for themselves.
+        launches: in their order.
+    """
+
+    lists: TileLists
+    tables: tuple[Tensor, ...]
+    launches: tuple[Launch, ...]
+
+    def fill(self) -> None:
+        """Write the lists of the present mask."""
+        for launch in self.launches:
+            launch()
+
+    def bytes(self) -> int:
+        """Memory on the device."""
+        device = self.lists.ranges.device
+        held = {t.data_ptr(): t for t in (*tensors_of(self.lists), *self.tables) if t.device == device}
+        return sum(t.numel() * t.element_size() for t in held.values())
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WorkBuffers:
     """Lists of fixed size for the work of one problem.
@@ -64,8 +88,10 @@ class WorkBuffers:
         launches: what reads masks, bound to the lists, for each kind of input.
         hopper: lists for the Hopper kernel, by shape of tiles and where row blocks are split.
         filled: what fills the lists in use, launched by every update; by the kernel that reads them.
-        late: the same for lists first used when an update was captured: its replays do not fill them, so calls do.
-        unfilled: those of `filled` that as yet only replays of a captured call fill, in which they were first used.
+        captured_fills: the same for lists first used after an update was captured: its replays do not fill them, calls
+            do.
+        pending_fills: those of `filled` that as yet only replays of a captured call fill, in which they were first
+            used.
     """
 
     problem: DynamicSizes
@@ -74,8 +100,8 @@ class WorkBuffers:
     launches: dict[Hashable, tuple[Launch, ...]] = field(default_factory=dict)
     hopper: dict[tuple[LayoutConfig, int], FilledTiles] = field(default_factory=dict)
     filled: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
-    late: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
-    unfilled: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    captured_fills: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    pending_fills: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     @property
     def tiles(self) -> int:
@@ -142,12 +168,12 @@ class WorkBuffers:
         return found.lists
 
     def _use(self, key: Hashable, fill: Callable[[], None], captured: bool) -> None:
-        if key in self.filled or key in self.late:
+        if key in self.filled or key in self.captured_fills:
             return
         fill()
-        (self.late if captured else self.filled)[key] = fill
+        (self.captured_fills if captured else self.filled)[key] = fill
         if not captured and in_capture():
-            self.unfilled[key] = fill
+            self.pending_fills[key] = fill
         else:
             self._complete()
 
@@ -162,12 +188,12 @@ class WorkBuffers:
         for fill in self.filled.values():
             fill()
 
-    def catch_up(self) -> None:
+    def run_pending_fills(self) -> None:
         """Fill the lists that updates may have left as they were; launched before every call."""
-        for fill in (*self.late.values(), *self.unfilled.values()):
+        for fill in (*self.captured_fills.values(), *self.pending_fills.values()):
             fill()
-        if self.unfilled and not in_capture():
-            self.unfilled.clear()
+        if self.pending_fills and not in_capture():
+            self.pending_fills.clear()
             self._complete()
 
     def bytes(self) -> int:
@@ -234,98 +260,33 @@ def empty_work(
     )
 
 
-def _placed(partial: Tensor, full: Tensor, bad: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where the tiles of each row block go.
+class WorkPartition(NamedTuple):
+    """Fields of `TileLists` that say who computes what, and int32 `[P * R + 1]`, items before each row block."""
+
+    items: Tensor
+    item_ptr: Tensor
+    ranges: Tensor
+    chunks: int
+    first_item: Tensor
+
+
+def partition_items(
+    partial: Tensor, full: Tensor, split_tiles: int, nothing: int, device: torch.device
+) -> WorkPartition:
+    """Items of row blocks; each computes nothing, and spoils it, until the lists are filled.
 
     Args:
-        partial, full: int64 `[P, R]`, tiles of each kind, at most.
-        bad: bool `[P]`, patterns that are not computed.
-        tiles: room there is.
-
-    Returns:
-        First partial tile, first full tile, position in the item list (longest first), and whether the row block has no
-        room or belongs to a bad pattern; all `[P, R]`.
+        partial, full: int64 `[P, R]`, how many tiles of either kind row blocks are taken to have.
+        split_tiles: see `make_tile_lists`.
+        nothing: the tile that keeps nothing.
+        device: where the lists are.
     """
-    needed = torch.where(bad[:, None], 0, partial + full)
-    end = needed.flatten().cumsum(0).view_as(needed)
-    poisoned = bad[:, None] | (end > tiles)
-    begin = torch.where(poisoned, 0, end - needed)
-    order = needed.argsort(dim=1, descending=True, stable=True)
-    steps = torch.arange(needed.shape[1], device=needed.device).expand_as(order)
-    place = torch.empty_like(order).scatter_(1, order, steps)
-    return begin, begin + torch.where(poisoned, 0, partial), place, poisoned
-
-
-def _flag(room: WorkBuffers, problems: Tensor, poisoned: Tensor) -> None:
-    """Remember what was wrong."""
-    overflow = (poisoned & (problems == 0)[:, None]).any(1)
-    room.flags.bitwise_or_(problems | torch.where(overflow, OVERFLOW, 0).int())
-
-
-def _up(count: Tensor, step: int) -> Tensor:
-    return torch.div(count + step - 1, step, rounding_mode="floor")
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class DenseRoom(WorkBuffers):
-    """Lists for a dense mask; `owner` is int32 `[tiles, 2]`, see `fill_blocks.dense_bitmaps`."""
-
-    owner: Tensor
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self.owner)
-
-
-def dense_buffers(problem: DynamicSizes, density: float | None, device: torch.device) -> DenseRoom:
-    """Lists for tiles that hold a share `density` of all scores; None for all of them."""
-    per_row = -(-problem.kv_len // problem.block_n)
-    # Columns are gathered: two tiles of a row block, one of each kind, may be less than full.
-    tiles = problem.row_blocks * (per_row + 1)
-    if density is not None:
-        tiles = min(tiles, max(1, int(problem.row_blocks * per_row * density)))
-    tiles *= problem.patterns
-    return DenseRoom(
-        problem=problem,
-        work=empty_work(problem, device, tiles=tiles, bitmaps=tiles),
-        flags=torch.zeros(problem.patterns, dtype=torch.int32, device=device),
-        owner=torch.zeros(tiles, 2, dtype=torch.int32, device=device),
-    )
-
-
-def fill_dense(room: DenseRoom, keep: Tensor) -> None:
-    """Write the work of a dense mask.
-
-    Args:
-        room: from `dense_buffers`.
-        keep: bool `[B | 1, H | 1, Sq, Skv]`, or bits of it, int32 `[B | 1, H | 1, Sq, ceil(Skv / 32)]`.
-    """
-    from stof.plans.fill import block_topk as kernels
-
-    problem, work, device = room.problem, room.work, room.flags.device
-    packed = keep.dtype == torch.int32
-    keep = keep if packed else keep.view(torch.uint8)
-    strides = [0 if size == 1 else stride for size, stride in zip(keep.shape, keep.stride(), strict=True)]
-    count = problem.patterns * problem.row_blocks
-    column_blocks = -(-problem.kv_len // _COLUMNS)
-    classes = torch.empty(count, problem.kv_len, dtype=torch.int8, device=device)
-    settled(kernels.dense_classes)[(count * column_blocks,)](
-        keep, classes, *strides, problem.mask_heads, problem.row_blocks, column_blocks, problem.q_len,
-        problem.kv_len, packed, problem.block_m, _COLUMNS,
-    )  # fmt: skip
-    shape = (problem.patterns, problem.row_blocks)
-    full_columns, any_columns = ((classes >= least).sum(1).view(shape) for least in (2, 1))
-    full = torch.div(full_columns, problem.block_n, rounding_mode="floor")
-    partial = _up(any_columns - full * problem.block_n, problem.block_n)
-    problems = torch.zeros(problem.patterns, dtype=torch.int32, device=device)
-    begin, full_begin, place, poisoned = _placed(partial, full, problems != 0, room.tiles)
-    _flag(room, problems, poisoned)
-    rows = torch.stack([place, begin, partial, full_begin, full, poisoned], -1).int()
-    room.owner.fill_(-1)
-    settled(kernels.dense_fill)[(count,)](
-        rows, classes, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, room.owner,
-        problem.row_blocks, problem.kv_len, problem.block_n, _COPY,
-    )  # fmt: skip
-    settled(kernels.dense_bitmaps)[(room.tiles,)](
-        keep, room.owner, work.partial_columns, work.bitmaps, *strides, problem.mask_heads, problem.row_blocks,
-        problem.q_len, packed, problem.block_m, problem.block_n,
-    )  # fmt: skip
+    tiles = (partial + full).flatten()
+    patterns, row_blocks = partial.shape
+    pointers = torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
+    items, item_ptr, chunks = split_items(pointers, partial.flatten(), patterns, split_tiles, nothing)
+    owner = items[:, 0] + torch.repeat_interleave(torch.arange(patterns) * row_blocks, item_ptr.long().diff())
+    first_item = torch.searchsorted(owner, torch.arange(len(tiles) + 1)).int()
+    ranges = torch.tensor([nothing, nothing + 1, nothing + 1, 0, _NAN_BITS], dtype=torch.int32)
+    ranges = ranges.expand(len(items), len(RANGE)).contiguous().to(device)
+    return WorkPartition(items, item_ptr, ranges, chunks, first_item.to(device))

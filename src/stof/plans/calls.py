@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
+from stof.errors import ArgumentError
 from stof.masks import Mask
 
 # Batch and heads that a call must have, None for any.
@@ -40,3 +41,8 @@ def call_sizes_of(mask: Mask | None, mask_sizes: tuple[int, int]) -> CallSizes:
     by_batch = batch != 1 or (mask is not None and mask.depends_on_batch)
     by_heads = heads != 1 or (mask is not None and mask.depends_on_heads)
     return batch if by_batch else None, heads if by_heads else None
+
+
+def check_rows(rows: int) -> None:
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+        raise ArgumentError(f"rows is an int of 0 or more, got {rows!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +16,12 @@ from stof.layout import Layout, LayoutConfig
 from stof.layout.survey import Survey
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
-from stof.masks.compose import QueryOffset
-from stof.masks.dynamic import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMask, BlockTopK, VerticalSlash, described
-from stof.masks.tensors import DenseMask, as_mask
-from stof.plans.block_topk import BlockBuffers, block_buffers, fill_blocks
-from stof.plans.buffers import OVERFLOW, DenseRoom, DynamicSizes, WorkBuffers, dense_buffers, fill_dense
+from stof.masks.dynamic import described
+from stof.masks.tensors import as_mask
+from stof.plans.buffers import OVERFLOW, WorkBuffers
 from stof.plans.calls import call_sizes_of
+from stof.plans.mask_buffers import BLOCK, fill_buffers, make_buffers, mask_signature, mask_tensors
 from stof.plans.plan import Plan
-from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.runtime import streams
 from stof.runtime.memory import tensors_on_host
 from stof.runtime.streams import Update
@@ -33,8 +30,6 @@ from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices
 from stof.selection.mask_geometry import MaskGeometry
 from stof.validation import usable_device
 
-# The tile of which two programs or more fit a multiprocessor at every head_dim: benchmarks/notes/attention.md.
-_BLOCK = 64
 # What may run a plan on a GPU.
 _KERNELS = ("hopper", "block_wise")
 
@@ -58,7 +53,7 @@ class DynamicPlan(Plan):
         self, mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device, density: float | None
     ) -> None:
         self._mask, self._sizes, self._density = mask, sizes, density
-        self._room: WorkBuffers | None = None
+        self._buffers: WorkBuffers | None = None
         # The last one, and the last one that is part of a CUDA graph: that runs in replays alone.
         self._updates = {False: Update(), True: Update()}
         self._replayed = False
@@ -68,7 +63,7 @@ class DynamicPlan(Plan):
         super().__init__(repr(mask), lengths, dims, device, call_sizes=call_sizes_of(mask, dims), geometry=geometry)
         if device.type == "cuda":
             with tensors_on_host():
-                self._room = make_buffers(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
+                self._buffers = make_buffers(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
         self.update(mask)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -98,14 +93,14 @@ class DynamicPlan(Plan):
             MaskError: elsewhere than on a GPU, indices or scores that mean nothing; on a GPU `check` reports them.
         """
         mask = as_mask(mask)
-        if _signature(mask) != _signature(self._mask):
+        if mask_signature(mask) != mask_signature(self._mask):
             raise PlanMismatchError(
                 f"this plan takes masks like {self._mask!r}, got {mask!r}; make another with stof.dynamic_plan"
             )
-        if self._room is None:
+        if self._buffers is None:
             mask.check(self.q_len, self.kv_len)  # one that means nothing leaves the plan as it was
         self._mask, self.geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
-        if self._room is None:
+        if self._buffers is None:
             self._layout = None
             self._prepared.clear()
             self._calls.clear()
@@ -115,27 +110,27 @@ class DynamicPlan(Plan):
                 self._captured = self._captured or capturing
                 current = streams.stream_id()
                 if stream is None:
-                    self._fill(self._room, capturing, current)
+                    self._fill(self._buffers, capturing, current)
                     self._updates[capturing] = Update() if capturing else Update.here()
                 else:
                     stream.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(stream):
-                        self._fill(self._room, capturing, current)
+                        self._fill(self._buffers, capturing, current)
                         self._updates[capturing] = Update.here()
-                    for tensor in _tensors(mask):
+                    for tensor in mask_tensors(mask):
                         # Their memory may be given to others when the current stream has passed this point.
                         tensor.record_stream(stream)
                     if self._replayed and not capturing:
                         self._updates[capturing].join()  # replays of attention ask nobody
 
-    def _fill(self, room: WorkBuffers, capturing: bool, ordered: int) -> None:
+    def _fill(self, buffers: WorkBuffers, capturing: bool, ordered: int) -> None:
         """Launch what writes the lists, behind what writes and reads them; see `Update.wait_for_calls`."""
         last = self._updates[capturing]
         last.join()
         if not capturing:
             # A kernel that reads a range's begin under one mask and its end under another may hang.
             last.wait_for_calls(ordered)
-        fill_buffers(room, self._mask)
+        fill_buffers(buffers, self._mask)
 
     def check(self) -> None:
         """Raise if anything could not be computed since the last check; waits for the device.
@@ -143,19 +138,19 @@ class DynamicPlan(Plan):
         Raises:
             MaskError: names the batch entries and heads, and what was wrong with their masks.
         """
-        if self._room is None:
+        if self._buffers is None:
             return  # `update` has raised already
         self._wait()
-        found = self._room.flags.tolist()
+        found = self._buffers.flags.tolist()
         if not any(found):
             return
-        self._room.flags.zero_()
+        self._buffers.flags.zero_()
         lines = []
         for number, flags in enumerate(found):
             if flags:
                 reasons = [described(flags)] if described(flags) else []
                 if flags & OVERFLOW:
-                    reasons.append(f"more tiles than there is room for ({self._room.tiles} in all)")
+                    reasons.append(f"more tiles than there is room for ({self._buffers.tiles} in all)")
                 b, h = divmod(number, self.mask_heads)
                 lines.append(f"  - batch entry {b}, head {h}: {' and '.join(reasons)}")
         shown = lines[:8] + [f"  - and {len(lines) - 8} more"] * (len(lines) > 8)
@@ -167,7 +162,7 @@ class DynamicPlan(Plan):
     @property
     def layout(self) -> Layout:
         """The present mask's layout, built anew each time: for pictures, figures and files."""
-        return self._build(LayoutConfig(_BLOCK, _BLOCK, 1), None)
+        return self._build(LayoutConfig(BLOCK, BLOCK, 1), None)
 
     def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
         """The fastest candidate, of one implementation when it is named; decided once.
@@ -175,7 +170,7 @@ class DynamicPlan(Plan):
         Raises:
             UnsupportedError: none can run the call.
         """
-        if self._room is None:
+        if self._buffers is None:
             return super().choice(call, implementation)
         # The Hopper kernel's first call deals out jobs on the host, which no graph can hold.
         capturing = torch.cuda.is_current_stream_capturing()
@@ -208,13 +203,13 @@ class DynamicPlan(Plan):
 
     def _wait(self) -> None:
         """Let the plan's device's current stream wait for the last update."""
-        if self._room is not None and torch.cuda.is_initialized():
+        if self._buffers is not None and torch.cuda.is_initialized():
             with torch.cuda.device(self.device):
                 capturing = torch.cuda.is_current_stream_capturing()
                 self._replayed = self._replayed or capturing
                 # An eager update has ended before a capture begins.
                 self._updates[capturing].join()
-                self._room.catch_up()
+                self._buffers.run_pending_fills()
 
     def refuse_first_call(self) -> None:
         """Nothing: see `choice` for what runs within a capture."""
@@ -224,57 +219,57 @@ class DynamicPlan(Plan):
 
         Neither takes 8-bit tensors with tiles made at run time; these are widened.
         """
-        if self._room is None:
+        if self._buffers is None:
             return super().candidates(call)
         wide = call.widened()
         if wide is None:
-            return self._in_room(self._room, call)
-        found = self._in_room(self._room, wide)
+            return self._candidates_of(self._buffers, call)
+        found = self._candidates_of(self._buffers, wide)
         return [replace(one, choice=one.choice and replace(one.choice, widened=True)) for one in found]
 
-    def _in_room(self, room: WorkBuffers, call: CallSpec) -> list[Candidate]:
+    def _candidates_of(self, buffers: WorkBuffers, call: CallSpec) -> list[Candidate]:
         """`candidates` with tensors as they are."""
         refusals = {name: list(IMPLEMENTATIONS[name].capabilities.refusals(call)) for name in _KERNELS}
-        refusals["hopper"] += room.hopper_refusals()
+        refusals["hopper"] += buffers.hopper_refusals()
         if call.has_bias:
             refusals["hopper"].append("no bias where tiles are made at run time")
-        choices = [] if refusals["hopper"] else runtime_hopper_choices(call, room.hopper_serves)
+        choices = [] if refusals["hopper"] else runtime_hopper_choices(call, buffers.hopper_serves)
         refused = [Candidate(name, tuple(reasons)) for name, reasons in refusals.items() if reasons]
         if refusals["block_wise"]:
             return refused
-        problem = room.problem
-        layout = LayoutConfig(problem.block_m, problem.block_n, None if room.work.contiguous_tiles else 1)
+        problem = buffers.problem
+        layout = LayoutConfig(problem.block_m, problem.block_n, None if buffers.work.contiguous_tiles else 1)
         block_wise = runtime_choice(call, layout, shared_memory_limit(self.device))
         if not choices:
             return [Candidate("block_wise", (), block_wise), *refused]
         # Where there are no estimates, for a few rows, the first one runs.
-        geometry = _BufferGeometry(room)
+        geometry = _BufferGeometry(buffers)
         return weighed([block_wise, *choices], call, self.device, geometry, self._layout_errors) + refused
 
     def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
         """Leave a choice out from now on; behind the block-wise kernel there is no other to turn to."""
-        if self._room is not None and choice.implementation == "block_wise":
+        if self._buffers is not None and choice.implementation == "block_wise":
             raise error
         super().reject(choice, call, error)
 
     def prepared(self, choice: KernelChoice | str) -> Any:
         """The work of the present mask; its tensors stay the same from step to step."""
-        if self._room is None:
+        if self._buffers is None:
             return super().prepared(choice)
         assert isinstance(choice, KernelChoice)
         kernel, choice = choice.kernel, replace(choice, widened=False)
         assert kernel is not None
         found = self._prepared.get(choice)
         if found is None:
-            room = self._room
+            buffers = self._buffers
             with tensors_on_host():
                 if choice.implementation == "hopper":
                     assert choice.layout is not None
-                    lists = room.use_hopper(choice.layout, kernel.split_tiles, self._captured)
+                    lists = buffers.use_hopper(choice.layout, kernel.split_tiles, self._captured)
                     found = PreparedTiles(lists, kernel)
                 else:
-                    room.use_work(self._captured)
-                    found = PreparedWork(room.work, kernel)
+                    buffers.use_work(self._captured)
+                    found = PreparedWork(buffers.work, kernel)
             self._prepared[choice] = found
         return found
 
@@ -288,7 +283,7 @@ class DynamicPlan(Plan):
 
     def bytes(self) -> int:
         """Memory of the fixed lists."""
-        return super().bytes() if self._room is None else self._room.bytes()
+        return super().bytes() if self._buffers is None else self._buffers.bytes()
 
     def __repr__(self) -> str:
         return f"DynamicPlan({self._mask!r}, q_len={self.q_len}, kv_len={self.kv_len}, device={str(self.device)!r})"
@@ -300,14 +295,14 @@ class _BufferGeometry:
     fixed = None
     row_orders: tuple[str, ...] = ()
 
-    def __init__(self, room: WorkBuffers) -> None:
-        self._room = room
+    def __init__(self, buffers: WorkBuffers) -> None:
+        self._buffers = buffers
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         del row_order
-        problem = self._room.problem
+        problem = self._buffers.problem
         with tensors_on_host():
-            counts = {geometry: self._room.counts(geometry) for geometry in geometries}
+            counts = {geometry: self._buffers.counts(geometry) for geometry in geometries}
             kept = torch.full((1, problem.q_len), problem.kv_len)
         return Survey(counts, kept, problem.mask_batch, problem.mask_heads)
 
@@ -348,84 +343,10 @@ def dynamic_plan(
     check_sizes(batch, heads)
     if density is not None and not 0 < density <= 1:
         raise ArgumentError(f"density is above 0 and at most 1, or None for room for any mask, got {density!r}")
-    own = _tensors(mask)[0].device
+    own = mask_tensors(mask)[0].device
     where = own if device is None else usable_device(device)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     if where != own:
         raise ArgumentError(f"the mask's tensors are on {own}, the plan on {where}; make them where the calls run")
     return DynamicPlan(mask, (q_len, kv_len), (batch, heads), where, density)
-
-
-def _core(mask: Mask) -> tuple[Mask, int]:
-    """The mask without its query offset, and that."""
-    return (mask.mask, mask.offset) if isinstance(mask, QueryOffset) else (mask, 0)
-
-
-def _tensors(mask: Mask) -> tuple[Tensor, ...]:
-    """What a mask is made from, `[B | 1, H | 1, ...]`.
-
-    Raises:
-        MaskError: a mask that no dynamic plan takes.
-    """
-    core, offset = _core(mask)
-    if isinstance(core, VerticalSlash) or (isinstance(core, BlockTopK | BitMask) and not offset):
-        return core.tensors()
-    if isinstance(core, DenseMask) and not offset:
-        return (core.for_rows(core.keep.shape[-2]),)
-    raise MaskError(
-        "a dynamic plan takes vertical_slash (also with a query offset), block_topk, from_bits or a dense bool tensor, "
-        f"got {mask!r}; masks that stay the same go to stof.plan"
-    )
-
-
-def _signature(mask: Mask) -> Hashable:
-    """What masks of one plan have in common."""
-    core, offset = _core(mask)
-    shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in _tensors(mask))
-    settings = (core.k, core.block_size, core.causal) if isinstance(core, BlockTopK) else ()
-    return (type(core), offset, shapes, settings)
-
-
-def make_buffers(
-    mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device, density: float | None
-) -> WorkBuffers:
-    """Fixed lists for masks like this one; `sizes` are its leading dimensions."""
-    core, offset = _core(mask)
-    if isinstance(core, BlockTopK):
-        core.check_sizes(*lengths)
-        block = min(core.block_size, _BLOCK)
-        problem = DynamicSizes(*lengths, block, block, *sizes)
-        return _ready(block_buffers(problem, core.k, core.block_size, core.causal, device))
-    problem = DynamicSizes(*lengths, _BLOCK, _BLOCK, *sizes)
-    if isinstance(core, VerticalSlash):
-        vertical, slash = core.tensors()
-        return _ready(vertical_slash_buffers(problem, vertical.shape[-1], slash.shape[-1], offset, device))
-    if isinstance(core, BitMask):
-        core.check_sizes(*lengths)
-    else:
-        core.check(*lengths)
-    return dense_buffers(problem, density, device)
-
-
-def _ready(room: WorkBuffers) -> WorkBuffers:
-    """The room, with the block-wise kernel's lists in use where there is no other kernel."""
-    needed, device = IMPLEMENTATIONS["hopper"].capabilities.compute_capability, room.flags.device
-    if room.hopper_refusals() or device.type != "cuda" or torch.cuda.get_device_capability(device) != needed:
-        room.use_work(captured=False)
-    return room
-
-
-def fill_buffers(room: WorkBuffers, mask: Mask) -> None:
-    """Write a mask's work; the host is not asked for anything."""
-    core, _ = _core(mask)
-    if isinstance(room, SlashBuffers):
-        assert isinstance(core, VerticalSlash)
-        vertical, slash = core.tensors()
-        fill_vertical_slash(room, vertical, slash, OUT_OF_RANGE, NOT_ASCENDING)
-    elif isinstance(core, BlockTopK):
-        assert isinstance(room, BlockBuffers)
-        fill_blocks(room, core.tensors()[0], NOT_A_NUMBER)
-    else:
-        assert isinstance(room, DenseRoom)
-        fill_dense(room, _tensors(mask)[0])

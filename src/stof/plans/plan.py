@@ -26,7 +26,7 @@ from stof.layout.extend import extend_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.limits import allocator_errors, check_tiles
 from stof.masks import Mask
-from stof.plans.calls import CallSizes, call_key, call_sizes_of
+from stof.plans.calls import CallSizes, call_key, call_sizes_of, check_rows
 from stof.plans.file import read_plan, write_plan
 from stof.plans.numbers import Numbered
 from stof.plans.used_masks import note_mask
@@ -141,10 +141,7 @@ class Plan(Numbered):
         if call_sizes is None:
             call_sizes = call_sizes_of(None if origin is None else origin.mask, sizes)
         lengths = (layout.q_len, layout.kv_len)
-        plan = Plan(mask_text, lengths, sizes, layout.device, call_sizes=call_sizes, layout=layout)
-        plan._origin = origin
-        plan._versions = None if origin is None else origin.mask.versions
-        return plan
+        return Plan(mask_text, lengths, sizes, layout.device, call_sizes=call_sizes, layout=layout, geometry=origin)
 
     @staticmethod
     def of_mask(geometry: MaskGeometry, config: LayoutConfig | None = None, row_order: Tensor | None = None) -> Plan:
@@ -200,11 +197,7 @@ class Plan(Numbered):
                 )
 
     def refuse_first_call(self) -> None:
-        """Raise if a call for which none is kept cannot run now.
-
-        Raises:
-            UnsupportedError: a CUDA graph is being captured.
-        """
+        """Raise UnsupportedError while a CUDA graph is captured: no first call can be."""
         refuse_capture(self.device)
 
     def for_call(self, q: Tensor, k: Tensor) -> Plan:
@@ -402,8 +395,3 @@ class Plan(Numbered):
         text = self.mask_text if len(self.mask_text) <= 80 else self.mask_text[:77] + "..."
         tiles = "not built" if self._layout is None else str(self._layout.tiles)
         return f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={tiles}, device={str(self.device)!r})"
-
-
-def check_rows(rows: int) -> None:
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
-        raise ArgumentError(f"rows is an int of 0 or more, got {rows!r}")

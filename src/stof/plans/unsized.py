@@ -12,8 +12,8 @@ from stof.errors import ArgumentError
 from stof.kernels.implementation import BoundCall
 from stof.layout import Layout
 from stof.masks import Mask
-from stof.plans.calls import CallSizes
-from stof.plans.plan import Plan, check_rows
+from stof.plans.calls import CallSizes, check_rows
+from stof.plans.plan import Plan
 
 
 class UnsizedPlan(Plan):

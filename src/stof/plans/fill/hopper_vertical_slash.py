@@ -90,7 +90,7 @@ def slash_columns(
 @triton.jit
 @no_type_check
 def slash_bitmaps(
-    tables_ptr,  # [P, 7, words + 1] int32, see `fill_slash_tables`
+    tables_ptr,  # [P, 7, words + 1] int32, see `slash_tables.py`
     tiles_ptr,  # [P, 2, n] int32
     number_ptr,  # [P] int32
     bitmaps_ptr,  # [U, BLOCK, 4] int32; of tile t of pattern p, 1 + 2 (p n + t), and behind it the one for a row block
