@@ -1,38 +1,15 @@
-"""What calls under one plan have in common."""
+"""Which calls a plan serves."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
+import torch
 from torch import Tensor
 
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, DeviceError, PlanMismatchError
 from stof.masks import Mask
 
 # Batch and heads that a call must have, None for any.
 CallSizes = tuple[int | None, int | None]
-
-
-def call_key(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    implementation: str | None,
-    *scales: Tensor,
-) -> Hashable:
-    """What two calls share that can use the same bound call; strides stand for the memory order of the output."""
-    key = (
-        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
-        v.device, scale, softcap, implementation,
-    )  # fmt: skip
-    if bias is None and sinks is None and not scales:
-        return key
-    extra = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (bias, sinks, *scales)]
-    return (*key, *extra)
 
 
 def call_sizes_of(mask: Mask | None, mask_sizes: tuple[int, int]) -> CallSizes:
@@ -46,3 +23,35 @@ def call_sizes_of(mask: Mask | None, mask_sizes: tuple[int, int]) -> CallSizes:
 def check_rows(rows: int) -> None:
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
         raise ArgumentError(f"rows is an int of 0 or more, got {rows!r}")
+
+
+def check_fit(q: Tensor, k: Tensor, lengths: tuple[int, int], call_sizes: CallSizes, device: torch.device) -> None:
+    """Raise unless a plan for these lengths, batch and heads on this device serves a call.
+
+    Raises:
+        PlanMismatchError: the call has other lengths, batch or heads than the plan was made for.
+        DeviceError: the call is on another device.
+    """
+    lengths_given = (q.shape[2], k.shape[2])
+    if lengths != lengths_given:
+        raise PlanMismatchError(
+            f"the plan was made for q_len {lengths[0]} and kv_len {lengths[1]}, the inputs have "
+            f"{lengths_given[0]} and {lengths_given[1]}; make one with "
+            f"stof.plan(mask, {lengths_given[0]}, {lengths_given[1]}), or pass the mask itself"
+        )
+    if device != q.device:
+        if q.is_meta:
+            raise DeviceError(
+                f"the plan is on {device}, and the inputs are meta tensors, which hold no values; give inputs "
+                f"on {device}, or the mask itself in the plan's place: then only shapes are computed"
+            )
+        raise DeviceError(
+            f"the plan is on {device}, the inputs on {q.device}; move it once with plan.to({str(q.device)!r})"
+        )
+    for name, own, given in (("batch", call_sizes[0], q.shape[0]), ("heads", call_sizes[1], q.shape[1])):
+        if own is not None and own != given:
+            raise PlanMismatchError(
+                f"the plan's mask depends on the {'head' if name == 'heads' else 'batch entry'}, and the plan was "
+                f"made for {name}={own}; the inputs have {given}. Make a plan with {name}={given}, or leave "
+                f"`{name}` out of stof.plan"
+            )

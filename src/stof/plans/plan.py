@@ -14,10 +14,8 @@ from torch import Tensor
 
 from stof.errors import (
     ArgumentError,
-    DeviceError,
     KernelError,
     MaskError,
-    PlanMismatchError,
     UnfitLayoutError,
 )
 from stof.kernels.implementation import BoundCall, tensors_of
@@ -26,7 +24,7 @@ from stof.layout.extend import extend_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.limits import allocator_errors, check_tiles
 from stof.masks import Mask
-from stof.plans.calls import CallSizes, call_key, call_sizes_of, check_rows
+from stof.plans.calls import CallSizes, call_sizes_of, check_fit, check_rows
 from stof.plans.file import read_plan, write_plan
 from stof.plans.numbers import Numbered
 from stof.plans.used_masks import note_mask
@@ -54,6 +52,28 @@ Decisions = dict[tuple[CallSpec, str | None], KernelChoice]
 _MOST_CALLS = 64
 # Versions of a mask that was written to before its plan was copied; no tensor has them.
 _CHANGED = (-1,)
+
+
+def call_key(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    implementation: str | None,
+    *scales: Tensor,
+) -> Hashable:
+    """What two calls share that can use the same bound call; strides stand for the memory order of the output."""
+    key = (
+        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
+        v.device, scale, softcap, implementation,
+    )  # fmt: skip
+    if bias is None and sinks is None and not scales:
+        return key
+    extra = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (bias, sinks, *scales)]
+    return (*key, *extra)
 
 
 class Plan(Numbered):
@@ -166,35 +186,8 @@ class Plan(Numbered):
             return Plan.of_layout(layout, repr(mask), geometry)
 
     def check_call(self, q: Tensor, k: Tensor) -> None:
-        """Raise unless the plan was made for a call like this.
-
-        Raises:
-            PlanMismatchError: the call has other lengths, batch or heads than the plan was made for.
-            DeviceError: the call is on another device.
-        """
-        lengths, lengths_given = (self.q_len, self.kv_len), (q.shape[2], k.shape[2])
-        if lengths != lengths_given:
-            raise PlanMismatchError(
-                f"the plan was made for q_len {lengths[0]} and kv_len {lengths[1]}, the inputs have "
-                f"{lengths_given[0]} and {lengths_given[1]}; make one with "
-                f"stof.plan(mask, {lengths_given[0]}, {lengths_given[1]}), or pass the mask itself"
-            )
-        if self.device != q.device:
-            if q.is_meta:
-                raise DeviceError(
-                    f"the plan is on {self.device}, and the inputs are meta tensors, which hold no values; give inputs "
-                    f"on {self.device}, or the mask itself in the plan's place: then only shapes are computed"
-                )
-            raise DeviceError(
-                f"the plan is on {self.device}, the inputs on {q.device}; move it once with plan.to({str(q.device)!r})"
-            )
-        for name, own, given in (("batch", self.batch, q.shape[0]), ("heads", self.heads, q.shape[1])):
-            if own is not None and own != given:
-                raise PlanMismatchError(
-                    f"the plan's mask depends on the {'head' if name == 'heads' else 'batch entry'}, and the plan was "
-                    f"made for {name}={own}; the inputs have {given}. Make a plan with {name}={given}, or leave "
-                    f"`{name}` out of stof.plan"
-                )
+        """Raise unless the plan was made for a call like this; errors as of `calls.check_fit`."""
+        check_fit(q, k, (self.q_len, self.kv_len), (self.batch, self.heads), self.device)
 
     def refuse_first_call(self) -> None:
         """Raise UnsupportedError while a CUDA graph is captured: no first call can be."""
