@@ -90,10 +90,10 @@ def test_refusals_come_from_the_capabilities(monkeypatch: pytest.MonkeyPatch) ->
         call = CallSpec(device="cpu", dtype=dtype, head_dim=64, value_dim=64, heads=8, kv_heads=8)
         assert found["picky"][str(dtype).removeprefix("torch.")] == picky.capabilities.refusals(call)
     assert len(found["picky"]["float16"]) == 1
-    missing = {entry["name"]: entry["missing"] for entry in info.collect()["implementations"]}
-    assert missing == {
-        name: [] if why["float32"] == [] else ["runs on cuda, not cpu"] for name, why in found.items()
-    } | {"picky": ["runs on moon, not cpu"]}
+    missing = {entry["name"]: entry["missing"] for entry in info._implementations(["cpu"])}
+    assert missing["picky"] == ["runs on moon, not cpu"]
+    assert missing["hopper"] == missing["hopper_fp8"] == ["runs on cuda, not cpu"]
+    assert missing["reference"] == []
     lines = [line for line in run_info().splitlines() if "picky" in line]
     assert len(lines) == 1
     assert "runs on moon, not cpu" in lines[0]
