@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.timing import chain_us, sustained_us
 from stof.tuning import timing
-from stof.tuning.timing import chain_us, sustained_us, time_calls, wall_us
+from stof.tuning.timing import time_calls, wall_us
 
 LAUNCH_US, FLUSH_US = 10.0, 80.0
 
@@ -28,13 +29,13 @@ class Clock:
 
     def share(self, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let others work on the GPU during the first pairs of replays, for a random time."""
-        elapsed, chance, left = timing._elapsed_us, random.Random(0), [2 * rounds]
+        elapsed, chance, left = timing.elapsed_us, random.Random(0), [2 * rounds]
 
         def disturbed(run: Callable[[], object]) -> float:
             left[0] -= 1
             return elapsed(run) + (chance.uniform(0, 1000) if left[0] >= 0 else 0.0)
 
-        monkeypatch.setattr(timing, "_elapsed_us", disturbed)
+        monkeypatch.setattr(timing, "elapsed_us", disturbed)
 
     def replace_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = self

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import stof
+from benchmarks.timing import host_us
 from stof import masks
-from stof.tuning.timing import host_us
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.failures import first_line
+from benchmarks.timing import chain_us, sustained_us
 from stof.fusion.templates import GemmConfig, config_problems, configs, launch, reference
 from stof.fusion.templates.gemm_config import KINDS, kind_in
 from stof.fusion.templates.norms import Norm
 from stof.testing.attention_check import relative_error
-from stof.tuning.timing import chain_us, sustained_us, time_calls
+from stof.tuning.timing import time_calls
 
 EPS = 1e-5
 # Rows of each result that are compared with float64; all are compared with PyTorch's own result.

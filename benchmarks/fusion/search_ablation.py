@@ -22,6 +22,7 @@ from torch import fx
 
 import stof
 from benchmarks.fusion.layer import LayerShape, plain_layer, weights_of
+from benchmarks.fusion.search_baselines import exhaustive, random_search
 from benchmarks.paper.models import subject_of
 from stof.errors import ArgumentError, StofError
 from stof.fusion.graph.fx_utils import copy_module, propagate
@@ -30,7 +31,6 @@ from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.pipeline import rewrite_patches
-from stof.fusion.planner.baselines import exhaustive, random_search
 from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler, kind_of
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
 from stof.fusion.planner.two_stage_search import Sampling, SearchResult, two_stage

@@ -16,8 +16,8 @@ from benchmarks.attention.report import cells_of, draw_speedups, line, markdown,
 from benchmarks.attention.run import KEY, NotRun, Row
 from benchmarks.cli.attention import app
 from benchmarks.results_io import RowFile, provenance, read_results, write_results
+from benchmarks.timing import host_us
 from stof.errors import ArgumentError
-from stof.tuning.timing import host_us
 
 CPU = torch.device("cpu")
 

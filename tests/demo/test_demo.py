@@ -39,7 +39,7 @@ def test_packed_embeddings_are_the_padded_ones() -> None:
     for outcome in outcomes:
         assert outcome.cosine > 0.9999
         assert outcome.error < 1e-5
-        assert min(outcome.before_ms, outcome.after_ms) > 0
+        assert min(outcome.before_us, outcome.after_us) > 0
 
 
 def test_long_document_error_is_that_of_the_same_mask() -> None:

@@ -76,12 +76,12 @@ def outcomes_table(outcomes: list[Outcome]) -> Table:
     for heading in ("before ms", "STOF ms", "speed-up", "max error"):
         table.add_column(heading, justify="right")
     for outcome in outcomes:
-        speedup = outcome.before_ms / outcome.after_ms
+        speedup = outcome.before_us / outcome.after_us
         table.add_row(
             outcome.job,
             outcome.before,
-            f"{outcome.before_ms:,.0f}",
-            f"{outcome.after_ms:,.0f}",
+            f"{outcome.before_us / 1e3:,.0f}",
+            f"{outcome.after_us / 1e3:,.0f}",
             f"{speedup:.2f}x",
             f"{outcome.error:.1e}",
         )

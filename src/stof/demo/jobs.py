@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from stof.demo.texts import docstrings
 from stof.errors import MissingDependencyError
 from stof.integrations import transformers as hf
 from stof.masks import Mask
+from stof.tuning.timing import wall_us
 
 # all-MiniLM-L6-v2 reads 256 tokens at most (its sentence_bert_config.json).
 MAX_TOKENS = 256
@@ -33,12 +32,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One line of the demo's table; `error` is the largest absolute difference, `cosine` the lowest, if compared."""
+    """One line of the demo's table, times in microseconds.
+
+    `error` is the largest absolute difference, `cosine` the lowest, if compared.
+    """
 
     job: str
     before: str
-    before_ms: float
-    after_ms: float
+    before_us: float
+    after_us: float
     error: float
     cosine: float | None = None
 
@@ -97,9 +99,8 @@ def embed_passages(texts: Sequence[str], device: torch.device, progress: Progres
     got = packed()
     cosine = float(torch.nn.functional.cosine_similarity(expected, got).min())
     error = float((expected - got).abs().max())
-    times = _time(
-        {"order": lambda: padded(in_order), "sorted": lambda: padded(by_length), "packed": packed}, device, rounds
-    )
+    calls = {"order": lambda: padded(in_order), "sorted": lambda: padded(by_length), "packed": packed}
+    times = wall_us(calls, device, rounds=rounds, warmup=0)
     job = f"embed {len(tokens)} passages"
     return [
         Outcome(job, f"padded, {BATCH} a batch", times["order"], times["packed"], error, cosine),
@@ -135,7 +136,7 @@ def read_long_document(
                 return sparse_model(ids).last_hidden_state
 
             error = float((before() - after()).abs().max())
-            times = _time({"before": before, "after": after}, device, rounds)
+            times = wall_us({"before": before, "after": after}, device, rounds=rounds, warmup=0)
         job = f"{length:,} tokens, {name}"
         outcomes.append(Outcome(job, "SDPA, dense mask", times["before"], times["after"], error))
     return outcomes
@@ -206,16 +207,3 @@ def _gather(order: list[list[int]], parts: list[Tensor]) -> Tensor:
     """Parts back in the order of the passages."""
     flat = torch.tensor([number for part in order for number in part])
     return torch.cat(parts)[flat.argsort()]
-
-
-def _time(calls: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, float]:
-    """Median wall milliseconds of each call, taken in turn; everything queued on a GPU is waited for."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(times) for name, times in taken.items()}

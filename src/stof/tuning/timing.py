@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,9 +28,6 @@ _L2_FLUSH_BYTES = 256 * 2**20
 # A replay holds as many calls as fit in about 2 ms, at most 20: then the jitter of a replay, about 1 us, is 0.05 us a
 # call where calls are short, and long calls cost no more than they need.
 _REPLAY_US, _MOST_REPEATS = 2000.0, 20
-# In a sustained run nothing cancels the launches of replays: they are to be few.
-_MOST_SUSTAINED = 400
-_CHAIN_REPLAYS = 3
 # Half of a call's times are to lie within this share of their median, far more than a replay's own jitter. Else the
 # rounds asked for are taken again, this often in all.
 _SCATTER, _MOST_TURNS = 0.25, 4
@@ -80,53 +76,6 @@ def time_calls(
     return {name: Timing(statistics.median(times) * 1e6) for name, times in taken.items()}
 
 
-def chain_us(
-    chains: Mapping[str, Sequence[Callable[[], object]]], device: torch.device, *, rounds: int = 7
-) -> dict[str, float]:
-    """GPU time of one call in a chain of them, in microseconds: medians over rounds that take the chains in turn.
-
-    Every chain is one CUDA graph, so that its kernels follow each other as in a model's, and may be set up while those
-    before them run. Let the calls read different weights, more than the L2 holds, as a model's layers do.
-    """
-    with torch.cuda.device(device):
-        replays = {name: _captured(partial(_each, calls))[0] for name, calls in chains.items()}
-        taken: dict[str, list[float]] = {name: [] for name in chains}
-        for _ in range(rounds):
-            for name, replay in replays.items():
-                # Several replays: the launch of the first is part of what the events enclose.
-                us = _elapsed_us(partial(_each, [replay] * _CHAIN_REPLAYS))
-                taken[name].append(us / (_CHAIN_REPLAYS * len(chains[name])))
-    return {name: statistics.median(times) for name, times in taken.items()}
-
-
-def sustained_us(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float, rounds: int = 3
-) -> dict[str, float]:
-    """GPU time of one call among many that follow each other for `seconds`, in microseconds: medians over rounds.
-
-    A card that reaches its power limit lowers its clock after some milliseconds; single calls, or short bursts, do not
-    show that. Times are of the second half of each run, in CUDA-graph replays. The calls read the same memory each
-    time, so give them more than the L2 holds where that matters.
-    """
-    with torch.cuda.device(device):
-        replays = {}
-        for name, call in calls.items():
-            count = _repeats(call, 1, most=_MOST_SUSTAINED)
-            replays[name] = _captured(partial(_each, [call] * count))[0], count
-        taken: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(rounds):
-            for name, (replay, count) in replays.items():
-                turns = max(1, round(seconds / 2 * 1e6 / max(1.0, _elapsed_us(replay))))
-                _each([replay] * turns)
-                taken[name].append(_elapsed_us(partial(_each, [replay] * turns), wait=False) / (turns * count))
-    return {name: statistics.median(times) for name, times in taken.items()}
-
-
-def _each(calls: Sequence[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
-
-
 def wall_us(
     calls: Mapping[str, Callable[[], object]],
     device: torch.device,
@@ -159,7 +108,7 @@ def replayed_us(calls: Mapping[str, Callable[[], object]], device: torch.device)
     if device.type != "cuda":
         return wall_us(calls, device)
     with torch.cuda.device(device):
-        return wall_us({name: _captured(call)[0] for name, call in calls.items()}, device)
+        return wall_us({name: as_replay(call)[0] for name, call in calls.items()}, device)
 
 
 def _await(device: torch.device) -> None:
@@ -167,33 +116,11 @@ def _await(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def host_us(
-    contenders: Mapping[str, Callable[[], object]], device: torch.device, *, calls: int = 2000, batch: int = 50
-) -> dict[str, float]:
-    """Median host time of one eager call of each, over batches with a synchronisation after each.
-
-    Contenders take turns, so that a host that others slow down for a while slows all of them. A batch is far below the
-    1024 launches that a stream queues, so the host never waits for the GPU.
-    """
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(2 + max(1, calls // batch)):
-        for name, call in contenders.items():
-            start = time.perf_counter()
-            for _ in range(batch):
-                call()
-            end = time.perf_counter()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if turn >= 2:
-                taken[name].append((end - start) / batch)
-    return {name: statistics.median(times) * 1e6 for name, times in taken.items()}
-
-
 def _time_cuda(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, warmup: int
 ) -> dict[str, Timing]:
     flush = torch.empty(_L2_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-    repeats = {name: _repeats(call, warmup) for name, call in calls.items()}
+    repeats = {name: repeats_of(call, warmup) for name, call in calls.items()}
     programs = {name: _repeated(call, flush, repeats[name]) for name, call in calls.items()}
     baselines: dict[tuple[int, bool], _Run] = {}
     for name, (_, graphed) in programs.items():
@@ -211,8 +138,8 @@ def _time_cuda(
                 calls[name]()
                 host[name].append(time.perf_counter() - start)
                 program, graphed = programs[name]
-                idle = _elapsed_us(baselines[repeats[name], graphed])
-                gpu[name].append((_elapsed_us(program) - idle) / repeats[name])
+                idle = elapsed_us(baselines[repeats[name], graphed])
+                gpu[name].append((elapsed_us(program) - idle) / repeats[name])
     return {
         name: Timing(
             statistics.median(host[name]) * 1e6,
@@ -232,7 +159,7 @@ def _clear(taken: Sequence[float]) -> bool:
     return statistics.median(abs(one - middle) for one in taken) < _SCATTER * middle
 
 
-def _elapsed_us(run: _Run, wait: bool = True) -> float:
+def elapsed_us(run: _Run, wait: bool = True) -> float:
     """GPU time of a run; it begins when the GPU is idle, or without a pause after what it still does."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if wait:
@@ -244,10 +171,10 @@ def _elapsed_us(run: _Run, wait: bool = True) -> float:
     return begin.elapsed_time(end) * 1e3
 
 
-def _repeats(call: _Run, warmup: int, most: int = _MOST_REPEATS) -> int:
+def repeats_of(call: _Run, warmup: int, most: int = _MOST_REPEATS) -> int:
     for _ in range(max(1, warmup)):
         call()
-    return max(1, min(most, int(_REPLAY_US / max(_elapsed_us(call), 1.0))))
+    return max(1, min(most, int(_REPLAY_US / max(elapsed_us(call), 1.0))))
 
 
 def _repeated(call: _Run | None, flush: Tensor, repeats: int, graphed: bool = True) -> tuple[_Run, bool]:
@@ -259,10 +186,10 @@ def _repeated(call: _Run | None, flush: Tensor, repeats: int, graphed: bool = Tr
             if call is not None:
                 call()
 
-    return _captured(run) if graphed else (run, False)
+    return as_replay(run) if graphed else (run, False)
 
 
-def _captured(run: _Run) -> tuple[_Run, bool]:
+def as_replay(run: _Run) -> tuple[_Run, bool]:
     """The replay of a call as a CUDA graph and True, or the call itself and False when it cannot be captured."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

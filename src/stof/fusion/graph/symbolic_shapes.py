@@ -45,8 +45,7 @@ def values_for(lead: Sequence[Size], least: int, most: int) -> Values | None:
         if isinstance(size, int):
             continue
         env = size.node.shape_env
-        # torch 2.13 has another name for it.
-        known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+        known = env.backed_var_to_val
         for symbol in size.node.expr.free_symbols:
             if symbol not in known:
                 return None
