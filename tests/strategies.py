@@ -166,7 +166,7 @@ configs = st.builds(
     block_m=st.sampled_from([16, 64, 192]),
     block_n=st.sampled_from([16, 64, 128]),
     slab=st.just(1),
-    aside=st.just(True),
+    compact_columns=st.just(True),
 )
 
 

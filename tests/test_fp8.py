@@ -208,7 +208,7 @@ def test_eight_bits_are_faster(name: str) -> None:
     assert first.name == "hopper_fp8"
     assert first.choice is not None
     assert first.choice.layout is not None
-    assert first.choice.layout.aside == (name == "strided")
+    assert first.choice.layout.compact_columns == (name == "strided")
     assert {c.name for c in others if c.choice is not None and c.choice.widened} >= {"hopper", "block_wise"}
     assert any("(widened; " in str(c) for c in others)
 

@@ -13,7 +13,11 @@ from tests.test_attention import IMPLS
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-CONFIGS = (None, *(LayoutConfig(64, 64, slab) for slab in (None, 1, 8, 16)), LayoutConfig(64, 64, 1, aside=True))
+CONFIGS = (
+    None,
+    *(LayoutConfig(64, 64, slab) for slab in (None, 1, 8, 16)),
+    LayoutConfig(64, 64, 1, compact_columns=True),
+)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])

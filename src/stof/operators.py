@@ -104,7 +104,7 @@ def run_empty(q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, implementation
     else:
         mask = as_mask(mask_or_plan)
         mask.check(q.shape[2], k.shape[2])
-        if not mask.binds_late:
+        if not mask.depends_on_sizes:
             mask.dims(q.shape[0], q.shape[1])
     return _results_of_nothing(q, v)
 

@@ -213,7 +213,7 @@ def lists_of(seed: int, heads: int, count: int, limit: int, band: int = 0) -> Te
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_vertical_slash(dtype: torch.dtype, head_dim: int, q_len: int, offset: int) -> None:
-    """Lists of their own for query heads, and one for all, whose keys are put aside by key head."""
+    """Lists of their own for query heads, and one for all, whose keys are compacted by key head."""
     kv_len = q_len + offset
     q, k, v = random_inputs(dtype=dtype, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
     for heads in (4, 1):

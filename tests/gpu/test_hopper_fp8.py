@@ -114,16 +114,16 @@ def test_grid_masks(name: str, inputs: Any) -> None:
 
 @pytest.mark.parametrize("inputs", [random_inputs, flat_inputs])
 @pytest.mark.parametrize("split_tiles", [0, 2])
-@pytest.mark.parametrize("aside", [False, True])
-def test_layouts(aside: bool, split_tiles: int, inputs: Any) -> None:
+@pytest.mark.parametrize("compacted", [False, True])
+def test_layouts(compacted: bool, split_tiles: int, inputs: Any) -> None:
     """More jobs than thread blocks, two heads side by side."""
-    config = LayoutConfig(128, 128, 1, aside=True) if aside else LayoutConfig(128, 128)
+    config = LayoutConfig(128, 128, 1, compact_columns=True) if compacted else LayoutConfig(128, 128)
     check_layout(*inputs(q_len=1501, heads=12, kv_heads=6), LINES, config, split_tiles, side=2)
 
 
-def test_keys_put_aside_for_each_head() -> None:
+def test_compacted_keys_for_each_head() -> None:
     lines = masks.per_head([masks.strided(9 + h, 64, 2 + h) for h in range(4)])
-    check_layout(*flat_inputs(q_len=1400), lines, LayoutConfig(128, 128, 1, aside=True))
+    check_layout(*flat_inputs(q_len=1400), lines, LayoutConfig(128, 128, 1, compact_columns=True))
 
 
 @pytest.mark.parametrize("sizes", [{"q_len": 1}, {"q_len": 77, "kv_len": 1500}], ids=str)

@@ -47,7 +47,7 @@ from tests.kernels.device_kernels import compiled_for_device, fill_kernels, layo
 
 # The first ends the name of cases whose work the device makes; the last is in that of those whose tiles come from two
 # places.
-AT_RUN_TIME, ONE_EACH, ASIDE_TOO = KINDS
+AT_RUN_TIME, ONE_EACH, COMPACTED_TOO = KINDS
 # The bias's rows begin at multiples of 8 values, not of 16; or at none at all.
 LONGER_ROWS, ODD_ROWS = "in longer rows", "in odd rows"
 FAMILIES = ("hopper", "others")
@@ -147,20 +147,20 @@ def _hopper() -> Iterator[Case]:
     options = {"has_softcap": True, "has_sinks": True}
     square, unqueued = (128, 128), set()
     for group, call, tile, kinds in (
-        ("hopper D 64", call_of(half, 64), square, ("contiguous split", "slabs of 16", "evenly spaced", "put aside")),
+        ("hopper D 64", call_of(half, 64), square, ("contiguous split", "slabs of 16", "evenly spaced", "compacted")),
         ("hopper D 64", call_of(bfloat, 64), square, ("slabs of 8 split",)),
         ("hopper 64 rows", call_of(half, 64), (64, 128), ("contiguous split",)),
         ("hopper 64 rows", call_of(bfloat, 64), (64, 64), ("slabs of 8 split",)),
-        ("hopper 64 rows", call_of(half, 64), (64, 64), ("contiguous", "evenly spaced", "put aside split")),
-        ("hopper 64 rows", call_of(half, 128), (64, 64), ("put aside",)),
-        ("hopper 64 rows", call_of(bfloat, 40), (64, 128), ("put aside",)),
+        ("hopper 64 rows", call_of(half, 64), (64, 64), ("contiguous", "evenly spaced", "compacted split")),
+        ("hopper 64 rows", call_of(half, 128), (64, 64), ("compacted",)),
+        ("hopper 64 rows", call_of(bfloat, 40), (64, 128), ("compacted",)),
         ("hopper 64 rows", call_of(half, 64, **options), (64, 64), ("slabs of 16 split",)),
         ("hopper 64 rows", call_of(half, 128), (64, 64), ("contiguous",)),
         ("hopper 64 rows", call_of(bfloat, 96, **options), (64, 64), ("slabs of 8 split",)),
         ("hopper 192 rows", call_of(half, 64), (192, 128), ("contiguous", "slabs of 16 split")),
-        ("hopper 192 rows", call_of(bfloat, 64), (192, 128), ("evenly spaced", "put aside split")),
+        ("hopper 192 rows", call_of(bfloat, 64), (192, 128), ("evenly spaced", "compacted split")),
         ("hopper 192 rows", call_of(bfloat, 40, **options), (192, 128), ("contiguous split",)),
-        ("hopper D 128", call_of(half, 128), square, ("contiguous", "slabs of 8", "evenly spaced split", "put aside")),
+        ("hopper D 128", call_of(half, 128), square, ("contiguous", "slabs of 8", "evenly spaced split", "compacted")),
         ("hopper D 128", call_of(bfloat, 96), square, ("slabs of 16 split",)),
         ("hopper pairs", call_of(half, 128), (64, 64), ("contiguous in pairs", "slabs of 16 in pairs")),
         ("hopper pairs", call_of(bfloat, 96, has_sinks=True), (64, 64), ("slabs of 16 in pairs",)),
@@ -205,15 +205,15 @@ def _hopper() -> Iterator[Case]:
         case = _case(group, call, kind, choices, (90,))
         yield replace(case, name=f"{case.name} {AT_RUN_TIME}")
         if tile == (64, 64):
-            yield replace(case, name=f"{case.name} {ASIDE_TOO} {AT_RUN_TIME}")
+            yield replace(case, name=f"{case.name} {COMPACTED_TOO} {AT_RUN_TIME}")
 
 
 def _fp8() -> Iterator[Case]:
     """Operands of 8 bits: both ways to copy them, with and without splitting and options."""
     plain = call_of(FP8, 128, compute_capability=(9, 0))
     for call, kinds in (
-        (plain, ("contiguous", "contiguous split", "put aside")),
-        (replace(plain, has_softcap=True, has_sinks=True), ("put aside split",)),
+        (plain, ("contiguous", "contiguous split", "compacted")),
+        (replace(plain, has_softcap=True, has_sinks=True), ("compacted split",)),
     ):
         for kind in kinds:
             case = _case("hopper fp8", call, kind, gpu_choices(call, Open(), "hopper_fp8"), (90,))
@@ -257,7 +257,7 @@ def _case(group: str, call: CallSpec, kind: str, choices: list[KernelChoice], ar
         "slabs of 16": (16,),
         "slabs of 8": (8,),
         "evenly spaced": (1,),
-        "put aside": (1,),
+        "compacted": (1,),
     }
     for choice in choices:
         assert choice.layout is not None
@@ -265,7 +265,7 @@ def _case(group: str, call: CallSpec, kind: str, choices: list[KernelChoice], ar
         how = kind.removesuffix(" split").removesuffix(" in pairs")
         if choice.kernel.paired != kind.endswith(" in pairs"):
             continue
-        gathered = choice.layout.slab in slabs[how] and choice.layout.aside == (how == "put aside")
+        gathered = choice.layout.slab in slabs[how] and choice.layout.compact_columns == (how == "compacted")
         if gathered and (choice.kernel.split_tiles > 0) == kind.endswith(" split"):
             layout, kernel = choice.layout, choice.kernel
             settings = f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r"
@@ -293,7 +293,7 @@ def layout_of(call: CallSpec, choice: KernelChoice) -> Layout:
     slab = 1 if choice.layout is None else choice.layout.slab
     if choice.row_order is not None:
         keep = keep & ((columns - rows) % 2 == 0)
-    elif choice.layout is not None and choice.layout.aside:
+    elif choice.layout is not None and choice.layout.compact_columns:
         keep = keep & ((columns + 128 > rows + call.kv_len - call.q_len) | (columns % 32 < 3) | (rows == 0))
     elif choice.implementation == "hopper" and slab is not None:
         # Some columns follow each other, others in slabs. Tiles of slabs of 8 are all partial here.
@@ -334,13 +334,13 @@ def recorded(case: Case) -> Recorded:
         elif choice.implementation == "hopper":
             split_tiles = choice.kernel.split_tiles
             lists = make_paired_lists(layout) if choice.kernel.paired else make_tile_lists(layout, split_tiles)
-            slabs = layout.config.slab in (8, 16) or layout.config.aside
+            slabs = layout.config.slab in (8, 16) or layout.config.compact_columns
             assert bool(lists.slab) == slabs, "the layout has no slabs"
             if case.name.endswith(AT_RUN_TIME):
                 lists = replace(lists, ranges=torch.zeros(len(lists.items), len(RANGE), dtype=torch.int32))
-            if ASIDE_TOO in case.name:
-                aside = torch.zeros(1, call.heads, lists.block_n, dtype=torch.int32)
-                lists = replace(lists, aside=aside, slab=lists.block_n, has_full=0)
+            if COMPACTED_TOO in case.name:
+                compacted = torch.zeros(1, call.heads, lists.block_n, dtype=torch.int32)
+                lists = replace(lists, compacted_keys=compacted, slab=lists.block_n, has_full=0)
             attend_once(hopper.bind, q, k, v, PreparedTiles(lists, choice.kernel), options)
         elif choice.implementation == "hopper_fp8":
             scales = tuple(torch.empty(1, heads) for heads in (call.heads, call.kv_heads, call.kv_heads))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.kernels.compile_kernels import Case
 
 # What stands in the names of cases that are not the selector's alone.
-KINDS = ("made at run time", "one job each", "keys put aside")
+KINDS = ("made at run time", "one job each", "compacted keys")
 
 
 def covering(cases: Iterable[Case]) -> Iterator[Case]:
@@ -30,7 +30,7 @@ def covering(cases: Iterable[Case]) -> Iterator[Case]:
         found = {
             ("bound on spills", case.group),
             (case.choice.implementation, rows, layout.block_n, width, call.has_bias),
-            ("copies", rows, layout.slab, layout.aside, case.choice.row_order),
+            ("copies", rows, layout.slab, layout.compact_columns, case.choice.row_order),
             ("options", rows, call.has_softcap),
             ("dtype", rows, call.dtype),
             ("jobs", rows, kernel.split_tiles > 0, *(kind in case.name for kind in KINDS)),

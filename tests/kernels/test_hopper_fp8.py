@@ -28,7 +28,7 @@ from tests.interpreter import IN_INTERPRETER
 from tests.kernels.test_hopper_jobs import layout_of
 from tests.kernels.test_hopper_launch import Twin
 
-WHOLE, ASIDE_TOO = LayoutConfig(128, 128), LayoutConfig(128, 128, 1, aside=True)
+WHOLE, COMPACTED_TOO = LayoutConfig(128, 128), LayoutConfig(128, 128, 1, compact_columns=True)
 LINES = masks.strided(40, 64, 3)
 NEAR = masks.sliding_window(40, 30) | masks.global_tokens(20)
 
@@ -115,21 +115,21 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @IN_INTERPRETER
-@pytest.mark.parametrize("config", [WHOLE, ASIDE_TOO], ids=["whole", "aside"])
+@pytest.mark.parametrize("config", [WHOLE, COMPACTED_TOO], ids=["whole", "compacted"])
 @pytest.mark.parametrize("split_tiles", [0, 1])
 def test_values_laid_across(twin: EighthsTwin, config: LayoutConfig, split_tiles: int) -> None:
     check_call(build_layout(LINES, 700, 700, config), *inputs(q_len=700, kv_len=700, batch=1), split_tiles)
-    assert twin.constants["SLAB"] == (128 if config.aside else 0)
+    assert twin.constants["SLAB"] == (128 if config.compact_columns else 0)
     assert twin.constants["SPLIT"] == (split_tiles > 0)
 
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("twin")
 def test_lists_of_heads() -> None:
-    """Each query head has keys of its own put aside; those of a key head are read where it lies."""
+    """Each query head has keys of its own compacted; those of a key head are read where it lies."""
     lines = masks.per_head([masks.strided(9 + h, 64, 2 + h) for h in range(4)])
-    layout = build_layout(lines, 700, 700, ASIDE_TOO, heads=4)
-    assert make_fp8_lists(layout).aside.shape[:2] == (1, 4)
+    layout = build_layout(lines, 700, 700, COMPACTED_TOO, heads=4)
+    assert make_fp8_lists(layout).compacted_keys.shape[:2] == (1, 4)
     check_call(layout, *inputs(q_len=700, kv_len=700))
 
 

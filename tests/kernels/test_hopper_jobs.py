@@ -17,7 +17,7 @@ from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
-from stof.kernels.hopper.tile_lists import ASIDE, TileLists, make_tile_lists
+from stof.kernels.hopper.tile_lists import COMPACTED, TileLists, make_tile_lists
 from stof.kernels.hopper.tile_scheduler import LATE, WORK, WORK_SIZE, chunk_slots, work_costs, work_list
 from stof.kernels.implementation import tensors_of
 from stof.layout import Layout, build_layout
@@ -51,15 +51,17 @@ def even_layout(length: int, stride: int = 16, tile: tuple[int, int] = (128, 128
 def columns_of(lists: TileLists, b: int = 0, h: int = 0) -> Tensor:
     """Key column of each column of each tile `[T + 2, block_n]`, at or past `kv_len` where TMA fills in zeros.
 
-    Where columns are put aside, those of the tiles of one batch entry and head.
+    Where columns are compacted, those of the tiles of one batch entry and head.
     """
     records = lists.tile_columns.long()
-    if lists.aside.numel():
+    if lists.compacted_keys.numel():
         assert lists.slab == lists.block_n
-        aside = lists.aside.expand(*lists.pattern_of.shape, -1)[b, h].long()
-        aside = torch.where(aside < 0, lists.kv_len, aside)
-        place = records - ASIDE + torch.arange(lists.block_n)
-        return torch.where(place < 0, records + torch.arange(lists.block_n), aside[place.clamp(0, len(aside) - 1)])
+        compacted = lists.compacted_keys.expand(*lists.pattern_of.shape, -1)[b, h].long()
+        compacted = torch.where(compacted < 0, lists.kv_len, compacted)
+        place = records - COMPACTED + torch.arange(lists.block_n)
+        return torch.where(
+            place < 0, records + torch.arange(lists.block_n), compacted[place.clamp(0, len(compacted) - 1)]
+        )
     if lists.slab == 0:
         assert records.shape[1] == 1
         return records + lists.column_step * torch.arange(lists.block_n)

@@ -17,7 +17,7 @@ from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.forward_kernel import forward_kernel
 from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
-from stof.kernels.hopper.tile_lists import ASIDE
+from stof.kernels.hopper.tile_lists import COMPACTED
 from stof.kernels.hopper.tile_scheduler import WORK, work_list
 from stof.kernels.implementation import Options, attend_once
 from stof.layout import Layout, build_layout
@@ -232,8 +232,8 @@ def _copy(
 ) -> Tensor:  # fmt: skip
     if a.SLAB == a.BLOCK_N:
         assert slab_desc is not None
-        if record[0] >= ASIDE:
-            return box(slab_desc, [b, slab_h, record[0] - ASIDE, 0])
+        if record[0] >= COMPACTED:
+            return box(slab_desc, [b, slab_h, record[0] - COMPACTED, 0])
         return box(desc, [b, h, record[0], 0])
     if not a.SLAB:
         return box(desc, [b, h, record[0] // a.kv_step, record[0] % a.kv_step * stride])

@@ -12,7 +12,7 @@ from stof import masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.prepare import PreparedTiles
-from stof.kernels.hopper.tile_lists import ASIDE, TileLists
+from stof.kernels.hopper.tile_lists import COMPACTED, TileLists
 from stof.kernels.implementation import Options, attend_once
 from stof.layout import LayoutConfig
 from stof.masks import Mask
@@ -61,7 +61,7 @@ def counted(lists: TileLists, seen: Tensor) -> Tensor:
     """How often each score counts, `[mask_batch, mask_heads, q_len, kv_len]`; `seen` bool `[P, kv_len]`."""
     patterns = len(lists.item_ptr) - 1
     times = torch.zeros(patterns, lists.q_len, lists.kv_len + 1, dtype=torch.int32)
-    aside = lists.aside.expand(*lists.pattern_of.shape, -1).flatten(0, 1)
+    compacted = lists.compacted_keys.expand(*lists.pattern_of.shape, -1).flatten(0, 1)
     for pattern in range(patterns):
         first, last = lists.item_ptr[pattern : pattern + 2].tolist()
         for row_block, begin, partial_end, end, _, _, _, bitmap in lists.items[first:last].tolist():
@@ -69,8 +69,8 @@ def counted(lists: TileLists, seen: Tensor) -> Tensor:
             for tile in range(begin, end):
                 start = int(lists.tile_columns[tile])
                 columns = torch.arange(start, start + 64)
-                if start >= ASIDE:
-                    columns = aside[pattern, start - ASIDE :][:64].long()
+                if start >= COMPACTED:
+                    columns = compacted[pattern, start - COMPACTED :][:64].long()
                 read = columns[(columns >= 0) & (columns < lists.kv_len)]
                 assert bool(seen[pattern, read].all()), "0 * NaN is NaN: what nobody sees may not be read"
                 keep = keep_of(lists.bitmaps[bitmap if tile == begin else int(lists.tile_bitmap[tile])], 64)

@@ -16,7 +16,7 @@ from stof.layout.build.gpu import build as device_build
 from stof.layout.build.gpu import mask_input as device_source
 from stof.layout.build.gpu.build import device_layout
 from stof.layout.build.gpu.count import device_columns, device_counts
-from stof.layout.compaction import seen_columns
+from stof.layout.compaction import column_use
 from stof.layout.head_mask import HeadMask
 from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
@@ -202,7 +202,7 @@ def test_survey(problem: tuple[Mask, int, int]) -> None:
     columns = device_columns(own, 64)
     assert columns is not None
     with mock.patch("stof.layout.compaction.device_columns", return_value=None):
-        seen = seen_columns(own, 64)
+        seen = column_use(own, 64)
     assert torch.equal(columns[0], seen.some)
     assert torch.equal(columns[1], seen.every)
 

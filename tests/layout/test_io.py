@@ -204,6 +204,18 @@ def test_tensors_of_other_shapes(path: Path, name: str, other: torch.Tensor) -> 
         stof.Plan.load(path)
 
 
+def test_files_that_say_aside(path: Path) -> None:
+    """Version 0.1 called compacted columns so."""
+    layout = build_layout(masks.strided(4, 64), 500, 500, LayoutConfig(64, 64, 1, compact_columns=True))
+    save_layout(layout, path)
+    header, tensors = contents(path)
+    header["aside"] = header.pop("compact_columns")
+    write(path, header, tensors)
+    again = load_layout(path)[0]
+    assert again.config.compact_columns
+    assert again.equals(layout)
+
+
 HEADERS: dict[str, Any] = {
     "block height": {"block_m": 17},
     "block height of no type": {"block_m": None},

@@ -48,7 +48,7 @@ def assert_exact(layout: Layout, keep: Tensor) -> None:
             heaviest = max(heaviest, tiles)
             empty += tiles == 0
             assert (tiles == 0) == (not bool(rows.any()))
-    if layout.config.aside:
+    if layout.config.compact_columns:
         # Tiles that are not of the list are whole.
         assert stats.computed >= computed
         computed = stats.computed
@@ -244,6 +244,11 @@ def test_row_orders_that_are_none(order: object) -> None:
 def test_configs(sizes: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match="is one of"):
         LayoutConfig(**sizes)
+
+
+def test_the_old_name_of_compacted_columns() -> None:
+    with pytest.raises(ArgumentError, match="no option aside; it is called compact_columns"):
+        LayoutConfig(64, 64, 1, aside=True)  # type: ignore[call-arg]
 
 
 def test_orders_arguments() -> None:

@@ -89,10 +89,7 @@ def test_schedules_of_few_tiles_among_many_keys(mask: masks.Mask, config: Layout
 def test_groups_of_keys_are_asked_about_first(mask: masks.Mask, groups: int) -> None:
     config = LayoutConfig(64, 64, 1)
     expected = build_layout(mask, 200, 2500, config)
-    with (
-        mock.patch.object(type(mask), "spans", return_value=None),
-        mock.patch.multiple(strips, ASKED_FROM=0, ASKED_AT_ONCE=groups),
-    ):
+    with mock.patch.multiple(strips, ASKED_FROM=0, ASKED_AT_ONCE=groups):
         assert build_layout(mask, 200, 2500, config).equals(expected)
 
 

@@ -12,7 +12,7 @@ from stof import LayoutConfig, masks
 from stof.errors import ArgumentError
 from stof.layout import build_layout, orders
 from stof.layout import survey as surveys
-from stof.layout.compaction import seen_columns
+from stof.layout.compaction import column_use
 from stof.layout.orders.named import named_order
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @pytest.fixture(autouse=True)
 def _look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it may pay or not, columns are put aside as a layout would."""
-    monkeypatch.setattr(surveys, "may_pay", lambda *tiles: True)
+    """Whether it may pay or not, columns are compacted as a layout would."""
+    monkeypatch.setattr(surveys, "is_worthwhile", lambda *tiles: True)
 
 
 lengths = st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 129, 200, 390])
@@ -41,7 +41,7 @@ geometries = st.lists(
         block_m=st.sampled_from([4, 64, 192]),
         block_n=st.sampled_from([16, 64]),
         slab=st.just(1),
-        aside=st.just(True),
+        compact_columns=st.just(True),
     ),
     min_size=1,
     max_size=4,
@@ -70,8 +70,12 @@ def assert_counts(
         assert torch.equal(counts.partial, partial), config
         assert torch.equal(counts.full, full), config
         assert counts.partial.dtype == counts.full.dtype == torch.int64
-        aside = survey_of_layout(layout).counts[config].aside
-        assert counts.aside == aside if layout.pattern_of.numel() == len(pattern) else counts.aside <= aside
+        compacted = survey_of_layout(layout).counts[config].compacted_keys
+        assert (
+            counts.compacted_keys == compacted
+            if layout.pattern_of.numel() == len(pattern)
+            else counts.compacted_keys <= compacted
+        )
     keep = mask.to_dense(q_len, kv_len, batch=batch, heads=heads).flatten(0, 1)[: len(found.kept)]
     if row_order is not None:
         keep = keep[:, row_order.long()]
@@ -108,18 +112,18 @@ def test_only_masks_with_something_to_gain_are_looked_at(monkeypatch: pytest.Mon
     monkeypatch.undo()
     looked = []
     monkeypatch.setattr(
-        surveys, "seen_columns", lambda own, height: looked.append((own.b, own.h)) or seen_columns(own, height)
+        surveys, "column_use", lambda own, height: looked.append((own.b, own.h)) or column_use(own, height)
     )
-    asides = [LayoutConfig(*tile, 1, aside=True) for tile in ((128, 128), (64, 64))]
-    wanted = [*asides, LayoutConfig(64, 64)]
+    compacting = [LayoutConfig(*tile, 1, compact_columns=True) for tile in ((128, 128), (64, 64))]
+    wanted = [*compacting, LayoutConfig(64, 64)]
     lines = masks.strided(40, 64, 3)
     for mask, heads in ((masks.causal(), 1), (masks.longformer(64, 64), 1), (masks.per_head([masks.full(), lines]), 2)):
         found = survey(mask, 1024, 1024, wanted, heads=heads)
         assert set(found.counts) == set(wanted)
-        assert all(bool(found.counts[geometry].aside) == (heads == 2) for geometry in asides)
+        assert all(bool(found.counts[geometry].compacted_keys) == (heads == 2) for geometry in compacting)
     assert looked == [(0, 1)]
     # Who asks for nothing else will have it.
-    survey(masks.causal(), 1024, 1024, asides)
+    survey(masks.causal(), 1024, 1024, compacting)
     assert looked == [(0, 1), (0, 0)]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof import masks
 from stof.masks import Index, Mask
-from stof.masks.bounds import Kept, Range
+from stof.masks.bounds import Range, TileBounds
 from tests.strategies import mask_trees
 
 LENGTH = 60
@@ -26,18 +26,18 @@ def ends(draw: st.DrawFn, length: int, count: int) -> Range:
     return Range(low, high)
 
 
-def asked(mask: Mask, q: Range, kv: Range, q_len: int, b: int = 0) -> Kept:
+def asked(mask: Mask, q: Range, kv: Range, q_len: int, b: int = 0) -> TileBounds:
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     rows, columns = (
         Range(x.low.view(shape), x.high.view(shape)) for x, shape in ((q, (1, 1, -1, 1)), (kv, (1, 1, 1, -1)))
     )
-    return mask.over(Index(zero + b, zero, rows, columns, q_len, LENGTH))  # type: ignore[arg-type]
+    return mask.tile_bounds(Index(zero + b, zero, rows, columns, q_len, LENGTH))  # type: ignore[arg-type]
 
 
-def assert_true(kept: Kept, dense: Tensor, q: Range, kv: Range) -> None:
+def assert_true(kept: TileBounds, dense: Tensor, q: Range, kv: Range) -> None:
     """`dense [q_len, kv_len]` keeps nothing, or everything, where `kept` says so."""
     shape = (1, 1, len(q.low), len(kv.low))
-    nothing, everything = kept.nothing.expand(shape)[0, 0], kept.everything.expand(shape)[0, 0]
+    nothing, everything = kept.empty.expand(shape)[0, 0], kept.full.expand(shape)[0, 0]
     for i in range(shape[2]):
         for j in range(shape[3]):
             part = dense[int(q.low[i]) : int(q.high[i]) + 1, int(kv.low[j]) : int(kv.high[j]) + 1]
@@ -90,7 +90,7 @@ def test_functions_say_the_truth_or_nothing(name: str) -> None:
     ranges = Range(low, low + 5)
     kept = asked(mask, ranges, ranges, LENGTH)
     assert_true(kept, mask.to_dense(LENGTH)[0, 0], ranges, ranges)
-    assert bool(kept.nothing.any() | kept.everything.any()) == known
+    assert bool(kept.empty.any() | kept.full.any()) == known
 
 
 def test_ranges_have_no_truth_value() -> None:
@@ -98,7 +98,7 @@ def test_ranges_have_no_truth_value() -> None:
     fn = masks.from_function(lambda b, h, q, k: q >= k if q > 3 else q < k)
     one = Range(torch.tensor([5]), torch.tensor([9]))
     kept = asked(fn, one, one, LENGTH)
-    assert not bool(kept.nothing.any() | kept.everything.any())
+    assert not bool(kept.empty.any() | kept.full.any())
 
 
 def test_single_positions_are_exact() -> None:
@@ -107,5 +107,5 @@ def test_single_positions_are_exact() -> None:
     every = torch.arange(LENGTH)
     kept = asked(mask, Range(every, every), Range(every, every), LENGTH)
     dense = mask.to_dense(LENGTH)
-    assert torch.equal(kept.everything, dense)
-    assert torch.equal(kept.nothing, ~dense)
+    assert torch.equal(kept.full, dense)
+    assert torch.equal(kept.empty, ~dense)

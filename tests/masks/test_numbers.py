@@ -21,7 +21,7 @@ WINDOW, CAUSAL = masks.sliding_window(3), masks.causal()
 
 
 def numbers(mask: Mask, batch: int = 1, heads: int = 1) -> list[list[int]]:
-    return mask.numbers(*mask.dims(batch, heads)).tolist()
+    return mask.pattern_ids(*mask.dims(batch, heads)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,14 @@ def test_equal_numbers_are_equal_masks(data: st.DataObject, batch: int, heads: i
     tree = data.draw(mask_trees(20, batch=batch))
     for mask in (tree, masks.from_dense(picked), tree & masks.from_dense(picked)):
         dense = mask.to_dense(20, batch=batch, heads=heads)
-        found = mask.numbers(*mask.dims(batch, heads)).expand(dense.shape[:2])
+        found = mask.pattern_ids(*mask.dims(batch, heads)).expand(dense.shape[:2])
         for number in found.unique():
             alike = dense[found == number]
             assert torch.equal(alike, alike[:1].expand_as(alike))
     firsts = picked.flatten(0, 1).flatten(1).unique(dim=0)
-    assert len(masks.from_dense(picked).numbers(batch, heads).unique()) == len(firsts)  # tensors are compared in full
+    assert len(masks.from_dense(picked).pattern_ids(batch, heads).unique()) == len(
+        firsts
+    )  # tensors are compared in full
 
 
 def test_equal_heads_cost_one(monkeypatch: pytest.MonkeyPatch) -> None:

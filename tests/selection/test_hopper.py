@@ -121,7 +121,7 @@ def test_choices(head_dim: int, has_bias: bool) -> None:
             pairs.append((tile, choice.layout.slab, choice.row_order, choice.kernel))
             continue
         assert (choice.kernel.num_warps, choice.kernel.num_stages) == (4, tiles[tile])
-        assert choice.layout.aside == (choice.layout.slab == 1 and choice.row_order is None)
+        assert choice.layout.compact_columns == (choice.layout.slab == 1 and choice.row_order is None)
         keys = kinds.setdefault((tile, choice.layout.slab, choice.row_order), set())
         keys.add(choice.kernel.split_tiles * choice.layout.block_n)
     # A bias is copied in whole tiles.

@@ -18,7 +18,7 @@ from stof.selection import KernelChoice
 from stof.selection.cost_model import (
     DeviceModel,
     KernelTimes,
-    aside_us,
+    compaction_us,
     critical_load,
     estimate_tiles,
     kernel_key,
@@ -54,7 +54,7 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
     best, least = start, math.inf
     known = [((row.choice, call_of_row(row), survey_of(row)), row.us) for row in rows]
     # What goes before the kernel does not depend on its constants.
-    cases = [(*case, us, model.launch + aside_us(*case, model)) for case, us in known]
+    cases = [(*case, us, model.launch + compaction_us(*case, model)) for case, us in known]
     persistent = rows[0].choice.implementation == "hopper"
     # Thread blocks that stay need time to set up. Alone on a multiprocessor they are as fast whatever others do.
     settings = [(1.0, us) for us in _STARTS] if persistent else []
@@ -201,7 +201,7 @@ def short_name(choice: KernelChoice) -> str:
     layout, kernel = choice.layout, choice.kernel
     if layout is None or kernel is None:
         return choice.implementation
-    columns = "aside" if layout.aside else "contiguous" if layout.slab is None else "gathered"
+    columns = "compacted" if layout.compact_columns else "contiguous" if layout.slab is None else "gathered"
     split = f" split {kernel.split_tiles}" if kernel.split_tiles else ""
     order = f" by {choice.row_order}" if choice.row_order else ""
     compiled = f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r"

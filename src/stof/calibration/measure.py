@@ -37,7 +37,7 @@ class Measured:
         us: GPU time, cold L2.
         partial, full: tiles of each row block, what the model sees; by mask entry.
         kept: scores kept.
-        aside: keys put aside, see `TileCounts`.
+        compacted_keys: see `TileCounts`.
     """
 
     mask: str
@@ -48,7 +48,7 @@ class Measured:
     partial: list[list[int]]
     full: list[list[int]]
     kept: float
-    aside: int = 0
+    compacted_keys: int = 0
 
     @property
     def cell(self) -> tuple[str, str, str]:
@@ -174,7 +174,9 @@ def measure_cell(
         assert us is not None
         sizes = (shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.q_len, shape.kv_len)
         cell = (name, ",".join(map(str, sizes)), str(dtype).removeprefix("torch."))
-        rows.append(Measured(*cell, choice, us, counts.partial.tolist(), counts.full.tolist(), kept, counts.aside))
+        rows.append(
+            Measured(*cell, choice, us, counts.partial.tolist(), counts.full.tolist(), kept, counts.compacted_keys)
+        )
     return rows
 
 
@@ -194,7 +196,7 @@ def runner(
 
 def survey_of(row: Measured) -> Survey:
     """The survey a measurement was made with, its own geometry only."""
-    counts = TileCounts(torch.tensor(row.partial), torch.tensor(row.full), row.aside)
+    counts = TileCounts(torch.tensor(row.partial), torch.tensor(row.full), row.compacted_keys)
     layout = row.choice.layout or LayoutConfig()
     shape = Shape.parse(row.shape)
     kept = torch.full((1, shape.q_len), row.kept / shape.q_len)
@@ -213,14 +215,19 @@ def from_json(values: Iterable[dict[str, Any]]) -> list[Measured]:
     rows = []
     try:
         for value in values:
-            choice = value["choice"]
-            layout = choice["layout"] and LayoutConfig(**choice["layout"])
+            value, choice = _renamed(value), value["choice"]
+            layout = choice["layout"] and LayoutConfig(**_renamed(choice["layout"], "compact_columns"))
             kernel = choice["kernel"] and KernelConfig(**choice["kernel"])
             picked = KernelChoice(choice["implementation"], layout, choice["row_order"], kernel)
             rows.append(Measured(**{**value, "choice": picked}))
     except (TypeError, KeyError) as error:
         raise ArgumentError(f"these are no measurements of stof tune --device: {error!r}") from None
     return rows
+
+
+def _renamed(value: dict[str, Any], name: str = "compacted_keys") -> dict[str, Any]:
+    """Fields as they are called now: measurements of version 0.1 say `aside`."""
+    return {name if field == "aside" else field: old for field, old in value.items()}
 
 
 def measure(

@@ -11,7 +11,6 @@ from stof.layout.layout import Layout
 from stof.masks import Mask
 from stof.masks.base import check_lengths
 from stof.masks.bounds import Range
-from stof.masks.index import Index
 
 
 def extend_layout(layout: Layout, mask: Mask, q_len: int, kv_len: int, *, batch: int = 1, heads: int = 1) -> Layout:
@@ -35,8 +34,8 @@ def extend_layout(layout: Layout, mask: Mask, q_len: int, kv_len: int, *, batch:
     mask_batch, mask_heads = mask.dims(batch, heads, layout.device)
     kept = layout.q_len // layout.config.block_m
     longer = q_len >= layout.q_len and kv_len >= layout.kv_len
-    # Which columns are put aside depends on all rows.
-    by_rows = layout.row_order is None and not layout.config.aside
+    # Which columns are compacted depends on all rows.
+    by_rows = layout.row_order is None and not layout.config.compact_columns
     alike = by_rows and (mask_batch, mask_heads) == (layout.mask_batch, layout.mask_heads)
     if not (longer and alike and kept and mask.grows and _old_see_nothing_new(layout, mask, q_len, kv_len)):
         return build_layout(mask, q_len, kv_len, layout.config, batch=batch, heads=heads, device=layout.device)
@@ -71,9 +70,8 @@ def _old_see_nothing_new(layout: Layout, mask: Mask, q_len: int, kv_len: int) ->
     old, new = ends(0, layout.q_len - 1), ends(layout.kv_len, kv_len - 1)
     for b in range(layout.mask_batch):
         for h in range(layout.mask_heads):
-            at_b, at_h = (torch.tensor(number, device=layout.device).view(1, 1, 1, 1) for number in (b, h))
-            index = Index(at_b, at_h, old, new, q_len, kv_len)  # type: ignore[arg-type]
-            if not bool(mask.over(index).nothing.all()):
+            own = HeadMask(mask, q_len, kv_len, b, h, None, layout.device)
+            if not bool(own.tile_bounds(old, new).empty.all()):
                 return False
     return True
 

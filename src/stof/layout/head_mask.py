@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.masks import Mask
+from stof.masks import Index, Mask
+from stof.masks.bounds import Range, TileBounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,3 +33,32 @@ class HeadMask:
 
     def row_blocks(self, block_m: int) -> int:
         return -(-self.q_len // block_m)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the mask holds no tensors or functions: its bounds can be computed on any device."""
+        return "<" not in self.mask.key
+
+    def index(self, q: Tensor | Range, kv: Tensor | Range) -> Index:
+        """Coordinates of queries `[T, 1, Q, 1]` and keys `[T, 1, 1, K]`, T being 1 or a number of rectangles."""
+        b, h = (torch.tensor(number, device=q.device).view(1, 1, 1, 1) for number in (self.b, self.h))
+        return Index(b, h, q, kv, self.q_len, self.kv_len)  # type: ignore[arg-type]
+
+    def tile_bounds(self, q: Range, kv: Range) -> TileBounds:
+        """Bounds of the rectangles that these ranges span, on their device."""
+        found = self.mask.tile_bounds(self.index(q, kv))
+        return TileBounds(found.empty.to(q.device), found.full.to(q.device))
+
+    def evaluate(self, q: Tensor, kv: Tensor) -> Tensor:
+        """bool `[T, Q, K]`: scores of T rectangles of original rows `[T, Q]` and keys `[T, K]`.
+
+        Positions that do not exist (below 0 or past the end) keep nothing.
+
+        Raises:
+            MaskFunctionError: the function raises, or it does not take several rectangles at once.
+        """
+        exists = [(x >= 0) & (x < length) for x, length in ((q, self.q_len), (kv, self.kv_len))]
+        q, kv = q.clamp(0, self.q_len - 1), kv.clamp(0, self.kv_len - 1)
+        keep = self.mask.evaluate(self.index(q[:, None, :, None], kv[:, None, None, :]))
+        keep = keep.expand(len(q), 1, q.shape[1], kv.shape[1])[:, 0]
+        return keep & exists[0][:, :, None] & exists[1][:, None, :]

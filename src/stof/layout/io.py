@@ -33,7 +33,7 @@ def save_layout(layout: Layout, path: str | os.PathLike[str], extra: Mapping[str
         "block_m": config.block_m,
         "block_n": config.block_n,
         "slab": config.slab,
-        "aside": config.aside,
+        "compact_columns": config.compact_columns,
         "extra": dict(extra or {}),
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in layout.tensors().items()}
@@ -75,7 +75,8 @@ def load_layout(path: str | os.PathLike[str], device: torch.device | str = "cpu"
             raise PlanFileError(f"{source} has format version {header['version']}, this is version {VERSION}; {advice}")
         if header.pop("digest") != _digest(header, tensors):
             raise PlanFileError(f"{source} is corrupt: its contents do not match their digest; {advice}")
-        config = LayoutConfig(header["block_m"], header["block_n"], header["slab"], header.get("aside", False))
+        compacted = header.get("compact_columns", header.get("aside", False))  # files of version 0.1 say aside
+        config = LayoutConfig(header["block_m"], header["block_n"], header["slab"], compacted)
         layout = Layout(q_len=int(header["q_len"]), kv_len=int(header["kv_len"]), config=config, **tensors)
         layout.validate()
         extra = {str(k): str(v) for k, v in header["extra"].items()}

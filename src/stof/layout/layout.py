@@ -312,8 +312,8 @@ def _content_problems(layout: Layout) -> list[str]:
     key = (owner[:, None] * layout.kv_len + columns)[exists]
     if len(key.unique()) != len(key):
         problems.append("a row block lists the same column twice")
-    if layout.config.aside and layout.compacted_keys() is None:
-        problems.append("gathered tiles are not stretches of one list of columns put aside")
+    if layout.config.compact_columns and layout.compacted_keys() is None:
+        problems.append("gathered tiles are not stretches of one list of compacted columns")
     if not bool(exists[~partial].all()):
         problems.append("a full tile reaches past kv_len or has unused slots")
     if problems:

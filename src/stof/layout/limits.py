@@ -14,7 +14,6 @@ from stof.errors import TooLargeError
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
 from stof.masks.bounds import Range
-from stof.masks.index import Index
 
 # Layouts of fewer tiles always fit: 2 GB at most.
 _SMALL = 2**20
@@ -118,9 +117,7 @@ def _tiles_at_least(own: HeadMask, config: LayoutConfig) -> int:
             (kv, kv_stop, config.block_n, own.kv_len, (1, 1, 1, -1)),
         )
     )
-    b, h = (torch.tensor(number, device=own.device).view(1, 1, 1, 1) for number in (own.b, own.h))
-    kept = own.mask.over(Index(b, h, q_range, kv_range, own.q_len, own.kv_len))  # type: ignore[arg-type]
-    full = kept.everything.to(own.device).expand(1, 1, len(q), len(kv))[0, 0]
+    full = own.tile_bounds(q_range, kv_range).full.expand(1, 1, len(q), len(kv))[0, 0]
     return int(((q_stop - q)[:, None] * (kv_stop - kv))[full].sum())
 
 

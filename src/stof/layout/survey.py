@@ -15,7 +15,7 @@ from torch import Tensor
 from stof.layout.build.build import checked_order
 from stof.layout.build.gpu.count import SlabCounts, device_counts
 from stof.layout.build.strips import strips
-from stof.layout.compaction import divided, division_counts, looked_at, may_pay, seen_columns
+from stof.layout.compaction import column_use, compaction_counts, find_compaction, is_searched, is_worthwhile
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
@@ -31,12 +31,12 @@ class TileCounts:
 
     Attributes:
         partial, full: tiles of each kind of every row block, as `build_layout` would make them.
-        aside: keys of a mask that are put aside, in whole tiles; of several masks the most.
+        compacted_keys: length of the list of compacted keys, in whole tiles; of several masks the longest.
     """
 
     partial: Tensor
     full: Tensor
-    aside: int = 0
+    compacted_keys: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,22 +82,26 @@ def survey(
 ) -> Survey:
     """Count the tiles `build_layout` would make, for every geometry in one evaluation of the mask.
 
-    Beside others, geometries with columns put aside that could hardly pay are counted as contiguous ones.
+    Geometries with compacted columns are counted as contiguous ones where compaction can hardly save time, unless only
+    such geometries are asked for.
 
     Args:
         mask, q_len, kv_len, batch, heads, device, row_order: as for `build_layout`.
         geometries: block sizes to count.
     """
     asked = set(geometries)
-    # Where nothing is put aside tiles are contiguous; how much there is to gain, columns gathered singly tell.
-    asides = sorted((g for g in asked if g.aside), key=lambda g: (g.block_m * g.block_n, g.block_m))
-    others = {replace(g, aside=False) for g in asides[:1]} | {g.contiguous() for g in asides}
-    wanted = sorted({g for g in asked if not g.aside} | others, key=lambda g: (g.block_m, g.block_n, g.slab or 0))
+    # Tiles are contiguous where nothing is compacted. Columns gathered singly tell how much there is to gain.
+    compacting = sorted((g for g in asked if g.compact_columns), key=lambda g: (g.block_m * g.block_n, g.block_m))
+    others = {replace(g, compact_columns=False) for g in compacting[:1]} | {g.contiguous() for g in compacting}
+    wanted = sorted(
+        {g for g in asked if not g.compact_columns} | others, key=lambda g: (g.block_m, g.block_n, g.slab or 0)
+    )
     order = checked_order(row_order, q_len, device)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
-    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten()[:_MASKS_COUNTED].tolist()
-    counted = [divmod(numbers.index(number), mask_heads) for number in dict.fromkeys(numbers)]
-    row = [list(dict.fromkeys(numbers)).index(number) for number in numbers]
+    ids = mask.pattern_ids(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten()[:_MASKS_COUNTED].tolist()
+    distinct = list(dict.fromkeys(ids))
+    counted = [divmod(ids.index(one), mask_heads) for one in distinct]
+    row = [distinct.index(one) for one in ids]
     found = None
     where = torch.device(device)
     if order is None and where.type == "cuda":
@@ -109,34 +113,36 @@ def survey(
             found = tiles, slabs.kept.long()
     of_heads = [HeadMask(mask, q_len, kv_len, b, h, order, where) for b, h in counted]
     counts, kept = _strip_counts(of_heads, wanted) if found is None else found
-    counts |= _aside_counts(of_heads, counts, asides, always=len(asides) == len(asked))
-    counts = {g: TileCounts(own.partial[row], own.full[row], own.aside) for g, own in counts.items() if g in asked}
+    counts |= _compacted_counts(of_heads, counts, compacting, always=len(compacting) == len(asked))
+    counts = {
+        g: TileCounts(own.partial[row], own.full[row], own.compacted_keys) for g, own in counts.items() if g in asked
+    }
     return Survey(counts, kept[row], mask_batch, mask_heads)
 
 
-def _aside_counts(
-    of_heads: list[HeadMask], counts: dict[LayoutConfig, TileCounts], asides: list[LayoutConfig], always: bool
+def _compacted_counts(
+    of_heads: list[HeadMask], counts: dict[LayoutConfig, TileCounts], compacting: list[LayoutConfig], always: bool
 ) -> dict[LayoutConfig, TileCounts]:
-    """Tiles where columns are put aside, given contiguous ones, and singly gathered ones of the first geometry."""
-    plain = {geometry: counts[geometry.contiguous()] for geometry in asides}
+    """Tiles with compacted columns, given the contiguous ones, and those gathered singly of the first geometry."""
+    plain = {geometry: counts[geometry.contiguous()] for geometry in compacting}
     found = {geometry: TileCounts(own.partial.clone(), own.full.clone()) for geometry, own in plain.items()}
     # What tall row blocks see, low ones tell.
-    height = math.gcd(*(geometry.block_m for geometry in asides))
-    if not asides or not looked_at(of_heads[0].row_blocks(height), of_heads[0].kv_len):
+    height = math.gcd(*(geometry.block_m for geometry in compacting))
+    if not compacting or not is_searched(of_heads[0].row_blocks(height), of_heads[0].kv_len):
         return found
     for n, one in enumerate(of_heads):
-        both = (counts[how] for how in (asides[0].contiguous(), replace(asides[0], aside=False)))
-        if not always and not may_pay(*(int((each.partial[n] + each.full[n]).sum()) for each in both)):
+        both = (counts[how] for how in (compacting[0].contiguous(), replace(compacting[0], compact_columns=False)))
+        if not always and not is_worthwhile(*(int((each.partial[n] + each.full[n]).sum()) for each in both)):
             continue
-        seen = seen_columns(one, height)
-        for geometry in asides:
-            own = seen.joined(geometry.block_m // height)
-            division = divided(own.some, geometry.block_n)
-            if division is not None:
+        use = column_use(one, height)
+        for geometry in compacting:
+            own = use.joined(geometry.block_m // height)
+            compaction = find_compaction(own.some, geometry.block_n)
+            if compaction is not None:
                 tiles = found[geometry]
-                tiles.partial[n], tiles.full[n] = division_counts(own, division)
-                aside = -(-len(division.keys) // geometry.block_n) * geometry.block_n
-                found[geometry] = replace(tiles, aside=max(aside, tiles.aside))
+                tiles.partial[n], tiles.full[n] = compaction_counts(own, compaction)
+                compacted = -(-len(compaction.keys) // geometry.block_n) * geometry.block_n
+                found[geometry] = replace(tiles, compacted_keys=max(compacted, tiles.compacted_keys))
     return found
 
 
@@ -171,9 +177,9 @@ def survey_of_layout(layout: Layout) -> Survey:
     """The survey of a layout that is there: its own geometry only."""
     shape = (layout.patterns, layout.row_blocks)
     tiles, partial = layout.row_block_ptr.diff().view(shape).long(), layout.partial_count.view(shape).long()
-    lists = layout.compacted_keys() if layout.config.aside else None
-    aside = 0 if lists is None else lists[0].shape[1]
-    counts = {layout.config: TileCounts(partial.cpu(), (tiles - partial).cpu(), aside)}
+    lists = layout.compacted_keys() if layout.config.compact_columns else None
+    compacted = 0 if lists is None else lists[0].shape[1]
+    counts = {layout.config: TileCounts(partial.cpu(), (tiles - partial).cpu(), compacted)}
     # Scores of the row block's tiles, spread over its rows: close enough for an estimate.
     per_row = (tiles * layout.config.block_n).cpu().repeat_interleave(layout.config.block_m, 1)[:, : layout.q_len]
     return Survey(counts, per_row, layout.mask_batch, layout.mask_heads)

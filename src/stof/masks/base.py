@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stof.errors import MaskError, ShapeError, shown
-from stof.masks.bounds import Kept
+from stof.masks.bounds import TileBounds
 from stof.masks.index import Index
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 _ALIVE: WeakValueDictionary[str, Any] = WeakValueDictionary()
 # Masks that vary from call to call and are alive, so that a compiled graph can be told one by number.
 _NUMBERED: WeakValueDictionary[int, Any] = WeakValueDictionary()
-
-
-# Key ranges `[start, stop)`; None for anywhere.
-Spans = list[tuple[int, int]] | None
 
 
 class BaseMask(ABC):
@@ -89,23 +85,15 @@ class BaseMask(ABC):
         holds several rectangles.
         """
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        """Key ranges `[start, stop)` outside which queries `first` to `last` see nothing, in any sequence or head.
-
-        None says nothing is known: anywhere. Ranges may overlap and stick out; building evaluates nothing outside them.
-        """
-        del first, last, kv_len
-        return None
-
-    def over(self, index: Index) -> Kept:
+    def tile_bounds(self, index: Index) -> TileBounds:
         """What is kept of whole rectangles: `index` holds `Range`s of queries and keys, and one sequence and head.
 
         By default the rule itself is run on the ranges; where it looks at single positions the answer is unknown.
         """
         try:
-            return Kept.of(self.evaluate(index))
+            return TileBounds.of(self.evaluate(index))
         except Exception:  # whatever a user's function raises on what is no tensor; evaluating it will say so again
-            return Kept.unknown(index.device)
+            return TileBounds.unknown(index.device)
 
     def check(self, q_len: int, kv_len: int) -> None:
         """Raise `ShapeError` when this mask's own data do not fit the lengths."""
@@ -124,12 +112,12 @@ class BaseMask(ABC):
     @property
     def depends_on_batch(self) -> bool:
         """Whether sequences of a batch may have different masks; True where that cannot be told."""
-        return self.batch != 1 or self.binds_late
+        return self.batch != 1 or self.depends_on_sizes
 
     @property
     def depends_on_heads(self) -> bool:
         """Whether heads may have different masks; True where that cannot be told."""
-        return self.heads != 1 or self.binds_late
+        return self.heads != 1 or self.depends_on_sizes
 
     @property
     def versions(self) -> tuple[int, ...] | None:
@@ -137,7 +125,7 @@ class BaseMask(ABC):
         return ()
 
     @property
-    def binds_late(self) -> bool:
+    def depends_on_sizes(self) -> bool:
         """Whether `dims` must be asked with the sizes of a call (functions; named patterns know)."""
         return False
 
@@ -152,7 +140,7 @@ class BaseMask(ABC):
         return ()
 
     @property
-    def in_order(self) -> bool:
+    def has_monotonic_ranges(self) -> bool:
         """Whether every query keeps one range of keys, and no later query's begins or ends before it.
 
         Rows that see alike keys then stand together already, and no other order is worth looking for.
@@ -174,7 +162,7 @@ class BaseMask(ABC):
                 )
         return self.batch, self.heads
 
-    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
         """Which batch entries and heads share a mask, as far as that is cheap to tell.
 
         Args:
@@ -184,7 +172,7 @@ class BaseMask(ABC):
             int64 `[mask_batch | 1, mask_heads | 1]` on the CPU, equal where the mask is the same; different numbers
             promise nothing.
         """
-        batch, heads = (mask_batch, mask_heads) if self.binds_late else (self.batch, self.heads)
+        batch, heads = (mask_batch, mask_heads) if self.depends_on_sizes else (self.batch, self.heads)
         return torch.arange(batch * heads, device="cpu").view(batch, heads)
 
     def to_dense(

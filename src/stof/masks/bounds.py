@@ -1,8 +1,8 @@
-"""What a mask keeps of whole rectangles, in closed form: its own rule, run on ranges of positions.
+"""Closed-form bounds of a mask on whole tiles, by interval arithmetic.
 
-A mask combines positions by arithmetic, comparisons and `& | ~`. Run on `Range`s instead of tensors of positions, the
-same code answers for all positions of many rectangles at once: nothing, everything, or something kept (`Kept`). Code
-that looks at single positions (tables, control flow) fails on a range; the answer is then unknown.
+A mask's rule combines positions by arithmetic, comparisons and `& | ~`. Run on `Range`s instead of tensors of
+positions, the same code tells for many tiles at once which are certainly empty and which certainly full: `TileBounds`.
+Code that looks at single positions (tables, control flow) fails on a range; nothing is known of its tiles then.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 Number = int | Tensor
 
 
-class _Answers:
-    """The functions of torch that masks use on positions, and on what comes of them."""
+class _TorchFunctions:
+    """Makes the functions of torch that masks use work on ranges and bounds."""
 
     @classmethod
     def __torch_function__(
@@ -35,7 +35,7 @@ class _Answers:
 
 
 @dataclass(frozen=True, eq=False)
-class Range(_Answers):
+class Range(_TorchFunctions):
     """Integers from `low` to `high`, both included; int64 tensors that broadcast."""
 
     low: Tensor
@@ -100,24 +100,24 @@ class Range(_Answers):
     def clamp(self, min: int | None = None, max: int | None = None) -> Range:
         return Range(self.low.clamp(min, max), self.high.clamp(min, max))
 
-    def __le__(self, other: object) -> Kept:
+    def __le__(self, other: object) -> TileBounds:
         other = Range.of(other)
-        return Kept(self.low > other.high, self.high <= other.low)
+        return TileBounds(self.low > other.high, self.high <= other.low)
 
-    def __lt__(self, other: object) -> Kept:
+    def __lt__(self, other: object) -> TileBounds:
         other = Range.of(other)
-        return Kept(self.low >= other.high, self.high < other.low)
+        return TileBounds(self.low >= other.high, self.high < other.low)
 
-    def __ge__(self, other: object) -> Kept:
+    def __ge__(self, other: object) -> TileBounds:
         return ~(self < other)
 
-    def __gt__(self, other: object) -> Kept:
+    def __gt__(self, other: object) -> TileBounds:
         return ~(self <= other)
 
-    def __eq__(self, other: object) -> Kept:  # type: ignore[override]
+    def __eq__(self, other: object) -> TileBounds:  # type: ignore[override]
         return (self <= other) & (self >= other)
 
-    def __ne__(self, other: object) -> Kept:  # type: ignore[override]
+    def __ne__(self, other: object) -> TileBounds:  # type: ignore[override]
         return ~(self == other)
 
     __hash__ = None  # type: ignore[assignment]
@@ -127,54 +127,54 @@ class Range(_Answers):
 
 
 @dataclass(frozen=True, eq=False)
-class Kept(_Answers):
-    """Of each rectangle: whether certainly no score is kept, and whether certainly all are; bool, broadcastable."""
+class TileBounds(_TorchFunctions):
+    """Which tiles certainly keep no score, and which certainly keep all; bool, broadcastable."""
 
-    nothing: Tensor
-    everything: Tensor
+    empty: Tensor
+    full: Tensor
 
     @staticmethod
-    def unknown(device: torch.device) -> Kept:
-        """Something may be kept, and something not."""
+    def unknown(device: torch.device) -> TileBounds:
+        """Bounds of tiles that may keep any scores."""
         no = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-        return Kept(no, no)
+        return TileBounds(no, no)
 
     @staticmethod
-    def of(value: object) -> Kept:
-        if isinstance(value, Kept):
+    def of(value: object) -> TileBounds:
+        if isinstance(value, TileBounds):
             return value
         if isinstance(value, bool):
             value = torch.tensor(value, device="cpu")
         if isinstance(value, Tensor) and value.dtype == torch.bool:
-            return Kept(~value, value)
-        raise TypeError(f"{type(value).__name__} says nothing about rectangles")
+            return TileBounds(~value, value)
+        raise TypeError(f"{type(value).__name__} is no bound of a tile")
 
-    def __and__(self, other: object) -> Kept:
-        other = Kept.of(other)
-        return Kept(self.nothing | other.nothing, self.everything & other.everything)
+    def __and__(self, other: object) -> TileBounds:
+        other = TileBounds.of(other)
+        return TileBounds(self.empty | other.empty, self.full & other.full)
 
     __rand__ = __and__
 
-    def __or__(self, other: object) -> Kept:
-        other = Kept.of(other)
-        return Kept(self.nothing & other.nothing, self.everything | other.everything)
+    def __or__(self, other: object) -> TileBounds:
+        other = TileBounds.of(other)
+        return TileBounds(self.empty & other.empty, self.full | other.full)
 
     __ror__ = __or__
 
-    def __invert__(self) -> Kept:
-        return Kept(self.everything, self.nothing)
+    def __invert__(self) -> TileBounds:
+        return TileBounds(self.full, self.empty)
 
-    def __eq__(self, other: object) -> Kept:  # type: ignore[override]
-        other = Kept.of(other)
+    def __eq__(self, other: object) -> TileBounds:  # type: ignore[override]
+        other = TileBounds.of(other)
         return (self & other) | (~self & ~other)
 
-    def __ne__(self, other: object) -> Kept:  # type: ignore[override]
+    def __ne__(self, other: object) -> TileBounds:  # type: ignore[override]
         return ~(self == other)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __bool__(self) -> bool:
-        raise TypeError("what a rectangle keeps has no truth value")
+        raise TypeError("the bounds of a tile have no truth value")
 
 
 def _positive(divisor: object) -> int:
@@ -187,11 +187,11 @@ def _floor(value: Tensor, divisor: int) -> Tensor:
     return torch.div(value, divisor, rounding_mode="floor")
 
 
-def _isin(numbers: Range, values: Tensor) -> Kept:
+def _isin(numbers: Range, values: Tensor) -> TileBounds:
     values = values.unique()  # sorted
     last = torch.searchsorted(values, numbers.high.contiguous(), right=True)
     count = last - torch.searchsorted(values, numbers.low.contiguous())
-    return Kept(count == 0, count == numbers.high - numbers.low + 1)
+    return TileBounds(count == 0, count == numbers.high - numbers.low + 1)
 
 
 def _flipped(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -205,11 +205,11 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.remainder: lambda a, b: a % b,
     torch.abs: abs,
     torch.isin: _isin,
-    torch.logical_and: lambda a, b: Kept.of(a) & b,
-    torch.logical_or: lambda a, b: Kept.of(a) | b,
-    torch.logical_not: lambda a: ~Kept.of(a),
-    torch.bitwise_and: lambda a, b: Kept.of(a) & b,
-    torch.bitwise_or: lambda a, b: Kept.of(a) | b,
+    torch.logical_and: lambda a, b: TileBounds.of(a) & b,
+    torch.logical_or: lambda a, b: TileBounds.of(a) | b,
+    torch.logical_not: lambda a: ~TileBounds.of(a),
+    torch.bitwise_and: lambda a, b: TileBounds.of(a) & b,
+    torch.bitwise_or: lambda a, b: TileBounds.of(a) | b,
 }
 for _names, _operation in (
     (("add", "__radd__"), lambda a, b: Range.of(a) + b),
@@ -220,8 +220,8 @@ for _names, _operation in (
     (("gt", "__gt__"), _flipped(lambda a, b: a > b)),
     (("eq", "__eq__"), _flipped(lambda a, b: a == b)),
     (("ne", "__ne__"), _flipped(lambda a, b: a != b)),
-    (("__and__",), lambda a, b: Kept.of(a) & b),
-    (("__or__",), lambda a, b: Kept.of(a) | b),
+    (("__and__",), lambda a, b: TileBounds.of(a) & b),
+    (("__or__",), lambda a, b: TileBounds.of(a) | b),
     (("__add__",), lambda a, b: Range.of(a) + b),
 ):
     for _name in _names:

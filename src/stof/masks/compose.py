@@ -13,19 +13,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import MaskError, ShapeError, shown
-from stof.masks.base import BaseMask, Spans, numbered
-from stof.masks.bounds import Kept
+from stof.masks.base import BaseMask, numbered
+from stof.masks.bounds import TileBounds
 from stof.masks.index import Index
-
-
-def joined_spans(parts: list[Spans]) -> Spans:
-    """All ranges of all parts; anywhere when one of them is."""
-    out: list[tuple[int, int]] = []
-    for part in parts:
-        if part is None:
-            return None
-        out += part
-    return out
 
 
 def _agreed(sizes: Sequence[int], what: str) -> int:
@@ -83,7 +73,7 @@ class Composite(Mask):
     # Asked for in every call. (`functools.cached_property` takes a lock in Python 3.11, which Dynamo cannot trace.)
     _batch: int = field(init=False, compare=False, default=1)
     _heads: int = field(init=False, compare=False, default=1)
-    _binds_late: bool = field(init=False, compare=False, default=False)
+    _depends_on_sizes: bool = field(init=False, compare=False, default=False)
     _depends_on_batch: bool = field(init=False, compare=False, default=False)
     _depends_on_heads: bool = field(init=False, compare=False, default=False)
 
@@ -94,7 +84,7 @@ class Composite(Mask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "_batch", _agreed([mask.batch for mask in self.masks], "batch sizes"))
         object.__setattr__(self, "_heads", _agreed([mask.heads for mask in self.masks], "numbers of heads"))
-        for name in ("binds_late", "depends_on_batch", "depends_on_heads"):
+        for name in ("depends_on_sizes", "depends_on_batch", "depends_on_heads"):
             object.__setattr__(self, f"_{name}", any(getattr(mask, name) for mask in self.masks))
         super().__post_init__()
 
@@ -116,8 +106,8 @@ class Composite(Mask):
         return None if None in parts else tuple(itertools.chain.from_iterable(p for p in parts if p))
 
     @property
-    def binds_late(self) -> bool:
-        return self._binds_late
+    def depends_on_sizes(self) -> bool:
+        return self._depends_on_sizes
 
     @property
     def depends_on_batch(self) -> bool:
@@ -137,13 +127,13 @@ class Composite(Mask):
 
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         own = super().dims(batch, heads, device)
-        if not self.binds_late:
+        if not self.depends_on_sizes:
             return own
         parts = [mask.dims(batch, heads, device) for mask in self.masks]
         return max(part[0] for part in parts), max(part[1] for part in parts)
 
-    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
-        parts = torch.broadcast_tensors(*(mask.numbers(mask_batch, mask_heads) for mask in self.masks))
+    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
+        parts = torch.broadcast_tensors(*(mask.pattern_ids(mask_batch, mask_heads) for mask in self.masks))
         return numbered(list(zip(*(part.flatten().tolist() for part in parts), strict=True))).view(parts[0].shape)
 
 
@@ -162,21 +152,11 @@ class And(Associative):
     """Kept where every part keeps."""
 
     @property
-    def in_order(self) -> bool:
-        return all(mask.in_order for mask in self.masks)
+    def has_monotonic_ranges(self) -> bool:
+        return all(mask.has_monotonic_ranges for mask in self.masks)
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        found: Spans = None
-        for mask in self.masks:
-            own = mask.spans(first, last, kv_len)
-            if own is not None and found is not None:
-                pairs = ((max(a, c), min(b, d)) for a, b in found for c, d in own)
-                own = [(low, high) for low, high in pairs if low < high]
-            found = found if own is None else own
-        return found
-
-    def over(self, index: Index) -> Kept:
-        return functools.reduce(operator.and_, (mask.over(index) for mask in self.masks))
+    def tile_bounds(self, index: Index) -> TileBounds:
+        return functools.reduce(operator.and_, (mask.tile_bounds(index) for mask in self.masks))
 
     def evaluate(self, index: Index) -> Tensor:
         out = self.masks[0].evaluate(index)
@@ -192,11 +172,8 @@ class And(Associative):
 class Or(Associative):
     """Kept where any part keeps."""
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        return joined_spans([mask.spans(first, last, kv_len) for mask in self.masks])
-
-    def over(self, index: Index) -> Kept:
-        return functools.reduce(operator.or_, (mask.over(index) for mask in self.masks))
+    def tile_bounds(self, index: Index) -> TileBounds:
+        return functools.reduce(operator.or_, (mask.tile_bounds(index) for mask in self.masks))
 
     def evaluate(self, index: Index) -> Tensor:
         out = self.masks[0].evaluate(index)
@@ -230,8 +207,8 @@ class Wrapped(Mask):
         return self.mask.versions
 
     @property
-    def binds_late(self) -> bool:
-        return self.mask.binds_late
+    def depends_on_sizes(self) -> bool:
+        return self.mask.depends_on_sizes
 
     @property
     def depends_on_batch(self) -> bool:
@@ -256,8 +233,8 @@ class Wrapped(Mask):
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         return self.mask.dims(batch, heads, device)
 
-    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
-        return self.mask.numbers(mask_batch, mask_heads)
+    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
+        return self.mask.pattern_ids(mask_batch, mask_heads)
 
     def _operand(self) -> str:
         """The inner mask's repr, in parentheses where a postfix or prefix operator needs them."""
@@ -269,8 +246,8 @@ class Wrapped(Mask):
 class Not(Wrapped):
     """Kept where the inner mask drops."""
 
-    def over(self, index: Index) -> Kept:
-        return ~self.mask.over(index)
+    def tile_bounds(self, index: Index) -> TileBounds:
+        return ~self.mask.tile_bounds(index)
 
     def __invert__(self) -> Mask:
         return self.mask
@@ -297,14 +274,11 @@ class QueryOffset(Wrapped):
         return self if checked is self else self.mask.with_query_offset(self.offset + offset)
 
     @property
-    def in_order(self) -> bool:
-        return self.mask.in_order
+    def has_monotonic_ranges(self) -> bool:
+        return self.mask.has_monotonic_ranges
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        return self.mask.spans(first + self.offset, last + self.offset, kv_len)
-
-    def over(self, index: Index) -> Kept:
-        return self.mask.over(index.shifted(self.offset))
+    def tile_bounds(self, index: Index) -> TileBounds:
+        return self.mask.tile_bounds(index.shifted(self.offset))
 
     def check(self, q_len: int, kv_len: int) -> None:
         self.mask.check(q_len + self.offset, kv_len)
@@ -335,20 +309,17 @@ class PerHead(Composite):
     def depends_on_heads(self) -> bool:
         return True
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        return joined_spans([mask.spans(first, last, kv_len) for mask in dict.fromkeys(self.masks)])
-
-    def over(self, index: Index) -> Kept:
-        return self.masks[int(index.h)].over(index)
+    def tile_bounds(self, index: Index) -> TileBounds:
+        return self.masks[int(index.h)].tile_bounds(index)
 
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         Mask.dims(self, batch, heads, device)
         return max(mask.dims(batch, 1, device)[0] for mask in self.masks), len(self.masks)
 
-    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
-        if self.binds_late:  # a function may look at the head
-            return Mask.numbers(self, mask_batch, mask_heads)
-        own = [mask.numbers(mask_batch, 1).expand(self.batch, 1).flatten().tolist() for mask in self.masks]
+    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
+        if self.depends_on_sizes:  # a function may look at the head
+            return Mask.pattern_ids(self, mask_batch, mask_heads)
+        own = [mask.pattern_ids(mask_batch, 1).expand(self.batch, 1).flatten().tolist() for mask in self.masks]
         pairs = [(mask, column[b]) for b in range(self.batch) for mask, column in zip(self.masks, own, strict=True)]
         return numbered(pairs).view(self.batch, len(self.masks))
 

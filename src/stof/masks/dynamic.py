@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import DeviceError, DtypeError, MaskError, ShapeError, shown
-from stof.masks.base import Spans, identity
+from stof.masks.base import identity
+from stof.masks.bounds import TileBounds
 from stof.masks.compose import Mask
 from stof.masks.index import Index
 from stof.masks.patterns import _integer
@@ -96,9 +97,9 @@ class VerticalSlash(RuntimeMask):
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(t.view((1,) * (3 - t.ndim) + tuple(t.shape)) for t in (self.vertical, self.slash))
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del first, kv_len
-        return [(0, last + 1)]
+    def tile_bounds(self, index: Index) -> TileBounds:
+        """Queries see no later keys; which earlier ones, only the tensors say."""
+        return TileBounds.unknown(index.device) & (index.q >= index.kv)
 
     def check_sizes(self, q_len: int, kv_len: int) -> None:
         del q_len, kv_len  # lists of any length fit
@@ -240,9 +241,10 @@ class BlockTopK(RuntimeMask):
     block_size: int
     causal: bool
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del first, kv_len
-        return [(0, last + 1)] if self.causal else None
+    def tile_bounds(self, index: Index) -> TileBounds:
+        """Queries of a causal mask see no later keys; which others, only the scores say."""
+        unknown = TileBounds.unknown(index.device)
+        return unknown & (index.q >= index.kv) if self.causal else unknown
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.scores.view((1,) * (4 - self.scores.ndim) + tuple(self.scores.shape)),)

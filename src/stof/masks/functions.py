@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stof.errors import MaskError, MaskFunctionError, ShapeError
 from stof.masks.base import identity
-from stof.masks.bounds import Kept, Range
+from stof.masks.bounds import Range, TileBounds
 from stof.masks.compose import Mask
 from stof.masks.elementwise import Indices, MaskFunction, Traits, function_name, shape_of, traits_of, under_vmap
 from stof.masks.index import Index
@@ -65,7 +65,7 @@ class FunctionMask(Mask):
                 raise ShapeError(f"the mask was made for {name} {own}, the call has {given}")
 
     @property
-    def binds_late(self) -> bool:
+    def depends_on_sizes(self) -> bool:
         return True
 
     @property
@@ -95,13 +95,13 @@ class FunctionMask(Mask):
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         return batch if self._uses(0, device) else 1, heads if self._uses(1, device) else 1
 
-    def over(self, index: Index) -> Kept:
+    def tile_bounds(self, index: Index) -> TileBounds:
         try:
             if self._compared(index).closed_form:
-                return Kept.of(self.fn(index.b, index.h, index.q, index.kv))
+                return TileBounds.of(self.fn(index.b, index.h, index.q, index.kv))
         except Exception:  # the function takes tensors only; as a tensor it may be right
-            return Kept.unknown(index.device)
-        return Kept.unknown(index.device)
+            return TileBounds.unknown(index.device)
+        return TileBounds.unknown(index.device)
 
     def evaluate(self, index: Index) -> Tensor:
         known = self._compared(index)
@@ -165,10 +165,10 @@ class FunctionMask(Mask):
         """Whether what the function says of rectangles, if anything, is true of the scores in them."""
         rows, columns = (Range(x.amin((2, 3), True), x.amax((2, 3), True)) for x in at[2:])
         try:
-            kept = Kept.of(self.fn(at[0], at[1], rows, columns))  # type: ignore[arg-type]
+            kept = TileBounds.of(self.fn(at[0], at[1], rows, columns))  # type: ignore[arg-type]
         except Exception:  # no closed form
             return False
-        return not bool(((kept.nothing & expected) | (kept.everything & ~expected)).any())
+        return not bool(((kept.empty & expected) | (kept.full & ~expected)).any())
 
     def __repr__(self) -> str:
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import MaskError, ShapeError
-from stof.masks.base import Spans, identity
+from stof.masks.base import identity
 from stof.masks.compose import Mask, Wrapped
 from stof.masks.index import Index
 from stof.runtime.private import version_of
@@ -37,10 +37,6 @@ class Reordered(Wrapped):
             if order is not None and len(order) != length:
                 raise ShapeError(f"the mask reorders {len(order)} positions, the call has {name} {length}")
         self.mask.check(q_len, kv_len)
-
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del first, last, kv_len
-        return None
 
     def evaluate(self, index: Index) -> Tensor:
         q = index.q if self.rows is None else self.rows.to(index.device)[index.q]

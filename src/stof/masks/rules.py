@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 from dataclasses import dataclass, fields
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stof.errors import ShapeError
-from stof.masks.base import Spans, numbered
-from stof.masks.bounds import Kept, Range
+from stof.masks.base import numbered
+from stof.masks.bounds import Range, TileBounds
 from stof.masks.compose import Mask
 from stof.masks.index import Index
 
@@ -46,7 +45,7 @@ class Full(Rule):
     name = "full"
 
     @property
-    def in_order(self) -> bool:
+    def has_monotonic_ranges(self) -> bool:
         return True
 
     def evaluate(self, index: Index) -> Tensor:
@@ -58,12 +57,8 @@ class Causal(Rule):
     name = "causal"
 
     @property
-    def in_order(self) -> bool:
+    def has_monotonic_ranges(self) -> bool:
         return True
-
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del first, kv_len
-        return [(0, last + 1)]
 
     def evaluate(self, index: Index) -> Tensor:
         return index.q >= index.kv
@@ -76,12 +71,8 @@ class SlidingWindow(Rule):
     right: int
 
     @property
-    def in_order(self) -> bool:
+    def has_monotonic_ranges(self) -> bool:
         return True
-
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del kv_len
-        return [(first - self.left, last + self.right + 1)]
 
     def evaluate(self, index: Index) -> Tensor:
         distance = index.q - index.kv
@@ -94,10 +85,6 @@ class DilatedWindow(Rule):
     left: int
     right: int
     dilation: int
-
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del kv_len
-        return [(first - self.left, last + self.right + 1)]
 
     @property
     def row_orders(self) -> tuple[str, ...]:
@@ -117,10 +104,6 @@ class Strided(Rule):
     width: int
     causal: bool
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del first, kv_len
-        return [(0, last + 1)] if self.causal else None
-
     def evaluate(self, index: Index) -> Tensor:
         distance = index.q - index.kv
         summary = torch.remainder(index.kv, self.stride) >= self.stride - self.width
@@ -134,12 +117,6 @@ class GlobalTokens(Rule):
     name = "global_tokens"
     tokens: int | tuple[int, ...]
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del kv_len
-        if isinstance(self.tokens, int):
-            return None if first < self.tokens else [(0, self.tokens)]
-        return None if any(first <= t <= last for t in self.tokens) else [(t, t + 1) for t in self.tokens]
-
     def evaluate(self, index: Index) -> Tensor:
         if isinstance(self.tokens, int):
             return (index.q < self.tokens) | (index.kv < self.tokens)
@@ -152,10 +129,6 @@ class SinkTokens(Rule):
     name = "sink_tokens"
     tokens: int
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del first, kv_len
-        return [(0, min(self.tokens, last + 1))]
-
     def evaluate(self, index: Index) -> Tensor:
         return (index.kv < self.tokens) & (index.q >= index.kv)
 
@@ -164,8 +137,6 @@ class SinkTokens(Rule):
 _TABLE = 2**22
 # Random blocks of a row block up to which comparing with each of them is fastest.
 _FEW = 16
-# Random blocks drawn for some row blocks over all there are: beyond, hardly any block is left out.
-_DENSE = 4
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -186,14 +157,6 @@ class RandomBlocks(Rule):
     def grows(self) -> bool:
         return False  # blocks are drawn from all there are
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        size, key_blocks = self.block_size, -(-kv_len // self.block_size)
-        row_blocks = torch.arange(first // size, last // size + 1, device="cpu")
-        if len(row_blocks) * min(self.blocks, key_blocks) > _DENSE * key_blocks:
-            return None
-        chosen = self.choose(row_blocks, key_blocks).unique().tolist()
-        return [(block * size, (block + 1) * size) for block in chosen]
-
     def evaluate(self, index: Index) -> Tensor:
         kv_blocks = -(-index.kv_len // self.block_size)
         row_block = torch.div(index.q, self.block_size, rounding_mode="floor")
@@ -209,20 +172,27 @@ class RandomBlocks(Rule):
             keep = keep | (column.view_as(row_block) == kv_block)
         return keep
 
-    def over(self, index: Index) -> Kept:
-        """Chosen blocks within a rectangle, counted by a table of running sums."""
-        shape = (-(-index.q_len // self.block_size), -(-index.kv_len // self.block_size))
-        if shape[0] * shape[1] > _TABLE:
-            return Kept.unknown(index.device)
-        chosen = self.choose(torch.arange(shape[0], device=index.device), shape[1])
-        sums = torch.zeros(shape[0] + 1, shape[1] + 1, dtype=torch.int32, device=index.device)
+    def tile_bounds(self, index: Index) -> TileBounds:
+        """Chosen blocks within a tile, counted by a table of running sums.
+
+        Where the table is too large, a tile is empty only if no queries that are asked about see its keys.
+        """
+        q, kv = (Range.of(x) // self.block_size for x in (index.q, index.kv))
+        first, columns = int(q.low.min()), -(-index.kv_len // self.block_size)
+        q = q - first
+        rows = int(q.high.max()) + 1
+        if rows * min(self.blocks, columns) > _TABLE:
+            return TileBounds.unknown(index.device)
+        chosen = self.choose(torch.arange(first, first + rows, device=index.device), columns)
+        if rows * columns > _TABLE:
+            return TileBounds.unknown(index.device) & torch.isin(kv, chosen)  # type: ignore[call-overload]
+        sums = torch.zeros(rows + 1, columns + 1, dtype=torch.int32, device=index.device)
         sums[1:, 1:].scatter_(1, chosen, 1)
         sums = sums.cumsum(0).cumsum(1)
-        q, kv = (Range.of(x) // self.block_size for x in (index.q, index.kv))
         inside = (
             sums[q.high + 1, kv.high + 1] - sums[q.low, kv.high + 1] - sums[q.high + 1, kv.low] + sums[q.low, kv.low]
         )
-        return Kept(inside == 0, inside == (q.high - q.low + 1) * (kv.high - kv.low + 1))
+        return TileBounds(inside == 0, inside == (q.high - q.low + 1) * (kv.high - kv.low + 1))
 
     def choose(self, row_block: Tensor, kv_blocks: int) -> Tensor:
         """Distinct key blocks of each row block `[R, min(blocks, kv_blocks)]` (Floyd's sampling)."""
@@ -261,15 +231,11 @@ class PrefixLM(Rule):
     varies = True
     prefix: tuple[int, ...]
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del first, kv_len
-        return [(0, max(last + 1, *self.prefix))]
-
     @property
     def batch(self) -> int:
         return len(self.prefix)
 
-    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
         del mask_batch, mask_heads
         return numbered(self.prefix)[:, None]
 
@@ -283,15 +249,11 @@ class Padding(Rule):
     varies = True
     lengths: tuple[int, ...]
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del first, last, kv_len
-        return [(0, max(self.lengths))]
-
     @property
     def batch(self) -> int:
         return len(self.lengths)
 
-    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
         del mask_batch, mask_heads
         return numbered(self.lengths)[:, None]
 
@@ -318,7 +280,7 @@ class Documents(Rule):
     def batch(self) -> int:
         return len(self.runs)
 
-    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
         del mask_batch, mask_heads
         return numbered(self.runs)[:, None]
 
@@ -327,8 +289,8 @@ class Documents(Rule):
         return sum(length for _, length in self.runs[0])
 
     @property
-    def in_order(self) -> bool:
-        return self._stops is not None
+    def has_monotonic_ranges(self) -> bool:
+        return self._contiguous
 
     @functools.cached_property
     def _ids(self) -> numpy.ndarray:
@@ -346,31 +308,15 @@ class Documents(Rule):
         return out
 
     @functools.cached_property
-    def _stops(self) -> list[list[int]] | None:
-        """Where the runs of each sequence end; None when parts of one document see each other across others."""
-        out = []
-        for runs in self.runs:
-            ids = [doc for doc, _ in runs if doc >= 0]
-            if len(set(ids)) < len(ids):
-                return None
-            out.append(list(itertools.accumulate(length for _, length in runs)))
-        return out
+    def _contiguous(self) -> bool:
+        """Whether every document is one run; else its parts see each other across other documents."""
+        ids = ([doc for doc, _ in runs if doc >= 0] for runs in self.runs)
+        return all(len(set(own)) == len(own) for own in ids)
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del kv_len
-        if self._stops is None:
-            return None
-        out = []
-        for stops in self._stops:
-            low, high = bisect.bisect_right(stops, first), bisect.bisect_right(stops, last)
-            if low < len(stops):
-                out.append((stops[low - 1] if low else 0, stops[min(high, len(stops) - 1)]))
-        return out
-
-    def over(self, index: Index) -> Kept:
+    def tile_bounds(self, index: Index) -> TileBounds:
         """Which runs the ends of a rectangle's ranges lie in."""
-        if self._stops is None:
-            return Kept.unknown(index.device)
+        if not self._contiguous:
+            return TileBounds.unknown(index.device)
         number = int(index.b) if len(self.runs) > 1 else 0
         stops, seen = (torch.as_tensor(table, device=index.device) for table in self._tables[number])
         first, last, left, right = (
@@ -380,7 +326,7 @@ class Documents(Rule):
         )
         one_row, one_column = first == last, left == right
         nothing = (last < left) | (right < first) | (one_row & ~seen[first]) | (one_column & ~seen[left])
-        return Kept(nothing, one_row & one_column & (first == left) & seen[first])
+        return TileBounds(nothing, one_row & one_column & (first == left) & seen[first])
 
     def check(self, q_len: int, kv_len: int) -> None:
         if self.length != kv_len or q_len > kv_len:
@@ -413,11 +359,6 @@ class Neighborhood2D(Rule):
     height: int
     width: int
     kernel: tuple[int, int]
-
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        del kv_len
-        reach = self.kernel[0] // 2
-        return [((first // self.width - reach) * self.width, (last // self.width + reach + 1) * self.width)]
 
     @property
     def row_orders(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stof.errors import DeviceError, DtypeError, MaskError, ShapeError
 from stof.masks.base import foreign_layout, identity
-from stof.masks.bounds import Kept
+from stof.masks.bounds import TileBounds
 from stof.masks.compose import Mask
 from stof.masks.functions import FunctionMask, from_function
 from stof.masks.index import Index
@@ -53,7 +53,7 @@ class DenseMask(Mask):
         keep = self.keep.view((1,) * (4 - self.keep.ndim) + tuple(self.keep.shape))
         return keep.expand(-1, -1, q_len, -1) if keep.shape[2] == 1 else keep
 
-    def numbers(self, mask_batch: int, mask_heads: int) -> Tensor:
+    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
         """By comparing the tensors, which ends at the first difference on a CPU."""
         del mask_batch, mask_heads
         every = self.keep.view((1,) * (4 - self.keep.ndim) + tuple(self.keep.shape))
@@ -162,8 +162,8 @@ class BlockMaskMask(FunctionMask):
         own_batch, own_heads = super().dims(batch, heads, device)
         return max(mask_batch, own_batch), max(mask_heads, own_heads)
 
-    def over(self, index: Index) -> Kept:
-        return Kept.unknown(index.device)  # the block lists may say otherwise than the function
+    def tile_bounds(self, index: Index) -> TileBounds:
+        return TileBounds.unknown(index.device)  # the block lists may say otherwise than the function
 
     def evaluate(self, index: Index) -> Tensor:
         block_mask = self.block_mask

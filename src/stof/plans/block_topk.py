@@ -175,7 +175,7 @@ class BlockBuffers(WorkBuffers):
             bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device),
             row_order=empty,
             ranges=dealt.ranges,
-            aside=empty,
+            compacted_keys=empty,
             block_m=config.block_m,
             block_n=config.block_n,
             q_len=problem.q_len,

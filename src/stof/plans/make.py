@@ -84,7 +84,7 @@ def make_sized_plan(
     note_mask(mask)
     if versions is not None and row_order is None:
         # The sizes matter only to masks that must be asked whether they depend on them.
-        sizes = (batch, heads) if mask.binds_late else mask.dims(batch, heads)
+        sizes = (batch, heads) if mask.depends_on_sizes else mask.dims(batch, heads)
         key = (mask.key, versions, q_len, kv_len, sizes, str(device), config)
         found = plan_cache.get(key)
         if found is not None:

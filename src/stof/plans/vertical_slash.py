@@ -166,7 +166,7 @@ class SlashBuffers(WorkBuffers):
             bitmaps=zeros(bitmaps, BLOCK, 4),
             row_order=zeros(0),
             ranges=dealt.ranges,
-            aside=self.columns,
+            compacted_keys=self.columns,
             block_m=BLOCK,
             block_n=BLOCK,
             q_len=problem.q_len,

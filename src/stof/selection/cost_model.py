@@ -56,8 +56,8 @@ _GATHERED_L2 = 4.9e6
 _WAVES = 12
 # What PyTorch takes to lay a bias out in other rows, against copying it as it lies: a guess, its reads are scattered.
 _SCATTERED = 4.0
-# The launch that puts keys aside, which the Hopper kernel waits for (an H200, see `benchmarks/notes/attention.md`).
-_ASIDE_US = 1.5
+# The launch that compacts keys, which the Hopper kernel waits for (an H200, see `benchmarks/notes/attention.md`).
+_COMPACTION_US = 1.5
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def kernel_key(choice: KernelChoice, call: CallSpec) -> str:
     assert layout is not None
     assert kernel is not None
     hopper = choice.implementation in ON_HOPPER
-    # Tiles of columns put aside are contiguous to the kernel; in pairs, which copy half as much, slabs cost nothing.
-    slab = None if hopper and (layout.aside or kernel.paired) else layout.slab
+    # Tiles of compacted columns are contiguous to the kernel; in pairs, which copy half as much, slabs cost nothing.
+    slab = None if hopper and (layout.compact_columns or kernel.paired) else layout.slab
     # Decoding moves the same bytes whatever its few rows are.
     rows = "" if choice.implementation == "decode" else str(layout.block_m)
     parts = [
@@ -283,25 +283,29 @@ def estimate_tiles(
     busy = times.solo + (1 - times.solo) * filled
     work_us = overlapped(busy * float(load @ times.weights()), bytes_us)
     before_us = (
-        aside_us(choice, call, survey, model) + across_us(choice, call, model) + laying_out_us(choice, call, model)
+        compaction_us(choice, call, survey, model) + across_us(choice, call, model) + laying_out_us(choice, call, model)
     )
     return model.launch + times.start + work_us + before_us
 
 
-def aside_us(choice: KernelChoice, call: CallSpec, survey: Survey, model: DeviceModel) -> float:
+def compaction_us(choice: KernelChoice, call: CallSpec, survey: Survey, model: DeviceModel) -> float:
     """Time until keys and values are put side by side: another launch, and each of them read and written once."""
-    if choice.implementation not in ON_HOPPER or choice.layout is None or not survey.counts[choice.layout].aside:
+    if (
+        choice.implementation not in ON_HOPPER
+        or choice.layout is None
+        or not survey.counts[choice.layout].compacted_keys
+    ):
         return 0.0
     heads = call.heads if survey.mask_heads > 1 else call.kv_heads
-    elements = call.batch * heads * survey.counts[choice.layout].aside * (call.head_dim + call.value_dim)
-    return _ASIDE_US + 2 * elements * call.dtype.itemsize / model.bytes_per_us
+    elements = call.batch * heads * survey.counts[choice.layout].compacted_keys * (call.head_dim + call.value_dim)
+    return _COMPACTION_US + 2 * elements * call.dtype.itemsize / model.bytes_per_us
 
 
 def across_us(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> float:
     """Time until 8-bit values are laid across: another launch, and each of them read and written once."""
     if choice.implementation != "hopper_fp8":
         return 0.0
-    return _ASIDE_US + 2 * call.batch * call.kv_heads * call.kv_len * call.value_dim / model.bytes_per_us
+    return _COMPACTION_US + 2 * call.batch * call.kv_heads * call.kv_len * call.value_dim / model.bytes_per_us
 
 
 def laying_out_us(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> float:
@@ -394,7 +398,7 @@ def _per_job(counts: TileCounts, paired: bool) -> TileCounts:
         tiles = torch.nn.functional.pad(tiles, (0, tiles.shape[1] % 2)).unflatten(1, (-1, 2)).sum(2)
         return torch.div(tiles + 1, 2, rounding_mode="floor")
 
-    return TileCounts(shared(counts.partial), shared(counts.full), counts.aside)
+    return TileCounts(shared(counts.partial), shared(counts.full), counts.compacted_keys)
 
 
 def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor:

@@ -102,7 +102,7 @@ def gpu_choices(
 
 
 def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None, ...]) -> list[KernelChoice]:
-    """Contiguous tiles, slabs of 16 or 8 columns, columns put aside, and evenly spaced rows and columns.
+    """Contiguous tiles, slabs of 16 or 8 columns, compacted columns, and evenly spaced rows and columns.
 
     With a bias, which is copied in whole tiles, the first alone.
     """
@@ -116,11 +116,11 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
         if fixed is None:
             layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in slabs if None in orders]
             if None in orders and not call.has_bias:
-                layouts.append((LayoutConfig(block_m, block_n, 1, aside=True), None))
+                layouts.append((LayoutConfig(block_m, block_n, 1, compact_columns=True), None))
             even = [name for name in orders if _evenly_spaced(name, block_m, call)]
             layouts += [(LayoutConfig(block_m, block_n, 1), name) for name in even]
         elif (fixed.block_m, fixed.block_n) == (block_m, block_n) and not call.permuted_rows:
-            serves = not call.has_bias if fixed.aside else fixed.slab in slabs
+            serves = not call.has_bias if fixed.compact_columns else fixed.slab in slabs
             layouts += [(fixed, None)] if serves else []
         for layout, order in layouts:
             choices += _variants(KernelChoice("hopper", layout, order, kernel), call)
@@ -143,9 +143,9 @@ def _goes_in_pairs(layout: LayoutConfig, order: str | None, call: CallSpec) -> b
 
 
 def _fp8_choices(call: CallSpec, geometry: Geometry) -> list[KernelChoice]:
-    """Contiguous tiles of the one size there is, and columns put aside."""
+    """Contiguous tiles of the one size there is, and compacted columns."""
     kernel = KernelConfig(4, FP8_STAGES, side=_side(call, share=_HOPPER_L2_SHARE))
-    layouts = [LayoutConfig(*FP8_TILE), LayoutConfig(*FP8_TILE, 1, aside=True)]
+    layouts = [LayoutConfig(*FP8_TILE), LayoutConfig(*FP8_TILE, 1, compact_columns=True)]
     if geometry.fixed is not None:
         layouts = [layout for layout in layouts if layout == geometry.fixed]
     return [choice for own in layouts for choice in _variants(KernelChoice("hopper_fp8", own, None, kernel), call)]
@@ -197,7 +197,7 @@ def worthwhile(choice: KernelChoice, survey: Survey, simpler: bool = True) -> bo
     if kernel.split_tiles and kernel.split_tiles >= int(tiles.max()):
         return False
     contiguous = layout.contiguous()
-    if layout.aside and not counts.aside and contiguous in survey.counts:
+    if layout.compact_columns and not counts.compacted_keys and contiguous in survey.counts:
         return False
     if simpler and layout.slab is not None and contiguous in survey.counts:
         other = survey.counts[contiguous]

@@ -11,8 +11,7 @@ from torch import Tensor
 from stof.attention import plan
 from stof.errors import UnsupportedError
 from stof.masks import Index, Mask, full
-from stof.masks.base import Spans
-from stof.masks.bounds import Kept
+from stof.masks.bounds import TileBounds
 from stof.masks.compose import Wrapped
 from stof.plans.plan import Plan
 
@@ -33,16 +32,12 @@ class _Later(Wrapped):
     def check(self, q_len: int, kv_len: int) -> None:
         self.mask.check(q_len + self.q_offset, kv_len + self.kv_offset)
 
-    def spans(self, first: int, last: int, kv_len: int) -> Spans:
-        found = self.mask.spans(first + self.q_offset, last + self.q_offset, kv_len + self.kv_offset)
-        return None if found is None else [(start - self.kv_offset, stop - self.kv_offset) for start, stop in found]
-
     def _moved(self, index: Index) -> Index:
         q_len, kv_len = index.q_len + self.q_offset, index.kv_len + self.kv_offset
         return Index(index.b, index.h, index.q + self.q_offset, index.kv + self.kv_offset, q_len, kv_len)
 
-    def over(self, index: Index) -> Kept:
-        return self.mask.over(self._moved(index))
+    def tile_bounds(self, index: Index) -> TileBounds:
+        return self.mask.tile_bounds(self._moved(index))
 
     def evaluate(self, index: Index) -> Tensor:
         return self.mask.evaluate(self._moved(index))

@@ -104,7 +104,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     q_window = Window.over(q, _ROWS, width, lists.row_step)
     out_window = Window.over(out, _ROWS, width if stages > 1 else out_tile_width(width), lists.row_step)
     # Whole tiles, or runs of columns and slabs.
-    compacted = _CompactedColumns(k, v, lists, heads) if lists.aside.numel() else None
+    compacted = _CompactedColumns(k, v, lists, heads) if lists.compacted_keys.numel() else None
     box = (RUN, _BOX) if lists.slab and compacted is None else (lists.block_n, width)
     k_window = Window.over(k, *box, lists.column_step)
     v_window = Window.over(v, *box, lists.column_step)
@@ -226,13 +226,13 @@ class _CompactedColumns:
         from stof.kernels.hopper.gather_columns import gather_columns
 
         batch, kv_heads, _, head_dim = k.shape
-        mask_batch, mask_heads, count = lists.aside.shape
+        mask_batch, mask_heads, count = lists.compacted_keys.shape
         own = heads if mask_heads > 1 else kv_heads
         self.like = torch.empty(batch, own, count, head_dim, dtype=k.dtype, device="meta")
         self._gather = Launch(
             gather_columns,
             batch * own * (count // _KEYS_PER_PROGRAM),
-            (lists.aside,),
+            (lists.compacted_keys,),
             (
                 own, own // kv_heads, int(mask_batch > 1) * mask_heads, int(mask_heads > 1), count, head_dim,
                 *k.stride()[:3], *v.stride()[:3],

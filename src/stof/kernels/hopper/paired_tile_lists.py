@@ -89,7 +89,7 @@ def make_paired_lists(layout: Layout) -> TileLists:
         bitmaps=bitmaps.contiguous(),
         row_order=layout.pattern_of.new_empty(0),
         ranges=layout.pattern_of.new_empty(0),
-        aside=layout.pattern_of.new_empty(0),
+        compacted_keys=layout.pattern_of.new_empty(0),
         block_m=_ROW_BLOCKS * config.block_m,
         block_n=config.block_n,
         q_len=layout.q_len,

@@ -10,11 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from stof.kernels.hopper.intrinsics import lane_number, shfl_idx, tile_layout
 from stof.kernels.hopper.tile_fetch import BATCH, BEGIN, COLUMNS, END, HEAD, ROW_BLOCK, fetch_next, send_descriptor
-from stof.kernels.hopper.tile_lists import ASIDE
+from stof.kernels.hopper.tile_lists import COMPACTED
 from stof.kernels.hopper.tile_scheduler import WORK_SIZE
 
 SIZE = gl.constexpr(WORK_SIZE)
-COMPACTED_AT = gl.constexpr(ASIDE)
+COMPACTED_AT = gl.constexpr(COMPACTED)
 # The next work tile is fetched when so many tiles of this one are left to copy. The atomic takes a microsecond, and a
 # thread block that fetches early keeps a work tile waiting while others are idle. Tiles of pairs are small: work tiles
 # of `LONG_WORK` tiles or more fetch earlier, so that the descriptor is loaded one tile before it is needed.

@@ -18,7 +18,7 @@ from stof.layout.orders.named import by_remainder
 # In `TileLists.tile_bitmap` of pairs, the first bit of the number of skipped tiles; the bits below are the bitmap.
 SKIPPED_BIT = 28
 # First columns from here on count compacted columns: keys that every call first copies side by side.
-ASIDE = 2**30
+COMPACTED = 2**30
 # Keys that are permuted among themselves when V is transposed (`fp8/transpose_v.py`).
 ACROSS = 16
 
@@ -82,9 +82,9 @@ class TileLists:
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
         ranges: int32 `[I, 5]`, fields as `RangeFields`, for tiles that are made on the device: every call reads the
             items' tiles here, and `items` only serves to order the work list. Empty otherwise.
-        aside: int32 `[mask_batch, mask_heads, n]`, compacted columns: keys that every call first copies side by side,
-            -1 for none; n is a multiple of block_n. A tile of them begins at `ASIDE` plus its position in the list, and
-            slab is block_n. Empty when all tiles are of the keys themselves.
+        compacted_keys: int32 `[mask_batch, mask_heads, n]`, keys that every call first copies to consecutive rows, -1
+            for none; n is a multiple of block_n. A tile of them begins at `COMPACTED` plus its position in the list,
+            and slab is block_n. Empty when all tiles are of the keys themselves.
         block_m, block_n, q_len, kv_len: sizes of the layout.
         slab: columns of a slab, 0 when every tile is contiguous or evenly spaced columns.
         row_step: distance of neighbouring rows: `i`, `i + row_step`, ..., residue after residue.
@@ -102,7 +102,7 @@ class TileLists:
     bitmaps: Tensor
     row_order: Tensor
     ranges: Tensor
-    aside: Tensor
+    compacted_keys: Tensor
     block_m: int
     block_n: int
     q_len: int
@@ -120,7 +120,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
 
     Args:
         layout: row blocks of 64, 128 or 192 rows and tiles of 64 or 128 columns: contiguous ones, gathered in slabs of
-            8 or 16, or, where gathered one by one, with columns put aside or evenly spaced.
+            8 or 16, or, where gathered one by one, with compacted columns or evenly spaced.
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
 
     Raises:
@@ -133,7 +133,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         )
     pointers = layout.row_block_ptr.long().cpu()
     partial = layout.partial_count.long().cpu()
-    columns, aside, slab, column_step = _columns(layout)
+    columns, compacted, slab, column_step = _columns(layout)
     bitmaps = accumulator_order(layout.bitmaps, config.block_n)
     # Row blocks without a tile get one that keeps nothing; full tiles may come first in an item and then need a bitmap.
     nothing, everything = len(bitmaps), len(bitmaps) + 1
@@ -160,7 +160,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         bitmaps=bitmaps.contiguous(),
         row_order=layout.pattern_of.new_empty(0) if layout.row_order is None else layout.row_order.contiguous(),
         ranges=layout.pattern_of.new_empty(0),
-        aside=aside,
+        compacted_keys=compacted,
         block_m=config.block_m,
         block_n=config.block_n,
         q_len=layout.q_len,
@@ -181,7 +181,7 @@ def make_fp8_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
             tiles that begin within 16 keys whose values trade places.
     """
     config = layout.config
-    if (config.block_m, config.block_n) != FP8_TILE or not (config.slab is None or config.aside):
+    if (config.block_m, config.block_n) != FP8_TILE or not (config.slab is None or config.compact_columns):
         raise UnfitLayoutError("operands of 8 bits take whole tiles of {} x {}".format(*FP8_TILE))
     if layout.row_order is not None:
         raise UnfitLayoutError("operands of 8 bits take rows in their own order")
@@ -192,12 +192,12 @@ def make_fp8_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
 
 
 def _columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:
-    """`tile_columns` (int64, without the spare ones), `aside`, `slab` and `column_step` of `TileLists`."""
+    """`tile_columns` (int64, without the spare ones), `compacted_keys`, `slab` and `column_step` of `TileLists`."""
     block_n, slab, column_step = layout.config.block_n, layout.config.slab or 0, 1
-    aside = layout.pattern_of.new_empty(0)
-    if layout.config.aside:
-        columns, read, aside = _put_aside(layout)
-        slab = block_n if aside.numel() else 0
+    compacted = layout.pattern_of.new_empty(0)
+    if layout.config.compact_columns:
+        columns, read, compacted = _compacted_columns(layout)
+        slab = block_n if compacted.numel() else 0
     elif slab == 1:
         first, column_step = _evenly_spaced(layout)
         columns, slab = first[:, None], 0
@@ -206,7 +206,7 @@ def _columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:
         columns, read = slabs_and_reads(layout)
         slab = slab if columns.shape[1] > 1 else 0
     check_reads(layout, read)
-    return columns, aside, slab, column_step
+    return columns, compacted, slab, column_step
 
 
 def check_reads(layout: Layout, read: Tensor) -> None:
@@ -247,8 +247,8 @@ def slabs_and_reads(layout: Layout) -> tuple[Tensor, Tensor]:
     return coded.flatten(1), read
 
 
-def _put_aside(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """`TileLists.tile_columns` of tiles in either place, all columns these read, `[T, block_n]`, and `aside`."""
+def _compacted_columns(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """`TileLists.tile_columns`, all columns that tiles read, `[T, block_n]`, and `TileLists.compacted_keys`."""
     base = layout.tile_base.long()
     along = torch.arange(layout.config.block_n, device=base.device)
     read = base[:, None] + along
@@ -258,18 +258,18 @@ def _put_aside(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     keys, begins = lists
     of_list = base < 0
     begin = begins[~base[of_list]]
-    columns = base.masked_scatter(of_list, ASIDE + begin)
+    columns = base.masked_scatter(of_list, COMPACTED + begin)
     pattern = torch.div(layout.tile_row_block()[of_list], layout.row_blocks, rounding_mode="floor")
     # Behind the list are zeros, as behind the last key.
     padded = torch.where(keys < 0, layout.kv_len, keys)
     padded = torch.nn.functional.pad(padded, (0, len(along)), value=layout.kv_len)
     read[of_list] = padded[pattern[:, None], begin[:, None] + along]
-    aside = keys[layout.pattern_of.long()]
+    compacted = keys[layout.pattern_of.long()]
     # Lists that are alike are copied once.
     for dim in (0, 1):
-        if torch.equal(aside, aside.narrow(dim, 0, 1).expand_as(aside)):
-            aside = aside.narrow(dim, 0, 1)
-    return columns[:, None], read, aside.int().contiguous()
+        if torch.equal(compacted, compacted.narrow(dim, 0, 1).expand_as(compacted)):
+            compacted = compacted.narrow(dim, 0, 1)
+    return columns[:, None], read, compacted.int().contiguous()
 
 
 def _evenly_spaced(layout: Layout) -> tuple[Tensor, int]:

@@ -15,7 +15,7 @@ from stof.layout import bitmaps as bits
 from stof.layout.build.closed_form import tiles_of
 from stof.layout.build.gpu.build import device_layout
 from stof.layout.build.strips import SPAN, Strip, strip_scores, strips
-from stof.layout.compaction import aside_tiles
+from stof.layout.compaction import compacted_tiles
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
@@ -68,7 +68,7 @@ def build_layout(
         layout = device_layout(mask, q_len, kv_len, config, dims, _PARTIAL_HUNDREDTHS, torch.device(device))
         if layout is not None:
             return layout
-    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
+    numbers = mask.pattern_ids(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
     distinct: list[Pattern] = []
     pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
     known: dict[int, int] = {}
@@ -122,8 +122,8 @@ class Pattern:
 
 def compiled(own: HeadMask, config: LayoutConfig) -> Pattern:
     """Tiles of a mask: in closed form where it can be asked for whole tiles, else strip by strip."""
-    if config.aside:
-        found = aside_tiles(own, config)
+    if config.compact_columns:
+        found = compacted_tiles(own, config)
         if found is not None:
             return Pattern(*found)
         # Without such columns tiles are aligned and contiguous, their columns one by one here.
@@ -173,8 +173,8 @@ def _compile_strip(strip: Strip, config: LayoutConfig) -> Pattern:
     partial = torch.arange(total, device=keep.device) < (first_tile + partial_tiles)[owner]
     bitmaps = _bitmaps(keep, owner[partial], columns[partial], config)
     if strip.spans is not None:
-        stretch = strip.spans[torch.div(columns.clamp(min=0), SPAN, rounding_mode="floor")]
-        columns = torch.where(columns < 0, columns, stretch * SPAN + torch.remainder(columns, SPAN))
+        span = strip.spans[torch.div(columns.clamp(min=0), SPAN, rounding_mode="floor")]
+        columns = torch.where(columns < 0, columns, span * SPAN + torch.remainder(columns, SPAN))
     return Pattern(tile_count, partial_tiles, columns, partial, bitmaps)
 
 
@@ -263,8 +263,8 @@ def bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, T
     expected = columns[:, :1] + steps
     follows = (columns == expected) | ((columns < 0) & (expected >= kv_len))
     contiguous = follows.all(1) & (columns[:, 0] >= 0)
-    if config.aside:
-        # Neighbours on the list of columns put aside stay tiles of that list.
+    if config.compact_columns:
+        # Neighbours on the list of compacted columns stay tiles of that list.
         contiguous &= torch.remainder(columns[:, 0], config.block_n) == 0
     slot = (~contiguous).cumsum(0) - 1
     return torch.where(contiguous, columns[:, 0], ~slot), columns[~contiguous]

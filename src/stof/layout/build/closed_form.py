@@ -1,7 +1,7 @@
 """Contiguous tiles of a mask in closed form: only tiles that keep some scores but not all are ever evaluated.
 
-A mask answers for rectangles (`Mask.over`): first for squares of many tiles, where there are many, then for the tiles
-of those that are not empty. Dense masks are reduced tile by tile instead.
+`Mask.tile_bounds` is asked first about squares of many tiles, where there are many, then about the tiles of those that
+are not empty. Dense masks are reduced tile by tile instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from stof.layout import bitmaps as bits
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
 from stof.masks.bounds import Range
-from stof.masks.index import Index
 from stof.masks.tensors import DenseMask
 
 # Scores, or rectangles, asked for at once: bounds the memory of int64 temporaries to some 100 MB.
@@ -31,24 +30,19 @@ def tiles_of(own: HeadMask, config: LayoutConfig) -> Tiles | None:
     """Contiguous tiles of a mask, rows in their order: the fields of `build.Pattern`; None when it cannot say."""
     grid = _Grid(own, config)
     found = grid.of_dense(own.mask) if isinstance(own.mask, DenseMask) else grid.of_rule()
-    if found is None:
-        return None
-    everything, some, keep = found
-    return grid.assembled(everything, some, keep)
+    return None if found is None else grid.assembled(*found)
 
 
 class _Grid:
     """The tiles of one problem, numbered `row block * tile columns + tile column`."""
 
     def __init__(self, own: HeadMask, config: LayoutConfig) -> None:
-        self.mask, self.q_len, self.kv_len, self.config = own.mask, own.q_len, own.kv_len, config
-        self.b, self.h, self.device = own.b, own.h, own.device
+        self.own, self.config, self.device = own, config, own.device
         self.rows, self.columns = own.row_blocks(config.block_m), -(-own.kv_len // config.block_n)
 
     def of_rule(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Numbers of full tiles, and numbers and bitmaps of partial ones; all on the device."""
-        # A mask that is text alone holds no tensors, so it answers anywhere.
-        on_host = "<" not in self.mask.key and self.rows * self.columns <= _ON_HOST
+        on_host = self.own.is_plain and self.rows * self.columns <= _ON_HOST
         where = torch.device("cpu") if on_host else self.device
         everything, some = self._asked(where)
         if some.numel() > 0.9 * self.rows * self.columns and some.numel() > 1:
@@ -78,7 +72,7 @@ class _Grid:
     def _whole(self, tiles: Tensor, packed: Tensor) -> Tensor:
         """Which tiles keep every row there is of every column; tiles that reach past the last key never do."""
         row = torch.div(tiles, self.columns, rounding_mode="floor") * self.config.block_m
-        rows = (self.q_len - row).clamp(max=self.config.block_m)
+        rows = (self.own.q_len - row).clamp(max=self.config.block_m)
         every = -1 if self.config.block_n >= 32 else (1 << self.config.block_n) - 1
         return (packed == every).all(-1).sum(-1) == rows
 
@@ -86,14 +80,14 @@ class _Grid:
         """Numbers of tiles that certainly keep everything, and of those that may keep something."""
         rows, columns = (torch.arange(n, device=where) for n in (self.rows, self.columns))
         if self.rows * self.columns <= _ON_HOST:
-            nothing, certain = self._over(rows.view(1, 1, -1, 1), columns, 1)
+            nothing, certain = self._bounds(rows.view(1, 1, -1, 1), columns, 1)
             return certain.flatten().nonzero()[:, 0], (~(nothing | certain)).flatten().nonzero()[:, 0]
         side = _SQUARE
         across = -(-self.columns // side)
         squares = []
         for first in range(0, -(-self.rows // side), max(1, _AT_ONCE // across)):
             some_rows = rows[: -(-self.rows // side)][first : first + max(1, _AT_ONCE // across)]
-            nothing, _ = self._over(some_rows.view(1, 1, -1, 1), columns[:across], side)
+            nothing, _ = self._bounds(some_rows.view(1, 1, -1, 1), columns[:across], side)
             squares.append((~nothing).flatten().nonzero()[:, 0] + first * across)
         everything, some = [], []
         within = torch.arange(side, device=where)
@@ -103,58 +97,49 @@ class _Grid:
             # Past the end the last row or column stands in, and is left out again.
             exists = (row < self.rows) & (column < self.columns)
             row, column = row.clamp(max=self.rows - 1), column.clamp(max=self.columns - 1)
-            nothing, certain = self._over(row, column, 1)
+            nothing, certain = self._bounds(row, column, 1)
             tile = row * self.columns + column
             everything.append(tile[certain & exists])
             some.append(tile[~(nothing | certain) & exists])
         return torch.cat(everything), torch.cat(some)
 
-    def _over(self, row: Tensor, column: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    def _bounds(self, row: Tensor, column: Tensor, side: int) -> tuple[Tensor, Tensor]:
         """Which squares of `side` tiles keep nothing, and which everything, `[T, 1, rows, columns]`."""
         tall, wide = self.config.block_m * side, self.config.block_n * side
-        index = self._index(
-            Range(row * tall, (row * tall + tall - 1).clamp(max=self.q_len - 1)),
-            Range(column * wide, (column * wide + wide - 1).clamp(max=self.kv_len - 1)),
-            row.device,
+        bounds = self.own.tile_bounds(
+            Range(row * tall, (row * tall + tall - 1).clamp(max=self.own.q_len - 1)),
+            Range(column * wide, (column * wide + wide - 1).clamp(max=self.own.kv_len - 1)),
         )
-        kept = self.mask.over(index)
         shape = torch.broadcast_shapes(row.shape, column.shape)
         # Tiles that reach past the last key are partial however much they keep.
-        inside = (column + 1) * wide <= self.kv_len
-        return kept.nothing.to(row.device).expand(shape), (kept.everything.to(row.device) & inside).expand(shape)
-
-    def _index(self, q: Tensor | Range, kv: Tensor | Range, where: torch.device) -> Index:
-        b, h = (torch.tensor(number, device=where).view(1, 1, 1, 1) for number in (self.b, self.h))
-        return Index(b, h, q, kv, self.q_len, self.kv_len)  # type: ignore[arg-type]
+        inside = (column + 1) * wide <= self.own.kv_len
+        return bounds.empty.expand(shape), (bounds.full & inside).expand(shape)
 
     def _evaluated(self, tiles: Tensor) -> Tensor | None:
         """bool `[t, block_m, block_n]`; None when a function does not take several rectangles at once."""
-        row = torch.div(tiles, self.columns, rounding_mode="floor").view(-1, 1, 1, 1) * self.config.block_m
-        column = torch.remainder(tiles, self.columns).view(-1, 1, 1, 1) * self.config.block_n
-        q = row + torch.arange(self.config.block_m, device=self.device).view(1, 1, -1, 1)
+        row = torch.div(tiles, self.columns, rounding_mode="floor")[:, None] * self.config.block_m
+        column = torch.remainder(tiles, self.columns)[:, None] * self.config.block_n
+        q = row + torch.arange(self.config.block_m, device=self.device)
         kv = column + torch.arange(self.config.block_n, device=self.device)
-        index = self._index(q.clamp(max=self.q_len - 1), kv.clamp(max=self.kv_len - 1), self.device)
         try:
-            keep = self.mask.evaluate(index)
+            return self.own.evaluate(q, kv)
         except MaskFunctionError:
             if len(tiles) == 1:
                 raise
             return None
-        wanted = (len(tiles), 1, self.config.block_m, self.config.block_n)
-        return (keep & (q < self.q_len) & (kv < self.kv_len)).expand(wanted)[:, 0]
 
     def of_dense(self, mask: DenseMask) -> tuple[Tensor, Tensor, Tensor]:
         """The same from a dense tensor, which is read tile by tile."""
         block_m, block_n = self.config.block_m, self.config.block_n
-        keep = mask.for_rows(self.q_len).to(self.device)
-        keep = keep[self.b if mask.batch > 1 else 0, self.h if mask.heads > 1 else 0]
-        missing = (self.rows * block_m - self.q_len, self.columns * block_n - self.kv_len)
+        keep = mask.for_rows(self.own.q_len).to(self.device)
+        keep = keep[self.own.b if mask.batch > 1 else 0, self.own.h if mask.heads > 1 else 0]
+        missing = (self.rows * block_m - self.own.q_len, self.columns * block_n - self.own.kv_len)
         if any(missing):
             keep = torch.nn.functional.pad(keep, (0, missing[1], 0, missing[0]))
         tiled = keep.unflatten(1, (self.columns, block_n)).unflatten(0, (self.rows, block_m))
         # [rows, columns] kept scores of each tile, summed along rows first: there memory is contiguous
         count = tiled.sum(3, dtype=torch.int32).sum(1)
-        rows = (self.q_len - torch.arange(self.rows, device=self.device) * block_m).clamp(max=block_m)
+        rows = (self.own.q_len - torch.arange(self.rows, device=self.device) * block_m).clamp(max=block_m)
         whole = count == rows[:, None] * block_n
         row, column = ((count > 0) & ~whole).nonzero(as_tuple=True)
         step = max(1, _AT_ONCE // (block_m * block_n))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,21 +11,21 @@ from torch import Tensor
 from stof.errors import ShapeError
 from stof.layout.head_mask import HeadMask
 from stof.layout.limits import check_strip
-from stof.masks import Mask
 from stof.masks.bounds import Range
-from stof.masks.index import Index
 
 # Scores evaluated at once: bounds the memory of a build (bool and int64 temporaries of this many elements). A GPU wants
 # larger strips: each one launches some 40 small kernels.
 STRIP_SCORES = 2**22
 STRIP_SCORES_GPU = 2**25
-# Keys are evaluated or left out in aligned stretches of this many: whole tiles of every width there is.
+# Keys are evaluated or left out in aligned spans of this many: whole tiles of every width there is.
 SPAN = 256
 
-# Masks that list no spans are asked about each stretch where there are so many keys that this costs less than it saves.
-ASKED_FROM = 2**13
-# Stretches, or groups of as many stretches each, that one question covers where nothing is known of larger groups.
+# Keys from which masks are asked about each span: with fewer, asking costs more than it saves.
+ASKED_FROM = 2**10
+# Spans, or groups of as many spans each, that one question covers where nothing is known of larger groups.
 ASKED_AT_ONCE = 2**12
+# Numbers of row blocks, each twice the one before, that one question covers.
+_ASKED_DOUBLINGS = 3
 
 
 def strip_scores(device: torch.device) -> int:
@@ -40,7 +39,7 @@ class Strip:
     Attributes:
         keep: bool `[n, block_m, K]`, rows past the end False; columns are those of `spans`.
         valid_rows: int64 `[n]`, rows of each block that exist.
-        spans: int64 `[K / SPAN]`, which stretches of SPAN keys the columns are, in order; None for all keys.
+        spans: int64 `[K / SPAN]`, which spans of SPAN keys the columns are, in order; None for all keys.
     """
 
     keep: Tensor
@@ -49,100 +48,89 @@ class Strip:
 
 
 def strips(own: HeadMask, block_m: int) -> Iterator[Strip]:
-    """Evaluate a mask a few blocks of `block_m` rows at a time."""
-    mask, q_len, kv_len, order, device = own.mask, own.q_len, own.kv_len, own.order, own.device
+    """Evaluate a mask a few blocks of `block_m` rows at a time.
+
+    Raises:
+        ShapeError: the mask evaluates to another dtype than bool.
+    """
+    device = own.device
     row_blocks = own.row_blocks(block_m)
     most = strip_scores(device)
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    batch_index = torch.tensor([own.b], device=device)
-    head_index = torch.tensor([own.h], device=device)
-    corner = Index.make(zero, zero, q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
-    everything: Tensor | None = None
+    all_keys: Tensor | None = None
     first = 0
     while first < row_blocks:
-        count = min(max(1, most // (block_m * kv_len)), row_blocks - first)
+        count = min(max(1, most // (block_m * own.kv_len)), row_blocks - first)
         spans = None
-        if order is None:
-            spans = _stretches(mask, first * block_m, min((first + count) * block_m, q_len), corner)
-            # Where keys are few, more rows at once.
-            while spans is not None and count < row_blocks - first:
-                more = min(2 * count, row_blocks - first)
-                wider = _stretches(mask, first * block_m, min((first + more) * block_m, q_len), corner)
-                if wider is None or more * block_m * len(wider) * SPAN > most:
-                    break
-                # Where keys move along with the rows, more of both evaluates scores far from the diagonal.
-                if 2 * len(wider) > 3 * len(spans) and count * block_m * len(spans) * SPAN >= most // 16:
+        if own.order is None:
+            known: dict[int, Tensor | None] = {}
+            more = count
+            while True:
+                if more not in known:
+                    counts = [min(more << doublings, row_blocks - first) for doublings in range(_ASKED_DOUBLINGS)]
+                    known.update(zip(counts, _spans(own, first, counts, block_m), strict=True))
+                wider = known[more]
+                # Where keys are few, more rows at once. Where they move along with the rows, more of both would
+                # evaluate scores far from the diagonal.
+                if more > count and (
+                    wider is None
+                    or spans is None
+                    or more * block_m * len(wider) * SPAN > most
+                    or (2 * len(wider) > 3 * len(spans) and count * block_m * len(spans) * SPAN >= most // 16)
+                ):
                     break
                 count, spans = more, wider
-        start, stop = first * block_m, min((first + count) * block_m, q_len)
-        check_strip(own, count * block_m, kv_len if spans is None else len(spans) * SPAN)
+                if spans is None or count == row_blocks - first:
+                    break
+                more = min(2 * count, row_blocks - first)
+        check_strip(own, count * block_m, own.kv_len if spans is None else len(spans) * SPAN)
         if spans is None:
-            everything = kv = torch.arange(kv_len, device=device) if everything is None else everything
+            all_keys = kv = torch.arange(own.kv_len, device=device) if all_keys is None else all_keys
             chosen = None
         else:
-            chosen = torch.tensor(spans, device=device)
+            chosen = spans.to(device)
             kv = (chosen[:, None] * SPAN + torch.arange(SPAN, device=device)).flatten()
-            kv = kv[: len(kv) - max(0, (spans[-1] + 1) * SPAN - kv_len)]
-        rows = torch.arange(start, stop, device=device) if order is None else order[start:stop]
-        index = Index.make(rows, kv, q_len=q_len, kv_len=kv_len, b=batch_index, h=head_index)
-        evaluated = mask.evaluate(index)
+            kv = kv[: len(kv) - max(0, (int(spans[-1]) + 1) * SPAN - own.kv_len)]
+        start, stop = first * block_m, min((first + count) * block_m, own.q_len)
+        rows = torch.arange(start, stop, device=device) if own.order is None else own.order[start:stop]
+        evaluated = own.mask.evaluate(own.index(rows.view(1, 1, -1, 1), kv.view(1, 1, 1, -1)))
         if evaluated.dtype != torch.bool:
-            raise ShapeError(f"{mask!r} evaluated to {evaluated.dtype}, expected bool")
+            raise ShapeError(f"{own.mask!r} evaluated to {evaluated.dtype}, expected bool")
         keep = evaluated.expand(1, 1, stop - start, len(kv))[0, 0]
         if stop - start < count * block_m:
             keep = torch.nn.functional.pad(keep, (0, 0, 0, count * block_m - (stop - start)))
         starts = torch.arange(start, start + count * block_m, block_m, device=device)
-        valid = (q_len - starts).clamp(max=block_m)
+        valid = (own.q_len - starts).clamp(max=block_m)
         yield Strip(keep.reshape(count, block_m, len(kv)), valid, chosen)
         first += count
 
 
-def _stretches(mask: Mask, start: int, stop: int, corner: Index) -> list[int] | None:
-    """Which stretches of SPAN keys queries `start` to `stop - 1` may see, at least one; None when most of them.
+def _spans(own: HeadMask, first: int, counts: list[int], block_m: int) -> list[Tensor | None]:
+    """Which spans of SPAN keys each number of row blocks from `first` on may see, in order; None for most of them.
 
-    `corner` is any rectangle of the problem: it knows the lengths, the sequence and the head.
+    At least one span each. Of many spans, groups are asked about first. Masks without tensors are asked on the host,
+    which waits for no GPU.
     """
-    kv_len = corner.kv_len
-    known = mask.spans(start, stop - 1, kv_len)
-    if known is not None:
-        ranges = _merged(known, kv_len)
-        few = sum(map(len, ranges)) * SPAN <= 0.9 * kv_len
-        return (list(itertools.chain.from_iterable(ranges)) or [0]) if few else None
+    kv_len = own.kv_len
     if kv_len < ASKED_FROM:
-        return None
-    asked = _asked(mask, start, stop, corner)
-    return (asked.tolist() or [0]) if len(asked) * SPAN <= 0.9 * kv_len else None
-
-
-def _merged(known: list[tuple[int, int]], kv_len: int) -> list[range]:
-    """The stretches that key ranges `[start, stop)` overlap: disjoint, in order."""
-    out: list[range] = []
-    for low, high in sorted(known):
-        low, high = max(low, 0), min(high, kv_len)
-        if low >= high:
-            continue
-        first, stop = low // SPAN, (high - 1) // SPAN + 1
-        if out and first <= out[-1].stop:
-            out[-1] = range(out[-1].start, max(stop, out[-1].stop))
-        else:
-            out.append(range(first, stop))
-    return out
-
-
-def _asked(mask: Mask, start: int, stop: int, corner: Index) -> Tensor:
-    """The stretches that may keep something, in order; of many, groups are asked about first."""
-    kv_len = corner.kv_len
-    rows = Range(corner.q - corner.q + start, corner.q - corner.q + (stop - 1))
+        return [None] * len(counts)
+    device = torch.device("cpu") if own.is_plain else own.device
+    ends = [min((first + count) * block_m, own.q_len) - 1 for count in counts]
+    q_low = torch.tensor(first * block_m, device=device).view(1, 1, 1, 1)
+    q = Range(q_low, torch.tensor(ends, device=device).view(1, 1, -1, 1))
     size = SPAN
     while size * ASKED_AT_ONCE < kv_len:
         size *= ASKED_AT_ONCE
-    first = torch.arange(0, kv_len, size, device=corner.device)
+    at = torch.arange(0, kv_len, size, device=device)
     while True:
-        columns = Range(first.view(1, 1, 1, -1), (first + size - 1).clamp(max=kv_len - 1).view(1, 1, 1, -1))
-        nothing = mask.over(replace(corner, q=rows, kv=columns)).nothing  # type: ignore[arg-type]
-        first = first[~nothing.expand(1, 1, 1, len(first)).flatten()]
+        kv = Range(at.view(1, 1, 1, -1), (at + size - 1).clamp(max=kv_len - 1).view(1, 1, 1, -1))
+        seen = ~own.tile_bounds(q, kv).empty.expand(1, 1, len(ends), len(at))[0, 0]
         if size == SPAN:
-            return torch.div(first, SPAN, rounding_mode="floor")
+            break
         size //= ASKED_AT_ONCE
-        first = (first[:, None] + torch.arange(0, size * ASKED_AT_ONCE, size, device=first.device)).flatten()
-        first = first[first < kv_len]
+        at = at[seen.any(0)]
+        at = (at[:, None] + torch.arange(0, size * ASKED_AT_ONCE, size, device=device)).flatten()
+        at = at[at < kv_len]
+    number = torch.div(at, SPAN, rounding_mode="floor")
+    found = [number[some] for some in seen]
+    few = [None if len(some) * SPAN > 0.9 * kv_len else some for some in found]
+    return [number.new_zeros(1) if some is not None and not len(some) else some for some in few]

@@ -118,7 +118,7 @@ class RowOrders:
         self.names = tuple(name for name in mask.row_orders if named_order(name, q_len) is not None)
         self._q_len = q_len
         self._search = functools.partial(find_order, mask, q_len, kv_len, batch=batch, heads=heads, device=device)
-        self._searched = mask.in_order
+        self._searched = mask.has_monotonic_ranges
         self._found: tuple[str, Tensor] | None = None
 
     def found(self) -> str | None:
@@ -165,7 +165,7 @@ def _evaluated(
     With `columns` the other way round: `[kv_len, q]`, of some queries.
     """
     mask_batch, mask_heads = mask.dims(*sizes, device)
-    numbers = mask.numbers(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten().tolist()
+    numbers = mask.pattern_ids(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten().tolist()
     pairs = [divmod(numbers.index(number), mask_heads) for number in dict.fromkeys(numbers)][:_MOST_MASKS]
     most = max(_FEWEST_COLUMNS, _MOST_COLUMNS // len(pairs))
     queries, keys = (lengths[0], most) if not columns else (most, lengths[1])

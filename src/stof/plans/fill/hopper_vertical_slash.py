@@ -13,13 +13,13 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.hopper.tile_lists import ASIDE
+from stof.kernels.hopper.tile_lists import COMPACTED
 from stof.plans.fill.common import store_columns
 from stof.plans.fill.hopper_block_topk import store_range
 from stof.plans.fill.slash_tables import TABLES
 from stof.plans.fill.vertical_slash import seen_rows, window
 
-ASIDE_AT = tl.constexpr(ASIDE)
+COMPACTED_AT = tl.constexpr(COMPACTED)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def slash_fill(
                 BLOCK, BLOCK,
             )  # fmt: skip
             tile = base + n_slash + start // BLOCK
-            tl.store(tiles_ptr + tile, ASIDE_AT + start)
+            tl.store(tiles_ptr + tile, COMPACTED_AT + start)
             tl.store(tile_bitmap_ptr + tile, number)
             n_vertical += 1
     tiles = n_slash + n_vertical

@@ -144,7 +144,7 @@ class _TransposedV:
 
     def __init__(self, k: Tensor, v: Tensor, scales: Sequence[Tensor], heads: int, lists: TileLists) -> None:
         batch, kv_heads, kv_len, _ = k.shape
-        mask_batch, mask_heads, count = lists.aside.shape if lists.aside.numel() else (1, 1, 0)
+        mask_batch, mask_heads, count = lists.compacted_keys.shape if lists.compacted_keys.numel() else (1, 1, 0)
         self.owners = heads if mask_heads > 1 else kv_heads
         self._factors = (batch, heads, 2)
         self.like = _meta(batch, kv_heads, _WIDTH, -(-kv_len // 16) * 16)
@@ -155,7 +155,7 @@ class _TransposedV:
             self.compacted = _meta(batch, self.owners, count, _WIDTH), _meta(batch, self.owners, _WIDTH, count)
             own = (int(mask_batch > 1) * mask_heads, int(mask_heads > 1))
             sizes = (self.owners, self.owners // kv_heads, *own, count)
-            self._transpose_compacted = _launch(k, v, scales, self.compacted[1], sizes, lists.aside, True)
+            self._transpose_compacted = _launch(k, v, scales, self.compacted[1], sizes, lists.compacted_keys, True)
 
     def __call__(self, k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Transposed V, factors `[B, H, 2]` of scores and output, compacted keys and values (any tensors if none)."""

@@ -93,7 +93,7 @@ def _patterns(mask: Mask, q_len: int, kv_len: int, mask_dims: tuple[int, int]) -
         return list(range(count))  # the kernels tell which are equal
     if programs_of(mask, q_len, kv_len, [(0, 0)]) is None:
         return []
-    return numbered(mask.numbers(*mask_dims).expand(mask_dims).flatten().tolist()).tolist()
+    return numbered(mask.pattern_ids(*mask_dims).expand(mask_dims).flatten().tolist()).tolist()
 
 
 class _Build:

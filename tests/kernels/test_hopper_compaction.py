@@ -1,4 +1,4 @@
-"""Columns put aside for the Hopper kernel: lists decoded again are the mask, and the kernel's twin is attention."""
+"""Compacted columns for the Hopper kernel: lists decoded again are the mask, and the kernel's twin is attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.errors import LayoutError, UnfitLayoutError
 from stof.kernels.config import KernelConfig
-from stof.kernels.hopper.tile_lists import ASIDE, make_tile_lists
+from stof.kernels.hopper.tile_lists import COMPACTED, make_tile_lists
 from stof.kernels.implementation import Options, attend_once
 from stof.layout import build_layout
 from stof.masks.tensors import as_mask
@@ -32,7 +32,7 @@ STRIDED = masks.strided(40, 64, 3)
 
 
 def config_of(tile: tuple[int, int]) -> LayoutConfig:
-    return LayoutConfig(*tile, 1, aside=True)
+    return LayoutConfig(*tile, 1, compact_columns=True)
 
 
 @pytest.mark.parametrize("split_tiles", [0, 1, 3])
@@ -43,9 +43,9 @@ def test_strided_masks(tile: tuple[int, int], split_tiles: int) -> None:
         lists = check_lists(layout, split_tiles)
         assert lists is not None
         assert lists.slab == lists.block_n
-        assert lists.aside.shape[:2] == (1, 1)
-        assert lists.aside.shape[2] % lists.block_n == 0
-        listed = lists.aside[lists.aside >= 0]
+        assert lists.compacted_keys.shape[:2] == (1, 1)
+        assert lists.compacted_keys.shape[2] % lists.block_n == 0
+        listed = lists.compacted_keys[lists.compacted_keys >= 0]
         assert bool((listed % 128 >= 120).all())
         assert bool((listed.diff() > 0).all())
 
@@ -65,7 +65,7 @@ def test_every_kept_score_once(
     keep = data.draw(line_masks(q_len, kv_len, batch, heads))
     layout = build_layout(as_mask(keep), q_len, kv_len, config_of(tile), batch=batch, heads=heads)
     lists = check_lists(layout, split_tiles)
-    assert lists is None or not lists.aside.numel() or bool((lists.tile_columns >= ASIDE).any())
+    assert lists is None or not lists.compacted_keys.numel() or bool((lists.tile_columns >= COMPACTED).any())
 
 
 def test_lists_that_are_alike_are_copied_once() -> None:
@@ -74,10 +74,10 @@ def test_lists_that_are_alike_are_copied_once() -> None:
     lines = masks.strided(0, 64, 3)
     same = build_layout(masks.per_head([one | lines for one in near]), 700, 700, config_of((64, 64)), heads=2)
     assert same.patterns == 2
-    assert make_tile_lists(same).aside.shape[:2] == (1, 1)
+    assert make_tile_lists(same).compacted_keys.shape[:2] == (1, 1)
     other = build_layout(masks.per_head([near[0] | lines, near[1] | masks.strided(0, 64, 5)]), 700, 700,
                          config_of((64, 64)), heads=2)  # fmt: skip
-    assert make_tile_lists(other).aside.shape[:2] == (1, 2)
+    assert make_tile_lists(other).compacted_keys.shape[:2] == (1, 2)
 
 
 def test_tiles_of_no_list_are_refused() -> None:
@@ -89,7 +89,7 @@ def test_tiles_of_no_list_are_refused() -> None:
     broken = replace(layout, gathered=gathered)
     with pytest.raises(UnfitLayoutError, match="not stretches of one list"):
         make_tile_lists(broken)
-    with pytest.raises(LayoutError, match="not stretches of one list of columns put aside"):
+    with pytest.raises(LayoutError, match="not stretches of one list of compacted columns"):
         broken.validate()
 
 
@@ -124,7 +124,7 @@ def test_masks_by_head_and_sequence(tile: tuple[int, int], split_tiles: int) -> 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("poisoned_memory", "twin")
 def test_keys_that_no_query_sees() -> None:
-    """Lines that are put aside alone: whatever else the keys hold is not read."""
+    """Lines that are compacted alone: whatever else the keys hold is not read."""
     layout = build_layout(masks.strided(0, 64, 3, causal=False), 320, 333, config_of((64, 64)))
     q, k, v = inputs(q_len=320)
     unseen = ~layout.to_dense().any(2)[:, :, :, None]

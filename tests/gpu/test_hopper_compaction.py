@@ -1,4 +1,4 @@
-"""Columns put aside for the Hopper kernel, on a real GPU. Run with `pytest -m gpu`."""
+"""Compacted columns for the Hopper kernel, on a real GPU. Run with `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ STRIDED = masks.strided(100, 128, 8)
 
 
 def layout_of(mask: Mask, q: Tensor, k: Tensor, tile: tuple[int, int]) -> Layout:
-    config = LayoutConfig(*tile, 1, aside=True)
+    config = LayoutConfig(*tile, 1, compact_columns=True)
     sizes = {"batch": q.shape[0], "heads": q.shape[1]}
     layout = build_layout(mask, q.shape[2], k.shape[2], config, **sizes, device="cuda")
-    assert bool((layout.tile_base < 0).any()), "nothing was put aside"
+    assert bool((layout.tile_base < 0).any()), "nothing was compacted"
     return layout
 
 
@@ -57,7 +57,7 @@ def test_lists_by_head_and_sequence(tile: tuple[int, int]) -> None:
 
 
 def test_keys_that_no_query_sees() -> None:
-    """Only what is put aside is read."""
+    """Only what is compacted is read."""
     q, k, v = random_inputs(q_len=1003)
     layout = layout_of(masks.strided(0, 64, 3, causal=False), q, k, (64, 64))
     unseen = ~layout.to_dense().any(2)[:, :, :, None]
@@ -88,7 +88,7 @@ def test_capture_and_repetition() -> None:
 def test_counts_and_layouts_are_those_of_the_cpu() -> None:
     """Masks with a program and dense ones."""
     dense = as_mask(STRIDED.to_dense(1003, 1003).cuda())
-    for config in (LayoutConfig(64, 64, 1, aside=True), LayoutConfig(192, 128, 1, aside=True)):
+    for config in (LayoutConfig(64, 64, 1, compact_columns=True), LayoutConfig(192, 128, 1, compact_columns=True)):
         expected = build_layout(STRIDED, 1003, 1003, config)
         for mask in (STRIDED, dense):
             layout = build_layout(mask, 1003, 1003, config, device="cuda")
@@ -97,13 +97,15 @@ def test_counts_and_layouts_are_those_of_the_cpu() -> None:
             own = survey_of_layout(layout).counts[config]
             assert torch.equal(counts.partial, own.partial)
             assert torch.equal(counts.full, own.full)
-            assert counts.aside == own.aside > 0
+            assert counts.compacted_keys == own.compacted_keys > 0
 
 
 def test_the_selector_may_choose_it() -> None:
     """Where the model says that it pays, and through the public operator."""
     q, k, v = random_inputs(batch=1, heads=32, kv_heads=32, q_len=8192, head_dim=128)
     mask = masks.strided(128, 128, 8)
-    offered = [c for c in stof.explain(q, k, v, mask) if c.choice and c.choice.layout and c.choice.layout.aside]
+    offered = [
+        c for c in stof.explain(q, k, v, mask) if c.choice and c.choice.layout and c.choice.layout.compact_columns
+    ]
     assert offered
     assert all(c.estimate_us for c in offered)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.errors import ArgumentError
-from stof.layout import build_layout, statistics
-from stof.layout import compaction as aside
+from stof.layout import build_layout, compaction, statistics
 from stof.layout.extend import extend_layout
 from stof.layout.io import load_layout, save_layout
 from stof.masks.tensors import as_mask
@@ -22,7 +21,7 @@ from tests.strategies import line_masks, row_orders
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 STRIDED = masks.strided(40, 64, 3)
-CONFIG = LayoutConfig(64, 64, 1, aside=True)
+CONFIG = LayoutConfig(64, 64, 1, compact_columns=True)
 
 
 @given(
@@ -56,7 +55,7 @@ def test_strided_tiles_are_nearly_as_dense_as_gathered_ones(block_m: int) -> Non
         for config in (
             LayoutConfig(block_m, 64),
             LayoutConfig(block_m, 64, 8),
-            LayoutConfig(block_m, 64, 1, aside=True),
+            LayoutConfig(block_m, 64, 1, compact_columns=True),
         )
     }
     contiguous, slabs, listed = tiles.values()
@@ -72,17 +71,17 @@ def test_what_is_listed() -> None:
     keep = window | ((columns % 40 == 5) & (columns < rows))
     keep |= (columns == 7) & (rows > 200) & (rows < 250)
     some = torch.stack([block.any(0) for block in keep.split(64)])
-    division = aside.divided(some, 64)
+    division = compaction.find_compaction(some, 64)
     assert division is not None
     # Row blocks that see the later ones have most of them in their window.
     assert division.keys.tolist() == [column for column in range(640) if column % 40 == 5 and column < 285]
-    assert aside.divided(torch.stack([block.any(0) for block in window.split(64)]), 64) is None
-    assert aside.divided(torch.zeros(3, 100, dtype=torch.bool), 64) is None
-    assert aside.divided(torch.ones(3, 100, dtype=torch.bool), 64) is None
+    assert compaction.find_compaction(torch.stack([block.any(0) for block in window.split(64)]), 64) is None
+    assert compaction.find_compaction(torch.zeros(3, 100, dtype=torch.bool), 64) is None
+    assert compaction.find_compaction(torch.ones(3, 100, dtype=torch.bool), 64) is None
 
 
 def test_problems_too_large_to_look_at_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "_MOST_PAIRS", 10)
+    monkeypatch.setattr(compaction, "_MOST_PAIRS", 10)
     layout, plain = (build_layout(STRIDED, 700, 700, config) for config in (CONFIG, CONFIG.contiguous()))
     layout.validate()
     assert torch.equal(layout.tile_base, plain.tile_base)
@@ -118,6 +117,6 @@ def test_files(tmp_path: Path) -> None:
     assert all(torch.equal(value, layout.tensors()[name]) for name, value in again.tensors().items())
 
 
-def test_slabs_are_not_put_aside() -> None:
+def test_slabs_are_not_compacted() -> None:
     with pytest.raises(ArgumentError, match="one by one, so slab is 1, got 8"):
-        LayoutConfig(64, 64, 8, aside=True)
+        LayoutConfig(64, 64, 8, compact_columns=True)
