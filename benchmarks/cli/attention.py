@@ -10,9 +10,10 @@ import typer
 from benchmarks.cli.fusion import gemm, layer
 from benchmarks.cli.kernels import kernels
 from benchmarks.cli.models import models, search
+from benchmarks.cli.options import integers
 from benchmarks.cli.paper import paper
 from benchmarks.cli.start import start
-from stof.cli.common import CheckedCommand, Commands, device_of, integers, must_be_writable, names, table_console
+from stof.cli.common import CheckedCommand, Commands, device_of, must_be_writable, names, table_console
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stof.cli.common import integers
+from benchmarks.cli.options import integers
 
 if TYPE_CHECKING:
     import torch

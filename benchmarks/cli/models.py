@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.cli.fusion import gpu
-from stof.cli.common import integers, names
+from benchmarks.cli.options import integers
+from stof.cli.common import names
 
 if TYPE_CHECKING:
     import torch

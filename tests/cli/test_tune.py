@@ -19,7 +19,7 @@ from stof.cli.main import app
 from stof.cli.tune_model import View
 from stof.errors import ArgumentError
 from stof.fusion.measure.model_comparison import SEARCHED
-from stof.fusion.planner.progress import Progress
+from stof.fusion.planner.search_space import Progress
 from stof.fusion.records.lock_file import read_lock
 from stof.fusion.records.report import FusionReport
 from stof.integrations import compile_options, torch_compile

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.fusion.search_baselines import exhaustive, random_search
 from stof.fusion.graph.repeated_layers import find_layers
 from stof.fusion.graph.scheme import Scheme
-from stof.fusion.planner.progress import Progress
-from stof.fusion.planner.search_space import Budget, MeasurementCache, Space, Wanted
+from stof.fusion.planner.search_space import Budget, MeasurementCache, Progress, Space, Wanted
 from stof.fusion.planner.two_stage_search import search_result, stage_one, stage_two, two_stage
 from stof.fusion.records.store import Candidate
 

@@ -21,7 +21,7 @@ import stof
 from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED
 from stof.fusion.planner.match import TemplateMatch
-from stof.fusion.planner.progress import Progress
+from stof.fusion.planner.search_space import Progress
 from stof.integrations import compile_options, torch_compile
 from stof.integrations.torch_compile import CompileOptions, FusionReport, stof_backend
 from tests.integrations import models

@@ -66,20 +66,6 @@ def _check_value(name: str, value: object) -> None:
         raise ArgumentError(f"{name} is a number from 0 to {_MOST}, got {shown(value)}")
 
 
-def integers(name: str, text: str) -> list[int]:
-    """Positive numbers separated by spaces.
-
-    Raises:
-        ArgumentError: something else, or none.
-    """
-    from stof.errors import ArgumentError, shown
-
-    words = text.split()
-    if not words or not all(word.isdecimal() and len(word) <= 10 and 0 < int(word) <= _MOST for word in words):
-        raise ArgumentError(f"{name} takes numbers from 1 to {_MOST} separated by spaces, got {shown(text)}")
-    return [int(word) for word in words]
-
-
 def names(name: str, text: str, known: Collection[str]) -> list[str]:
     """Names separated by spaces, "" for none.
 

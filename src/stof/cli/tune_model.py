@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stof.fusion.planner.progress import Progress
+    from stof.fusion.planner.search_space import Progress
     from stof.fusion.records.report import FusionReport
 
 

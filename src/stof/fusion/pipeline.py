@@ -33,9 +33,8 @@ from stof.fusion.planner.heuristics import (
 )
 from stof.fusion.planner.lock_replay import Replay, lock_known, replayed
 from stof.fusion.planner.match import FusionChoice, find_matches, without_kernel
-from stof.fusion.planner.progress import Progress
 from stof.fusion.planner.row_bucket_search import by_buckets
-from stof.fusion.planner.search_space import Budget, MeasurementCache
+from stof.fusion.planner.search_space import Budget, MeasurementCache, Progress
 from stof.fusion.planner.two_stage_search import two_stage
 from stof.fusion.records.choices import Choices, ConfigLookup, choices_path, update_choices
 from stof.fusion.records.report import FusionReport, SegmentReport

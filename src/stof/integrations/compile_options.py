@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -15,9 +16,9 @@ from stof.fusion.measure.parallel_compile import compile_candidates
 from stof.fusion.measure.segment_timer import SegmentTimer, check
 from stof.fusion.pipeline import Search
 from stof.fusion.planner.lock_replay import Replay
-from stof.fusion.planner.progress import Progress
+from stof.fusion.planner.search_space import Progress
 from stof.fusion.records.choices import ConfigLookup, known_choices
-from stof.fusion.records.lock_file import read_lock
+from stof.fusion.records.lock_file import Lock, read_lock
 from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Store, default_store
 from stof.runtime.files import cache_folder
@@ -97,9 +98,7 @@ class CompileOptions:
                 raise ArgumentError(f"{name} is True or False, got {shown(getattr(self, name))}")
         if self.deterministic and self.effort != "none":
             raise ArgumentError(f"deterministic=True measures nothing; effort {self.effort!r} does")
-        if self.lock is not None:
-            read_lock(Path(self.lock))
-        if self.lock is not None and self.effort != "none":
+        if self._lock is not None and self.effort != "none":
             raise ArgumentError(
                 f"lock reproduces choices, effort {self.effort!r} searches for them; give one of the two"
             )
@@ -139,9 +138,11 @@ class CompileOptions:
 
     def replay(self, device: torch.device) -> Replay | None:
         """The lock, if there is one."""
-        if self.lock is None:
-            return None
-        return Replay(read_lock(Path(self.lock)), device_name(device), check, self._store(device))
+        return None if self._lock is None else Replay(self._lock, device_name(device), check, self._store(device))
+
+    @functools.cached_property
+    def _lock(self) -> Lock | None:
+        return None if self.lock is None else read_lock(Path(self.lock))
 
     def _folder(self) -> Path | None:
         if isinstance(self.store, bool):

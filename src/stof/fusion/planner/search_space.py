@@ -13,11 +13,39 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stof.fusion.graph.scheme import Scheme
-from stof.fusion.planner.progress import Progress
 from stof.fusion.records.store import Candidate
 
 # Candidates of the segment from one place to another.
 Wanted = tuple[int, int, Sequence[Candidate | None]]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a search tells after a measurement: the segment, candidates tried, the best so far, seconds left."""
+
+    start: int
+    stop: int
+    segment: str
+    tried: int
+    best: Candidate | None
+    best_us: float
+    inductor_us: float
+    seconds_left: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.segment}: {self.tried} tried, best {self.by} {_us(self.best_us)}, "
+            f"Inductor {_us(self.inductor_us)}, {self.seconds_left:.0f} s left"
+        )
+
+    @property
+    def by(self) -> str:
+        """What is best, in words."""
+        return "Inductor" if self.best is None else " ".join(self.best).strip()
+
+
+def _us(time: float) -> str:
+    return f"{time:.1f} us" if time < math.inf else "no clear time"
 
 
 @dataclass(frozen=True)

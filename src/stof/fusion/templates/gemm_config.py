@@ -142,16 +142,8 @@ class GemmConfig:
                 f"{text!r} is no configuration; expected MxNxK[,Ww],Ss,kind[,splitP][,groupG] with kind one of "
                 f"{', '.join(KINDS)}, such as '128x128x64,8w,3s,tile'"
             )
-        return GemmConfig(
-            found["kind"],
-            block_m=int(found["m"]),
-            block_n=int(found["n"]),
-            block_k=int(found["k"]),
-            warps=int(found["warps"] or 4),
-            stages=int(found["stages"]),
-            split=int(found["split"] or 1),
-            group=int(found["group"] or 0),
-        )
+        numbers = {name: int(value) for name, value in found.groupdict().items() if value and name != "kind"}
+        return GemmConfig(found["kind"], **numbers)
 
     def shared_memory(self, shape: GemmShape, itemsize: int) -> int:
         """Bytes that one program takes, compiler's extras left out."""
@@ -210,7 +202,7 @@ class GemmConfig:
 
 
 _PATTERN = re.compile(
-    r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(,(?P<warps>\d+)w)?,(?P<stages>\d+)s,(?P<kind>tilelang|tile|pingpong|together)"
+    r"(?P<block_m>\d+)x(?P<block_n>\d+)x(?P<block_k>\d+)(,(?P<warps>\d+)w)?,(?P<stages>\d+)s,(?P<kind>tilelang|tile|pingpong|together)"
     r"(,split(?P<split>\d+))?(,group(?P<group>\d+))?"
 )
 

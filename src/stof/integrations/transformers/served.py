@@ -152,33 +152,20 @@ def _interfaces(tree: ast.AST) -> set[str]:
 
 def check_when_loaded(name: str) -> None:
     """Have models checked when they are built with, or set to, the attention implementation `name`."""
-    for method, check in (("post_init", _after(name)), ("set_attn_implementation", _before(name))):
+
+    def check_before(method: str, wanted: Callable[..., Any]) -> None:
         own = getattr(PreTrainedModel, method)
-        if not hasattr(own, "_stof_checks"):
-            wrapped = functools.wraps(own)(check(own))
-            wrapped._stof_checks = True  # type: ignore[attr-defined]
-            setattr(PreTrainedModel, method, wrapped)
+        if hasattr(own, "_stof_checks"):
+            return
 
-
-def _after(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
-        def post_init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-            if self.config._attn_implementation == name:
+        @functools.wraps(own)
+        def checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            if wanted(self, *args, **kwargs) == name:
                 check_served(self)
             return own(self, *args, **kwargs)
 
-        return post_init
+        checked._stof_checks = True  # type: ignore[attr-defined]
+        setattr(PreTrainedModel, method, checked)
 
-    return wrap
-
-
-def _before(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
-        def set_attn_implementation(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-            if attn_implementation == name:
-                check_served(self)
-            return own(self, attn_implementation, *args, **kwargs)
-
-        return set_attn_implementation
-
-    return wrap
+    check_before("post_init", lambda self, *args, **kwargs: self.config._attn_implementation)
+    check_before("set_attn_implementation", lambda self, attn_implementation, *args, **kwargs: attn_implementation)
