@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -65,27 +65,29 @@ def _combined(other: object) -> Mask:
     )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Composite(Mask):
-    """Several masks combined."""
+    """A mask made of others, the base of all below.
+
+    What the parts decide together is computed once, because every call asks for it. (`functools.cached_property` takes
+    a lock in Python 3.11, which Dynamo cannot trace.)
+    """
 
     masks: tuple[Mask, ...]
-    # Asked for in every call. (`functools.cached_property` takes a lock in Python 3.11, which Dynamo cannot trace.)
-    _batch: int = field(init=False, compare=False, default=1)
-    _heads: int = field(init=False, compare=False, default=1)
-    _depends_on_sizes: bool = field(init=False, compare=False, default=False)
-    _depends_on_batch: bool = field(init=False, compare=False, default=False)
-    _depends_on_heads: bool = field(init=False, compare=False, default=False)
+    batch: int = 1
+    heads: int = 1
+    depends_on_sizes: bool = False
+    depends_on_batch: bool = False
+    depends_on_heads: bool = False
 
     @property
     def varies(self) -> bool:
         return any(mask.varies for mask in self.masks)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_batch", _agreed([mask.batch for mask in self.masks], "batch sizes"))
-        object.__setattr__(self, "_heads", _agreed([mask.heads for mask in self.masks], "numbers of heads"))
+        object.__setattr__(self, "batch", _agreed([mask.batch for mask in self.masks], "batch sizes"))
+        object.__setattr__(self, "heads", _agreed([mask.heads for mask in self.masks], "numbers of heads"))
         for name in ("depends_on_sizes", "depends_on_batch", "depends_on_heads"):
-            object.__setattr__(self, f"_{name}", any(getattr(mask, name) for mask in self.masks))
+            object.__setattr__(self, name, any(getattr(mask, name) for mask in self.masks))
         super().__post_init__()
 
     def check(self, q_len: int, kv_len: int) -> None:
@@ -93,29 +95,9 @@ class Composite(Mask):
             mask.check(q_len, kv_len)
 
     @property
-    def batch(self) -> int:
-        return self._batch
-
-    @property
-    def heads(self) -> int:
-        return self._heads
-
-    @property
     def versions(self) -> tuple[int, ...] | None:
         parts = [mask.versions for mask in self.masks]
         return None if None in parts else tuple(itertools.chain.from_iterable(p for p in parts if p))
-
-    @property
-    def depends_on_sizes(self) -> bool:
-        return self._depends_on_sizes
-
-    @property
-    def depends_on_batch(self) -> bool:
-        return self._depends_on_batch
-
-    @property
-    def depends_on_heads(self) -> bool:
-        return self._depends_on_heads
 
     @property
     def grows(self) -> bool:
@@ -141,9 +123,11 @@ class Composite(Mask):
 class Associative(Composite):
     """An operator that does not care how its operands are grouped."""
 
+    masks: tuple[Mask, ...]
+
     @classmethod
     def of(cls, *masks: Mask) -> Self:
-        """Of masks, those of this kind taken apart: an operator does not care how its operands are grouped."""
+        """Combine masks; the operands of those that are of this class themselves join the others."""
         return cls(tuple(part for mask in masks for part in (mask.masks if isinstance(mask, cls) else (mask,))))
 
 
@@ -186,55 +170,14 @@ class Or(Associative):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Wrapped(Mask):
-    """A mask that changes one other mask; the base of `Not` and `QueryOffset`."""
+class Wrapped(Composite):
+    """A mask that changes one other mask."""
 
     mask: Mask
 
-    def check(self, q_len: int, kv_len: int) -> None:
-        self.mask.check(q_len, kv_len)
-
     @property
-    def batch(self) -> int:
-        return self.mask.batch
-
-    @property
-    def heads(self) -> int:
-        return self.mask.heads
-
-    @property
-    def versions(self) -> tuple[int, ...] | None:
-        return self.mask.versions
-
-    @property
-    def depends_on_sizes(self) -> bool:
-        return self.mask.depends_on_sizes
-
-    @property
-    def depends_on_batch(self) -> bool:
-        return self.mask.depends_on_batch
-
-    @property
-    def depends_on_heads(self) -> bool:
-        return self.mask.depends_on_heads
-
-    @property
-    def varies(self) -> bool:
-        return self.mask.varies
-
-    @property
-    def grows(self) -> bool:
-        return self.mask.grows
-
-    @property
-    def row_orders(self) -> tuple[str, ...]:
-        return self.mask.row_orders
-
-    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
-        return self.mask.dims(batch, heads, device)
-
-    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
-        return self.mask.pattern_ids(mask_batch, mask_heads)
+    def masks(self) -> tuple[Mask, ...]:  # type: ignore[override]
+        return (self.mask,)
 
     def _operand(self) -> str:
         """The inner mask's repr, in parentheses where a postfix or prefix operator needs them."""
@@ -295,19 +238,15 @@ class QueryOffset(Wrapped):
 class PerHead(Composite):
     """One mask per query head: head `h` uses `masks[h]`."""
 
+    masks: tuple[Mask, ...]
+
     def __post_init__(self) -> None:
         bound = [repr(mask) for mask in self.masks if mask.heads != 1]
         if bound:
             raise MaskError(f"per_head() takes masks that do not depend on the head, got {bound}")
         super().__post_init__()
-
-    @property
-    def heads(self) -> int:
-        return len(self.masks)
-
-    @property
-    def depends_on_heads(self) -> bool:
-        return True
+        object.__setattr__(self, "heads", len(self.masks))
+        object.__setattr__(self, "depends_on_heads", True)
 
     def tile_bounds(self, index: Index) -> TileBounds:
         return self.masks[int(index.h)].tile_bounds(index)

@@ -64,9 +64,7 @@ class FunctionMask(Mask):
             if own is not None and own != given:
                 raise ShapeError(f"the mask was made for {name} {own}, the call has {given}")
 
-    @property
-    def depends_on_sizes(self) -> bool:
-        return True
+    depends_on_sizes = True
 
     @property
     def depends_on_batch(self) -> bool:

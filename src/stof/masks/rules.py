@@ -28,6 +28,25 @@ class Rule(Mask):
         return f"{self.name}({', '.join(shown)})"
 
 
+class PerSequence(Rule):
+    """A pattern with a value for each sequence of the batch, or one for all.
+
+    Attributes:
+        per_sequence: name of the field that holds these values.
+    """
+
+    varies = True
+    per_sequence: ClassVar[str]
+
+    @property
+    def batch(self) -> int:
+        return len(getattr(self, self.per_sequence))
+
+    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
+        del mask_batch, mask_heads
+        return numbered(getattr(self, self.per_sequence))[:, None]
+
+
 def _show(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_show, value)) + "]"
@@ -44,9 +63,7 @@ def _per_batch(values: tuple[int, ...], index: Index) -> Tensor:
 class Full(Rule):
     name = "full"
 
-    @property
-    def has_monotonic_ranges(self) -> bool:
-        return True
+    has_monotonic_ranges = True
 
     def evaluate(self, index: Index) -> Tensor:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=index.device)
@@ -56,9 +73,7 @@ class Full(Rule):
 class Causal(Rule):
     name = "causal"
 
-    @property
-    def has_monotonic_ranges(self) -> bool:
-        return True
+    has_monotonic_ranges = True
 
     def evaluate(self, index: Index) -> Tensor:
         return index.q >= index.kv
@@ -70,9 +85,7 @@ class SlidingWindow(Rule):
     left: int
     right: int
 
-    @property
-    def has_monotonic_ranges(self) -> bool:
-        return True
+    has_monotonic_ranges = True
 
     def evaluate(self, index: Index) -> Tensor:
         distance = index.q - index.kv
@@ -153,9 +166,7 @@ class RandomBlocks(Rule):
     block_size: int
     seed: int
 
-    @property
-    def grows(self) -> bool:
-        return False  # blocks are drawn from all there are
+    grows = False  # blocks are drawn from all there are
 
     def evaluate(self, index: Index) -> Tensor:
         kv_blocks = -(-index.kv_len // self.block_size)
@@ -226,36 +237,18 @@ class RandomBlocks(Rule):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PrefixLM(Rule):
-    name = "prefix_lm"
-    varies = True
+class PrefixLM(PerSequence):
+    name, per_sequence = "prefix_lm", "prefix"
     prefix: tuple[int, ...]
-
-    @property
-    def batch(self) -> int:
-        return len(self.prefix)
-
-    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
-        del mask_batch, mask_heads
-        return numbered(self.prefix)[:, None]
 
     def evaluate(self, index: Index) -> Tensor:
         return (index.kv < _per_batch(self.prefix, index)) | (index.q >= index.kv)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Padding(Rule):
-    name = "padding"
-    varies = True
+class Padding(PerSequence):
+    name, per_sequence = "padding", "lengths"
     lengths: tuple[int, ...]
-
-    @property
-    def batch(self) -> int:
-        return len(self.lengths)
-
-    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
-        del mask_batch, mask_heads
-        return numbered(self.lengths)[:, None]
 
     def check(self, q_len: int, kv_len: int) -> None:
         del q_len
@@ -270,19 +263,10 @@ class Padding(Rule):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Documents(Rule):
-    name = "documents"
-    varies = True
+class Documents(PerSequence):
+    name, per_sequence = "documents", "runs"
     # One run-length list per sequence: ((id, length), ...); an id below 0 is padding and sees nothing.
     runs: tuple[tuple[tuple[int, int], ...], ...]
-
-    @property
-    def batch(self) -> int:
-        return len(self.runs)
-
-    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
-        del mask_batch, mask_heads
-        return numbered(self.runs)[:, None]
 
     @functools.cached_property
     def length(self) -> int:

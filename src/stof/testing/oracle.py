@@ -30,7 +30,7 @@ def oracle_attention(
         `(out [B, H, Sq, Dv], lse [B, H, Sq])`, both float64. Rows that keep nothing give 0 and -inf. The lse does not
         count the sinks.
     """
-    return _attention(q, k, v, keep, scale, bias, softcap, sinks, torch.float64)
+    return plain_attention(q, k, v, keep, scale=scale, bias=bias, softcap=softcap, sinks=sinks, dtype=torch.float64)
 
 
 def plain_attention(
@@ -43,22 +43,10 @@ def plain_attention(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same with every step rounded to q's dtype: its error is what an implementation is measured by."""
-    return _attention(q, k, v, keep, scale, bias, softcap, sinks, q.dtype)
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    scale: float | None,
-    bias: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    """The same with every step rounded to `dtype`, default q's: its error is what an implementation is measured by."""
+    dtype = q.dtype if dtype is None else dtype
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     every = (batch, heads, q_len, kv_len)
