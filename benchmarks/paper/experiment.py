@@ -18,6 +18,7 @@ import torch
 import stof
 from benchmarks.failures import device_problem, first_line
 from benchmarks.results_io import RowFile, provenance
+from stof.errors import MissingDependencyError
 from stof.tuning.machine import device_name, package_version
 
 # What a row's time depends on, below src/stof.
@@ -160,6 +161,9 @@ def run(cells: Sequence[Cell], file: RowFile[Row], *, seconds: float, report: Re
         wanted = missing(cell, file)
         try:
             found = cell.measure(wanted, report, timed)
+        except MissingDependencyError as error:  # no row: it is measured once the package is there
+            report(f"  left out: {error}")
+            continue
         except torch.OutOfMemoryError as error:
             report(f"  skipped, too little memory: {first_line(error)}")
             found = [replace(row, note=NO_MEMORY) for row in wanted]

@@ -112,13 +112,13 @@ def _measure(
     wanted: Sequence[Row], report: Report, timed: bool, *, device: torch.device, dtype: torch.dtype
 ) -> list[Row]:
     """One search; the rows of both figures, whichever were wanted."""
-    from torch._inductor.utils import fresh_cache
+    from torch._inductor.utils import fresh_inductor_cache
 
     first = wanted[0]
     subject = subject_of(first.model, first.batch, first.length, device, dtype)
     torch.compiler.reset()
     watch, reports = Stopwatch(), list[FusionReport]()
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder, fresh_cache():
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder, fresh_inductor_cache():
         options: dict[str, Any] = {"effort": "full", "budget_s": BUDGET_S, "twins": device.type != "cuda"}
         compiled = stof.optimize(
             copy.deepcopy(subject.model), mask=subject.mask.mask(subject.length), dynamic=False,

@@ -23,7 +23,7 @@ from benchmarks.peers.mask_formats import mask_mod
 from benchmarks.results_io import read_results
 from stof import LayoutConfig
 from stof.calibration.layout_alternatives import Alternative
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, MissingDependencyError
 from stof.kernels.config import KernelConfig
 from stof.selection import KernelChoice
 from stof.testing.mask_grid import Shape
@@ -147,6 +147,7 @@ def test_failures_and_too_little_memory_are_rows_that_say_so(tmp_path: Path) -> 
         tiny_cell("large", [], torch.OutOfMemoryError("tried to allocate 80 GiB")),
         tiny_cell("broken", [], RuntimeError("no such kernel")),
         tiny_cell("good", []),
+        tiny_cell("no package", [], MissingDependencyError("models need transformers")),
     ]
     assert run(cells, open_file(path, CPU), seconds=99, report=said.append) == 0
     notes = {row.mask: row.note for row in read_results(path, Row).rows}
