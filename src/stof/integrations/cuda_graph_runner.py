@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stof.integrations.attributes import Attributes
 from stof.plans.used_masks import UsedMask, noting_masks
 from stof.runtime.locks import ForkSafeLock
-from stof.runtime.private import copy_all, entries_of, is_intercepted, pytree, version_of
+from stof.runtime.private import copy_all, entries_of, is_intercepted, pytree, raw_stream, version_of
 from stof.tuning.capture import captured
 
 # Combinations of shapes that are kept; each holds its inputs and results, and all share the memory in between.
@@ -195,7 +195,7 @@ class Recording:
 
     def _replayed(self, tensors: Sequence[Tensor]) -> Any:
         index, last = self._device.index, self._recorder.last
-        now = index, torch._C._cuda_getCurrentRawStream(index)
+        now = index, raw_stream(index)
         if last is None or now != (last.device_index, last.cuda_stream):
             stream = torch.cuda.current_stream()
             if last is not None:  # it may still read what this replay writes

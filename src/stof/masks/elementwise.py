@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from stof.errors import MaskFunctionError
-from stof.runtime.private import vmap_enabled
+from stof.runtime.private import TorchDispatchMode, is_mutable, pytree, storage_id, vmap_enabled
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Indices = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -140,7 +138,7 @@ class _Trace(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         packet = getattr(func, "overloadpacket", None)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         tracked = [x for x in tensors if self._tracked(x)]
         if not tracked or packet in _NEW:
             return func(*args, **kwargs)
@@ -151,12 +149,12 @@ class _Trace(TorchDispatchMode):
             self.obstacle = str(func)
             raise _ObstacleError
         out = func(*args, **kwargs)
-        results = tree_leaves(out)
+        results = pytree.tree_leaves(out)
         if not all(isinstance(x, Tensor) for x in results):
             raise RuntimeError("the value of an index decides in Python (if, and, or, not, int(), .item())")
         of_values = packet not in (_aten.zeros_like, _aten.ones_like)
         used = frozenset[int]().union(*(self.used_by(x) for x in tracked)) if of_values else frozenset[int]()
-        for x in (*results, *(tensors if func._schema.is_mutable else ())):
+        for x in (*results, *(tensors if is_mutable(func) else ())):
             self._note(x, used | self.used_by(x))
         return out
 
@@ -177,9 +175,7 @@ class _Trace(TorchDispatchMode):
             return self._tracked(values) and not self._tracked(table) and table.ndim == 1
         if not _pointwise(func):
             return False
-        if func._schema.is_mutable and (
-            "out" in kwargs or not self._tracked(args[0]) or _storage(args[0]) in self._indices
-        ):
+        if is_mutable(func) and ("out" in kwargs or not self._tracked(args[0]) or _storage(args[0]) in self._indices):
             return False
         return all(self._tracked(x) or _single(x) for x in tensors)
 
@@ -220,7 +216,7 @@ def _pointwise(func: Any) -> bool:
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+    return storage_id(x) if x.layout == torch.strided else id(x)
 
 
 def _single(x: Tensor) -> bool:

@@ -25,6 +25,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils import _device
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "FORWARD_HOOKS",
@@ -33,6 +34,7 @@ __all__ = [
     "Launcher",
     "OpOverload",
     "OpOverloadPacket",
+    "TorchDispatchMode",
     "copy_all",
     "copy_sources",
     "efficient_attention_cuda",
@@ -53,12 +55,17 @@ __all__ = [
     "outside_tracing",
     "pytree",
     "raw_stream",
+    "storage_id",
     "takes_derivatives",
     "version_of",
     "vmap_enabled",
     "without_encoding",
 ]
 
+
+# Types of what graphs and calls hold, used elsewhere under these names. `FakeTensor`, `HigherOrderOperator`: without
+# them, fusion cannot tell fake values and wrapped subgraphs. `TorchDispatchMode`: mask functions could not be traced,
+# and would run once for each score. `pytree`: results that are dataclasses of transformers could not be copied.
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -114,6 +121,11 @@ def vmap_enabled() -> Iterator[None]:
         for one in keys:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(one, False))
         yield
+
+
+def storage_id(x: Tensor) -> int:
+    """A number that tensors of one memory share, fake tensors too, which have no address: `UntypedStorage._cdata`."""
+    return x.untyped_storage()._cdata
 
 
 # Attention with log-sum-exp. The public operator returns none, by which results of row blocks are merged.
