@@ -88,7 +88,7 @@ def paper_pick(kind: str, listed: Sequence[Alternative], score: Callable[[Altern
     return max(tiles, key=score, default=None)
 
 
-def random_mask(length: int, density: float, device: torch.device) -> Mask:
+def random_mask(length: int, device: torch.device, density: float) -> Mask:
     """Scores kept independently of each other, seed 0."""
     generator = torch.Generator(device).manual_seed(0)
     keep = torch.empty(length, length, dtype=torch.bool, device=device)

@@ -304,8 +304,25 @@ def test_the_papers_second_phase() -> None:
     assert selector.paper_pick("row_wise", listed, score) is rows
     assert selector.paper_pick("block_wise", listed, score) is small
     assert selector.paper_pick("block_wise", [gathered, rows], score) is None
-    assert float(selector.random_mask(512, 0.05, CPU).to_dense(512).float().mean()) == pytest.approx(0.05, rel=0.1)
+    assert float(selector.random_mask(512, CPU, 0.05).to_dense(512).float().mean()) == pytest.approx(0.05, rel=0.1)
     assert bool((selector.single_keys(64, CPU).to_dense(64).sum(-1) == 1).all())
+
+
+def test_selectors_choose_among_the_measured_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the cost model's estimates in place of measurements, as on an H200."""
+
+    def measured(*args: Any, only: Sequence[Alternative], rounds: int) -> list[Alternative]:
+        return [replace(one, measured_us=one.estimate_us) for one in only]
+
+    monkeypatch.setattr(selector, "measured", measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    for name, kernel in (("random 0.01 %", "row_wise"), ("causal", ""), ("single keys", ""), ("band 3", "")):
+        make = selector.mask_makers()[name]
+        rows = [Row("selector", name, "", 1, 512, impl) for impl in (selector.OURS, "Eq. 1, tau 1.2", selector.BEST)]
+        found = selector._measure(rows, lambda line: None, True, make=make, device=CPU, dtype=torch.float16)
+        times = [row.us for row in found]
+        assert times[0] == times[2] == min(times)
+        assert found[1].note.startswith(kernel)
 
 
 def test_regret_of_the_selectors() -> None:
