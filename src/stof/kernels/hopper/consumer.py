@@ -7,7 +7,8 @@ first tile of the next one.
 
 from __future__ import annotations
 
-from typing import NamedTuple, no_type_check
+from collections import namedtuple
+from typing import no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,9 +48,7 @@ from stof.kernels.hopper.split_kv_merge import take_ticket
 from stof.kernels.hopper.tile_fetch import (
     BEGIN,
     BITMAP,
-    DESCRIPTOR_STAGES,
     END,
-    LIST_INDEX,
     PAIR_BITMAP,
     PAIR_SKIPPED,
     PARTIAL_END,
@@ -57,6 +56,7 @@ from stof.kernels.hopper.tile_fetch import (
     descriptor_field,
     last_merges,
     load_work_tile,
+    wait_descriptor,
 )
 from stof.kernels.hopper.tile_lists import SKIPPED_BIT
 from stof.kernels.hopper.tile_scheduler import WORK_SIZE
@@ -65,45 +65,14 @@ SIZE = gl.constexpr(WORK_SIZE)
 FIRST_SKIPPED_BIT = gl.constexpr(SKIPPED_BIT)
 
 
-class ConsumerArgs(NamedTuple):
-    """What the consumer warpgroups of both forward kernels read, and the fields of the first work tile."""
-
-    out_desc: object
-    lse_ptr: object
-    sinks_ptr: object
-    chunk_out_ptr: object
-    chunk_ml_ptr: object
-    counters_ptr: object
-    row_order_ptr: object
-    work_list_ptr: object
-    work_count: object
-    descriptors: object
-    descriptor_full: object
-    work_tile: object
-    begin: object
-    partial_end: object
-    end: object
-    bitmap: object
-    tile_bitmap_ptr: object
-    bitmaps_ptr: object
-    q_smem: object
-    k_smem: object
-    v_smem: object
-    bias_smem: object
-    out_smem: object
-    q_full: object
-    q_empty: object
-    k_full: object
-    v_full: object
-    kv_empty: object
-    q_len: object
-    heads: object
-    rows_per_residue: object
-    out_residue_stride: object
-    scale: object
-    softcap: object
-    pair: object
-    scales_ptr: object  # of 8-bit operands, `[B, H, 2]` float32: factors of the scores and of the output; else None
+# What the consumer warpgroups of both forward kernels read, and the fields of the first work tile.
+ConsumerArgs = namedtuple(
+    "ConsumerArgs",
+    "out_desc lse_ptr sinks_ptr chunk_out_ptr chunk_ml_ptr counters_ptr row_order_ptr work_list_ptr work_count "
+    "descriptors descriptor_full work_tile begin partial_end end bitmap tile_bitmap_ptr bitmaps_ptr q_smem k_smem "
+    "v_smem bias_smem out_smem q_full q_empty k_full v_full kv_empty q_len heads rows_per_residue "
+    "out_residue_stride scale softcap pair scales_ptr",
+)
 
 
 @gluon.jit
@@ -165,6 +134,38 @@ def skip_stages(kv_state, number, v_full, kv_empty, STAGES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def _release_q(args, tile, end, config: gl.constexpr):
+    """Release Q's only stage after the last QK matmul of a work tile; further stages are released in the epilogue."""
+    if config.q_stages == 1:
+        if tile + 1 == end:
+            mbarrier.arrive(args.q_empty.index(0), count=1)
+
+
+@gluon.jit
+@no_type_check
+def _issue_matmuls(q, p16, acc, args, kv_state, v_state, no_scores, GROUP: gl.constexpr, PINGPONG: gl.constexpr):
+    """Issue QK of a tile and PV of the previous one, and wait for QK.
+
+    Args:
+        p16: probabilities of the previous tile.
+        kv_state, v_state: pipeline states of this tile's K and of the previous tile's V.
+
+    Returns:
+        The scores, and the output, on which PV is still in flight.
+    """
+    mbarrier.wait(args.k_full.index(kv_state[0]), kv_state[1])
+    wait_turn_barrier(GROUP, PINGPONG)
+    keys = args.k_smem.index(kv_state[0]).permute((1, 0))
+    s = warpgroup_mma(q, keys, no_scores, use_acc=False, is_async=True)
+    mbarrier.wait(args.v_full.index(v_state[0]), v_state[1])
+    pv = warpgroup_mma(p16, args.v_smem.index(v_state[0]), acc, is_async=True)
+    arrive_turn_barrier(GROUP, PINGPONG)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    return s, pv
+
+
+@gluon.jit
+@no_type_check
 def _lazy_tile(
     q, args, kv_state, v_state, packed, acc, m_i, l_i, words, factor, no_scores,
     GROUP: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr, PARTIAL: gl.constexpr,
@@ -174,23 +175,15 @@ def _lazy_tile(
     Where a probability would be too large for 16 bits, the scores are computed again and the maxima follow them.
 
     Args:
-        kv_state, v_state: pipeline states of this tile's K and of the previous tile's V.
+        kv_state, v_state: see `_issue_matmuls`.
 
     Returns:
         `(probabilities, acc, m_i, l_i)`.
     """
-    dtype: gl.constexpr = args.k_smem.dtype
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     sums_layout: gl.constexpr = l_i.type.layout
-    p16 = probabilities_operand(packed, dtype, p_layout)
+    p16 = probabilities_operand(packed, args.k_smem.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     keys = args.k_smem.index(kv_state[0]).permute((1, 0))
-    mbarrier.wait(args.k_full.index(kv_state[0]), kv_state[1])
-    wait_turn_barrier(GROUP, PINGPONG)
-    s = warpgroup_mma(q, keys, no_scores, use_acc=False, is_async=True)
-    mbarrier.wait(args.v_full.index(v_state[0]), v_state[1])
-    pv = warpgroup_mma(p16, args.v_smem.index(v_state[0]), acc, is_async=True)
-    arrive_turn_barrier(GROUP, PINGPONG)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s, pv = _issue_matmuls(q, p16, acc, args, kv_state, v_state, no_scores, GROUP, PINGPONG)
     if PARTIAL:
         s = masked(s, words, BLOCK_N)
     p, sums = probabilities_over_old_maximum(s, m_i, factor, BLOCK_N, PARTIAL)
@@ -312,21 +305,13 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
             number_of, next_gap = _split_bitmap(bitmap, PAIRED)
             next_words = _words(words_ptr, number_of, PINGPONG)
             bitmap = _bitmap_of(tile_bitmap_ptr, tile + 2, GROUP, GROUPS, PAIRED)
-            p16 = probabilities_operand(packed, dtype, p_layout)
             stage, phase = kv_state
-            mbarrier.wait(args.k_full.index(stage), phase)
-            wait_turn_barrier(GROUP, PINGPONG)
-            s = warpgroup_mma(q, args.k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            mbarrier.wait(args.v_full.index(stage), phase)
-            pv = warpgroup_mma(p16, args.v_smem.index(stage), acc, is_async=True)
-            arrive_turn_barrier(GROUP, PINGPONG)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            p16 = probabilities_operand(packed, dtype, p_layout)
+            s, pv = _issue_matmuls(q, p16, acc, args, kv_state, kv_state, no_scores, GROUP, PINGPONG)
             if config.has_bias:
                 bias = args.bias_smem.index(stage * GROUPS + GROUP).load(score_layout)
                 s = biased(s, bias, args.scale, args.softcap, config.has_softcap)
-            if Q_STAGES == 1:
-                if tile + 1 == end:
-                    mbarrier.arrive(args.q_empty.index(0), count=1)
+            _release_q(args, tile, end, config)
             if tile < partial_end:
                 s = masked(s, words, BLOCK_N)
             m_old = m_i
@@ -385,9 +370,7 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                 if PAIRED:
                     if gap > 0:
                         mbarrier.arrive(args.kv_empty.index(kv_state[0]), count=1)
-                if Q_STAGES == 1:
-                    if tile + 1 == end:
-                        mbarrier.arrive(args.q_empty.index(0), count=1)
+                _release_q(args, tile, end, config)
                 packed = pack_probabilities(p, dtype, BLOCK_N)
                 kv_state = advance(kv_state, STAGES)
         if config.has_full:
@@ -399,24 +382,14 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                         GROUP, PINGPONG, BLOCK_N, False,
                     )  # fmt: skip
                     mbarrier.arrive(args.kv_empty.index(kv_state[0]), count=1)
-                    if Q_STAGES == 1:
-                        if tile + 1 == end:
-                            mbarrier.arrive(args.q_empty.index(0), count=1)
+                    _release_q(args, tile, end, config)
                     packed = pack_probabilities(p, dtype, BLOCK_N)
                     kv_state = advance(kv_state, STAGES)
             else:
                 for tile in range(rest, last):
-                    p16 = probabilities_operand(packed, dtype, p_layout)
                     stage, phase = kv_state
-                    mbarrier.wait(args.k_full.index(stage), phase)
-                    wait_turn_barrier(GROUP, PINGPONG)
-                    s = warpgroup_mma(
-                        q, args.k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
-                    )
-                    mbarrier.wait(args.v_full.index(stage), phase)
-                    pv = warpgroup_mma(p16, args.v_smem.index(stage), acc, is_async=True)
-                    arrive_turn_barrier(GROUP, PINGPONG)
-                    s = warpgroup_mma_wait(1, deps=(s,))
+                    p16 = probabilities_operand(packed, dtype, p_layout)
+                    s, pv = _issue_matmuls(q, p16, acc, args, kv_state, kv_state, no_scores, GROUP, PINGPONG)
                     if config.has_bias:
                         bias = args.bias_smem.index(stage * GROUPS + GROUP).load(score_layout)
                         s = biased(s, bias, args.scale, args.softcap, config.has_softcap)
@@ -428,9 +401,7 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                     l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, sums_layout))[:, None] + sums
                     acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), LAZY, D // 2)
                     mbarrier.arrive(args.kv_empty.index(stage), count=1)
-                    if Q_STAGES == 1:
-                        if tile + 1 == end:
-                            mbarrier.arrive(args.q_empty.index(0), count=1)
+                    _release_q(args, tile, end, config)
                     packed = pack_probabilities(p, dtype, BLOCK_N)
                     kv_state = advance(kv_state, STAGES)
         if SKIP_EMPTY:
@@ -442,9 +413,7 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                 arrive_turn_barrier(GROUP, GROUPS)
                 mbarrier.wait(args.v_full.index(stage), phase)
                 mbarrier.arrive(args.kv_empty.index(stage), count=1)
-                if Q_STAGES == 1:
-                    if tile + 1 == end:
-                        mbarrier.arrive(args.q_empty.index(0), count=1)
+                _release_q(args, tile, end, config)
                 kv_state = advance(kv_state, STAGES)
         previous_number = number
         previous_tile = work_tile
@@ -453,10 +422,7 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
         number = args.work_count
         if config.persistent:
             descriptors = args.descriptors
-            mbarrier.wait(
-                args.descriptor_full.index(work_index % DESCRIPTOR_STAGES), (work_index // DESCRIPTOR_STAGES) & 1
-            )
-            number = descriptor_field(descriptors, work_index, LIST_INDEX)
+            number = wait_descriptor(descriptors, args.descriptor_full, work_index)
             work_tile = load_work_tile(descriptors, work_index, config)
             begin = hide_from_compiler(descriptor_field(descriptors, work_index, BEGIN))
             partial_end = hide_from_compiler(descriptor_field(descriptors, work_index, PARTIAL_END))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, no_type_check
+from collections import namedtuple
+from typing import no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,47 +24,18 @@ FETCH_AHEAD_LONG = gl.constexpr(4)
 LONG_WORK = gl.constexpr(5)
 
 
-class ProducerArgs(NamedTuple):
-    """What the producer warp reads; `prologue.py` issues the first copies with it."""
-
-    q_desc: object
-    work_list_ptr: object
-    work_count: object
-    counter_ptr: object
-    descriptors: object
-    descriptor_full: object
-    tiles_ptr: object
-    q_smem: object
-    q_full: object
-    q_empty: object
-    heads_per_group: object
-    rows_per_residue: object
-    q_residue_stride: object
-    kv_step: object
-    heads_per_slab: object
-    k_desc: object
-    v_desc: object
-    k_slab_desc: object
-    v_slab_desc: object
-    k_smem: object
-    v_smem: object
-    k_full: object
-    v_full: object
-    kv_empty: object
-    k_residue_stride: object
-    v_residue_stride: object
-    bias_desc: object
-    bias_smem: object
-    bias_batch: object
-    bias_heads: object
+# What the producer warp reads; `prologue.py` issues the first copies with it.
+ProducerArgs = namedtuple(
+    "ProducerArgs",
+    "q_desc work_list_ptr work_count counter_ptr descriptors descriptor_full tiles_ptr q_smem q_full q_empty "
+    "heads_per_group rows_per_residue q_residue_stride kv_step heads_per_slab k_desc v_desc k_slab_desc v_slab_desc "
+    "k_smem v_smem k_full v_full kv_empty k_residue_stride v_residue_stride bias_desc bias_smem bias_batch "
+    "bias_heads",
+)
 
 
-class KvHeads(NamedTuple):
-    """Where K and V of a work tile are: batch entry, key head, and head of the slabs or compacted columns."""
-
-    b: object
-    h: object
-    slab_h: object
+# Where K and V of a work tile are: batch entry, key head, and head of the slabs or compacted columns.
+KvHeads = namedtuple("KvHeads", "b h slab_h")
 
 
 @gluon.jit

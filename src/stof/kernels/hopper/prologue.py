@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, no_type_check
+from collections import namedtuple
+from typing import no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,17 +13,8 @@ from stof.kernels.hopper.intrinsics import shfl_idx
 from stof.kernels.hopper.producer import copy_k, copy_q, copy_v, kv_heads
 from stof.kernels.hopper.tile_fetch import COLUMNS, DESCRIPTOR_STAGES, descriptor_layout
 
-
-class Barriers(NamedTuple):
-    """Barriers of the pipelines, see `forward_kernel.py`, and the ring of descriptors."""
-
-    q_full: object
-    q_empty: object
-    k_full: object
-    v_full: object
-    kv_empty: object
-    descriptors: object
-    descriptor_full: object
+# Barriers of the pipelines, see `forward_kernel.py`, and the ring of descriptors.
+Barriers = namedtuple("Barriers", "q_full q_empty k_full v_full kv_empty descriptors descriptor_full")
 
 
 @gluon.jit

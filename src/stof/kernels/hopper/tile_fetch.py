@@ -6,7 +6,8 @@ it to a ring of stages in shared memory.
 
 from __future__ import annotations
 
-from typing import NamedTuple, no_type_check
+from collections import namedtuple
+from typing import no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,15 +26,8 @@ from stof.kernels.hopper.tile_scheduler import WORK
 DESCRIPTOR_STAGES = gl.constexpr(3)
 
 
-class WorkTile(NamedTuple):
-    """Coordinates of a work tile. `slot` and `chunk` are 0 unless the last chunk merges all (`split_kv_merge.py`)."""
-
-    row_block: object
-    b: object
-    h: object
-    parts: object
-    slot: object
-    chunk: object
+# Coordinates of a work tile. `slot` and `chunk` are 0 unless the last chunk merges all (`split_kv_merge.py`).
+WorkTile = namedtuple("WorkTile", "row_block b h parts slot chunk")
 
 
 @gluon.constexpr_function
@@ -78,6 +72,14 @@ def descriptor_field(descriptors, work_index, number: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def wait_descriptor(descriptors, descriptor_full, work_index):
+    """Wait for the descriptor that follows a work index; return its position in the work list."""
+    mbarrier.wait(descriptor_full.index(work_index % DESCRIPTOR_STAGES), (work_index // DESCRIPTOR_STAGES) & 1)
+    return descriptor_field(descriptors, work_index, LIST_INDEX)
+
+
+@gluon.jit
+@no_type_check
 def load_work_tile(descriptors, work_index, config: gl.constexpr):
     """Return the coordinates of the work tile that follows a work index."""
     parts = descriptor_field(descriptors, work_index, PARTS) if config.split else 1
@@ -115,11 +117,8 @@ def carry_work_tile(tile, config: gl.constexpr):
     return WorkTile(row_block=row_block, b=b, h=h, parts=parts, slot=slot, chunk=chunk)
 
 
-class PairFields(NamedTuple):
-    """Of a pair of row blocks, for each: bitmap of the first tile, and the tiles it skips in total; 0 without pairs."""
-
-    bitmaps: object
-    skipped: object
+# Of a pair of row blocks, for each: bitmap of the first tile, and the tiles it skips in total; 0 without pairs.
+PairFields = namedtuple("PairFields", "bitmaps skipped")
 
 
 @gluon.jit

@@ -63,9 +63,7 @@ from stof.kernels.hopper.softmax import exponents, masked, thread_sums
 from stof.kernels.hopper.tile_fetch import (
     BEGIN,
     BITMAP,
-    DESCRIPTOR_STAGES,
     END,
-    LIST_INDEX,
     PARTIAL_END,
     WORK_COUNT,
     carry_work_tile,
@@ -73,6 +71,7 @@ from stof.kernels.hopper.tile_fetch import (
     first_pair,
     first_work_tile,
     load_work_tile,
+    wait_descriptor,
 )
 from stof.kernels.hopper.tile_scheduler import WORK_SIZE
 from stof.runtime.pdl import launch_next_and_wait
@@ -230,10 +229,7 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
         number = args.work_count
         if config.persistent:
             descriptors = args.descriptors
-            mbarrier.wait(
-                args.descriptor_full.index(work_index % DESCRIPTOR_STAGES), (work_index // DESCRIPTOR_STAGES) & 1
-            )
-            number = descriptor_field(descriptors, work_index, LIST_INDEX)
+            number = wait_descriptor(descriptors, args.descriptor_full, work_index)
             begin = hide_from_compiler(descriptor_field(descriptors, work_index, BEGIN))
             partial_end = hide_from_compiler(descriptor_field(descriptors, work_index, PARTIAL_END))
             end = hide_from_compiler(descriptor_field(descriptors, work_index, END))

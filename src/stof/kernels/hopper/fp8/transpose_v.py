@@ -1,4 +1,4 @@
-"""Triton kernel that lays values of 8 bits across, `[D, keys]`, as the tensor cores read them beside 8-bit weights."""
+"""Triton kernel that transposes 8-bit values to `[D, keys]`: FP8 wgmma wants the summed dimension contiguous."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ def transpose_v(
     stride_ksh,
     stride_vsb,
     stride_vsh,
-    LISTED: tl.constexpr,  # some keys, put side by side, and not all of them
+    LISTED: tl.constexpr,  # listed keys (compacted columns), not all of them
     GROUP: tl.constexpr,  # heads_per_group, up to a power of two
     WORDS: tl.constexpr,  # written at once, of each row
     D: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Values with a key to a column, zeros where there is none, and the factors that stand for scales.
+    """Write transposed values, zeros for places without a key, and the factors of scores and output.
 
-    In each 16 keys, place `4 q + 2 h + b` has key `8 h + 2 q + b`: a thread of the attention kernel has the weights of
-    keys 2q, 2q + 1, 8 + 2q and 9 + 2q, and the tensor cores want from it those at 4 neighbouring places.
+    In each 16 keys, place `4 q + 2 h + b` has key `8 h + 2 q + b`: a thread of the attention kernel holds the
+    probabilities of keys 2q, 2q + 1, 8 + 2q and 9 + 2q, and the tensor cores take 4 neighbouring places from it.
     """
     launch_next_and_wait(USE_PDL)
     chunks = tl.cdiv(words, WORDS)
