@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -77,7 +76,7 @@ def run_call(
             prepared = plan.prepared(choice)
             operands, own = ((q, k, v), options)
             if choice.widened:
-                operands, own = _widened(q, k, v, scales), replace(options, scales=())
+                operands, own = _widened(q, k, v, scales), options._replace(scales=())
             implemented = IMPLEMENTATIONS[choice.implementation]
             bound = lasting(q.device, partial(implemented.bind, *operands, prepared, own))
             if choice.widened:

@@ -345,7 +345,7 @@ def recorded(case: Case) -> Recorded:
         elif choice.implementation == "hopper_fp8":
             scales = tuple(torch.empty(1, heads) for heads in (call.heads, call.kv_heads, call.kv_heads))
             prepared = prepare_fp8(layout, choice.kernel)
-            attend_once(fp8_forward.bind, q, k, v, prepared, replace(options, bias=None, scales=scales))
+            attend_once(fp8_forward.bind, q, k, v, prepared, options._replace(bias=None, scales=scales))
         else:
             work = make_work(layout, choice.kernel.split_tiles)
             if case.name.endswith(AT_RUN_TIME):

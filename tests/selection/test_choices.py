@@ -13,7 +13,7 @@ from stof.kernels.config import KernelConfig
 from stof.layout import build_layout
 from stof.selection import CallSpec, KernelChoice
 from stof.selection import gpu_candidates as gpu
-from stof.selection.gpu_candidates import fits, geometries, gpu_choices, worthwhile
+from stof.selection.gpu_candidates import fits, geometries, gpu_choices, is_distinct
 from tests.selection.fakes import H200_SHARED, Geometry, call_of
 
 CALLS = {
@@ -154,12 +154,12 @@ MIXED, EMPTY = masks.causal(), ~masks.full()
 )
 def test_worthwhile(mask: Any, layout: LayoutConfig, kernel: KernelConfig, expected: bool) -> None:
     counted = Geometry(mask, 512, 512).survey((layout, replace(layout, slab=None)), None)
-    assert worthwhile(KernelChoice("block_wise", layout, None, kernel), counted) == expected
+    assert is_distinct(KernelChoice("block_wise", layout, None, kernel), counted) == expected
 
 
 def test_worthwhile_without_a_kernel() -> None:
     counted = Geometry(MIXED, 100, 100).survey((), None)
-    assert worthwhile(KernelChoice("row_wise", LayoutConfig()), counted)
+    assert is_distinct(KernelChoice("row_wise", LayoutConfig()), counted)
 
 
 def test_something_is_always_worthwhile() -> None:
@@ -169,7 +169,7 @@ def test_something_is_always_worthwhile() -> None:
             for name in implementations(call):
                 choices = gpu_choices(call, geometry, name)
                 counted = geometry.survey(geometries(choices), None)
-                assert any(worthwhile(choice, counted) for choice in choices), (mask, call, name)
+                assert any(is_distinct(choice, counted) for choice in choices), (mask, call, name)
 
 
 def test_texts() -> None:

@@ -20,7 +20,14 @@ from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.selection import IMPLEMENTATIONS, KernelChoice, candidates, choose, failures
 from stof.selection.cost_model import kernel_key
-from stof.selection.gpu_candidates import _CHUNK_KEYS, _CHUNK_KEYS_OF_ONE, _HOPPER_L2_SHARE, fits, gpu_choices, starves
+from stof.selection.gpu_candidates import (
+    _CHUNK_KEYS,
+    _CHUNK_KEYS_OF_ONE,
+    _HOPPER_L2_SHARE,
+    fits,
+    gpu_choices,
+    is_l2_bound,
+)
 from stof.testing.mask_grid import grid_mask
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 
@@ -175,10 +182,10 @@ def test_three_thread_blocks_are_for_short_row_blocks() -> None:
     for mask, head_dim, expected in cases:
         call = call_of(head_dim=head_dim, q_len=2048, kv_len=2048)
         counted = survey(mask, 2048, 2048, (layout,))
-        assert starves(choice, call, counted) == expected
+        assert is_l2_bound(choice, call, counted) == expected
     counted = survey(masks.causal(), 1024, 1024, (layout,))  # 8.5 tiles on average, most of them in long row blocks
-    assert starves(choice, call_of(q_len=1024, kv_len=1024), counted)
-    assert not starves(replace(choice, implementation="block_wise"), call_of(), counted)
+    assert is_l2_bound(choice, call_of(q_len=1024, kv_len=1024), counted)
+    assert not is_l2_bound(replace(choice, implementation="block_wise"), call_of(), counted)
 
 
 def test_starved_tiles_serve_where_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +215,7 @@ def test_pairs_are_for_short_row_blocks() -> None:
         geometry = Geometry(grid_mask(mask).mask(length), length, length)
         call = call_of(head_dim=128, q_len=length, kv_len=length)
         assert pair.layout is not None
-        assert starves(pair, call, geometry.survey((pair.layout,), None)) is not serves
+        assert is_l2_bound(pair, call, geometry.survey((pair.layout,), None)) is not serves
 
 
 def test_rows_of_two_remainders_share_no_row_block() -> None:

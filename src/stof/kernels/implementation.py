@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,8 +22,7 @@ from stof.errors import KernelError
 BoundCall = Callable[..., tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """Scalars and optional tensors of a call, checked.
 
     Attributes:

@@ -21,7 +21,7 @@ from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.layout import LayoutConfig
 from stof.layout import bitmaps as bits
 from stof.layout.survey import TileCounts
-from stof.plans.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, partition_items
+from stof.plans.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, int_zeros, partition_items
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
@@ -100,9 +100,6 @@ class BlockBuffers(WorkBuffers):
                 self.block_size, self.causal, problem.block_m, problem.block_n,
                 min(_TILES_AT_ONCE, triton.next_power_of_2(slots)),
             ),
-            num_warps=4,
-            num_stages=1,
-            device=self.flags.device,
         )  # fmt: skip
         return (fill,)
 
@@ -160,18 +157,19 @@ class BlockBuffers(WorkBuffers):
         width = config.block_n // _SLAB if paired else 1
         if (nothing + 2) * width >= 2**31:
             raise UnfitLayoutError(f"{nothing} tiles are more than 32-bit offsets reach")
-        columns = torch.zeros(nothing + 2, width, dtype=torch.int32, device=device)
+        zeros = int_zeros(device)
+        columns = zeros(nothing + 2, width)
         spare = oob_column(problem.kv_len)
         columns[nothing:] = -1 - spare if paired else spare
         dealt = partition_items(counts.partial, counts.full, split_tiles, nothing, device)
-        empty = torch.zeros(0, dtype=torch.int32, device=device)
+        empty = zeros(0)
         lists = TileLists(
             pattern_of=self.work.pattern_of,
             items=dealt.items,
             item_ptr=dealt.item_ptr,
             tile_columns=columns,
             # A partial tile is its item's first, whose bitmap comes with the item: these are never applied.
-            tile_bitmap=torch.zeros(nothing + 3, dtype=torch.int32, device=device),
+            tile_bitmap=zeros(nothing + 3),
             bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device),
             row_order=empty,
             ranges=dealt.ranges,
@@ -194,9 +192,7 @@ def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, 
     count = problem.patterns * problem.row_blocks
     query_blocks = -(-problem.q_len // block_size)
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
+    zeros = int_zeros(device)
     return BlockBuffers(
         problem=problem,
         work=empty_work(
@@ -249,8 +245,6 @@ def _selecting(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
         (nan_bit, buffers.causal, width),
         # A warp by itself sums without waiting for others, some 34 times in a row.
         num_warps=max(1, min(16, width // 1024)),
-        num_stages=1,
-        device=buffers.flags.device,
     )
 
 
@@ -270,6 +264,4 @@ def _hopper_fill(buffers: BlockBuffers, lists: TileLists, first_item: Tensor, sl
             _TILES_AT_ONCE,
         ),
         num_warps=1,
-        num_stages=1,
-        device=buffers.flags.device,
     )  # fmt: skip

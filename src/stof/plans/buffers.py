@@ -203,6 +203,11 @@ class WorkBuffers:
         return sum(t.numel() * t.element_size() for t in held.values()) + tiles
 
 
+def int_zeros(device: torch.device) -> Callable[..., Tensor]:
+    """`zeros(*shape)`, int32 on a device."""
+    return partial(torch.zeros, dtype=torch.int32, device=device)
+
+
 def empty_work(
     problem: DynamicSizes,
     device: torch.device,
@@ -225,9 +230,7 @@ def empty_work(
             "indices, batch entries or heads"
         )
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
+    zeros = int_zeros(device)
     columns = zeros(tiles + 2, width)
     items = zeros(patterns, problem.row_blocks, len(ITEM))
     items[..., ITEM.parts] = 1

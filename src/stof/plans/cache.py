@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
+from stof.plans.plan import Plan
 from stof.runtime.locks import ForkSafeLock
-
-
-class Held(Protocol):
-    """What the cache holds."""
-
-    def bytes(self) -> int:
-        """Memory it takes."""
-
-
-P = TypeVar("P", bound=Held)
 
 
 @dataclass(frozen=True)
@@ -30,16 +20,16 @@ class CacheInfo:
     misses: int
 
 
-class PlanCache(Generic[P]):
+class PlanCache:
     """Least recently used plans, bounded in number and in bytes; safe to use from several threads."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
-        self._plans: OrderedDict[Hashable, P] = OrderedDict()
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._lock = ForkSafeLock()
         self._hits = self._misses = 0
 
-    def get(self, key: Hashable) -> P | None:
+    def get(self, key: Hashable) -> Plan | None:
         with self._lock:
             found = self._plans.get(key)
             if found is None:
@@ -49,7 +39,7 @@ class PlanCache(Generic[P]):
             self._plans.move_to_end(key)
             return found
 
-    def put(self, key: Hashable, plan: P) -> None:
+    def put(self, key: Hashable, plan: Plan) -> None:
         """Keep `plan` unless it alone exceeds the bound."""
         if plan.bytes() > self._max_bytes:
             return
@@ -61,16 +51,13 @@ class PlanCache(Generic[P]):
                 self._plans.popitem(last=False)
         # Plans grow when another implementation prepares them, so all are measured again, but not under the lock.
         total = 0
-        for held_key, held in reversed(self.items()):
+        with self._lock:
+            held_plans = list(self._plans.items())
+        for held_key, held in reversed(held_plans):
             total += held.bytes()
             if total > self._max_bytes:
                 with self._lock:
                     self._plans.pop(held_key, None)
-
-    def items(self) -> list[tuple[Hashable, P]]:
-        """All plans with their keys, at this moment."""
-        with self._lock:
-            return list(self._plans.items())
 
     def clear(self) -> None:
         with self._lock:

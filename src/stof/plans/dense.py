@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.plans.buffers import OVERFLOW, DynamicSizes, WorkBuffers, empty_work
+from stof.plans.buffers import OVERFLOW, DynamicSizes, WorkBuffers, empty_work, int_zeros
 from stof.runtime.cache_keys import settled
 
 # Columns handled at once, in lists and of a dense mask.
@@ -32,11 +32,12 @@ def dense_buffers(problem: DynamicSizes, density: float | None, device: torch.de
     if density is not None:
         tiles = min(tiles, max(1, int(problem.row_blocks * per_row * density)))
     tiles *= problem.patterns
+    zeros = int_zeros(device)
     return DenseBuffers(
         problem=problem,
         work=empty_work(problem, device, tiles=tiles, bitmaps=tiles),
-        flags=torch.zeros(problem.patterns, dtype=torch.int32, device=device),
-        owner=torch.zeros(tiles, 2, dtype=torch.int32, device=device),
+        flags=zeros(problem.patterns),
+        owner=zeros(tiles, 2),
     )
 
 
@@ -64,7 +65,7 @@ def fill_dense(buffers: DenseBuffers, keep: Tensor) -> None:
     full_columns, any_columns = ((classes >= least).sum(1).view(shape) for least in (2, 1))
     full = torch.div(full_columns, problem.block_n, rounding_mode="floor")
     partial = _up(any_columns - full * problem.block_n, problem.block_n)
-    problems = torch.zeros(problem.patterns, dtype=torch.int32, device=device)
+    problems = int_zeros(device)(problem.patterns)
     begin, full_begin, place, poisoned = _placed(partial, full, problems != 0, buffers.tiles)
     _flag(buffers, problems, poisoned)
     rows = torch.stack([place, begin, partial, full_begin, full, poisoned], -1).int()

@@ -27,7 +27,7 @@ from stof.runtime.memory import tensors_on_host
 from stof.runtime.streams import Update
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
 from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit
-from stof.selection.mask_geometry import MaskGeometry
+from stof.selection.mask_geometry import Geometry, MaskGeometry
 from stof.validation import usable_device
 
 # What may run a plan on a GPU.
@@ -289,11 +289,8 @@ class DynamicPlan(Plan):
         return f"DynamicPlan({self._mask!r}, q_len={self.q_len}, kv_len={self.kv_len}, device={str(self.device)!r})"
 
 
-class _BufferGeometry:
+class _BufferGeometry(Geometry):
     """What the selector asks of buffers: as many tiles as can be told before the mask is known."""
-
-    fixed = None
-    row_orders: tuple[str, ...] = ()
 
     def __init__(self, buffers: WorkBuffers) -> None:
         self._buffers = buffers
@@ -305,9 +302,6 @@ class _BufferGeometry:
             counts = {geometry: self._buffers.counts(geometry) for geometry in geometries}
             kept = torch.full((1, problem.q_len), problem.kv_len)
         return Survey(counts, kept, problem.mask_batch, problem.mask_heads)
-
-    def found_order(self) -> None:
-        """None: rows of dynamic plans are in order."""
 
 
 def dynamic_plan(

@@ -24,7 +24,7 @@ from stof.selection import MaskGeometry
 # gone; the cache drops plans, and a plan calls of other shapes.
 _IN_GRAPHS: set[BoundCall] = set()
 
-plan_cache: PlanCache[Plan] = PlanCache(max_entries=128, max_bytes=2**28)
+plan_cache = PlanCache(max_entries=128, max_bytes=2**28)
 
 
 def make_plan(

@@ -16,7 +16,7 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
-from stof.plans.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, partition_items
+from stof.plans.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, int_zeros, partition_items
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
@@ -74,7 +74,7 @@ class SlashBuffers(WorkBuffers):
         from stof.plans.fill import vertical_slash as fill_slash
         from stof.runtime.launch import Launch
 
-        problem, work, device = self.problem, self.work, self.flags.device
+        problem, work = self.problem, self.work
         patterns, block_m, block_n = problem.patterns, problem.block_m, problem.block_n
         words = self.tables.shape[2] - 1
         own_base = patterns * self.chunks
@@ -88,8 +88,6 @@ class SlashBuffers(WorkBuffers):
             (words, words.bit_length(), self.chunks, self.full_chunks, full_base),
             (side, block_m, block_n),
             num_warps=2,
-            num_stages=1,
-            device=device,
         )
         fill = Launch(
             fill_slash.vertical_slash_fill,
@@ -104,8 +102,6 @@ class SlashBuffers(WorkBuffers):
             ),
             (block_m, block_n, _EDGES, min(_COPY, max(32, triton.next_power_of_2(self.verticals)))),
             num_warps=1,
-            num_stages=1,
-            device=device,
         )  # fmt: skip
         return tiles, fill
 
@@ -151,9 +147,7 @@ class SlashBuffers(WorkBuffers):
         if max(nothing + 3, bitmaps * BLOCK * 4) >= 2**31:
             raise UnfitLayoutError(f"{nothing} tiles with {bitmaps} bitmaps are more than 32-bit offsets reach")
 
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
+        zeros = int_zeros(device)
         columns = zeros(nothing + 2, 1)
         columns[nothing:] = oob_column(problem.kv_len)
         dealt = partition_items(counts.partial, counts.full, split_tiles, nothing, device)
@@ -209,24 +203,20 @@ def vertical_slash_buffers(
         bitmaps=patterns * (chunks + own) + 1,
         shared=True,
     )
+    zeros = int_zeros(device)
     words = -(-(reach + _BASE + problem.block_m + 64) // 32)
     return SlashBuffers(
         problem=problem,
         work=work,
-        flags=torch.zeros(patterns, dtype=torch.int32, device=device),
+        flags=zeros(patterns),
         chunks=chunks,
         own=own,
         full_chunks=full_chunks,
         slots=slots.to(device=device, dtype=torch.int32),
-        tables=torch.zeros(patterns, _TABLES, words + 1, dtype=torch.int32, device=device),
-        bad=torch.zeros(patterns, dtype=torch.int32, device=device),
-        columns=torch.full(
-            (problem.mask_batch, problem.mask_heads, -(-verticals // BLOCK) * BLOCK),
-            -1,
-            dtype=torch.int32,
-            device=device,
-        ),
-        slashes=torch.full((patterns, distances), -1, dtype=torch.int32, device=device),
+        tables=zeros(patterns, _TABLES, words + 1),
+        bad=zeros(patterns),
+        columns=zeros(problem.mask_batch, problem.mask_heads, -(-verticals // BLOCK) * BLOCK) - 1,
+        slashes=zeros(patterns, distances) - 1,
         verticals=verticals,
         distances=distances,
         offset=offset,
@@ -288,8 +278,6 @@ def _reading(buffers: SlashBuffers, vertical: Tensor, slash: Tensor, out_of_rang
         ),
         (out_of_range, not_ascending, problem.block_m, at_once),
         num_warps=8,
-        num_stages=1,
-        device=buffers.flags.device,
     )  # fmt: skip
 
 
@@ -300,7 +288,7 @@ def _hopper_fills(
     from stof.runtime.launch import Launch
 
     runs, tiles, number, first_item = tables
-    problem, device, n = buffers.problem, buffers.flags.device, buffers.distances
+    problem, n = buffers.problem, buffers.distances
     words, n_columns = buffers.tables.shape[2] - 1, buffers.columns.shape[-1]
     row_blocks = (len(first_item) - 1) // problem.patterns
     columns = Launch(
@@ -310,8 +298,6 @@ def _hopper_fills(
         (n,),
         (BLOCK, _HOPPER_COPY),
         num_warps=8,
-        num_stages=1,
-        device=device,
     )
     bitmaps = Launch(
         kernels.slash_bitmaps,
@@ -320,8 +306,6 @@ def _hopper_fills(
         (words, n, buffers.offset),
         (_HOPPER_SIDE, BLOCK),
         num_warps=2,
-        num_stages=1,
-        device=device,
     )
     fill = Launch(
         kernels.slash_fill,
@@ -333,7 +317,5 @@ def _hopper_fills(
         (n_columns, words, n, row_blocks, slots, own_bitmaps, nothing, buffers.offset),
         (BLOCK, _TILES_AT_ONCE),
         num_warps=1,
-        num_stages=1,
-        device=device,
     )  # fmt: skip
     return columns, bitmaps, fill

@@ -54,7 +54,7 @@ class Launch:
         num_warps, num_stages, max_registers: compile options, 0 registers for no bound.
         windows: what the kernel copies of each base by TMA; None where it reads none.
         use_pdl: launch with programmatic dependent launch (`pdl.py`).
-        device: where the tensors are.
+        device: where the tensors are; default that of the first of `tensors`.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Launch:
         numbers: tuple[int | float, ...],
         constants: tuple[Any, ...],
         *,
-        num_warps: int,
-        num_stages: int,
+        num_warps: int = 4,
+        num_stages: int = 1,
         max_registers: int = 0,
         windows: tuple[TensorWindow | None, ...] = (),
         use_pdl: bool = False,
-        device: torch.device,
+        device: torch.device | None = None,
     ) -> None:
-        self.kernel, self.grid, self.device = kernel, grid, device
+        self.kernel, self.grid, self.device = kernel, grid, device or tensors[0].device
         self.windows = windows
         self.tensors = tensors
         self.rest = (*numbers, *constants)

@@ -22,7 +22,7 @@ from stof.kernels.hopper.tile_scheduler import LATE
 from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
 from stof.selection.kernel_choice import KernelChoice
-from stof.selection.resources import ON_HOPPER, head_dim_class, occupancy, one_by_one
+from stof.selection.resources import ON_HOPPER, head_dim_class, loads_bias_scalar, occupancy
 
 # The device whose constants stand in for those of devices that were never tuned.
 DEFAULT_DEVICE = "NVIDIA H200"
@@ -250,7 +250,7 @@ def _bias_cost(choice: KernelChoice, call: CallSpec) -> float:
         return 1.0
     if choice.implementation == "hopper":
         return _HOPPER_BIAS_COST
-    return _NARROW_BIAS_COST if one_by_one(choice, call) else _BIAS_COST
+    return _NARROW_BIAS_COST if loads_bias_scalar(choice, call) else _BIAS_COST
 
 
 def _with_scattered_bias(times: KernelTimes, choice: KernelChoice, call: CallSpec) -> KernelTimes:

@@ -17,11 +17,11 @@ from stof.selection.capabilities import CallSpec
 from stof.selection.kernel_choice import KernelChoice
 from stof.selection.mask_geometry import Geometry
 from stof.selection.resources import (
-    crowded,
     fp8_shared_memory,
     head_dim_class,
     hopper_shared_memory,
     shared_memory,
+    spills_registers,
 )
 
 # (block_m, block_n, warps, stages, registers) worth having, by head_dim class; `stof tune --device` times them all.
@@ -96,7 +96,7 @@ def gpu_choices(
             for layout in _layouts(geometry.fixed, block_m, block_n, order):
                 kernel = KernelConfig(warps, stages, registers, pack=pack, side=_side(call))
                 choice = KernelChoice(implementation, layout, order, kernel)
-                if geometry.fixed or not crowded(choice, call):
+                if geometry.fixed or not spills_registers(choice, call):
                     choices += _variants(choice, call)
     return list(dict.fromkeys(choices))
 
@@ -187,7 +187,7 @@ def geometries(choices: list[KernelChoice]) -> tuple[LayoutConfig, ...]:
     return tuple(dict.fromkeys(choice.layout for choice in choices if choice.layout is not None))
 
 
-def worthwhile(choice: KernelChoice, survey: Survey, simpler: bool = True) -> bool:
+def is_distinct(choice: KernelChoice, survey: Survey, simpler: bool = True) -> bool:
     """Whether a choice differs from a simpler one on this mask; `simpler` says whether that one can run."""
     if choice.kernel is None or choice.layout is None:
         return True
@@ -206,7 +206,7 @@ def worthwhile(choice: KernelChoice, survey: Survey, simpler: bool = True) -> bo
     return True
 
 
-def starves(choice: KernelChoice, call: CallSpec, survey: Survey) -> bool:
+def is_l2_bound(choice: KernelChoice, call: CallSpec, survey: Survey) -> bool:
     """Whether three thread blocks on a multiprocessor would wait for the L2 cache, or pairs for their small tiles.
 
     Each of the three reads keys and values for 64 rows alone. Short row blocks do not notice; with 64 tiles each, 12

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +16,7 @@ from stof.masks import Mask
 T = TypeVar("T")
 
 
-class Geometry(Protocol):
+class Geometry:
     """What the selector may ask of a mask at two lengths.
 
     Attributes:
@@ -23,49 +24,40 @@ class Geometry(Protocol):
         row_orders: names of row orders worth trying.
     """
 
-    @property
-    def fixed(self) -> LayoutConfig | None: ...
-
-    @property
-    def row_orders(self) -> tuple[str, ...]: ...
+    fixed: LayoutConfig | None = None
+    row_orders: tuple[str, ...] = ()
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
-        """Tile counts under each geometry."""
+        """Tile counts under each geometry, for the cost model."""
+        raise NotImplementedError
 
     def found_order(self) -> str | None:
-        """Name of a row order found by looking at the mask; searched once, when first asked."""
+        """Name of a row order found by looking at the mask, None where that is nothing new; searched once."""
+        return None
 
 
-class LayoutGeometry:
+class LayoutGeometry(Geometry):
     """The geometry of a plan that keeps to one layout."""
-
-    row_orders: tuple[str, ...] = ()
 
     def __init__(self, layout: Layout) -> None:
         self.fixed = layout.config
         self._layout = layout
-        self._survey: Survey | None = None
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
-        """Tile counts of the layout; counted once."""
         del geometries, row_order
-        if self._survey is None:
-            self._survey = survey_of_layout(self._layout)
-        return self._survey
+        return self._counted
 
-    def found_order(self) -> None:
-        """None: the rows of the layout are in order."""
+    @functools.cached_property
+    def _counted(self) -> Survey:
+        return survey_of_layout(self._layout)
 
 
-class MaskGeometry:
+class MaskGeometry(Geometry):
     """Answers by looking at the mask, on any device; every layout can be built. Arguments as for `build_layout`.
 
     Attributes:
-        fixed: None, see `Geometry`.
         orders: the mask's row orders.
     """
-
-    fixed: LayoutConfig | None = None
 
     def __init__(
         self,
@@ -80,15 +72,10 @@ class MaskGeometry:
         self.mask, self.q_len, self.kv_len = mask, q_len, kv_len
         self.batch, self.heads, self.device = batch, heads, torch.device(device)
         self.orders = RowOrders(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
+        self.row_orders = self.orders.names
         self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
 
-    @property
-    def row_orders(self) -> tuple[str, ...]:
-        """Names of row orders that suit the mask and fit its length."""
-        return self.orders.names
-
     def found_order(self) -> str | None:
-        """Name of a row order found by looking at the mask, None where that is nothing new; searched once."""
         return self.orders.found()
 
     def build(self, config: LayoutConfig, row_order: str | None) -> Layout:
@@ -96,7 +83,6 @@ class MaskGeometry:
         return self._by(build_layout, config, row_order)
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
-        """Tile counts under each geometry, for the cost model; counted once."""
         key = (geometries, row_order)
         found = self._surveys.get(key)
         if found is None:

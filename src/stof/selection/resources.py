@@ -39,15 +39,15 @@ def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: b
     return held + rows * layout.block_n * max(4, max(1, num_stages - 1) * call.bias_itemsize)
 
 
-def crowded(choice: KernelChoice, call: CallSpec) -> bool:
+def spills_registers(choice: KernelChoice, call: CallSpec) -> bool:
     """Whether threads of the block-wise kernel would hold more scores than go with a bias."""
     if not call.has_bias or choice.layout is None or choice.kernel is None:
         return False
     scores = choice.layout.block_m * choice.layout.block_n // (32 * choice.kernel.num_warps)
-    return scores > (_SCORES_ONE_BY_ONE if one_by_one(choice, call) else _SCORES)
+    return scores > (_SCORES_ONE_BY_ONE if loads_bias_scalar(choice, call) else _SCORES)
 
 
-def one_by_one(choice: KernelChoice, call: CallSpec) -> bool:
+def loads_bias_scalar(choice: KernelChoice, call: CallSpec) -> bool:
     """Whether the block-wise kernel reads a bias value by value, as columns or rows of it do not follow each other."""
     return call.bias_to_copy > 0 or (choice.layout is not None and choice.layout.slab == 1)
 

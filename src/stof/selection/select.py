@@ -20,9 +20,9 @@ from stof.selection.gpu_candidates import (
     fits,
     geometries,
     gpu_choices,
+    is_distinct,
+    is_l2_bound,
     shared_memory_limit,
-    starves,
-    worthwhile,
 )
 from stof.selection.implementations import IMPLEMENTATIONS
 from stof.selection.kernel_choice import KernelChoice
@@ -214,7 +214,7 @@ def weighed(
         error = on_gpu.error(choice)
         if error is not None:
             bad.append(Candidate(choice.implementation, (error,), choice))
-        elif worthwhile(choice, counted, simpler=False):
+        elif is_distinct(choice, counted, simpler=False):
             good.append(on_gpu.candidate(choice, counted))
     return sorted(good, key=lambda c: (c.estimate_us is None, c.estimate_us or 0.0)) + bad
 
@@ -265,8 +265,8 @@ class _OnGpu:
                 simpler = choice if choice.layout is None else replace(choice, layout=choice.layout.contiguous())
                 if error is not None:
                     bad.append(Candidate(choice.implementation, (error,), choice))
-                elif worthwhile(choice, counted, simpler.layout_key not in self.layout_errors):
-                    if starves(choice, self.call, counted):
+                elif is_distinct(choice, counted, simpler.layout_key not in self.layout_errors):
+                    if is_l2_bound(choice, self.call, counted):
                         starved.append((choice, counted))
                     else:
                         good.append(self.candidate(choice, counted))
