@@ -128,7 +128,7 @@ def test_heads_side_by_side_share_the_cache() -> None:
         sides.append(side_of(call) or 60)
         per_head = kv_len * 2 * 64 * 2
         assert 60 % sides[-1] == 0
-        assert sides[-1] * per_head <= gpu._L2_SHARE or sides[-1] == 1
+        assert sides[-1] * per_head <= gpu.L2_SHARE or sides[-1] == 1
     assert sides == sorted(sides, reverse=True)
     assert (sides[0], sides[-1]) == (60, 1)
     # Four query heads read the same keys.
