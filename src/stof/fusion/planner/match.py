@@ -162,19 +162,14 @@ def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch |
     linear = next(operator for operator in operators if operator.kind is Kind.LINEAR)
     norm = next((operator for operator in operators if operator.kind in NORMS), None)
     act = next((operator for operator in operators if operator.kind in (Kind.ACTIVATION, Kind.GATE)), None)
-    add = next((operator for operator in operators if operator.kind is Kind.RESIDUAL), None)
     quantized = linear.quantized if template.name == SCALED else None
     if quantized is None and linear.quantized is not None and linear.quantized.scale_after_matmul:
         return "the result's columns are scaled"
-    covered_nodes: set[fx.Node] = {node for operator in operators for node in operator.nodes}
+    dataflow = _dataflow(operators, linear)
+    if isinstance(dataflow, str):
+        return dataflow
+    covered_nodes, residual = dataflow
     rotaries = [operator for operator in operators if operator.kind is Kind.ROTARY]
-    for before, after in pairwise(operators):
-        problem = "" if after in rotaries else _connected(before, after, covered_nodes, linear)
-        if problem:
-            return problem
-    residual = _residual(operators, add)
-    if isinstance(residual, str):
-        return residual
     turned = rotations(linear, rotaries) if rotaries else None
     if isinstance(turned, str):
         return turned
@@ -221,27 +216,30 @@ def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch |
     )
 
 
-def _residual(operators: Sequence[Operator], add: Operator | None) -> fx.Node | str | None:
-    """What `add`, one of the operators, adds to the result of the one before; None without an `add`."""
-    if add is None:
-        return None
-    before = operators[operators.index(add) - 1]
-    others = [source for source in add.inputs if skip_identities(source) is not before.root]
-    return others[0] if len(others) == 1 else "adds a value to itself"
+def _dataflow(operators: Sequence[Operator], linear: Operator) -> tuple[set[fx.Node], fx.Node | None] | str:
+    """The nodes of a segment and what its residual addition adds, if it has one; or why no value flows through it."""
+    covered_nodes = {node for operator in operators for node in operator.nodes}
+    residual: fx.Node | None = None
+    for before, after in pairwise(operators):
+        problem = "" if after.kind is Kind.ROTARY else _connected(before, after, covered_nodes, linear)
+        if problem:
+            return problem
+        if after.kind is Kind.RESIDUAL:
+            others = [source for source in after.inputs if skip_identities(source) is not before.root]
+            if len(others) != 1:
+                return "adds a value to itself"
+            residual = others[0]
+    return covered_nodes, residual
 
 
 def _match_chain(template: Template, operators: Sequence[Operator]) -> TemplateMatch | str:
     """Match two chained GEMMs, with an activation between them or not."""
     down, up = (operator for operator in operators if operator.kind is Kind.LINEAR)
     act = next((operator for operator in operators if operator.kind is Kind.ACTIVATION), None)
-    add = operators[-1] if operators[-1].kind is Kind.RESIDUAL else None
-    covered_nodes: set[fx.Node] = {node for operator in operators for node in operator.nodes}
-    for before, after in pairwise(operators):
-        if problem := _connected(before, after, covered_nodes, down):
-            return problem
-    residual = _residual(operators, add)
-    if isinstance(residual, str):
-        return residual
+    dataflow = _dataflow(operators, down)
+    if isinstance(dataflow, str):
+        return dataflow
+    covered_nodes, residual = dataflow
     result = operators[-1].root
     if any(user not in covered_nodes for node in covered_nodes - {result} for user in node.users):
         return "a value between the GEMMs is used elsewhere as well"
