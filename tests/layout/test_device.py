@@ -34,7 +34,7 @@ def on_device(
     mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, batch: int = 1, heads: int = 1
 ) -> Layout | None:
     dims = mask.dims(batch, heads)
-    return device_layout(mask, q_len, kv_len, config, dims, round(100 * PARTIAL_TILE_COST), DEVICE)
+    return device_layout(mask, q_len, kv_len, config, dims, round(100 * PARTIAL_TILE_COST), device=DEVICE)
 
 
 def by_torch(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> Layout:
@@ -190,7 +190,7 @@ def test_survey(problem: tuple[Mask, int, int]) -> None:
         expected = survey(mask, q_len, kv_len, wanted, batch=2, heads=mask.heads, device=DEVICE)
     shape = (expected.mask_batch, expected.mask_heads)
     entries = list(range(shape[0] * shape[1]))
-    counted = device_counts(mask, q_len, kv_len, [16, 64, 192], shape[1], entries, DEVICE)
+    counted = device_counts(mask, q_len, kv_len, [16, 64, 192], shape[1], entries, device=DEVICE)
     assert counted is not None
     assert torch.equal(counted.kept.long(), expected.kept)
     for geometry in wanted:
@@ -259,11 +259,11 @@ def test_masks_without_a_program(mask: Mask) -> None:
     assert on_device(mask, 64, 64, LayoutConfig(16, 16)) is None
 
 
-def test_letters_of_builds_that_fail_are_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_mailboxes_of_builds_that_fail_are_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device may still be writing to them."""
-    config, lent = LayoutConfig(16, 16), set(device_source._lent)
+    config, in_use = LayoutConfig(16, 16), set(device_source._in_use)
     on_device(masks.causal(), 40, 40, config)
-    assert device_source._lent == lent
+    assert device_source._in_use == in_use
 
     def fail(*given: object) -> None:
         raise torch.OutOfMemoryError
@@ -271,9 +271,9 @@ def test_letters_of_builds_that_fail_are_not_given_to_others(monkeypatch: pytest
     monkeypatch.setattr(device_build, "_Rows", fail)
     with pytest.raises(torch.OutOfMemoryError):
         on_device(masks.causal(), 40, 40, config)
-    (letter,) = device_source._lent - lent
-    assert letter not in device_source._letters
-    device_source._lent.discard(letter)
+    (mailbox,) = device_source._in_use - in_use
+    assert mailbox not in device_source._free_mailboxes
+    device_source._in_use.discard(mailbox)
 
 
 def test_parts_that_need_most_of_the_stack_come_first() -> None:
@@ -298,6 +298,6 @@ def test_problems_left_to_torch() -> None:
     mask, config = masks.causal(), LayoutConfig(16, 16)
     assert on_device(mask, 64, 64, LayoutConfig(16, 16, 8)) is None
     assert on_device(mask, 2**15, 2**15, config) is None
-    assert device_counts(mask, 2**20, 2**20, [16], 1, [0], DEVICE) is None
+    assert device_counts(mask, 2**20, 2**20, [16], 1, [0], device=DEVICE) is None
     function = masks.from_function(lambda b, h, q, k: q >= k)
-    assert device_counts(function, 64, 64, [16], 1, [0], DEVICE) is None
+    assert device_counts(function, 64, 64, [16], 1, [0], device=DEVICE) is None

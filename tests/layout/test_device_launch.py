@@ -77,16 +77,17 @@ def test_devices_without_triton_are_left_to_torch() -> None:
     broken = Kernel(PTXASError("no such target"))
     calls = []
 
-    def make(device: torch.device) -> None:
+    @on_device
+    def make(*, device: torch.device) -> None:
         calls.append(device)
         run(broken, torch.zeros(8))
 
     with pytest.raises(KernelError, match="some_kernel does not run on this device: PTXASError"):
         run(broken, torch.zeros(8))
     with pytest.warns(RuntimeWarning, match="built by torch from now on"):
-        assert on_device(torch.device("cuda"), make) is None
+        assert make(device=torch.device("cuda")) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert on_device(CUDA, make) is None
+        assert make(device=CUDA) is None
     assert calls == [CUDA]
-    assert on_device(torch.device("cpu"), lambda device: device) == torch.device("cpu")
+    assert on_device(lambda *, device: device)(device=torch.device("cpu")) == torch.device("cpu")

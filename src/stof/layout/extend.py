@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stof.layout.build.build import Pattern, build_layout, compiled, laid_out, shared
+from stof.layout.build.build import Pattern, build_layout, build_pattern, deduplicate, pack_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
 from stof.masks import Mask
@@ -48,7 +48,7 @@ def extend_layout(layout: Layout, mask: Mask, q_len: int, kv_len: int, *, batch:
         for h in range(mask_heads):
             old = old_pattern[b][h]
             if q_len > first:
-                new = compiled(HeadMask(rest, q_len - first, kv_len, b, h, None, layout.device), layout.config)
+                new = build_pattern(HeadMask(rest, q_len - first, kv_len, b, h, None, layout.device), layout.config)
             else:
                 new = _nothing(layout)
             places = (n for n, other in enumerate(distinct) if other[0] == old and other[1].equals(new))
@@ -107,8 +107,8 @@ def _joined(
     number = torch.cat(numbers)
     used, number = number.unique(return_inverse=True)
     candidates = torch.cat([layout.bitmaps, *(new.bitmaps for _, new in distinct)])[used]
-    bitmaps, renumbered = shared(candidates)
-    return laid_out(joined, bitmaps, renumbered[number], pattern_of, q_len, kv_len, layout.config, None)
+    bitmaps, renumbered = deduplicate(candidates)
+    return pack_layout(joined, bitmaps, renumbered[number], pattern_of, q_len, kv_len, layout.config, None)
 
 
 def _slots(layout: Layout, tiles: slice) -> Tensor:

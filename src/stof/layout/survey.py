@@ -107,7 +107,7 @@ def survey(
     if order is None and where.type == "cuda":
         entries = [b * mask_heads + h for b, h in counted]
         heights = sorted({geometry.block_m for geometry in wanted}) or [64]
-        slabs = device_counts(mask, q_len, kv_len, heights, mask_heads, entries, where)
+        slabs = device_counts(mask, q_len, kv_len, heights, mask_heads, entries, device=where)
         if slabs is not None:
             tiles = {geometry: TileCounts(*tiles_of_slabs(slabs, geometry)) for geometry in wanted}
             found = tiles, slabs.kept.long()

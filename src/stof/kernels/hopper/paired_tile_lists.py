@@ -29,7 +29,7 @@ from stof.kernels.hopper.tile_lists import (
     slabs_and_reads,
 )
 from stof.layout import Layout
-from stof.layout.build.build import shared
+from stof.layout.build.build import deduplicate
 
 # The least number of stages of K and V, less one.
 MOST_SKIPPED = 3
@@ -124,7 +124,7 @@ def _slabs(layout: Layout) -> tuple[Tensor, _Slabs]:
     width = slab // 4
     own = torch.stack([(words >> (width * s)) & ((1 << width) - 1) for s in range(per_tile)], 1).flatten(0, 1)
     known = torch.stack([torch.zeros_like(own[0]), torch.full_like(own[0], (1 << width) - 1)])
-    distinct, number = shared(torch.cat([known, own]))
+    distinct, number = deduplicate(torch.cat([known, own]))
     # The two known ones to the front.
     front = torch.full((len(distinct),), 2, device=number.device)
     front[number[0]], front[number[1]] = _NOTHING, _EVERYTHING

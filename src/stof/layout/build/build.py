@@ -65,7 +65,7 @@ def build_layout(
     check_tiles(HeadMask(mask, q_len, kv_len, 0, 0, order, torch.device(device)), config)
     if order is None and torch.device(device).type == "cuda":
         dims = (mask_batch, mask_heads)
-        layout = device_layout(mask, q_len, kv_len, config, dims, _PARTIAL_HUNDREDTHS, torch.device(device))
+        layout = device_layout(mask, q_len, kv_len, config, dims, _PARTIAL_HUNDREDTHS, device=torch.device(device))
         if layout is not None:
             return layout
     numbers = mask.pattern_ids(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
@@ -77,7 +77,7 @@ def build_layout(
             if numbers[b][h] in known:
                 pattern_of[b, h] = known[numbers[b][h]]
                 continue
-            built = compiled(HeadMask(mask, q_len, kv_len, b, h, order, torch.device(device)), config)
+            built = build_pattern(HeadMask(mask, q_len, kv_len, b, h, order, torch.device(device)), config)
             same = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
             if same == len(distinct):
                 distinct.append(built)
@@ -100,7 +100,7 @@ def checked_order(row_order: Tensor | None, q_len: int, device: torch.device | s
 
 @dataclass(frozen=True)
 class Pattern:
-    """Tiles of consecutive row blocks; bitmaps not yet shared, tile order already final."""
+    """Tiles of consecutive row blocks; bitmaps not yet deduplicate, tile order already final."""
 
     tile_count: Tensor  # [n] tiles of each row block
     partial_count: Tensor  # [n]
@@ -120,14 +120,14 @@ class Pattern:
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
-def compiled(own: HeadMask, config: LayoutConfig) -> Pattern:
+def build_pattern(own: HeadMask, config: LayoutConfig) -> Pattern:
     """Tiles of a mask: in closed form where it can be asked for whole tiles, else strip by strip."""
     if config.compact_columns:
         found = compacted_tiles(own, config)
         if found is not None:
             return Pattern(*found)
         # Without such columns tiles are aligned and contiguous, their columns one by one here.
-        plain = compiled(own, config.contiguous())
+        plain = build_pattern(own, config.contiguous())
         columns = plain.columns + torch.arange(config.block_n, device=plain.columns.device)
         return replace(plain, columns=torch.where(columns < own.kv_len, columns, -1))
     if own.order is None and config.slab is None:
@@ -206,11 +206,11 @@ def assemble(
 ) -> Layout:
     """A layout of the distinct masks."""
     joined = Pattern.join(patterns)
-    bitmaps, number = shared(joined.bitmaps)
-    return laid_out(joined, bitmaps, number, pattern_of, q_len, kv_len, config, order)
+    bitmaps, number = deduplicate(joined.bitmaps)
+    return pack_layout(joined, bitmaps, number, pattern_of, q_len, kv_len, config, order)
 
 
-def laid_out(
+def pack_layout(
     joined: Pattern,
     bitmaps: Tensor,
     number: Tensor,
@@ -225,7 +225,7 @@ def laid_out(
     bitmaps, number = _by_first_use(bitmaps, number)
     partial_count = joined.partial_count
     pointers = torch.nn.functional.pad(joined.tile_count.cumsum(0), (1, 0))
-    base, gathered = bases(joined.columns, kv_len, config)
+    base, gathered = tile_bases(joined.columns, kv_len, config)
     row_blocks = -(-q_len // config.block_m)
     tile_bitmap = torch.full_like(base, -1)
     tile_bitmap[joined.partial] = number
@@ -257,7 +257,7 @@ def _by_first_use(bitmaps: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
     return bitmaps[order], place[number]
 
 
-def bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, Tensor]:
+def tile_bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, Tensor]:
     """`tile_base` and `gathered`: tiles whose slabs follow each other, to the last key at most, are contiguous."""
     steps = torch.arange(config.slabs_per_tile, device=columns.device) * config.slab_columns
     expected = columns[:, :1] + steps
@@ -270,7 +270,7 @@ def bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tensor, T
     return torch.where(contiguous, columns[:, 0], ~slot), columns[~contiguous]
 
 
-def shared(bitmaps: Tensor) -> tuple[Tensor, Tensor]:
+def deduplicate(bitmaps: Tensor) -> tuple[Tensor, Tensor]:
     """Distinct bitmaps and, for each given one, its row among them."""
     if len(bitmaps) < 2:
         return bitmaps, torch.arange(len(bitmaps), device=bitmaps.device)

@@ -29,6 +29,7 @@ _NUMBERED = 2**9
 _WRITERS = 8
 
 
+@on_device
 def device_layout(
     mask: Mask,
     q_len: int,
@@ -36,6 +37,7 @@ def device_layout(
     config: LayoutConfig,
     mask_dims: tuple[int, int],
     partial_cost: int,
+    *,
     device: torch.device,
 ) -> Layout | None:
     """The layout of a mask; None where these kernels do not serve it.
@@ -49,19 +51,6 @@ def device_layout(
     """
     if config.slab is not None:
         return None
-    return on_device(device, lambda device: _layout(mask, q_len, kv_len, config, mask_dims, partial_cost, device))
-
-
-def _layout(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    config: LayoutConfig,
-    mask_dims: tuple[int, int],
-    partial_cost: int,
-    device: torch.device,
-) -> Layout | None:
-    """The same, with this device as the current one."""
     which = _patterns(mask, q_len, kv_len, mask_dims)
     tiles = -(-q_len // config.block_m) * -(-kv_len // config.block_n)
     while which and tiles * (max(which) + 1) <= MOST_TILES:
@@ -105,9 +94,9 @@ class _Build:
         self.blocks = source.patterns * self.row_blocks
         tiles = self.blocks * self.columns
         slots = 1 << (2 * tiles - 1).bit_length()
-        # See `kernels._rooms`.
+        # See `build_kernels._state_pointers`.
         zeros, rest = 6 * slots + 2 * self.blocks + 2, 5 * tiles + slots
-        self.state, self.letter, first = source.prepared(zeros, rest, 3 + 4 * source.patterns, device)
+        self.state, self.mailbox, first = source.prepared(zeros, rest, 3 + 4 * source.patterns, device)
         self.tensors = (self.state if source.dense is None else source.dense, self.state)
         sizes = (self.row_blocks, self.columns, source.patterns, first, first + source.programs.first, slots)
         self.numbers = (*source.strides, source.heads, q_len, kv_len, *sizes)
@@ -120,14 +109,14 @@ class _Build:
         if self.source.dense is not None:
             group = _READ
         launching.launch(
-            kernels.classify_tiles, self.blocks * -(-self.columns // group), (*self.tensors, self.letter.tensor),
+            kernels.classify_tiles, self.blocks * -(-self.columns // group), (*self.tensors, self.mailbox.tensor),
             self.numbers, (*self.constants, group, _NUMBERED), device=self.device,
         )  # fmt: skip
 
     def found(self) -> list[int]:
         """Tiles, bitmaps, how many hashes clash, and four numbers that identify each of several patterns."""
-        self.letter.wait(3 if self.source.patterns == 1 else 0, self.device)
-        total, distinct, clash, *identities = self.letter.read(3 + 4 * self.source.patterns)
+        self.mailbox.wait(3 if self.source.patterns == 1 else 0, self.device)
+        total, distinct, clash, *identities = self.mailbox.read(3 + 4 * self.source.patterns)
         return [total - 1, distinct - 1, clash - 1, *identities]
 
     def write(self, total: int, distinct: int, rows: _Rows, partial_cost: int) -> Layout:

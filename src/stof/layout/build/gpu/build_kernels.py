@@ -12,7 +12,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.build.gpu.program import kept_within
+from stof.layout.build.gpu.program import program_bounds
 from stof.layout.build.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
 # Codes of tiles: empty ones, full ones, and from 1 on the slots of partial ones.
@@ -22,7 +22,7 @@ _FULL = tl.constexpr(-1)
 _CHUNK = tl.constexpr(512)
 # Bitmaps that are numbered by comparing them with each other, and how many of them at once with all.
 _FEW = tl.constexpr(128)
-_COMPARED = tl.constexpr(32)
+_COMPARED_AT_ONCE = tl.constexpr(32)
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _hashed(words, at):
 
 @triton.jit
 @no_type_check
-def _rooms(state_ptr, blocks, tiles, slots):
+def _state_pointers(state_ptr, blocks, tiles, slots):
     """Where everything lies in `state`:
 
     - zero at first: int64, keys of slots and sums of the second hashes of their tiles; int32, first tiles of slots and
@@ -114,7 +114,7 @@ def classify_tiles(
     first_column = tl.program_id(0) % groups * GROUP
     blocks = patterns * row_blocks
     tiles = blocks * columns
-    _, _, partial_ptr, done_ptr, _, code_ptr, _, _ = _rooms(state_ptr, blocks, tiles, slots)
+    _, _, partial_ptr, done_ptr, _, code_ptr, _, _ = _state_pointers(state_ptr, blocks, tiles, slots)
     q0 = block % row_blocks * BLOCK_M
     numbers_ptr = state_ptr + first_number
     start = start_of(state_ptr + first_start, block // row_blocks, stride_b, stride_h, mask_heads, SOURCE)
@@ -125,7 +125,7 @@ def classify_tiles(
         kv0 = tl.minimum(column, columns - 1) * BLOCK_N
         last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
         last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
-        nothing, everything = kept_within(numbers_ptr, start, q0, last_row, kv0, last_column)
+        nothing, everything = program_bounds(numbers_ptr, start, q0, last_row, kv0, last_column)
         certain = (everything != 0) & (kv0 + BLOCK_N <= kv_len)
         tl.store(code_ptr + block * columns + column, tl.where(certain, _FULL, _EMPTY), mask=column < columns)
         full = tl.sum((certain & (column < columns)).to(tl.int32), 0)
@@ -206,7 +206,7 @@ def _read_tile(
 @no_type_check
 def _slot_of(state_ptr, tile, key, other, blocks, tiles, slots):
     """Find or take the slot of a bitmap, and leave there what numbering it takes."""
-    keys_ptr, first_ptr, _, done_ptr, hash_ptr, _, _, owner_ptr = _rooms(state_ptr, blocks, tiles, slots)
+    keys_ptr, first_ptr, _, done_ptr, hash_ptr, _, _, owner_ptr = _state_pointers(state_ptr, blocks, tiles, slots)
     slot = (key & (slots - 1)).to(tl.int32)
     found = tl.atomic_cas(keys_ptr + slot, key * 0, key, sem="relaxed")
     while (found != 0) & (found != key):
@@ -226,7 +226,7 @@ def _slot_of(state_ptr, tile, key, other, blocks, tiles, slots):
 @no_type_check
 def _identity(state_ptr, blocks, tiles, slots, first, count, CHUNK: tl.constexpr):
     """128 bits that tell the tiles of a pattern, `count` from `first` on, from those of another."""
-    keys_ptr, first_ptr, _, _, hash_ptr, code_ptr, _, _ = _rooms(state_ptr, blocks, tiles, slots)
+    keys_ptr, first_ptr, _, _, hash_ptr, code_ptr, _, _ = _state_pointers(state_ptr, blocks, tiles, slots)
     a = tl.zeros([CHUNK], tl.uint64)
     b = tl.zeros([CHUNK], tl.uint64)
     for start in range(0, count, CHUNK):
@@ -245,7 +245,7 @@ def _identity(state_ptr, blocks, tiles, slots, first, count, CHUNK: tl.constexpr
 
 @triton.jit
 @no_type_check
-def _clashes(keys_ptr, first_ptr, hash_ptr, slots, slot, leader, there):
+def _hash_collisions(keys_ptr, first_ptr, hash_ptr, slots, slot, leader, there):
     """How many slots have tiles with another second hash than their first tile's."""
     sums = tl.load(keys_ptr + slots + slot, mask=there, other=0)
     summed = tl.load(first_ptr + slots + slot, mask=there, other=0)
@@ -254,29 +254,31 @@ def _clashes(keys_ptr, first_ptr, hash_ptr, slots, slot, leader, there):
 
 @triton.jit
 @no_type_check
-def _compared(state_ptr, distinct, blocks, tiles, slots):
+def _rank_pairwise(state_ptr, distinct, blocks, tiles, slots):
     """Number a few bitmaps, each compared with all; how many clash."""
-    keys_ptr, first_ptr, _, _, hash_ptr, _, number_ptr, owner_ptr = _rooms(state_ptr, blocks, tiles, slots)
+    keys_ptr, first_ptr, _, _, hash_ptr, _, number_ptr, owner_ptr = _state_pointers(state_ptr, blocks, tiles, slots)
     taken_ptr = owner_ptr + tiles
     n = tl.arange(0, _FEW)
     slot = tl.load(taken_ptr + n, mask=n < distinct, other=0)
     leader = tiles - tl.load(first_ptr + slot, mask=n < distinct, other=0)
     number = n * 0
-    for start in range(0, distinct, _COMPARED):
-        m = start + tl.arange(0, _COMPARED)
+    for start in range(0, distinct, _COMPARED_AT_ONCE):
+        m = start + tl.arange(0, _COMPARED_AT_ONCE)
         other = tl.load(taken_ptr + m, mask=m < distinct, other=0)
         other = tiles - tl.load(first_ptr + other, mask=m < distinct, other=0)
         number += tl.sum((other[None, :] < leader[:, None]).to(tl.int32), 1)
     tl.store(number_ptr + slot, number, mask=n < distinct)
     tl.store(owner_ptr + number, leader, mask=n < distinct)
-    return _clashes(keys_ptr, first_ptr, hash_ptr, slots, slot, leader, n < distinct)
+    return _hash_collisions(keys_ptr, first_ptr, hash_ptr, slots, slot, leader, n < distinct)
 
 
 @triton.jit
 @no_type_check
-def _counted(state_ptr, blocks, tiles, slots, CHUNK: tl.constexpr):
+def _rank_by_scan(state_ptr, blocks, tiles, slots, CHUNK: tl.constexpr):
     """Number bitmaps by going through all tiles; how many clash."""
-    keys_ptr, first_ptr, _, _, hash_ptr, code_ptr, number_ptr, owner_ptr = _rooms(state_ptr, blocks, tiles, slots)
+    keys_ptr, first_ptr, _, _, hash_ptr, code_ptr, number_ptr, owner_ptr = _state_pointers(
+        state_ptr, blocks, tiles, slots
+    )
     count = 0
     clash = 0
     for start in range(0, tiles, CHUNK):
@@ -289,7 +291,7 @@ def _counted(state_ptr, blocks, tiles, slots, CHUNK: tl.constexpr):
             tl.store(number_ptr + slot, number, mask=leads)
             tl.store(owner_ptr + number, tile, mask=leads)
             count += tl.sum(leads.to(tl.int32), 0)
-            clash += _clashes(keys_ptr, first_ptr, hash_ptr, slots, slot, tile, leads)
+            clash += _hash_collisions(keys_ptr, first_ptr, hash_ptr, slots, slot, tile, leads)
     return clash
 
 
@@ -303,12 +305,12 @@ def _numbered(state_ptr, found_ptr, row_blocks, columns, patterns, slots, CHUNK:
     """
     blocks = patterns * row_blocks
     tiles = blocks * columns
-    _, _, partial_ptr, done_ptr, _, _, _, _ = _rooms(state_ptr, blocks, tiles, slots)
+    _, _, partial_ptr, done_ptr, _, _, _, _ = _state_pointers(state_ptr, blocks, tiles, slots)
     distinct = tl.load(done_ptr + 1)
     if distinct <= _FEW:
-        clash = _compared(state_ptr, distinct, blocks, tiles, slots)
+        clash = _rank_pairwise(state_ptr, distinct, blocks, tiles, slots)
     else:
-        clash = _counted(state_ptr, blocks, tiles, slots, CHUNK)
+        clash = _rank_by_scan(state_ptr, blocks, tiles, slots, CHUNK)
     total = 0
     for start in range(0, 2 * blocks, CHUNK):  # partial tiles of every row block, then full ones
         at = start + tl.arange(0, CHUNK)
@@ -407,7 +409,7 @@ def write_layout(
     program = tl.program_id(0)
     blocks = patterns * row_blocks
     tiles = blocks * columns
-    _, _, partial_ptr, _, _, code_ptr, number_ptr, owner_ptr = _rooms(state_ptr, blocks, tiles, slots)
+    _, _, partial_ptr, _, _, code_ptr, number_ptr, owner_ptr = _state_pointers(state_ptr, blocks, tiles, slots)
     if program < blocks:
         _write_row_block(
             partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr, cost_ptr,

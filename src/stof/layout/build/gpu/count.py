@@ -38,6 +38,7 @@ class SlabCounts:
     kept: Tensor
 
 
+@on_device
 def device_counts(
     mask: Mask,
     q_len: int,
@@ -45,6 +46,7 @@ def device_counts(
     heights: Sequence[int],
     mask_heads: int,
     entries: list[int],
+    *,
     device: torch.device,
 ) -> SlabCounts | None:
     """Slabs that keep something, and everything, in row blocks of these heights; None where no kernel serves the mask.
@@ -56,7 +58,29 @@ def device_counts(
         entries: `batch entry * mask_heads + head` of the masks to count.
         device: where to count.
     """
-    return on_device(device, lambda device: _counted(mask, q_len, kv_len, heights, mask_heads, entries, device))
+    row_blocks = [-(-q_len // height) for height in heights]
+    columns, patterns = -(-kv_len // _COLUMNS), len(entries)
+    if max(row_blocks) * columns * patterns > _MOST:
+        return None
+    source = source_of(mask, q_len, kv_len, mask_heads, entries, device)
+    if source is None:
+        return None
+
+    places = [patterns * blocks * _KINDS * 2 for blocks in row_blocks]
+    counted = sum(places) + patterns * q_len
+    state, mailbox, first = source.prepared(counted, 0, 0, device)
+    for n, height in enumerate(heights):
+        # Every pass sees every score: the first counts those of rows.
+        first_row = -1 if n else sum(places)
+        _launch(source, state, first, q_len, kv_len, height, (sum(places[:n]), first_row, -1))
+    counts = state[:counted].cpu()
+    mailbox.read(0)
+    *parts, kept = counts.split([*places, patterns * q_len])
+    shaped = {
+        height: part.view(patterns, blocks, _KINDS, 2)
+        for height, blocks, part in zip(heights, row_blocks, parts, strict=True)
+    }
+    return SlabCounts(shaped, kept.view(patterns, q_len))
 
 
 def device_columns(own: HeadMask, height: int) -> tuple[Tensor, Tensor] | None:
@@ -65,10 +89,11 @@ def device_columns(own: HeadMask, height: int) -> tuple[Tensor, Tensor] | None:
     Returns:
         bool `[row blocks, kv_len]` twice: whether some row of the block keeps the key, and whether every row does.
     """
-    return on_device(own.device, lambda device: _columns(own, height, device))
+    return _columns(own, height, device=own.device)
 
 
-def _columns(own: HeadMask, height: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+@on_device
+def _columns(own: HeadMask, height: int, *, device: torch.device) -> tuple[Tensor, Tensor] | None:
     mask, q_len, kv_len, h = own.mask, own.q_len, own.kv_len, own.h
     row_blocks, columns = own.row_blocks(height), -(-kv_len // _COLUMNS)
     if row_blocks * columns > _MOST:
@@ -79,13 +104,13 @@ def _columns(own: HeadMask, height: int, device: torch.device) -> tuple[Tensor, 
     if source is None:
         return None
     counted, words = row_blocks * _KINDS * 2, 2 * row_blocks * columns * (_COLUMNS // 32)
-    state, letter, first = source.prepared(counted + words, 0, 0, device)
+    state, mailbox, first = source.prepared(counted + words, 0, 0, device)
     _launch(source, state, first, q_len, kv_len, height, (0, -1, counted))
     found = state[counted : counted + words].view(2 * row_blocks, -1)
     pieces = [unpack(piece, kv_len) for piece in found.split(max(1, _UNPACKED // kv_len))]
     some, every = torch.cat(pieces).view(2, row_blocks, kv_len)
-    letter.wait(0, device)
-    letter.read(0)
+    mailbox.wait(0, device)
+    mailbox.read(0)
     return some, every
 
 
@@ -112,37 +137,3 @@ def _launch(
     constants = (source.kind, height, _COLUMNS, min(source.rows_at_once(height, _COLUMNS), _ROWS))
     programs = source.patterns * row_blocks * columns
     launch(count_slabs, programs, tensors, (*sizes, *places), constants, device=state.device)
-
-
-def _counted(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    heights: Sequence[int],
-    mask_heads: int,
-    entries: list[int],
-    device: torch.device,
-) -> SlabCounts | None:
-    row_blocks = [-(-q_len // height) for height in heights]
-    columns, patterns = -(-kv_len // _COLUMNS), len(entries)
-    if max(row_blocks) * columns * patterns > _MOST:
-        return None
-    source = source_of(mask, q_len, kv_len, mask_heads, entries, device)
-    if source is None:
-        return None
-
-    places = [patterns * blocks * _KINDS * 2 for blocks in row_blocks]
-    counted = sum(places) + patterns * q_len
-    state, letter, first = source.prepared(counted, 0, 0, device)
-    for n, height in enumerate(heights):
-        # Every pass sees every score: the first counts those of rows.
-        first_row = -1 if n else sum(places)
-        _launch(source, state, first, q_len, kv_len, height, (sum(places[:n]), first_row, -1))
-    counts = state[:counted].cpu()
-    letter.read(0)
-    *parts, kept = counts.split([*places, patterns * q_len])
-    shaped = {
-        height: part.view(patterns, blocks, _KINDS, 2)
-        for height, blocks, part in zip(heights, row_blocks, parts, strict=True)
-    }
-    return SlabCounts(shaped, kept.view(patterns, q_len))

@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.build.gpu.program import kept_within
+from stof.layout.build.gpu.program import program_bounds
 from stof.layout.build.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
 # Kinds of slabs: every power of two of columns up to the 256 of a program.
@@ -55,7 +55,7 @@ def count_slabs(
         source_ptr = numbers_ptr
         one = kv0 + tl.arange(0, 1)
         last_column = tl.minimum(one + BLOCK_N, kv_len) - 1
-        nothing, everything = kept_within(numbers_ptr, start, q0, q0 + rows - 1, one, last_column)
+        nothing, everything = program_bounds(numbers_ptr, start, q0, q0 + rows - 1, one, last_column)
         if tl.max(nothing, 0) != 0:
             return
         if (tl.max(everything, 0) != 0) & (kv0 + BLOCK_N <= kv_len):

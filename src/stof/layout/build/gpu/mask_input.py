@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,37 +25,46 @@ from stof.masks.tensors import DenseMask
 _SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS = 2**14, 2**10, 2**13
 # Numbers that one program of `prepare` clears.
 _CLEARED = 2**10
-# Numbers of a letter that is kept for the next build, and letters that nobody uses.
-_LETTER = 2**12
-# Glances at a letter, some 0.2 ms, before the host waits like everybody.
-_GLANCES = 1000
-_letters: list[Letter] = []
-# Letters of builds under way. Those of builds that failed stay: kernels may write to them yet, and pinned memory that
+# Numbers of a mailbox that is kept for the next build, and mailboxes that nobody uses.
+_MAILBOX_SIZE = 2**12
+# Polls of a mailbox, some 0.2 ms, before the host waits like everybody.
+_POLLS = 1000
+_free_mailboxes: list[PinnedMailbox] = []
+# Mailboxes of builds under way. Those of builds that failed stay: kernels may write to them yet, and pinned memory that
 # is given back is given to others at once.
-_lent: set[Letter] = set()
+_in_use: set[PinnedMailbox] = set()
 
 # Devices whose Triton does not compile the kernels, or has none.
 _without: set[torch.device] = set()
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def on_device(device: torch.device, make: Callable[[torch.device], T | None]) -> T | None:
-    """What `make` returns with this device, its number known, as the current one; None where there is no Triton."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    if device in _without:
-        return None
-    try:
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return make(device)
-        with torch.cuda.device(device):
-            return make(device)
-    except (KernelError, ImportError) as error:
-        _without.add(device)
-        reason = f"stof: layouts are built by torch from now on, which is slower: {error}"
-        warnings.warn(reason, RuntimeWarning, stacklevel=4)
-        return None
+def on_device(make: Callable[P, T | None]) -> Callable[P, T | None]:
+    """Run a function on the CUDA device of its keyword argument `device`, which gets its index.
+
+    The function returns None on devices without a Triton that compiles its kernels.
+    """
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        device = kwargs["device"]
+        assert isinstance(device, torch.device)
+        if device.type == "cuda" and device.index is None:
+            kwargs["device"] = device = torch.device("cuda", torch.cuda.current_device())
+        if device in _without:
+            return None
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                return make(*args, **kwargs)
+        except (KernelError, ImportError) as error:
+            _without.add(device)
+            reason = f"stof: layouts are built by torch from now on, which is slower: {error}"
+            warnings.warn(reason, RuntimeWarning, stacklevel=3)
+            return None
+
+    return made
 
 
 @functools.cache
@@ -67,10 +77,10 @@ def triton_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
     return kernels, reading, launch
 
 
-class Letter:
+class PinnedMailbox:
     """Numbers on the host that kernels read and write where they lie: in pinned memory for those of a GPU.
 
-    Having them copied, and making tensors of them, takes several times as long as all kernels of a build. One letter
+    Having them copied, and making tensors of them, takes several times as long as all kernels of a build. One mailbox
     belongs to one build, until it is read.
 
     Attributes:
@@ -84,19 +94,19 @@ class Letter:
         self.numbers = (ctypes.c_int32 * size).from_address(self.tensor.data_ptr())
 
     @staticmethod
-    def of(found: int, numbers: list[int], pinned: bool) -> Letter:
-        """A letter with room for some numbers, 0 until they are written, followed by these."""
+    def of(found: int, numbers: list[int], pinned: bool) -> PinnedMailbox:
+        """A mailbox with room for some numbers, 0 until they are written, followed by these."""
         end = found + len(numbers)
-        if not pinned or end > _LETTER:
-            letter = Letter(end, pinned)
+        if not pinned or end > _MAILBOX_SIZE:
+            mailbox = PinnedMailbox(end, pinned)
         else:
             try:
-                letter = _letters.pop()  # by one thread only
+                mailbox = _free_mailboxes.pop()  # by one thread only
             except IndexError:
-                letter = Letter(_LETTER, pinned)
-        letter.numbers[:end] = [0] * found + numbers  # type: ignore[assignment]  # they become c_int32
-        _lent.add(letter)
-        return letter
+                mailbox = PinnedMailbox(_MAILBOX_SIZE, pinned)
+        mailbox.numbers[:end] = [0] * found + numbers  # type: ignore[assignment]  # they become c_int32
+        _in_use.add(mailbox)
+        return mailbox
 
     def wait(self, count: int, device: torch.device) -> None:
         """Wait until kernels have written the first `count` numbers, none of them 0, or until they have ended."""
@@ -104,17 +114,17 @@ class Letter:
             return
         if count:
             # A number is seen much earlier than the driver says that its kernel has ended.
-            for _ in range(_GLANCES):
+            for _ in range(_POLLS):
                 if 0 not in self.numbers[:count]:
                     return
         torch.cuda.current_stream(device).synchronize()
 
     def read(self, count: int) -> list[int]:
-        """The first numbers. The kernels have ended: the next build may have the letter."""
+        """The first numbers. The kernels have ended: the next build may have the mailbox."""
         found = self.numbers[:count]
-        _lent.discard(self)
-        if self.pinned and len(self.numbers) == _LETTER:
-            _letters.append(self)
+        _in_use.discard(self)
+        if self.pinned and len(self.numbers) == _MAILBOX_SIZE:
+            _free_mailboxes.append(self)
         return found
 
 
@@ -142,7 +152,7 @@ class Source(NamedTuple):
         scores = (_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS)[self.kind]
         return min(block_m & -block_m, max(1, scores // columns))
 
-    def prepared(self, zeros: int, rest: int, found: int, device: torch.device) -> tuple[Tensor, Letter, int]:
+    def prepared(self, zeros: int, rest: int, found: int, device: torch.device) -> tuple[Tensor, PinnedMailbox, int]:
         """What kernels start from, made without waiting for what the device does.
 
         Args:
@@ -151,7 +161,7 @@ class Source(NamedTuple):
             device: the current one.
 
         Returns:
-            int32 on the device, zeros first; a letter in which kernels may write the first `found` numbers; and where
+            int32 on the device, zeros first; a mailbox in which kernels may write the first `found` numbers; and where
             the numbers of the programs begin.
         """
         _, reading, launching = triton_modules()
@@ -159,11 +169,11 @@ class Source(NamedTuple):
         first, count = zeros + rest + drawn, len(numbers)
         state = torch.empty(first + count, dtype=torch.int32, device=device)
         numbers = list(itertools.chain(numbers, *draws))
-        letter = Letter.of(found, numbers, device.type == "cuda")
+        mailbox = PinnedMailbox.of(found, numbers, device.type == "cuda")
         sizes = (found, zeros, first, count, len(draws))
         programs = -(-max(zeros, count, drawn) // _CLEARED)
-        launching.launch(reading.prepare, programs, (letter.tensor, state), sizes, (), device=device)
-        return state, letter, first
+        launching.launch(reading.prepare, programs, (mailbox.tensor, state), sizes, (), device=device)
+        return state, mailbox, first
 
 
 def source_of(

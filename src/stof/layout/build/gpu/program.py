@@ -28,7 +28,7 @@ _ENTRIES = tl.constexpr(32)
 
 @triton.jit
 @no_type_check
-def _at_most(table_ptr, entries, steps, x):
+def _upper_bound(table_ptr, entries, steps, x):
     """How many entries of an ascending table are at most x; x is a number or a tensor."""
     low = x * 0
     high = low + entries
@@ -44,7 +44,7 @@ def _at_most(table_ptr, entries, steps, x):
 
 @triton.jit
 @no_type_check
-def kept(numbers_ptr, start, q, kv):
+def program_bits(numbers_ptr, start, q, kv):
     """Bits of the scores that the program at `start` keeps, of queries `[M, 1]` and 32 keys from each of `[1, W]` on.
 
     int32 `[M, W]`. Queries are in range; what keys past the last one get means nothing.
@@ -132,18 +132,18 @@ def _word_of_table(numbers_ptr, code_ptr, op, size, i, j):
     extra = tl.load(code_ptr + 7)
     word = i * 0 + j * 0
     if op == _QUERY_LISTED:
-        count = _at_most(table_ptr, entries, size, i) - _at_most(table_ptr, entries, size, i - 1)
+        count = _upper_bound(table_ptr, entries, size, i) - _upper_bound(table_ptr, entries, size, i - 1)
         word -= count
     elif op == _KEY_LISTED:
-        at = _at_most(table_ptr, entries, size, j - 1)
+        at = _upper_bound(table_ptr, entries, size, j - 1)
         for _ in range(tl.minimum(entries, 32)):
             bit = tl.load(table_ptr + tl.minimum(at, entries - 1)) - j
             word |= tl.where(at < entries, run_of_bits(bit, bit), 0)
             at += 1
     elif op == _DOCUMENT:
-        own = tl.load(table_ptr + entries + _at_most(table_ptr, entries, size, i))
-        run = _at_most(table_ptr, entries, size, j)
-        runs = _at_most(table_ptr, entries, size, j + 31) - run + 1
+        own = tl.load(table_ptr + entries + _upper_bound(table_ptr, entries, size, i))
+        run = _upper_bound(table_ptr, entries, size, j)
+        runs = _upper_bound(table_ptr, entries, size, j + 31) - run + 1
         for _ in range(tl.max(runs)):
             inside = run < entries
             begin = tl.load(table_ptr + tl.minimum(run, entries) - 1, mask=run > 0, other=0)
@@ -161,7 +161,7 @@ def _word_of_table(numbers_ptr, code_ptr, op, size, i, j):
 
 @triton.jit
 @no_type_check
-def kept_within(numbers_ptr, start, q_low, q_high, kv_low, kv_high):
+def program_bounds(numbers_ptr, start, q_low, q_high, kv_low, kv_high):
     """Whether the program at `start` certainly keeps nothing, and everything, of rectangles: int32 `[N]`, 0 or 1.
 
     The rectangles lie side by side: `q_low` and `q_high` are numbers, `kv_low` and `kv_high` have N of them.
@@ -204,7 +204,7 @@ def _remainders(low, high, size):
 @no_type_check
 def _listed(table_ptr, entries, steps, low, high):
     """Whether all, and whether any of the positions from low to high are in a table."""
-    count = _at_most(table_ptr, entries, steps, high) - _at_most(table_ptr, entries, steps, low - 1)
+    count = _upper_bound(table_ptr, entries, steps, high) - _upper_bound(table_ptr, entries, steps, low - 1)
     return (count == high - low + 1).to(tl.int32), (count > 0).to(tl.int32)
 
 
@@ -212,10 +212,10 @@ def _listed(table_ptr, entries, steps, low, high):
 @no_type_check
 def _one_document(table_ptr, entries, steps, distinct, i_low, i_high, j_low, j_high):
     """Whether all, and whether perhaps some pairs of positions lie in one document."""
-    top = _at_most(table_ptr, entries, steps, i_low)
-    bottom = _at_most(table_ptr, entries, steps, i_high)
-    left = _at_most(table_ptr, entries, steps, j_low)
-    right = _at_most(table_ptr, entries, steps, j_high)
+    top = _upper_bound(table_ptr, entries, steps, i_low)
+    bottom = _upper_bound(table_ptr, entries, steps, i_high)
+    left = _upper_bound(table_ptr, entries, steps, j_low)
+    right = _upper_bound(table_ptr, entries, steps, j_high)
     row = tl.load(table_ptr + entries + top)
     column = tl.load(table_ptr + entries + left)
     one_row = top == bottom
@@ -230,7 +230,7 @@ def _one_document(table_ptr, entries, steps, distinct, i_low, i_high, j_low, j_h
 @triton.jit
 @no_type_check
 def _range(numbers_ptr, code_ptr, op, size, i_low, i_high, j_low, j_high):
-    """Bounds of what an instruction tests within rectangles, as for `kept_within`."""
+    """Bounds of what an instruction tests within rectangles, as for `program_bounds`."""
     extra = tl.load(code_ptr + 7)
     least = i_low - j_high
     most = i_high - j_low

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from stof.layout.build.gpu import input_kind
-from stof.layout.build.gpu.program import draw_blocks, kept, run_of_bits
+from stof.layout.build.gpu.program import draw_blocks, program_bits, run_of_bits
 
 PROGRAM = tl.constexpr(input_kind.PROGRAM)
 QUADS = tl.constexpr(input_kind.QUADS)
@@ -81,7 +81,7 @@ def bits_of(
     if SOURCE == PROGRAM:
         kv = (tile_column * BLOCK_N + tl.arange(0, BLOCK_N // WORD) * WORD)[None, :]
         # Programs look up tables by position.
-        words = kept(source_ptr, start, tl.minimum(q, q_len - 1), kv)
+        words = program_bits(source_ptr, start, tl.minimum(q, q_len - 1), kv)
         words = tl.where(own_row, words & run_of_bits(kv * 0, tl.minimum(kv_len - kv, WORD) - 1), 0)
     else:
         STEP: tl.constexpr = 4 if SOURCE == QUADS else 1
