@@ -15,9 +15,11 @@ from torch import Tensor
 
 import stof
 from stof import masks
+from stof.errors import DtypeError
 from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.quantization import FP8, widened
 from stof.kernels.torch.reference import reference_attention
+from stof.runtime.private import is_plain
 from stof.selection import IMPLEMENTATIONS, Capabilities
 from stof.testing import assert_attention, make_inputs, oracle_attention
 
@@ -102,6 +104,25 @@ def test_one_plan_serves_calls_that_differ_in_one_thing(order: int) -> None:
             del given["implementation"]
             assert_attention(out, lse, *inputs, keep, factor=6.0, **given)
     assert len(plan._calls) == len(CALLS)
+
+
+@pytest.mark.parametrize("scales", [SINKS, [], ()])
+def test_scales_that_mean_nothing_are_refused_of_kept_calls_too(scales: Any) -> None:
+    plan = stof.plan(MASK, 30)
+    for _ in range(2):
+        with pytest.raises(DtypeError, match="scales belong to float8_e4m3fn"):
+            stof.attention(Q, K, V, plan, scales=scales)
+        stof.attention(Q, K, V, plan)
+
+
+def test_tensors_marked_as_negated() -> None:
+    """Kernels would read their memory, which holds the values before that."""
+    plan = stof.plan(MASK, 30)
+    negated = torch.complex(K, K).conj().imag
+    assert negated.is_neg()
+    assert not is_plain(Q, negated, V)
+    for _ in range(2):
+        assert torch.equal(stof.attention(Q, negated, V, plan), stof.attention(Q, negated.resolve_neg(), V, plan))
 
 
 def test_a_named_implementation_runs() -> None:

@@ -173,8 +173,10 @@ def attention(
     own: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
     compiling = torch.compiler.is_compiling()
     plain = not compiling and is_plain(q, k, v, bias, sinks, *own)
+    # The key holds no scales that are not tensors in a list: the checks refuse them.
+    keyed = plain and (scales is None or len(own) > 0)
     # Autocast would make other arguments of these.
-    if plain and isinstance(mask_or_plan, Plan) and not torch.is_autocast_enabled(mask_or_plan.device.type):
+    if keyed and isinstance(mask_or_plan, Plan) and not torch.is_autocast_enabled(mask_or_plan.device.type):
         ready = mask_or_plan.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *own)
         if ready is not None:
             try:

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from stof.fusion.measure.parallel_compile import compile_candidates
+from stof.fusion.measure.parallel_compile import compile_candidates, specializations
 from stof.runtime.private import init_triton_cache
 from tests.fusion.test_segment_timer import segment
 from tests.kernels.test_compile import OLDER, ROOT
@@ -58,3 +59,23 @@ def test_triton_looks_where_inductor_would_send_it(monkeypatch: pytest.MonkeyPat
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "own")
     monkeypatch.delattr(compile_tasks, "_set_triton_ptxas_path")
     init_triton_cache(torch.device("cuda", 0))  # a torch without it chooses nothing
+
+
+def test_recording_stops_no_other_threads_kernels() -> None:
+    """A kernel that is neither compiled nor launched leaves memory as it was."""
+    runtime = pytest.importorskip("triton").knobs.runtime
+
+    class Info:
+        jit_function = "kernel"
+
+    def asked() -> bool:
+        return bool(runtime.jit_cache_hook(fn=Info, compile={"specialization_data": "text"}))
+
+    answers: list[bool] = []
+
+    def call() -> None:
+        with ThreadPoolExecutor(1) as other:
+            answers.extend([asked(), other.submit(asked).result()])
+
+    assert specializations(call) == [("kernel", "text")]
+    assert answers == [True, False]

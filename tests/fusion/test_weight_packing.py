@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -150,3 +151,25 @@ def test_layers_that_several_modules_hold_are_left_alone() -> None:
     assert all("tied" in reason for reason in done.skipped)
     assert len(done.skipped) == 2
     assert model[0].q_proj is model[1].q_proj
+
+
+class Wrapper(nn.Module):
+    """Has the attributes of the module that it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+def test_layers_of_a_wrapped_module_are_packed_where_they_are() -> None:
+    model = Wrapper()
+    names = set(model.state_dict())
+    assert pack_weights(model).packed == [("inner.q_proj", "inner.k_proj", "inner.v_proj")]
+    assert set(model.state_dict()) == names
+    assert unpack_weights(model) == 3

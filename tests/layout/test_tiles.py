@@ -55,6 +55,14 @@ def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
     assert_same(masks.from_dense(keep), q_len, kv_len, config, batch=2, heads=2)
 
 
+@pytest.mark.parametrize("squares", [False, True])
+def test_nothing_kept(squares: bool) -> None:
+    """Also where squares of tiles say so, and a mask is left without a tile to be asked about."""
+    mask = masks.random_blocks(3, block_size=16) & masks.padding([0, 40])
+    with mock.patch.multiple(tiles, _ON_HOST=0 if squares else 2**14, _SQUARE=2):
+        assert_same(mask, 110, 110, LayoutConfig(16, 16), batch=2)
+
+
 LIMITS = torch.tensor([3, 50])
 TABLE = torch.arange(220).view(2, 110) // 30
 FUNCTIONS = {

@@ -77,14 +77,15 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """Whether an implementation may be called straight, past the operator and its host time.
 
     The operator must be seen by autograd when an input requires a gradient, and by whoever wraps tensors or intercepts
-    operators (fake tensors, functorch transforms, tracing).
+    operators (fake tensors, functorch transforms, tracing). PyTorch's dispatcher also negates tensors that are only
+    marked as negated (`z.conj().imag`), whose memory kernels would read as it is.
 
     `torch._C._len_torch_dispatch_stack`, `torch._C._functorch.peek_interpreter_stack`: PyTorch tells by no public name
     whether anyone intercepts operators. Without them every eager call would take the operator.
     """
     grad = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad)):
+        if tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad) or tensor.is_neg()):
             return False
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
 

@@ -7,6 +7,7 @@ without Python's global lock. Nothing is timed meanwhile: a launch that waits fo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -71,8 +72,12 @@ def _recorded() -> Iterator[list[Specialization]]:
     import triton
 
     found: list[Specialization] = []
+    # The hook is one for all threads: calls of the others must go on to compile and launch.
+    own, before = threading.get_ident(), triton.knobs.runtime.jit_cache_hook
 
     def take(*args: Any, fn: Any, compile: Mapping[str, Any], **kwargs: Any) -> bool:
+        if threading.get_ident() != own:
+            return before is not None and bool(before(*args, fn=fn, compile=compile, **kwargs))
         found.append((fn.jit_function, compile["specialization_data"]))
         return True  # Triton goes no further
 

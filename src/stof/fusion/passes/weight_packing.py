@@ -115,7 +115,8 @@ def pack_weights(model: nn.Module) -> Packing:
     done = Packing()
     for path, parent in list(model.named_modules()):
         for group in GROUPS:
-            layers = [getattr(parent, name, None) for name in group]
+            # Its own children: attributes of a wrapper may be layers of the module that it wraps.
+            layers = [entries_of(parent)[0].get(name) for name in group]
             if not all(isinstance(layer, nn.Linear) for layer in layers):
                 continue
             names = tuple(f"{path}.{name}" if path else name for name in group)

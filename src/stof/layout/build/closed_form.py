@@ -89,9 +89,12 @@ class _Grid:
             some_rows = rows[: -(-self.rows // side)][first : first + max(1, _AT_ONCE // across)]
             nothing, _ = self._bounds(some_rows.view(1, 1, -1, 1), columns[:across], side)
             squares.append((~nothing).flatten().nonzero()[:, 0] + first * across)
-        everything, some = [], []
+        numbers = torch.cat(squares)
+        everything, some = [numbers[:0]], [numbers[:0]]
         within = torch.arange(side, device=where)
-        for number in torch.cat(squares).split(max(1, _AT_ONCE // (side * side))):
+        for number in numbers.split(max(1, _AT_ONCE // (side * side))):
+            if not number.numel():  # every square is empty, and masks need not answer for no tiles
+                continue
             row = torch.div(number, across, rounding_mode="floor").view(-1, 1, 1, 1) * side + within.view(1, 1, -1, 1)
             column = torch.remainder(number, across).view(-1, 1, 1, 1) * side + within
             # Past the end the last row or column stands in, and is left out again.
