@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 PROGRAM = """
 import gc
 from triton.runtime.jit import JITCallable
-from stof.runtime.cache_keys import settled
+from stof.runtime.cache_keys import with_stable_key
 from stof.fusion.templates.hopper.pingpong import pingpong_gemm_kernel
 from stof.fusion.templates.hopper.cooperative import cooperative_gemm_kernel
 from stof.fusion.templates.triton.gemm import tile_gemm_kernel
@@ -34,7 +34,7 @@ kernels = [
 def keys(order):
     for function in [f for f in gc.get_objects() if isinstance(f, JITCallable)]:
         function.hash, function.used_global_vals = None, {}
-    return {kernel.__name__: settled(kernel).cache_key for kernel in order}
+    return {kernel.__name__: with_stable_key(kernel).cache_key for kernel in order}
 
 alone = {}
 for kernel in kernels:

@@ -1,4 +1,4 @@
-"""The custom operators behind `stof.attention`: schema, fake, what they refuse, and how a call is run."""
+"""The custom operators behind `stof.attention`: schema, fake, refusals, and how a call runs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from stof.masks.parse import mask_by_key
 from stof.masks.tensors import as_mask
 from stof.plans.make import make_sized_plan
 from stof.plans.plan import Plan
-from stof.runtime.memory import lasting
+from stof.runtime.memory import outside_graph_pool
 from stof.runtime.private import takes_derivatives
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
 from stof.validation import check_bias, check_sinks
 
-# What stands in the place of a mask's key where a number tells which mask or plan, or a tensor is the mask. None is a
-# key.
+# Values of the operators' argument `mask` in place of a mask's key: `number` names a plan or a mask, or the tensor
+# `keep` is the mask. No mask has such a key.
 PLAN, NUMBERED, TENSOR = "<plan>", "<mask>", "<tensor>"
 
 
 def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
-    """The plan of a call: made, found in the cache, or the one given if it fits."""
+    """Return the plan of a call: the given one if it fits, else the mask's from the cache, made if it is missing."""
     if not isinstance(mask_or_plan, Plan):
         return make_sized_plan(
             as_mask(mask_or_plan), q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device
@@ -47,24 +47,25 @@ def run_call(
     implementation: str | None,
     given: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Choose how to run checked arguments, and run them.
+    """Choose an implementation for arguments that were checked, run it, and store the bound call in the plan.
 
     Args:
         q, k, v: as for the operator.
-        plan: of such a call.
-        options: of the call.
-        implementation: a name, or nothing for the fastest.
+        plan: as `plan_of` returns it.
+        options: scale, softcap, bias, sinks and 8-bit scales of the call.
+        implementation: a name; None or "" for the fastest.
         given: the arguments of `call_key` as the user gave them.
     """
     kind = q.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # What it casts has been cast; within an implementation it would mix dtypes and round sums.
+        # `attention` has cast the inputs. Inside an implementation autocast would mix dtypes and round sums.
         with torch.autocast(kind, enabled=False):
             return run_call(q, k, v, plan, options, implementation, given)
     bias, sinks, scales = options.bias, options.sinks, options.scales
     stored = plan.find_call(*given)
     if stored is not None:
-        with contextlib.suppress(KernelError):  # as in `attention`
+        # A kernel that fails to launch is replaced below, where its choice is rejected.
+        with contextlib.suppress(KernelError):
             return stored(*given[:5], *scales)
     plan.refuse_first_call()
     call = call_spec(plan, q, k, v, options)
@@ -78,7 +79,7 @@ def run_call(
             if choice.widened:
                 operands, own = _widened(q, k, v, scales), options._replace(scales=())
             implemented = IMPLEMENTATIONS[choice.implementation]
-            bound = lasting(q.device, partial(implemented.bind, *operands, prepared, own))
+            bound = outside_graph_pool(q.device, partial(implemented.bind, *operands, prepared, own))
             if choice.widened:
                 bound = partial(_widened_call, bound)
             found = bound(q, k, v, bias, sinks, *scales)
@@ -86,17 +87,17 @@ def run_call(
             plan.store_call(given, bound if as_given else partial(_reshaped, bound))
             return found
         except KernelError as error:
-            # The next best candidate serves, down to plain PyTorch, which compiles nothing.
+            # The loop tries the next best candidate. The last is plain PyTorch, which compiles nothing.
             plan.reject(choice, (call.widened() if choice.widened else None) or call, error)
 
 
 def is_empty(q: Tensor, k: Tensor) -> bool:
-    """Whether there is no query, or no key to see: nothing to plan, and nothing to compute."""
+    """Whether the call has no queries or no keys: nothing is planned or computed."""
     return 0 in q.shape or 0 in k.shape
 
 
 def run_empty(q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, implementation: str | None) -> tuple[Tensor, Tensor]:
-    """`run_call` for an empty call, whose mask or plan must fit all the same."""
+    """Check the mask or plan of an empty call and return its results, as `run_call` does for others."""
     _check_name(implementation)
     if isinstance(mask_or_plan, Plan):
         mask_or_plan.check_call(q, k)
@@ -105,11 +106,11 @@ def run_empty(q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, implementation
         mask.check(q.shape[2], k.shape[2])
         if not mask.depends_on_sizes:
             mask.dims(q.shape[0], q.shape[1])
-    return _results_of_nothing(q, v)
+    return _empty_call_results(q, v)
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """8-bit tensors as kernels for more bits take them."""
+    """Convert 8-bit q, k and v to 16 or 32 bits, for kernels that do not take 8 bits."""
     dtype = wide_dtype(q.device.type)
     return widened(q, scales[0], dtype), widened(k, scales[1], dtype), widened(v, scales[2], dtype)
 
@@ -117,7 +118,7 @@ def _widened(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, ...]) -> tup
 def _widened_call(
     bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A call bound to wide tensors, for 8-bit ones."""
+    """Run a call that is bound to wide tensors on 8-bit ones."""
     out, lse = bound(*_widened(q, k, v, scales), bias, sinks)
     return out.bfloat16(), lse
 
@@ -125,12 +126,12 @@ def _widened_call(
 def _reshaped(
     bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A kept call for a bias of fewer dimensions, or sinks with gaps between them."""
+    """Run a bound call after giving the bias four dimensions and making the sinks contiguous."""
     return bound(q, k, v, check_bias(bias, q, k.shape[2]), check_sinks(sinks, q), *scales)
 
 
 def call_spec(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> CallSpec:
-    """What decides which implementations can run a call, and how fast."""
+    """Return the properties of a call that decide which implementations can run it, and how fast."""
     bias = options.bias
     sizes = q.shape[2], k.shape[2]
     tiled = bias is None or may_be_tma_readable(bias, *sizes)
@@ -197,15 +198,15 @@ def _masked_attention(
         scale, softcap: floats, softcap 0 for none.
         implementation: a name of `stof.selection.IMPLEMENTATIONS`, "" for the default.
         q_scale, k_scale, v_scale: float32 `[B or 1, H]` and `[B or 1, Hkv]` of 8-bit tensors, else None.
-        number: of a plan or a mask that is alive.
-        keep: bool `[Sq, Skv]` up to `[B, H, Sq, Skv]`, the mask.
+        number: names a living plan or mask if `mask` is `PLAN` or `NUMBERED`.
+        keep: the mask if `mask` is `TENSOR`, bool `[Sq, Skv]` up to `[B, H, Sq, Skv]`.
 
     Returns:
         `(out [B, H, Sq, Dv], lse [B, H, Sq])`; lse is float64 for float64 inputs, else float32.
 
     Raises:
-        ArgumentError, MaskError: the number or key is of a plan or mask that is gone, or of another process.
-        UnsupportedError: a tensor is the mask, and a CUDA graph is captured, whose replays would keep its values.
+        ArgumentError, MaskError: the plan or mask with this number or key is gone, or is another process's.
+        UnsupportedError: `mask` is `TENSOR` while a CUDA graph is captured; replays would use the present values.
     """
     found: Any
     if mask == PLAN:
@@ -229,9 +230,9 @@ def _masked_attention(
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *others: Any) -> tuple[Tensor, Tensor]:
-    """Empty results, for compilers and exporters."""
+    """Return uninitialised results, for compilers and exporters."""
     del k, others
-    # Raised here and not where the key is chosen: Dynamo, which traces that, would lose the message.
+    # Raised here and not in `attention`, which chooses the key: Dynamo traces that function and would lose the message.
     if "<" in mask and mask not in (PLAN, NUMBERED, TENSOR):
         raise UnsupportedError(
             f"torch.export cannot keep the mask {mask}: it exists in this process alone; for torch.compile, make masks "
@@ -249,8 +250,8 @@ def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return empty_output(q, v), q.new_empty(q.shape[:-1], dtype=lse_dtype)
 
 
-def _results_of_nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` where there is no query, or no key to see."""
+def _empty_call_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `out` and `lse` of a call without queries or keys: 0 and minus infinity."""
     out, lse = _empty_results(q, v)
     return out.zero_(), lse.fill_(-torch.inf)
 
@@ -273,18 +274,18 @@ def _no_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def refuse_derivatives() -> None:
-    """Raise where torch.func's `grad` or `jvp` runs: PyTorch's own words there are about its autograd functions.
+    """Refuse calls under torch.func's `grad` or `jvp`; PyTorch's own message there would not name attention.
 
     Raises:
-        UnsupportedError: one of them does.
+        UnsupportedError: one of them is active.
     """
     if takes_derivatives():
         _no_backward(None)
 
 
 masked_attention_op = torch.library.custom_op("stof::masked_attention", _masked_attention, mutates_args=())
-# The same for a mask or plan that changes from call to call. Inductor leaves this one out of its CUDA graphs, of which
-# it would record one for each number, and keep them all.
+# The same for a mask or plan that changes from call to call. Its tag keeps it out of Inductor's CUDA graphs: Inductor
+# would capture and keep one graph for each value of `number`.
 varying_attention_op = torch.library.custom_op(
     "stof::varying_attention", _masked_attention, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )

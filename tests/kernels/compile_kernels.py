@@ -82,9 +82,6 @@ class Open:
     fixed: LayoutConfig | None = None
     row_orders: tuple[str, ...] = ("remainder 2",)
 
-    def unfit(self, choice: KernelChoice) -> str | None:
-        return None
-
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         raise NotImplementedError
 

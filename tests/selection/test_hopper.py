@@ -28,6 +28,7 @@ from stof.selection.gpu_candidates import (
     gpu_choices,
     is_l2_bound,
 )
+from stof.selection.select import NO_LAYOUT_ERRORS, LayoutErrors
 from stof.testing.mask_grid import grid_mask
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 
@@ -193,9 +194,12 @@ def test_starved_tiles_serve_where_there_are_no_others(monkeypatch: pytest.Monke
     fake_gpu(monkeypatch)
     call, layout = call_of(q_len=2048, kv_len=2048), LayoutConfig(64, 64)
 
-    def layouts(geometry: Geometry) -> set[LayoutConfig | None]:
-        found = [c for c in candidates(call, GPU, geometry) if c.name == "hopper" and not c.refusals]
-        return {c.choice.layout for c in found if c.choice is not None}
+    def choices(geometry: Geometry, errors: LayoutErrors = NO_LAYOUT_ERRORS) -> list[KernelChoice]:
+        found = candidates(call, GPU, geometry, layout_errors=errors)
+        return [c.choice for c in found if c.name == "hopper" and not c.refusals and c.choice is not None]
+
+    def layouts(geometry: Geometry, errors: LayoutErrors = NO_LAYOUT_ERRORS) -> set[LayoutConfig | None]:
+        return {choice.layout for choice in choices(geometry, errors)}
 
     geometry = Geometry(masks.causal(), 2048, 2048)
     assert layouts(geometry)
@@ -203,8 +207,7 @@ def test_starved_tiles_serve_where_there_are_no_others(monkeypatch: pytest.Monke
     fixed = Geometry(masks.causal(), 2048, 2048, fixed=layout)
     assert layouts(fixed) == {layout}
     assert choose(call, GPU, fixed, "hopper").layout == layout
-    monkeypatch.setattr(geometry, "unfit", lambda choice: None if choice.layout == layout else "keys nobody sees")
-    assert layouts(geometry) == {layout}
+    assert layouts(geometry, {choice.layout_key: "keys nobody sees" for choice in choices(geometry)}) == {layout}
 
 
 def test_pairs_are_for_short_row_blocks() -> None:

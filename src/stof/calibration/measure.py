@@ -285,8 +285,8 @@ def warm(
                 report(failure)
 
 
-def _warm_cell(job: tuple[str, str, str, str]) -> str | None:
-    name, sizes, dtype, only = job
+def _warm_cell(cell: tuple[str, str, str, str]) -> str | None:
+    name, sizes, dtype, only = cell
     try:
         shape = Shape.parse(sizes)
         # One sequence and two key heads are enough: sizes are no constants of a kernel.

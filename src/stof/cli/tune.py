@@ -38,15 +38,16 @@ def tune(
     ] = None,
     fold: Annotated[
         bool,
-        typer.Option(
-            "--fold", help="Fold norms' weights into products, for good (option fold).", rich_help_panel=_MODEL
-        ),
+        typer.Option("--fold", help="Fold norms' weights into those of matmuls (option fold).", rich_help_panel=_MODEL),
     ] = False,
     store: Annotated[
         Path | None, typer.Option(help="Folder for measurements; the user's cache otherwise.", rich_help_panel=_MODEL)
     ] = None,
     twins: Annotated[
-        bool, typer.Option("--twins", help="Claim templates where no kernel serves: to try it.", rich_help_panel=_MODEL)
+        bool,
+        typer.Option(
+            "--twins", help="Run templates' PyTorch references where no kernel serves.", rich_help_panel=_MODEL
+        ),
     ] = False,
     budget: Annotated[
         float | None, typer.Option(help="Seconds for measuring; with --device, after which no cell is begun.")

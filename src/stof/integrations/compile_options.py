@@ -24,7 +24,7 @@ from stof.fusion.records.store import Store, default_store
 from stof.runtime.files import cache_folder
 from stof.tuning.machine import device_name
 
-# The value of `cuda_graphs` that records whole calls.
+# The value of `cuda_graphs` for a CUDA graph of the whole model.
 WHOLE = "whole"
 # Seconds, and configurations drawn for each segment in a round.
 EFFORTS: dict[str, tuple[float, int]] = {"none": (0.0, 0), "quick": (40.0, 3), "full": (600.0, 8)}
@@ -40,8 +40,8 @@ class CompileOptions:
         budget_s: seconds that searching may take; None for the effort's own: 40 or 600. A compiled model has one budget
             for each of its graphs.
         cuda_graphs: True lets Inductor replay the compiled model as CUDA graphs; for fixed shapes and few tokens.
-            "whole", for `stof.optimize`, replays whole calls, one graph for each combination of argument shapes:
-            see `CudaGraphRunner` for what is noticed between calls, and what is not.
+            "whole", for `stof.optimize`, replays one graph of the whole model for each combination of argument shapes;
+            `CudaGraphRunner` says which changes between calls are noticed.
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
         fold: fold the weights of RMSNorms into the GEMMs after them, in a copy that takes as much memory as those
             GEMMs' weights. For weights that stay as they are: a change between calls is noticed, but not through

@@ -1,9 +1,9 @@
-"""Whole calls of a model as CUDA graphs, one for each combination of argument shapes: what `cuda_graphs="whole"` does.
+"""Whole-model CUDA graphs, one for each combination of argument shapes: `cuda_graphs="whole"`.
 
-A compiled model spends time on the host in every call, most of it on Dynamo's guards and the wrappers around its
-graph, before anything is launched. With few tokens the GPU computes for about as long. Here the call is recorded from
-outside all of that. What guards would have noticed is looked at directly, as far as it is quick: arguments, modes,
-attributes of modules, masks, and where the weights lie.
+In every call, a compiled model spends host time on Dynamo's guards and on the wrappers around its graph before it
+launches anything. With few tokens that takes about as long as the GPU computes. Here the model's call is captured as a
+whole, guards and wrappers included, so a replay skips them. The runner itself compares what the guards would have
+checked, as far as that is quick: arguments, modes, attributes of modules, masks, and the addresses of weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stof.runtime.locks import ForkSafeLock
 from stof.runtime.private import copy_all, entries_of, is_intercepted, pytree, raw_stream, version_of
 from stof.tuning.capture import captured
 
-# Combinations of shapes that are kept; each holds its inputs and results, and all share the memory in between.
+# Graphs that are kept. Each has buffers for its inputs and results; all share the memory of intermediate tensors.
 MOST_RECORDED = 32
 
 _PLAIN = (type(None), bool, int, str, torch.dtype, torch.device)

@@ -20,7 +20,7 @@ from stof.kernels.implementation import tensors_of
 from stof.kernels.triton.work_list import ITEM, Work
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
-from stof.runtime.memory import in_capture, lasting
+from stof.runtime.memory import in_capture, outside_graph_pool
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
@@ -162,7 +162,7 @@ class WorkBuffers:
         key = (config, split_tiles)
         found = self.hopper.get(key)
         if found is None:
-            found = lasting(self.flags.device, partial(self.hopper_tiles, config, split_tiles))
+            found = outside_graph_pool(self.flags.device, partial(self.hopper_tiles, config, split_tiles))
             self.hopper[key] = found
         self._use(key, found.fill, captured)
         return found.lists
@@ -276,7 +276,7 @@ class WorkPartition(NamedTuple):
 def partition_items(
     partial: Tensor, full: Tensor, split_tiles: int, nothing: int, device: torch.device
 ) -> WorkPartition:
-    """Items of row blocks; each computes nothing, and spoils it, until the lists are filled.
+    """Divide row blocks into items. Until the lists are filled, each item's rows become NaN.
 
     Args:
         partial, full: int64 `[P, R]`, how many tiles of either kind row blocks are taken to have.

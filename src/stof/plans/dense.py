@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.plans.buffers import OVERFLOW, DynamicSizes, WorkBuffers, empty_work, int_zeros
-from stof.runtime.cache_keys import settled
+from stof.runtime.cache_keys import with_stable_key
 
 # Columns handled at once, in lists and of a dense mask.
 _COPY, _COLUMNS = 1024, 128
@@ -57,7 +57,7 @@ def fill_dense(buffers: DenseBuffers, keep: Tensor) -> None:
     count = problem.patterns * problem.row_blocks
     column_blocks = -(-problem.kv_len // _COLUMNS)
     classes = torch.empty(count, problem.kv_len, dtype=torch.int8, device=device)
-    settled(kernels.dense_classes)[(count * column_blocks,)](
+    with_stable_key(kernels.dense_classes)[(count * column_blocks,)](
         keep, classes, *strides, problem.mask_heads, problem.row_blocks, column_blocks, problem.q_len,
         problem.kv_len, packed, problem.block_m, _COLUMNS,
     )  # fmt: skip
@@ -70,11 +70,11 @@ def fill_dense(buffers: DenseBuffers, keep: Tensor) -> None:
     _flag(buffers, problems, poisoned)
     rows = torch.stack([place, begin, partial, full_begin, full, poisoned], -1).int()
     buffers.owner.fill_(-1)
-    settled(kernels.dense_fill)[(count,)](
+    with_stable_key(kernels.dense_fill)[(count,)](
         rows, classes, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, buffers.owner,
         problem.row_blocks, problem.kv_len, problem.block_n, _COPY,
     )  # fmt: skip
-    settled(kernels.dense_bitmaps)[(buffers.tiles,)](
+    with_stable_key(kernels.dense_bitmaps)[(buffers.tiles,)](
         keep, buffers.owner, work.partial_columns, work.bitmaps, *strides, problem.mask_heads, problem.row_blocks,
         problem.q_len, packed, problem.block_m, problem.block_n,
     )  # fmt: skip

@@ -45,8 +45,7 @@ class DynamicPlan(Plan):
     Calls and updates may be on any streams: each waits for what it depends on. The caller orders replays of graphs that
     hold some of them, and calls and updates by several threads.
 
-    What cannot be computed (indices that mean nothing, more tiles than there is room for) gives NaN in the rows
-    concerned, and `check` raises.
+    Invalid indices, and tiles that do not fit the buffers, make the rows concerned NaN, and `check` raises.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class DynamicPlan(Plan):
         """
         if self._buffers is None:
             return super().choice(call, implementation)
-        # The Hopper kernel's first call deals out jobs on the host, which no graph can hold.
+        # The Hopper kernel's first call makes the work list on the host, which a CUDA graph cannot capture.
         capturing = torch.cuda.is_current_stream_capturing()
         if capturing and implementation == "hopper":
             reason = "its first call for such tensors cannot be captured; make one before the capture"
@@ -247,7 +246,7 @@ class DynamicPlan(Plan):
         return weighed([block_wise, *choices], call, self.device, geometry, self._layout_errors) + refused
 
     def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
-        """Leave a choice out from now on; behind the block-wise kernel there is no other to turn to."""
+        """Exclude a choice from later calls; an error of the block-wise kernel is raised, as no other is left."""
         if self._buffers is not None and choice.implementation == "block_wise":
             raise error
         super().reject(choice, call, error)

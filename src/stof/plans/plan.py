@@ -28,7 +28,7 @@ from stof.plans.calls import CallSizes, call_sizes_of, check_fit, check_rows
 from stof.plans.file import read_plan, write_plan
 from stof.plans.numbers import Numbered
 from stof.plans.used_masks import note_mask
-from stof.runtime.memory import capturing, lasting, refuse_capture, tensors_on_host
+from stof.runtime.memory import capturing, outside_graph_pool, refuse_capture, tensors_on_host
 from stof.selection import (
     IMPLEMENTATIONS,
     CallSpec,
@@ -46,11 +46,12 @@ from stof.selection import (
 )
 from stof.validation import usable_device
 
-# How calls run: for each, and for an implementation that was named, what was chosen.
+# What was chosen for each kind of call, by the implementation that the user named, or None.
 Decisions = dict[tuple[CallSpec, str | None], KernelChoice]
-# Stored calls of one plan: shapes and strides rarely vary under one pair of lengths.
+# Bound calls that one plan stores: shapes and strides rarely vary under one pair of lengths.
 _MOST_CALLS = 64
-# Versions of a mask that was written to before its plan was copied; no tensor has them.
+# Stands for the tensor versions of a mask that was changed before its plan was copied. No tensor has version -1, so the
+# copy counts as changed too.
 _CHANGED = (-1,)
 
 
@@ -65,7 +66,10 @@ def call_key(
     implementation: str | None,
     *scales: Tensor,
 ) -> Hashable:
-    """What two calls share that can use the same bound call; strides stand for the memory order of the output."""
+    """Return the key under which a bound call is stored: calls with equal keys can use the same one.
+
+    Calls are bound to strides, which also decide the memory order of the output.
+    """
     key = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
         v.device, scale, softcap, implementation,
@@ -80,15 +84,16 @@ class Plan(Numbered):
     """A mask compiled for one `q_len` and `kv_len` on one device. Make it with `stof.plan`, reuse it freely.
 
     On a GPU, layouts are built when a call first needs them, in the block sizes that suit the call. A plan made with
-    a `config` or a `row_order`, or read from a file, keeps to that one layout.
+    a `config` or a `row_order`, or read from a file, uses that one layout for every call.
 
-    Two plans are equal when they keep the same scores by the same tiles on the same device.
+    Two plans are equal when their layouts have the same tiles and bitmaps, on the same device.
 
     Attributes:
         mask_text: repr of the mask it was made from.
-        mask_batch, mask_heads: sizes of the mask it holds, each 1 where one mask serves all.
+        mask_batch, mask_heads: leading sizes of the mask, each 1 where one mask serves all.
         batch, heads: sizes that a call must have; None where the mask serves any.
-        geometry: what the selector asks of the mask; None where calls must tell their sizes first.
+        geometry: answers the selector's questions about the mask; None where the mask depends on sizes that only a call
+            tells.
     """
 
     def __init__(
@@ -121,12 +126,12 @@ class Plan(Numbered):
         self._layout_errors: dict[Hashable, str] = {}
         self._take_number()
         if device.type != "cuda" and layout is not None:
-            # Prepared now, not at the first call, which may be timed or compiled.
+            # Prepared here, so that a first call that is timed or compiled does not include it.
             self.prepared(default_implementation(device))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickles and copies: without what calls have kept, and without the name that compiled code knows it by."""
-        # A copy's tensors count their versions anew.
+        """State for pickles and copies, without stored calls and without the number by which compiled code finds it."""
+        # The tensors of a copy count their versions from 0 again.
         versions = self._versions if self.mask is None or self._changed() else "unchanged"
         return self.__dict__ | {"number": 0, "_first": None, "_versions": versions, "_calls": {}, "_in_graphs": set()}
 
@@ -149,12 +154,12 @@ class Plan(Numbered):
     def of_layout(
         layout: Layout, mask_text: str, origin: MaskGeometry | None = None, call_sizes: CallSizes | None = None
     ) -> Plan:
-        """A plan that keeps to one layout.
+        """Return a plan that uses one layout for every call.
 
         Args:
-            layout: of the mask.
+            layout: the mask's.
             mask_text: the mask's repr.
-            origin: what the layout was built from, where that is known.
+            origin: the mask that the layout was built from, where it is known.
             call_sizes: `batch` and `heads` of the plan; default those of `origin`'s mask, else of the layout.
         """
         sizes = (layout.mask_batch, layout.mask_heads)
@@ -165,17 +170,17 @@ class Plan(Numbered):
 
     @staticmethod
     def of_mask(geometry: MaskGeometry, config: LayoutConfig | None = None, row_order: Tensor | None = None) -> Plan:
-        """A new plan of a mask that fits its lengths.
+        """Return a new plan; the mask must already be checked against its lengths.
 
         Args:
-            geometry: of the mask.
+            geometry: the mask with lengths, batch, heads and device.
             config, row_order: as for `stof.plan`.
         """
         mask, device, lengths = geometry.mask, geometry.device, (geometry.q_len, geometry.kv_len)
         with allocator_errors():
             if device.type == "cuda" and config is None and row_order is None:
                 sizes = mask.dims(geometry.batch, geometry.heads, device)
-                # Whichever layout a call chooses has at least as many tiles.
+                # Tiles of 256 x 256 are the fewest any layout can have: too many of these are refused now.
                 check_tiles(HeadMask(mask, *lengths, 0, 0, None, device), LayoutConfig(256, 256))
                 call_sizes = call_sizes_of(mask, sizes)
                 return Plan(repr(mask), lengths, sizes, device, call_sizes=call_sizes, geometry=geometry)
@@ -186,32 +191,32 @@ class Plan(Numbered):
             return Plan.of_layout(layout, repr(mask), geometry)
 
     def check_call(self, q: Tensor, k: Tensor) -> None:
-        """Raise unless the plan was made for a call like this; errors as of `calls.check_fit`."""
+        """Raise if the call's lengths, batch, heads or device are not the plan's; errors as of `calls.check_fit`."""
         check_fit(q, k, (self.q_len, self.kv_len), (self.batch, self.heads), self.device)
 
     def refuse_first_call(self) -> None:
-        """Raise UnsupportedError while a CUDA graph is captured: no first call can be."""
+        """Raise UnsupportedError during the capture of a CUDA graph: a first call works on the host."""
         refuse_capture(self.device)
 
     def for_call(self, q: Tensor, k: Tensor) -> Plan:
-        """The plan that computes a call; errors as of `check_call`."""
+        """Return the plan that computes a call, here itself; errors as of `check_call`."""
         self.check_call(q, k)
         return self
 
     @property
     def mask(self) -> Mask | None:
-        """The mask it was made from; None of a plan read from a file, or moved to another device."""
+        """The mask it was made from; None if the plan was read from a file or moved to another device."""
         return None if self._origin is None else self._origin.mask
 
     @property
     def layout(self) -> Layout:
-        """The plan's own layout: what is saved, drawn and counted. Calls on a GPU may use others."""
+        """The layout that is saved, drawn and counted. Calls on a GPU may use other layouts."""
         if self._layout is None:
             self._layout = self._build(default_config(self.device), None)
         return self._layout
 
     def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
-        """How a call runs: the fastest candidate, of one implementation when it is named; decided once."""
+        """Return the fastest candidate for a call, among those of `implementation` if it is given; decided once."""
         key = (call, implementation)
         found = self._choices.get(key)
         if found is None:
@@ -221,16 +226,16 @@ class Plan(Numbered):
         return found
 
     def candidates(self, call: CallSpec) -> list[Candidate]:
-        """Every way to run a call, see `stof.explain`."""
+        """Return every candidate for a call, see `stof.explain`."""
         return candidates(call, self.device, self._gpu_geometry, layout_errors=self._layout_errors)
 
     @property
     def _gpu_geometry(self) -> Geometry | None:
-        """On other devices nothing is estimated."""
+        """The geometry on a GPU; None on other devices, where no time is estimated."""
         return self.geometry if self.device.type == "cuda" else None
 
     def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
-        """Leave a choice out from now on: it failed on this device, or with this plan's layout."""
+        """Exclude a choice that failed on this device, or with this plan's layout, from later calls."""
         if isinstance(error, UnfitLayoutError):
             self._layout_errors[choice.layout_key] = str(error)
         else:
@@ -239,24 +244,25 @@ class Plan(Numbered):
         self._calls.clear()
 
     def find_call(self, *given: Any) -> BoundCall | None:
-        """The call stored for arguments like these, already checked and chosen for; None where there is none.
+        """Return the bound call stored for arguments with this `call_key`, or None. A hit needs no further checks.
 
         Args:
-            given: arguments as `call_key` takes them, as the user gave them.
+            given: the arguments of `call_key`, as the user gave them.
         """
         if not self._calls:
             return None
         try:
             found = self._calls.get(call_key(*given))
         except (AttributeError, TypeError, RuntimeError):
-            # No tensor, a nested one, or a scale that is no number: the checks have the message.
+            # An argument that is no tensor, a nested tensor, or a scale that is no number: the caller's checks refuse
+            # these with a message.
             return None
         if found is not None and capturing(self.device):
             self._in_graphs.add(found)
         return found
 
     def store_call(self, given: tuple[Any, ...], call: BoundCall) -> None:
-        """Keep a call for arguments like those given to `attention`."""
+        """Store a bound call under the `call_key` of the arguments that the user gave."""
         if len(self._calls) >= _MOST_CALLS:
             self._calls.clear()
         self._calls[call_key(*given)] = call
@@ -264,12 +270,12 @@ class Plan(Numbered):
             self._in_graphs.add(call)
 
     def prepared(self, choice: KernelChoice | str) -> Any:
-        """The layout of a choice in the form its implementation reads; computed once."""
+        """Return a choice's layout in the form that its implementation reads; computed once."""
         choice = KernelChoice(choice) if isinstance(choice, str) else replace(choice, widened=False)
         found = self._prepared.get(choice)
         if found is None:
-            # Complete when it is there: calls on other streams read it too.
-            found = self._prepared[choice] = lasting(self.device, partial(self._prepare, choice))
+            # `outside_graph_pool` synchronises, so calls on other streams may read the result at once.
+            found = self._prepared[choice] = outside_graph_pool(self.device, partial(self._prepare, choice))
         return found
 
     def _prepare(self, choice: KernelChoice) -> Any:
@@ -295,7 +301,7 @@ class Plan(Numbered):
         return self.mask is not None and self.mask.versions != self._versions
 
     def _check_unchanged(self) -> None:
-        """Raise if the mask's tensors were written to since: layouts built before and after would disagree."""
+        """Raise if the mask's tensors were written to after the plan was made: its layouts would differ."""
         if self._changed():
             raise MaskError(
                 "the tensors of this plan's mask were changed in place after the plan was made; make another plan, or "
@@ -303,11 +309,12 @@ class Plan(Numbered):
             )
 
     def extended(self, rows: int, mask: Mask | None = None) -> Plan:
-        """A plan for `rows` more queries and as many more keys (a growing KV cache); it equals a new plan.
+        """Return a plan for `rows` more queries and as many more keys (a growing KV cache); it equals a new plan.
 
-        Under the plan's own mask, only new rows are evaluated where old ones do not see new keys (see
-        `stof.layout.extend`), and choices that calls have made carry over. Another mask is planned anew: nothing tells
-        whether it keeps the same scores of old rows. For a chunk alone, plan the mask `.with_query_offset(cached)`.
+        Under the plan's own mask, only the new rows are evaluated if old rows do not see new keys (see
+        `stof.layout.extend`), and the choices made for calls carry over. Under another mask everything is evaluated,
+        because it may keep other scores of the old rows. For a chunk of new queries alone, make a plan of
+        `mask.with_query_offset(cached)`.
 
         Args:
             rows: tokens to add, 0 or more.
@@ -331,7 +338,7 @@ class Plan(Numbered):
         geometry = MaskGeometry(mask, *lengths, batch=sizes[0], heads=sizes[1], device=self.device)
 
         own = self.mask_text if origin is None and "<" not in self.mask_text else origin and origin.mask.key
-        if mask.key != own or self.permuted_rows:  # another number of rows wants another order
+        if mask.key != own or self.permuted_rows:  # another number of rows needs another row order
             note_mask(mask)
             refuse_capture(self.device)
             return Plan.of_mask(geometry, self.fixed)
@@ -343,17 +350,18 @@ class Plan(Numbered):
         plan = Plan.of_mask(geometry)
         plan._layouts = {key: grown(layout) for key, layout in self._layouts.items() if key[1] is None}
         for (call, name), choice in self._choices.items():
-            if choice.row_order is None and not call.bias_to_copy:  # that of another length may be read as it lies
+            # With more keys, a bias may no longer need the copy that TMA needed, so such calls are decided again.
+            if choice.row_order is None and not call.bias_to_copy:
                 plan._choices[replace(call, q_len=lengths[0], kv_len=lengths[1]), name] = choice
         return plan
 
     def statistics(self) -> LayoutStatistics:
-        """Density, computed/needed, tiles by kind, heaviest row block, bytes."""
+        """Return density, scores computed for each one kept, tiles by kind, the heaviest row block, and bytes."""
         return statistics(self.layout)
 
     def bytes(self) -> int:
-        """Memory of all layouts and everything prepared from them."""
-        # list(): another thread may add one
+        """Return the bytes of all layouts and of everything prepared from them."""
+        # list() copies: another thread may add an entry meanwhile.
         layouts = list(self._layouts.values()) + ([] if self._layout is None else [self._layout])
         tensors = [tensor for layout in layouts for tensor in layout.tensors().values()]
         for prepared in list(self._prepared.values()):
@@ -361,14 +369,14 @@ class Plan(Numbered):
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def to_dense(self) -> Tensor:
-        """Bool `[mask_batch, mask_heads, q_len, kv_len]`."""
+        """Return the mask as a tensor, bool `[mask_batch, mask_heads, q_len, kv_len]`."""
         return self.layout.to_dense()
 
     def to(self, device: torch.device | str) -> Plan:
-        """The same plan on another device, with the same layout.
+        """Return the same plan on another device; it uses this plan's layout for every call.
 
         Raises:
-            DeviceError: no device of this machine.
+            DeviceError: this machine has no such device.
         """
         return Plan.of_layout(
             self.layout.to(usable_device(device)), self.mask_text, call_sizes=(self.batch, self.heads)
@@ -380,7 +388,12 @@ class Plan(Numbered):
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Plan:
-        """Read a saved plan; a file that does not validate raises `PlanFileError`, no device of here `DeviceError`."""
+        """Read a saved plan.
+
+        Raises:
+            PlanFileError: the file is damaged, was changed, or has another format version.
+            DeviceError: this machine has no such device.
+        """
         layout, mask_text, call_sizes = read_plan(path, usable_device(device))
         return Plan.of_layout(layout, mask_text, call_sizes=call_sizes)
 

@@ -1,9 +1,9 @@
-"""Keys of compiled kernels that are equal in every process.
+"""Cache keys of compiled kernels that are equal in every process.
 
 Triton names a kernel's cached binary after its source and the constants that it and the functions it calls refer to.
-Those of a called function are only counted if that function was hashed before its caller, by another kernel that calls
-it (Triton 3.6 and 3.7). So the key depends on which kernels a process launched earlier, and a second process may
-compile what the first one did. Hashing called functions first takes that away.
+The constants of a called function only count if that function was hashed before its caller, by another kernel that
+calls it (Triton 3.6 and 3.7). So the key depends on which kernels the process launched earlier, and a second process
+may compile a kernel again. Hashing called functions first makes the key independent of that order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 K = TypeVar("K")
 
 
-def settled(kernel: K) -> K:
-    """The same kernel, hashed after the functions that it calls; to be asked before each launch or compilation."""
+def with_stable_key(kernel: K) -> K:
+    """Return the same kernel, hashed after the functions that it calls. Use it before each launch or compilation."""
     if getattr(kernel, "hash", "") is None:  # Triton's interpreter has no hashes
         _settle(kernel, set())
     return kernel
@@ -32,12 +32,12 @@ def _settle(function: Any, begun: set[int]) -> None:
 
 
 def _called(function: Any) -> Iterator[Any]:
-    """Functions of Triton's that one refers to, by name or as an attribute of a module."""
+    """Yield the Triton functions that a function refers to, by name or as an attribute of a module."""
     python = function.fn
     scope = {**python.__globals__, **inspect.getclosurevars(python).nonlocals}
     names = python.__code__.co_names
     known = [scope[name] for name in (*names, *python.__code__.co_freevars) if name in scope]
     for value in known:
         within = [getattr(value, name, None) for name in names] if isinstance(value, ModuleType) else [value]
-        # Of its class: asking the function itself would hash it.
+        # Asks the class for the attribute: asking the function would hash it.
         yield from (one for one in within if hasattr(type(one), "cache_key") and hasattr(one, "fn"))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stof.runtime.locks import ForkSafeLock
-from stof.runtime.memory import lasting
+from stof.runtime.memory import outside_graph_pool
 from stof.runtime.private import raw_stream
 
 # 4 MB of counters per device for captured graphs, enough for thousands of captured calls.
@@ -48,7 +48,7 @@ def zeroed_counters(count: int, device: torch.device) -> Tensor:
 
 
 def _cleared(count: int, device: torch.device) -> Tensor:
-    return lasting(device, lambda: torch.zeros(count, dtype=torch.int32, device=device))
+    return outside_graph_pool(device, lambda: torch.zeros(count, dtype=torch.int32, device=device))
 
 
 def _from_arena(count: int, device: torch.device, index: int) -> Tensor:

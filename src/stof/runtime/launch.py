@@ -1,7 +1,7 @@
 """Launching Triton kernels: once through the JIT, then straight from the compiled kernel.
 
 Triton's own call path binds, specialises and hashes every argument. An eager attention call took 52 us of host time
-through it and took 15 without (`python -m benchmarks launch`, an H200 machine; others are up to twice as slow).
+through it and 15 us without (`python -m benchmarks launch`, the host of an H200; other hosts are up to twice as slow).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import triton
 from torch import Tensor
 
 from stof.errors import KernelError
-from stof.runtime.cache_keys import settled
-from stof.runtime.memory import record
+from stof.runtime.cache_keys import with_stable_key
+from stof.runtime.memory import record_streams
 from stof.runtime.private import Launcher, encode_tensor_map, hooks_are_set, launcher_of, raw_stream, without_encoding
 
-# Addresses whose encoded tensor maps a launch keeps, for each of its maps.
+# Encoded tensor maps that a launch keeps for each of its windows, one for each address of a tensor.
 _MOST_ENCODED = 64
 
 
 class TensorMap(NamedTuple):
-    """Where TMA finds boxes of a tensor. Triton's launcher reads these names."""
+    """A tensor map (TMA descriptor): a tensor and the box of one TMA copy. Triton's launcher reads these names."""
 
     base: Tensor
     shape: list[int]
@@ -34,25 +34,25 @@ class TensorMap(NamedTuple):
 
 
 class TensorWindow(Protocol):
-    """A tensor map but for the tensor, which every call brings anew, with the same shape, strides and dtype."""
+    """Makes the tensor map of a call's tensor; shape, strides and dtype are the same in every call."""
 
     def at(self, tensor: Tensor) -> TensorMap: ...
 
 
 class Launch:
-    """A kernel on a one-dimensional grid with everything decided but some of its tensors.
+    """A kernel on a one-dimensional grid, with all arguments fixed except the tensors that a call brings.
 
-    The kernel's parameters are, in this order: tensor maps of a call's bases, its tensors, `tensors`, `numbers`,
-    `constants`.
+    The kernel's parameters are, in this order: tensor maps of the call's `bases`, the call's tensors, then `tensors`,
+    `numbers` and `constants` as given here.
 
     Args:
         kernel: a `triton.jit` function.
-        grid: programs.
+        grid: number of programs.
         tensors: tensors that are the same in every call.
         numbers: integers and floats.
         constants: values of the compile-time parameters.
-        num_warps, num_stages, max_registers: compile options, 0 registers for no bound.
-        windows: what the kernel copies of each base by TMA; None where it reads none.
+        num_warps, num_stages, max_registers: compile options; `max_registers` 0 sets no limit.
+        windows: one for each of a call's `bases`; None for a base that the kernel does not copy by TMA.
         use_pdl: launch with programmatic dependent launch (`pdl.py`).
         device: where the tensors are; default that of the first of `tensors`.
     """
@@ -88,11 +88,11 @@ class Launch:
         self._streams: set[int] = set()
 
     def __call__(self, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
-        """Run the kernel; shapes, strides and dtypes are those of every other call.
+        """Run the kernel. Shapes, strides and dtypes must be the same in every call.
 
         Args:
-            tensors: what the kernel gets pointers to.
-            bases: what TMA copies from and to; any tensor where there is no window.
+            tensors: tensors whose pointers the kernel gets.
+            bases: tensors that TMA copies from and to; any tensor where the window is None.
 
         Raises:
             KernelError: the kernel does not compile for this device, or needs more shared memory than it has.
@@ -106,7 +106,7 @@ class Launch:
         for pointer in pointers:
             low |= pointer
         current = torch.cuda.current_device()
-        # Compiled for pointers to multiples of 16 bytes; hooks are for profilers, which want Triton's own path.
+        # The compiled kernel assumes pointers aligned to 16 bytes. Only Triton's own path calls profilers' hooks.
         if low & 15 or self.device.index not in (None, current) or hooks_are_set():
             self._launch_jit(tensors, bases)
             return
@@ -120,21 +120,21 @@ class Launch:
         )  # fmt: skip
 
     def _used_on(self, stream: int) -> None:
-        """Have PyTorch wait for this stream before it gives the tensors' memory to others.
+        """Keep PyTorch from reusing the fixed tensors' memory while a kernel on this stream may read them.
 
-        They may be dropped, with the plan that holds them, while a kernel reads them on a stream that they were not
-        allocated for. Captured launches are left out: whoever replays them keeps the plan alive.
+        The plan that holds them may be dropped while a kernel reads them on a stream that they were not allocated for.
+        Captured launches are not recorded: the owner of the graph must keep the plan alive.
         """
         if stream not in self._streams and not torch.cuda.is_current_stream_capturing():
-            record(self.tensors, self.device)
+            record_streams(self.tensors, self.device)
             self._streams.add(stream)
 
     def maps(self, bases: tuple[Tensor, ...]) -> tuple[TensorMap | None, ...]:
-        """The tensor maps of a call."""
+        """Return the tensor maps of a call, None where there is no window."""
         return tuple([None if w is None else w.at(base) for w, base in zip(self.windows, bases, strict=True)])
 
     def _launch_jit(self, tensors: tuple[Tensor, ...], bases: tuple[Tensor, ...]) -> None:
-        """Through Triton's own path, which compiles what is new."""
+        """Launch through Triton's own path, which compiles if needed, and keep the compiled kernel for later calls."""
         arguments = (*_descriptors(self.maps(bases)), *tensors, *self.tensors, *self.rest)
         if not isinstance(self.kernel, triton.JITFunction):  # Triton's interpreter
             self.kernel[(self.grid,)](*arguments)
@@ -152,7 +152,7 @@ class Launch:
             self._launcher = launcher
 
 
-# Kernels that do not specialise on numbers, compiled for aligned tensors, by name, constants and device.
+# Kernels of `launch`, compiled for aligned tensors, by name, constants and device.
 _compiled: dict[tuple[Any, ...], Launcher] = {}
 
 
@@ -166,12 +166,12 @@ def launch(
     device: torch.device,
     num_warps: int = 4,
 ) -> None:
-    """Run a kernel that takes numbers as they come, without specialising on their values: compiled once for all.
+    """Run a kernel that is compiled once for all numbers, because it does not specialise on their values.
 
     Args:
-        kernel: its parameters are, in this order, tensors, numbers below 2**31, and constants, which tell the types of
-            the tensors and decide `num_warps`.
-        grid: programs.
+        kernel: its parameters are, in this order, tensors, numbers below 2**31, and constants. Equal constants must
+            mean equal tensor dtypes and an equal `num_warps`.
+        grid: number of programs.
         tensors, numbers, constants: its arguments.
         device: where the tensors are.
         num_warps: warps of a program.
@@ -206,16 +206,16 @@ def _launch_jit(kernel: Any, grid: int, arguments: tuple[Any, ...], options: dic
         KernelError: it does not compile for this device, or needs more shared memory than it has.
     """
     try:
-        return settled(kernel)[(grid,)](*arguments, **options)
+        return with_stable_key(kernel)[(grid,)](*arguments, **options)
     except triton.TritonError as error:
         first = (str(error) or type(error).__name__).strip().splitlines()[-1]
         raise KernelError(f"{kernel.__name__} does not run on this device: {type(error).__name__}: {first}") from error
 
 
 class _EncodedMaps:
-    """Tensor maps as a compiled kernel takes them, kept by address.
+    """Encodes tensor maps for a compiled kernel, and caches them by the tensor's address.
 
-    Encoding one takes about 2 us of an eager call's 25 us (`python -m benchmarks launch` on an H200 machine). A call
+    Encoding one takes about 2 us of an eager call's 25 us (`python -m benchmarks launch`, the host of an H200). A call
     has four or more.
     """
 
@@ -243,7 +243,7 @@ class _EncodedMaps:
 
 
 def _descriptors(maps: tuple[TensorMap | None, ...]) -> list[Any]:
-    """Tensor maps as Triton's own path wants them."""
+    """Return tensor maps as Triton's own launch path takes them."""
     if not maps:
         return []
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -1,4 +1,4 @@
-"""Where memory lies: on the host, outside of a CUDA graph's pool; and what cannot be made within a capture."""
+"""Where tensors are allocated (on the CPU, outside a CUDA graph's pool), and what a graph capture refuses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @contextmanager
 def tensors_on_host() -> Iterator[None]:
-    """Tensors made without naming a device are on the CPU, also where `torch.set_default_device` names another.
+    """Make the CPU the default device, whatever `torch.set_default_device` was given.
 
-    For work lists and tables, which are made on the host and then copied. Not around mask functions: they may make
-    tensors where their author wants them.
+    For work lists and tables, which are made on the host and then copied. Do not use it around mask functions: their
+    authors may rely on the default device.
     """
     if torch.get_default_device().type == "cpu":
         yield
@@ -29,15 +29,16 @@ def tensors_on_host() -> Iterator[None]:
         yield
 
 
-def lasting(device: torch.device, make: Callable[[], T]) -> T:
-    """What `make()` returns, with its tensors in ordinary memory of `device`.
+def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:
+    """Return `make()`, whose tensors are allocated outside the memory pool of a CUDA graph.
 
-    The first run of a graph that `torch.compile(mode="reduce-overhead")` is about to capture sends every allocation of
-    its thread to a pool that later graphs reuse, and refuses tensors that stay alive there. So on a GPU, `make` runs in
-    a thread of its own; both sides wait for what the other has launched. Within a capture it runs as it is.
+    `torch.compile(mode="reduce-overhead")` runs a graph once before it captures it. During that run, every allocation
+    of the thread goes to a pool that later graphs reuse, and tensors that stay alive there are an error. So on a GPU
+    `make` runs in a thread of its own, and each thread synchronises its stream before the other continues. During a
+    capture `make` runs in the calling thread.
 
     Raises:
-        Whatever `make` raises.
+        The errors of `make`.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return make()
@@ -75,7 +76,7 @@ def in_capture() -> bool:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raise within a capture: what a first call makes is computed on the host, which no CUDA graph can hold.
+    """Raise during a capture: a first call works on the host, which a CUDA graph cannot capture.
 
     Raises:
         UnsupportedError: a CUDA graph is being captured.
@@ -89,10 +90,11 @@ def refuse_capture(device: torch.device) -> None:
         )
 
 
-def record(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Have PyTorch's allocator wait, when these are freed, for what is launched on the current stream until then.
+def record_streams(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Call `record_stream`: freed, these tensors are reused only after the current stream's work up to then.
 
-    Lasting tensors are allocated for the default stream, whichever streams read them. Once for a stream is enough.
+    Tensors of `outside_graph_pool` belong to the default stream, whichever streams read them. One call for each stream
+    is enough.
     """
     stream = torch.cuda.current_stream(device)
     for tensor in tensors:

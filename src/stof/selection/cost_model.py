@@ -27,9 +27,9 @@ from stof.selection.resources import ON_HOPPER, head_dim_class, loads_bias_scala
 # The device whose constants stand in for those of devices that were never tuned.
 DEFAULT_DEVICE = "NVIDIA H200"
 _DATA = resources.files("stof.selection") / "data"
-# Query rows the decode implementation takes: with the heads of a group they fill the rows of a matrix product.
+# Query rows the decode implementation takes: with the heads of a group they fill the rows of a matmul.
 DECODE_ROWS = 16
-# Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 products.
+# Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 matmuls.
 _FLOPS_PER_US = (2e6, 0.3e6)
 _GUESS_PENALTY = 1.5
 # What a bias makes of the time of a tile, for kernels that were not measured with one. Triton's: where its values come
@@ -44,7 +44,7 @@ _SCATTERED_BIAS_COST = 3.0
 # query, 4096 keys, 32 heads in 88 us).
 _ROW_START_US, _ROW_KEY_US = 2.0, 0.021
 # Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/attention/fp8.py` took 1123 us
-# under a full mask of 8192 tokens on an H200, V laid across included, where they rest on 1571.
+# under a full mask of 8192 tokens on an H200, the transposition of V included, where they rest on 1571.
 _FP8_TILE = 0.73
 # Bytes of tiles that thread blocks get from an H200's L2 cache in a microsecond, if that alone were to bind: not a rate
 # that was seen (tiles got 8 million at best); of 8.3 to 10 million the one with the best picks among measurements.
@@ -302,7 +302,7 @@ def compaction_us(choice: KernelChoice, call: CallSpec, survey: Survey, model: D
 
 
 def across_us(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> float:
-    """Time until 8-bit values are laid across: another launch, and each of them read and written once."""
+    """Time to transpose 8-bit V: another launch, and each value read and written once."""
     if choice.implementation != "hopper_fp8":
         return 0.0
     return _COMPACTION_US + 2 * call.batch * call.kv_heads * call.kv_len * call.value_dim / model.bytes_per_us
@@ -349,19 +349,18 @@ def critical_load(
     copies = parts * (groups / masks)
     slots = model.multiprocessors * occupancy(choice, call, model.shared_bytes)
     filled = min(1.0, float(copies.sum()) / slots)
-    # Heads run in turns of `side`: longest first holds within a turn, so the last turn's longest item starts late,
-    # unless all programs start at once.
-    turns = math.ceil(groups / (kernel.side or groups))
-    late = max(0.0, 1 - slots / float(copies.sum())) * (turns - 1) / turns
+    # Heads run in groups of `side`. Items are sorted longest first within a group only, so the longest item of the last
+    # group starts late, unless all programs start at once.
+    rounds = math.ceil(groups / (kernel.side or groups))
+    late = max(0.0, 1 - slots / float(copies.sum())) * (rounds - 1) / rounds
     each = loads @ times.weights()
     average = (loads * copies[:, None]).sum(0) / slots
-    if choice.implementation in ON_HOPPER and turns > 1:
-        load = _without_late_starts(loads, times.weights(), copies, average, late, turns, slots)
+    if choice.implementation in ON_HOPPER and rounds > 1:
+        load = _without_late_starts(loads, times.weights(), copies, average, late, rounds, slots)
     else:
-        load = average * late + last_slot(loads, each, copies / turns, slots)
+        load = average * late + last_slot(loads, each, copies / rounds, slots)
     most = float(parts.max())
-    # Of several warpgroups, the Hopper kernel's chunks meet in pairs, and pairs in pairs; elsewhere the last one reads
-    # all others back.
+    # With several warpgroups, the Hopper kernel merges chunks in a binary tree. Elsewhere the last reads all others.
     in_pairs = choice.implementation in ON_HOPPER and layout.block_m > 64
     load[4] += math.ceil(math.log2(most)) if in_pairs else most * (most > 1)
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
@@ -374,17 +373,17 @@ def critical_load(
 
 
 def _without_late_starts(
-    loads: Tensor, weights: Tensor, copies: Tensor, average: Tensor, late: float, turns: int, slots: int
+    loads: Tensor, weights: Tensor, copies: Tensor, average: Tensor, late: float, rounds: int, slots: int
 ) -> Tensor:
     """Estimate when the last thread block ends, with work tiles in the order of `tile_scheduler.work_list`."""
     each = loads @ weights
     share = float((each * copies).sum()) / slots
-    early = (LATE * each > share / turns) & (each > share / 8)
+    early = (LATE * each > share / rounds) & (each > share / 8)
     load = average * late
     if bool(early.any()):
         load = load + (loads * copies[:, None])[early].sum(0) / slots * (1 - late)
     if not bool(early.all()):
-        load = load + last_slot(loads[~early], each[~early], copies[~early] / turns, slots)
+        load = load + last_slot(loads[~early], each[~early], copies[~early] / rounds, slots)
     longest = loads[int(each.argmax())]
     return longest if float(longest @ weights) > float(load @ weights) else load
 

@@ -124,15 +124,15 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
             layouts += [(fixed, None)] if serves else []
         for layout, order in layouts:
             choices += _variants(KernelChoice("hopper", layout, order, kernel), call)
-            if _goes_in_pairs(layout, order, call):
-                # Heavy row blocks whole: in pairs, cutting them never paid.
+            if _can_pair(layout, order, call):
+                # Without splits: splitting paired row blocks was never faster.
                 paired = replace(kernel, num_stages=_PAIRED_STAGES, paired=True)
                 choices.append(KernelChoice("hopper", layout, order, paired))
     return choices
 
 
-def _goes_in_pairs(layout: LayoutConfig, order: str | None, call: CallSpec) -> bool:
-    """Whether two row blocks of a layout may be one job."""
+def _can_pair(layout: LayoutConfig, order: str | None, call: CallSpec) -> bool:
+    """Whether two row blocks of a layout may be one work tile."""
     return (
         (layout.block_m, layout.block_n) == SMALL_TILE
         and layout.slab in (None, 16)

@@ -84,7 +84,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         Implementation(
             name="hopper_fp8",
-            summary="the same for 8-bit tensors with scales: values laid across first, twice the rate of products",
+            summary="the same for 8-bit tensors with scales: V transposed first, matmuls at twice the rate",
             capabilities=Capabilities(
                 devices=("cuda",),
                 dtypes=(FP8,),

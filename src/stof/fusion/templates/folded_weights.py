@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stof.runtime.locks import ForkSafeLock
-from stof.runtime.memory import lasting
+from stof.runtime.memory import outside_graph_pool
 from stof.runtime.private import version_of
 
 
@@ -59,7 +59,7 @@ def folded(weight: Tensor, norm_weight: Tensor) -> Tensor | None:
         return found.folded
     if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
-    made = lasting(weight.device, lambda: _fold(weight, norm_weight))
+    made = outside_graph_pool(weight.device, lambda: _fold(weight, norm_weight))
     if made is None:
         warnings.warn(
             f"a weight {tuple(weight.shape)} times its norm's does not fit into {weight.dtype}; it is not folded",

@@ -23,7 +23,7 @@ from stof.fusion.templates.gemm_config import (
 )
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
 from stof.fusion.templates.row_buckets import bucket_of, in_bucket, nearest_first
-from stof.runtime.cache_keys import settled
+from stof.runtime.cache_keys import with_stable_key
 
 
 class Rotary(NamedTuple):
@@ -221,7 +221,7 @@ def _tile(
         size = tiles * config.split * config.block_m * config.block_n
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = zeroed_counters(tiles, x.device)
-    settled(tile_gemm_kernel)[(tiles * config.split,)](
+    with_stable_key(tile_gemm_kernel)[(tiles * config.split,)](
         x, weight, out, call.bias, call.residual, mean, rstd,
         None if norm is None else norm.weight, None if norm is None else norm.bias, partial, counters,
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
@@ -274,7 +274,7 @@ def _hopper(call: GemmCall, config: GemmConfig, out: Tensor, rstd: Tensor | None
     if pingpong:
         from stof.fusion.templates.hopper.pingpong import pingpong_gemm_kernel
 
-        settled(pingpong_gemm_kernel)[grid](
+        with_stable_key(pingpong_gemm_kernel)[grid](
             x, weights(width), *given, *_positions(call), STAGES=config.stages, HEAD_DIM=shape.head_dim, **common,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
@@ -282,7 +282,7 @@ def _hopper(call: GemmCall, config: GemmConfig, out: Tensor, rstd: Tensor | None
         from stof.fusion.templates.hopper.cooperative import cooperative_gemm_kernel
 
         extra = config.extra_columns
-        settled(cooperative_gemm_kernel)[grid](
+        with_stable_key(cooperative_gemm_kernel)[grid](
             x, weights(width - extra), weights(extra) if extra else None, *given, SIDE=extra,
             A_STAGES=config.row_stages, B_STAGES=config.stages, CONSUMERS=config.consumers, LAG=config.lag, **common,
             num_warps=4, launch_pdl=True,
@@ -294,7 +294,7 @@ def _chain(call: GemmCall, config: GemmConfig, out: Tensor) -> None:
 
     x, down, up, shape = call.x, call.weight, call.up, call.shape
     assert up is not None
-    settled(chain_kernel)[(-(-shape.m // config.block_m) * config.split,)](
+    with_stable_key(chain_kernel)[(-(-shape.m // config.block_m) * config.split,)](
         x, down, call.bias, up, call.up_bias, call.residual, out,
         shape.m, shape.n, shape.k, shape.inner, x.stride(0), down.stride(0), up.stride(0),
         0 if call.residual is None else call.residual.stride(0),

@@ -69,8 +69,8 @@ def q_stages(block_m: int, width: int, biased: bool = False, paired: bool = Fals
     """Return the stages of Q in shared memory; output is stored through them too.
 
     Three: one work tile is computed, one is in its epilogue, one is being stored. Pairs hold Q in registers and need
-    two. A Q of 128 x 256 takes 64 KB, and biases take the room of stages: one, which the next Q overwrites after the
-    last QK matmul, and separate staging for part of the output.
+    two. A Q of 128 x 256 takes 64 KB, and biases leave no memory for more stages: there is one, which the next Q
+    overwrites after the last QK matmul, and a separate staging buffer for part of the output.
     """
     return 1 if biased or (block_m, width) == (128, 256) else 2 if paired else 3
 

@@ -22,7 +22,7 @@ from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.tma_bias import copy_for_tma, empty_for_tma, tma_readable, unbroadcast
 from stof.runtime.counters import zeroed_counters
 from stof.runtime.launch import Launch, TensorMap
-from stof.runtime.memory import lasting, refuse_capture
+from stof.runtime.memory import outside_graph_pool, refuse_capture
 from stof.runtime.pdl import supports_pdl
 
 # 128-byte swizzle, as TMA writes and wgmma reads, of elements of so many bytes.
@@ -189,7 +189,9 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
                 refuse_capture(device)
             q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             if not aligned:  # making the work list takes long
-                aligned.append(lasting(device, partial(bind, q, k, v, prepared, Options(scale, softcap, bias, sinks))))
+                aligned.append(
+                    outside_graph_pool(device, partial(bind, q, k, v, prepared, Options(scale, softcap, bias, sinks)))
+                )
             out, lse = aligned[0](q, k, v, bias, sinks)
             return result.copy_(out), lse
         lse = torch.empty_like(like_lse)

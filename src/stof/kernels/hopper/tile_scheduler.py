@@ -1,10 +1,10 @@
-"""Tile scheduler: the list of work tiles that the Hopper kernel's thread blocks take, one after the other.
+"""Tile scheduler: makes the list of work tiles that the Hopper kernel's persistent thread blocks process.
 
-A work tile is some tiles of one row block, for one batch entry and one head: a whole row block, or one chunk of a row
-block that is split along its keys. Thread blocks are persistent. Each starts with the work tile of its own number; then
-it takes the next of the list from a counter in global memory, so all thread blocks end at about the same time.
+A work tile is a range of tiles of one row block, for one batch entry and one head: the whole row block, or one chunk of
+a row block that is split along its keys. A thread block starts with the work tile of its own number. It takes each
+further work tile from an atomic counter in global memory, so all thread blocks end at about the same time.
 
-Two decisions are made here, on the host, once a plan: the order of the list (`work_list`), and which of the last work
+Two decisions are made here, on the host, once per plan: the order of the list (`work_list`), and which of the last work
 tiles are split so that no thread block ends late (`split_tail`).
 """
 
@@ -22,28 +22,31 @@ from stof.kernels.hopper.tile_lists import ITEM, TileLists
 from stof.layout.build.build import PARTIAL_TILE_COST
 from stof.runtime.memory import tensors_on_host
 
-# Integers of a work tile: its fields, and the columns of its first tile. 128 bytes, one load of a warp.
+# Integers of a work tile's descriptor: its fields, and the columns of its first tile. 128 bytes, one load of a warp.
 WORK_SIZE = 32
 
 
 class WorkFields(NamedTuple):
-    """Where a row of the work list holds what. Kernels and host read the same names.
+    """Column of each field in a row of the work list, for kernels and host.
+
+    Paired row blocks are neither split nor dynamic, so their two fields share columns with `parts`, `slot` and
+    `bitmap`, `nan_or_zero`.
 
     Attributes:
-        row_block, batch, head: coordinates.
-        begin, partial_end, end: tiles [begin, end), those before `partial_end` with bitmaps.
-        parts: chunks of the row block, 1 where it is not split.
-        slot: of the row block's first chunk.
-        chunk: number of this chunk.
-        pattern: for the row order.
-        bitmap: of the first tile.
-        nan_or_zero: of dynamic plans, a float32 that is added to the results: 0, or NaN for a bad mask.
-        work_count: number of work tiles.
-        item: of dynamic plans, the item whose range is read anew.
-        list_index: written by the kernel, the position in the work list.
-        columns: first of the columns of the first tile, so that its copy starts as soon as the descriptor is there.
-        pair_skipped: of pairs, the tiles that each of both row blocks skips in total.
-        pair_bitmap: of pairs, the bitmaps of both first tiles.
+        row_block, batch, head: coordinates of the work tile.
+        begin, partial_end, end: its tiles are [begin, end); those before `partial_end` are partial.
+        parts: number of chunks of the row block, 1 if it is not split.
+        slot: index, in the buffer of partial results, of the row block's first chunk.
+        chunk: index of this chunk.
+        pattern: index of the pattern, which selects the row order.
+        bitmap: index of the first tile's bitmap.
+        nan_or_zero: in dynamic plans, a float32 that is added to the results: 0, or NaN if the mask is invalid.
+        work_count: number of work tiles in the list.
+        item: in dynamic plans, index of the item from whose range begin to end, bitmap and `nan_or_zero` are refreshed.
+        list_index: position in the work list, written by the kernel.
+        columns: first of the columns that list the first tile's keys; with them its copy can start at once.
+        pair_skipped: of paired row blocks (two columns), how many tiles each of them skips in total.
+        pair_bitmap: of paired row blocks (two columns), the bitmap of each one's first tile.
     """
 
     row_block: int = 0
@@ -62,23 +65,22 @@ class WorkFields(NamedTuple):
     item: int = 14
     list_index: int = 15
     columns: int = 16
-    # Pairs are neither split nor dynamic.
     pair_skipped: int = 6
     pair_bitmap: int = 10
 
 
 WORK = WorkFields()
-# A work tile goes to the front of the list if this many times its estimated cost exceeds the time that is left.
+# A work tile goes to the front of the list if, at its place, less time is left than this many times its estimated cost.
 LATE = 1.5
 # Cost of starting and ending a work tile, in full tiles.
 _START_COST = 0.6
-# Relative cost of a tile for which a single warpgroup has rows: a guess.
+# Cost of a tile in which only one warpgroup has rows, relative to one in which all have: a guess.
 _ALONE = 0.5
 # Rows of a warpgroup.
 _ROWS = 64
-# Empty warpgroups are skipped only where they are more than one in 16: the test costs 1 % of every tile.
+# Warpgroups without rows are skipped only if their rows are at least a 16th of q_len: the test costs 1 % of every tile.
 _EMPTY_SHARE = 16
-# Fewest tiles of a chunk; the last chunk of a work tile may have half of that.
+# Fewest tiles of a chunk that `split_tail` makes; the last chunk of a work tile may have half of that.
 _MIN_TILES = 8
 # Cost of writing a chunk and reading another back, in full tiles: a guess.
 _MERGE_COST = 1.5
@@ -91,10 +93,10 @@ def work_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     """Return the work tiles of every batch entry and head in the order in which thread blocks take them.
 
     Args:
-        lists: of the mask.
-        batch, heads: of the call.
+        lists: the mask's tile lists.
+        batch, heads: sizes of the call.
         blocks: thread blocks that run at once.
-        side: neighbouring heads computed at the same time, so that K and V stay in the L2 cache.
+        side: heads in a group whose K and V fit the L2 cache together (`KernelConfig.side`).
 
     Returns:
         int32 `[W + 1, WORK_SIZE]` on the CPU, fields as `WorkFields`; the last row is padding for prefetches.
@@ -110,18 +112,18 @@ def work_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     rows[:, ITEM.slot] += batch_head * lists.chunks
     tiles = rows[:, ITEM.begin : ITEM.end + 1].clone()
     if lists.paired:
-        # A pair takes as long as its warpgroup with more tiles.
+        # A pair takes as long as the warpgroup that skips fewer tiles.
         tiles[:, 0] += rows[:, ITEM.pair_skipped : ITEM.pair_skipped + 2].amin(1)
     cost = work_costs(rows[:, ITEM.row_block], tiles, lists)
-    # Groups of `side` heads follow each other, the longest work tiles of each first. A work tile that would still run
-    # at the end goes before all groups.
-    together = torch.div(batch_head, side, rounding_mode="floor")
+    # The list has one group of `side` heads after another, each with its longest work tiles first. Work tiles so long
+    # that they would run past the common end go to the front of the list, as group -1.
+    head_group = torch.div(batch_head, side, rounding_mode="floor")
     share = cost.sum() / blocks
-    of_heads = torch.zeros(int(together.max()) + 1, dtype=cost.dtype).index_add_(0, together, cost)
-    start = (of_heads.cumsum(0) - of_heads)[together] / blocks
-    together[(start + LATE * cost > share) & (cost > share / 8)] = -1
+    group_cost = torch.zeros(int(head_group.max()) + 1, dtype=cost.dtype).index_add_(0, head_group, cost)
+    start = (group_cost.cumsum(0) - group_cost)[head_group] / blocks
+    head_group[(start + LATE * cost > share) & (cost > share / 8)] = -1
     order = torch.argsort(cost, descending=True, stable=True)
-    order = order[torch.argsort(together[order], stable=True)]
+    order = order[torch.argsort(head_group[order], stable=True)]
     rows, batch_head, item = rows[order], batch_head[order], item[order]
     if not lists.ranges.numel() and not lists.paired:
         rows, batch_head = _with_split_tail(rows, batch_head, cost[order], blocks, lists)
@@ -149,8 +151,8 @@ def work_costs(row_block: Tensor, tiles: Tensor, lists: TileLists) -> Tensor:
 
     Args:
         row_block: int64 `[W]`.
-        tiles: int64 `[W, 3]`, tiles [begin, end of the partial ones, end).
-        lists: of the mask.
+        tiles: int64 `[W, 3]`: begin, end of the partial tiles, end.
+        lists: the mask's tile lists.
     """
     begin, partial_end, end = tiles.unbind(1)
     cost = (partial_end - begin) * PARTIAL_TILE_COST + (end - partial_end)
@@ -162,17 +164,17 @@ def work_costs(row_block: Tensor, tiles: Tensor, lists: TileLists) -> Tensor:
 
 
 def skips_empty_groups(q_len: int, block_m: int) -> bool:
-    """Whether warpgroups that have no rows in the last row block skip its tiles."""
+    """Whether warpgroups that have no rows in the last row block skip its tiles, see `_EMPTY_SHARE`."""
     return -q_len % block_m // _ROWS * _ROWS * _EMPTY_SHARE >= q_len
 
 
 def chunk_slots(work: Tensor) -> int:
-    """Return how many chunks leave a partial result, for work tiles as `work_list` gives them."""
+    """Return how many partial results the chunks of a work list store: the size of their buffer."""
     return int(torch.where(work[:, WORK.parts] > 1, work[:, WORK.slot] + work[:, WORK.parts], 0).max())
 
 
 def _with_split_tail(rows: Tensor, group: Tensor, cost: Tensor, blocks: int, lists: TileLists) -> tuple[Tensor, Tensor]:
-    """Return items and their groups with the last ones split. Slots of the new chunks follow all others."""
+    """Return rows and their batch-heads (`group`) with the last ones split. Slots of new chunks follow all others."""
     item, chunk, low, high = split_tail(rows[:, ITEM.end] - rows[:, ITEM.begin], cost, rows[:, ITEM.parts] > 1, blocks)
     parts = torch.bincount(item, minlength=len(rows))
     split = parts > 1
@@ -188,19 +190,20 @@ def _with_split_tail(rows: Tensor, group: Tensor, cost: Tensor, blocks: int, lis
 def split_tail(tiles: Tensor, cost: Tensor, fixed: Tensor, blocks: int) -> Tensor:
     """Split the last work tiles so that all thread blocks end at about the same time.
 
-    Work tiles of one length leave the machine half empty in the last round: 2048 of them on 132 thread blocks take 16
-    rounds for the work of 15.5. The work tiles that would end late fill the time that is left on each thread block,
-    longest first, and are split where a thread block is full (McNaughton's rule). Their chunks are merged as those of
-    split row blocks are.
+    Work tiles of equal length leave thread blocks idle in the last round: 2048 of them on 132 thread blocks take 16
+    rounds, although their work would fill 15.5. So the work tiles that would end late are placed, longest first, in the
+    time that each thread block has left, and are split where a thread block is full (McNaughton's rule). Their chunks
+    are merged like those of split row blocks.
 
     Args:
         tiles: int64 `[W]`, tiles of each work tile in the order in which thread blocks take them.
         cost: float `[W]`, in full tiles.
-        fixed: bool `[W]`, chunks of row blocks that are split already; they are not split again.
+        fixed: bool `[W]`, true for chunks of row blocks that are split already; they are not split again.
         blocks: thread blocks that run at once. Their first work tiles are not split.
 
     Returns:
-        int64 `[4, W + splits]`: work tile, chunk of it, and the chunk's tiles [begin, end) counted from its first.
+        int64 `[4, W + splits]`: index of the work tile, index of the chunk, and the chunk's tiles [begin, end), counted
+        from the work tile's first.
     """
     number, nothing = torch.arange(len(tiles)), torch.zeros_like(tiles)
     plain = torch.stack([number, nothing, nothing, tiles])
@@ -218,7 +221,7 @@ def split_tail(tiles: Tensor, cost: Tensor, fixed: Tensor, blocks: int) -> Tenso
     _, ends = _simulate(cost[~late].tolist(), blocks)
     tile_costs = [costs[work] / int(tiles[work]) for work in split]
     lengths = [int(tiles[work]) for work in split]
-    # The earliest common end that leaves room for all chunks.
+    # The earliest common end at which all chunks fit.
     bound = share
     while (chunks := _fill(lengths, tile_costs, [bound - end for end in ends])) is None:
         bound += 1.0
@@ -245,9 +248,12 @@ def _simulate(costs: list[float], blocks: int) -> tuple[list[float], list[float]
     return starts, ends
 
 
-def _fill(lengths: list[int], tile_costs: list[float], room: list[float]) -> list[list[int]] | None:
-    """Return the tiles of each chunk of each work tile, or None where they do not fit into the room."""
-    free = sorted(room, reverse=True)
+def _fill(lengths: list[int], tile_costs: list[float], free: list[float]) -> list[list[int]] | None:
+    """Return the number of tiles of each chunk of each work tile, or None if they do not fit.
+
+    `free` is the time that each thread block has left.
+    """
+    free = sorted(free, reverse=True)
     chunks: list[list[int]] = []
     block = 0
     for length, tile_cost in zip(lengths, tile_costs, strict=True):

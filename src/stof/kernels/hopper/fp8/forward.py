@@ -20,7 +20,7 @@ from stof.kernels.hopper.tile_scheduler import chunk_slots, work_list
 from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.quantization import FP8
 from stof.runtime.launch import Launch
-from stof.runtime.memory import lasting, refuse_capture
+from stof.runtime.memory import outside_graph_pool, refuse_capture
 from stof.runtime.pdl import supports_pdl
 
 # Rows of Q for one warpgroup, and elements of a head.
@@ -120,7 +120,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
             q, k, v = _tight(q), _tight(k), _tight(v)
             if not aligned:  # making the work list takes long
                 again = Options(scale, softcap, None, sinks, scales)
-                aligned.append(lasting(device, partial(bind, q, k, v, prepared, again)))
+                aligned.append(outside_graph_pool(device, partial(bind, q, k, v, prepared, again)))
             found, lse = aligned[0](q, k, v, bias, sinks, *scales)
             return result.copy_(found), lse
         lse = torch.empty_like(like_lse)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stof.runtime.memory import lasting
+from stof.runtime.memory import outside_graph_pool
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def test_the_thread_takes_default_device_and_grad_mode_over(pretended_gpu: torch.device) -> None:
     """A mask function may say `torch.tensor(...)` and mean the default device."""
     with torch.device("meta"), torch.no_grad():
-        made, grad = lasting(pretended_gpu, lambda: (torch.zeros(1), torch.is_grad_enabled()))
+        made, grad = outside_graph_pool(pretended_gpu, lambda: (torch.zeros(1), torch.is_grad_enabled()))
     assert made.device.type == "meta"
     assert not grad
 
 
 def test_errors_are_those_of_the_thread_that_asked(pretended_gpu: torch.device) -> None:
     with pytest.raises(ZeroDivisionError):
-        lasting(pretended_gpu, lambda: 1 // 0)
+        outside_graph_pool(pretended_gpu, lambda: 1 // 0)
