@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import masks
+from stof.layout.head_mask import HeadMask
 from stof.masks import Index, Mask
 from stof.masks.bounds import Range, TileBounds
 from tests.strategies import mask_trees
@@ -109,3 +110,18 @@ def test_single_positions_are_exact() -> None:
     dense = mask.to_dense(LENGTH)
     assert torch.equal(kept.full, dense)
     assert torch.equal(kept.empty, ~dense)
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.strided(4, 8), masks.random_blocks(1, block_size=16), masks.documents([0] * 64)]
+)
+def test_the_default_device_does_not_matter(mask: masks.Mask) -> None:
+    low = torch.arange(0, 64, 16).view(1, 1, -1, 1)
+    tiles = Range(low, low + 15), Range(low.mT, low.mT + 15)
+    one = HeadMask(mask, 64, 64, 0, 0, None, torch.device("cpu"))
+    expected = one.tile_bounds(*tiles)
+    with torch.device("meta"):
+        found = one.tile_bounds(*tiles)
+    assert bool(expected.empty.any() | expected.full.any())
+    assert torch.equal(found.empty, expected.empty)
+    assert torch.equal(found.full, expected.full)

@@ -48,7 +48,8 @@ class Range(_TorchFunctions):
             return value
         if isinstance(value, bool) or not isinstance(value, int | Tensor):
             raise TypeError(f"no range of {type(value).__name__}")
-        number = torch.as_tensor(value)
+        # A number on the CPU goes with ranges on any device, whichever device is the default one.
+        number = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
         if number.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"no range of {number.dtype}")
         return Range(number, number)
