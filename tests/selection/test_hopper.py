@@ -194,12 +194,9 @@ def test_starved_tiles_serve_where_there_are_no_others(monkeypatch: pytest.Monke
     fake_gpu(monkeypatch)
     call, layout = call_of(q_len=2048, kv_len=2048), LayoutConfig(64, 64)
 
-    def choices(geometry: Geometry, errors: LayoutErrors = NO_LAYOUT_ERRORS) -> list[KernelChoice]:
-        found = candidates(call, GPU, geometry, layout_errors=errors)
-        return [c.choice for c in found if c.name == "hopper" and not c.refusals and c.choice is not None]
-
     def layouts(geometry: Geometry, errors: LayoutErrors = NO_LAYOUT_ERRORS) -> set[LayoutConfig | None]:
-        return {choice.layout for choice in choices(geometry, errors)}
+        found = candidates(call, GPU, geometry, layout_errors=errors)
+        return {c.choice.layout for c in found if c.name == "hopper" and not c.refusals and c.choice is not None}
 
     geometry = Geometry(masks.causal(), 2048, 2048)
     assert layouts(geometry)
@@ -207,7 +204,8 @@ def test_starved_tiles_serve_where_there_are_no_others(monkeypatch: pytest.Monke
     fixed = Geometry(masks.causal(), 2048, 2048, fixed=layout)
     assert layouts(fixed) == {layout}
     assert choose(call, GPU, fixed, "hopper").layout == layout
-    assert layouts(geometry, {choice.layout_key: "keys nobody sees" for choice in choices(geometry)}) == {layout}
+    others = [choice for choice in gpu_choices(call, geometry, "hopper") if choice.layout != layout]
+    assert layouts(geometry, {choice.layout_key: "keys nobody sees" for choice in others}) == {layout}
 
 
 def test_pairs_are_for_short_row_blocks() -> None:
