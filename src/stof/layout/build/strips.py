@@ -66,7 +66,8 @@ def strips(own: HeadMask, block_m: int) -> Iterator[Strip]:
             more = count
             while True:
                 if more not in known:
-                    counts = [min(more << doublings, row_blocks - first) for doublings in range(_ASKED_DOUBLINGS)]
+                    doubled = (min(more << doublings, row_blocks - first) for doublings in range(_ASKED_DOUBLINGS))
+                    counts = list(dict.fromkeys(doubled))
                     known.update(zip(counts, _spans(own, first, counts, block_m), strict=True))
                 wider = known[more]
                 # Where keys are few, more rows at once. Where they move along with the rows, more of both would
