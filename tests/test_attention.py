@@ -236,6 +236,25 @@ def test_the_shared_path_is_taken() -> None:
         assert int(make_schedule(layout).steps[:, MERGE].sum()) > 0, name
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", [0.03, 0.3])
+def test_scattered_masks(kept: float, dtype: torch.dtype) -> None:
+    """Row blocks that share no full columns, with nearly all columns each, run 1024 rows at a time."""
+    from stof.kernels.cpu.schedule import ROW_START, ROW_STOP, make_schedule
+
+    keep = torch.rand(2, 1100, 1230, generator=torch.Generator().manual_seed(5)) < kept
+    keep[:, 40:43] = False  # empty rows
+    keep[0, :, 100:300] = keep[1, :, 900:] = False  # columns that a head never sees
+    mask = masks.from_dense(keep)
+    steps = make_schedule(stof.plan(mask, 1100, 1230).layout).steps
+    assert int((steps[:, ROW_STOP] - steps[:, ROW_START]).max()) == 1024
+    q, k, v = make_inputs(heads=4, kv_heads=2, q_len=1100, kv_len=1230, head_dim=8, dtype=dtype).qkv
+    keep = keep.repeat_interleave(2, 0)
+    k[:, 0, 100:300] = v[:, 0, 100:300] = k[:, 1, 900:] = torch.nan
+    check((q, k, v), masks.from_dense(keep), keep, "row_block")
+    check((q, k, v), masks.from_dense(keep), keep, "row_block", sinks=torch.randn(4), bias=torch.randn(4, 1100, 1))
+
+
 @pytest.mark.parametrize("implementation", IMPLS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 def test_patterns_that_split_key_head_groups(kv_heads: int, implementation: str) -> None:

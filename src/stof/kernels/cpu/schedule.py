@@ -21,6 +21,10 @@ COLUMN_MULTIPLE = 16
 SHARED_ROWS = (1024, 256)
 SHARED_COLUMNS = 384
 
+# Row blocks that share no full columns run as one masked call of 1024 rows if the union of their columns is at most so
+# much more work than the columns of each: scattered masks, which tall calls read with fewer passes over the keys.
+TALL_ROWS, TALL_WORK = 768, 1.6
+
 # Above this many keys, tensors with one element per key leave out long ranges of keys that no tile contains. A range is
 # a multiple of `SPAN` keys.
 COMPACTED_FROM = 2**20
@@ -159,6 +163,8 @@ def _add_blocks(
             rows = (blocks.start * block_m, min(blocks.stop * block_m, layout.q_len))
             writer.add(pattern, rows, shared.nonzero()[:, 0], None, merge=taken is not None)
             taken = shared if taken is None else taken | shared
+        elif level == 0 and _add_tall(writer, layout, pattern, blocks, used):
+            return
         for part in _parts(blocks, SHARED_ROWS[level + 1] if level + 1 < len(SHARED_ROWS) else block_m, block_m):
             _add_blocks(writer, layout, pattern, part, used, taken, level + 1)
         return
@@ -173,6 +179,30 @@ def _add_blocks(
         columns, keep = _padded(columns, keep, used)
     if len(columns) or taken is None:
         writer.add(pattern, rows, columns, keep, merge=taken is not None)
+
+
+def _add_tall(writer: _Writer, layout: Layout, pattern: int, blocks: range, used: Tensor) -> bool:
+    """One step for all these row blocks, on the union of their columns, where that is little more work."""
+    block_m = layout.config.block_m
+    first_row, stop_row = blocks.start * block_m, min(blocks.stop * block_m, layout.q_len)
+    if stop_row - first_row < TALL_ROWS:
+        return False
+    start = pattern * layout.row_blocks
+    pointers = layout.row_block_ptr[start + blocks.start : start + blocks.stop + 1].tolist()
+    tiles = torch.arange(pointers[0], pointers[-1], device="cpu")
+    columns = layout.tile_columns(tiles)
+    valid = (columns >= 0) & used[columns.clamp(min=0)]
+    union = columns[valid].unique()
+    # A column is in one tile of a row block at most.
+    if not len(union) or len(union) * len(blocks) > TALL_WORK * int(valid.sum()):
+        return False
+    keep = torch.zeros(stop_row - first_row, len(union), dtype=torch.bool, device="cpu")
+    for number, block in enumerate(blocks):
+        rows = slice(block * block_m - first_row, min((block + 1) * block_m, layout.q_len) - first_row)
+        own, kept = _gathered(layout, pointers[number], pointers[number + 1], rows.stop - rows.start, used)
+        keep[rows, torch.searchsorted(union, own)] = True if kept is None else kept
+    writer.add(pattern, (first_row, stop_row), *_padded(union, keep, used), merge=False)
+    return True
 
 
 def _parts(blocks: range, rows: int, block_m: int) -> list[range]:
