@@ -3,7 +3,15 @@
 An implementation is two functions of its kernel's folder:
 
 - `prepare(layout, config)`: the layout in the form that the kernel reads, an object of the folder's own class.
-- `bind(q, k, v, prepared, options)`: a call with everything decided but the data.
+- `bind(q, k, v, prepared, options)`: a function `call(q, k, v, bias, sinks, *scales) -> (out, lse)` for tensors of
+  these shapes, strides and dtypes; whatever does not depend on their values is decided before it is returned.
+
+What every call returns:
+
+- `out [B, H, Sq, Dv]` in q's dtype and memory order (`stof.kernels.common.empty_output`); bfloat16 for 8-bit inputs.
+- `lse [B, H, Sq]`, the natural log-sum-exp of each row's scores without sinks, float32; float64 for float64 inputs.
+- A row that keeps nothing has output 0 and lse minus infinity.
+- Keys and values that no query sees may hold NaN, which must not reach the result. Inputs have any strides.
 """
 
 from __future__ import annotations
