@@ -31,7 +31,7 @@ _MODES = {"default": None, "reduce-overhead": "reduce-overhead", AUTOTUNE: AUTOT
 _KINDS = ("sdpa", "flex")
 COMPILED = tuple(f"{mode}-{kind}" for mode in _MODES for kind in _KINDS)
 PEERS = (*(f"eager-{kind}" for kind in _KINDS), *COMPILED)
-# With our attention and no templates; with templates by rule, with norms folded, with whole calls as CUDA graphs (norms
+# With our attention and no templates; with templates by rule, with norms folded, with a graph of the whole model (norms
 # folded too), each also with the scheme searched for.
 ATTENTION = "stof-attention"
 OURS = (

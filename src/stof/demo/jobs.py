@@ -23,7 +23,7 @@ from stof.tuning.timing import wall_us
 # all-MiniLM-L6-v2 reads 256 tokens at most (its sentence_bert_config.json).
 MAX_TOKENS = 256
 BATCH = 32
-# Tokens of one packed row: matrix products are at full speed from about a thousand rows on a CPU, and every row needs a
+# Tokens of one packed row: matmuls reach full speed from about a thousand rows on a CPU, and every row needs a
 # plan of its own, which on a GPU outweighs the arithmetic.
 ROW_TOKENS = {"cpu": 2048, "cuda": 16384}
 

@@ -30,7 +30,7 @@ def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: b
     rows = max(16, layout.block_m * (_power(call.heads // call.kv_heads) if pack else 1))
     width, value_width = max(16, _power(call.head_dim)), max(16, _power(call.value_dim))
     held = itemsize * (rows * width + num_stages * layout.block_n * (width + value_width)) + _RESERVED
-    # Three TF32 products keep Q's remainder as well.
+    # Three TF32 matmuls keep Q's remainder as well.
     held += rows * width * 4 if call.dtype == torch.float32 else 0
     if not call.has_bias:
         return held

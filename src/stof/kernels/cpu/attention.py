@@ -268,7 +268,7 @@ def _fold_heads(added: Tensor, heads: int, group: int, height: int, count: int) 
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """One row block in matrix products: float64 for float64, else float32."""
+    """One row block by matmuls: float64 for float64, else float32."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = (q.to(dtype) @ k.to(dtype).transpose(-1, -2)).mul_(scale)
     if softcap:

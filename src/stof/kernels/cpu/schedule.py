@@ -11,7 +11,7 @@ from stof.layout.layout import Layout
 
 # Figures are milliseconds on 2 cores (AVX-512), fp32, S = 4096, H = 12, D = 64: benchmarks/attention/cpu_constants.py.
 
-# Masked steps are padded: products of 575 columns are slower than of 576 (causal window of 512: 47.8 against 45.2).
+# Masked steps are padded: matmuls of 575 columns are slower than of 576 (causal window of 512: 47.8 against 45.2).
 COLUMN_MULTIPLE = 16
 
 # Neighbouring row blocks, 1024 rows and then 256 of them, run the columns that all of them keep in full as one call
