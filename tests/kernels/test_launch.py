@@ -220,7 +220,7 @@ def test_a_launcher_built_otherwise_encodes_itself() -> None:
 def test_memory_outlasts_launches_on_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator is told once of each stream, but for those that are captured."""
     recorded: list[tuple[int, ...]] = []
-    monkeypatch.setattr(launch, "record", lambda tensors, device: recorded.append(tuple(map(id, tensors))))
+    monkeypatch.setattr(launch, "record_streams", lambda tensors, device: recorded.append(tuple(map(id, tensors))))
     kernel, fixed, tensor = Kernel(), torch.zeros(8), torch.zeros(8)
     ready = made(kernel, (fixed,))
 
