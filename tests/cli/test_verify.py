@@ -44,6 +44,22 @@ def test_right_implementations_pass() -> None:
     assert "calls checked; stopped drawing after" in done.stderr
 
 
+def test_each_implementation_is_checked_once_however_long_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first calls of a GPU kernel may be refused, and compile for longer than its share of the time."""
+    right, refused = IMPLEMENTATIONS["batched"], []
+
+    def bind(*given: Any) -> BoundCall:
+        if len(refused) < 3:
+            refused.append(given)
+            raise UnsupportedError("not yet", {})
+        return right.bind(*given)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "batched", replace(right, bind=bind))
+    done = run("--seconds", "0", "--only", "batched")
+    assert done.exit_code == 0, done.output
+    assert "1 calls checked" in done.stderr
+
+
 def _nan(out: torch.Tensor, lse: torch.Tensor) -> Any:
     return out.fill_(torch.nan), lse
 

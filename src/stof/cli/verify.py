@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # So many wrong calls say enough of an implementation.
 _ENOUGH = 3
+# Calls drawn when the time is up and all were refused.
+_MOST_REFUSED = 20
 # Times the error of plain PyTorch in the same dtype, which is exact by luck at times: by float32 and float64, or not.
 _FACTORS = (8.0, 4.0)
 
@@ -125,7 +127,7 @@ def available(device: torch.device, only: str | None = None) -> list[Implementat
 def verify_one(
     implementation: Implementation, device: torch.device, seed: int, end: float, case: int | None = None
 ) -> Verified:
-    """Draw calls until `time.monotonic()` is `end`, at least one; or the call of this number alone."""
+    """Draw calls until the time `end` and until one was checked or many were refused; or the call of this number."""
     from stof.errors import StofError
     from stof.kernels.quantization import FP8
     from stof.testing import random_call
@@ -149,7 +151,8 @@ def verify_one(
             found.wrong[number] = f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})\n{call.text}"
             found.lost = any(text in str(error) for text in ("CUDA error", "cudaError", "device-side assert"))
         number += 1
-        if case is not None or found.lost or len(found.wrong) >= _ENOUGH or time.monotonic() >= end:
+        late = time.monotonic() >= end and (found.checked > 0 or number >= _MOST_REFUSED)
+        if case is not None or found.lost or len(found.wrong) >= _ENOUGH or late:
             return found
 
 
