@@ -81,12 +81,12 @@ def test_a_window_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_that_forgets_heads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = rules.Mask.numbers
+    plain = rules.Mask.pattern_ids
 
     def one_for_all(self: Any, mask_batch: int, mask_heads: int) -> Tensor:
         return plain(self, mask_batch, mask_heads)[:, :1].expand(-1, mask_heads).contiguous()
 
-    monkeypatch.setattr(rules.Mask, "numbers", one_for_all)
+    monkeypatch.setattr(rules.Mask, "pattern_ids", one_for_all)
     assert WRONG.search(first_failure(1, 300))
 
 

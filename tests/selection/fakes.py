@@ -30,7 +30,7 @@ class Geometry(MaskGeometry):
     ) -> None:
         super().__init__(mask, q_len, kv_len)
         self.fixed = fixed
-        self.row_orders = row_orders
+        self.row_orders = self.orders.names = row_orders
         self.searches = 0
 
     def found_order(self) -> str | None:

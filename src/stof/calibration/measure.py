@@ -220,7 +220,7 @@ def from_json(values: Iterable[dict[str, Any]]) -> list[Measured]:
             kernel = choice["kernel"] and KernelConfig(**choice["kernel"])
             picked = KernelChoice(choice["implementation"], layout, choice["row_order"], kernel)
             rows.append(Measured(**{**value, "choice": picked}))
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, AttributeError) as error:
         raise ArgumentError(f"these are no measurements of stof tune --device: {error!r}") from None
     return rows
 

@@ -76,8 +76,15 @@ class Composite(Mask):
     batch: int = 1
     heads: int = 1
     depends_on_sizes: bool = False
-    depends_on_batch: bool = False
-    depends_on_heads: bool = False
+
+    # Asked anew each time: a mask function may only be told once it was called at positions that it takes.
+    @property
+    def depends_on_batch(self) -> bool:
+        return any(mask.depends_on_batch for mask in self.masks)
+
+    @property
+    def depends_on_heads(self) -> bool:
+        return any(mask.depends_on_heads for mask in self.masks)
 
     @property
     def varies(self) -> bool:
@@ -86,8 +93,7 @@ class Composite(Mask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "batch", _agreed([mask.batch for mask in self.masks], "batch sizes"))
         object.__setattr__(self, "heads", _agreed([mask.heads for mask in self.masks], "numbers of heads"))
-        for name in ("depends_on_sizes", "depends_on_batch", "depends_on_heads"):
-            object.__setattr__(self, name, any(getattr(mask, name) for mask in self.masks))
+        object.__setattr__(self, "depends_on_sizes", any(mask.depends_on_sizes for mask in self.masks))
         super().__post_init__()
 
     def check(self, q_len: int, kv_len: int) -> None:
@@ -246,7 +252,10 @@ class PerHead(Composite):
             raise MaskError(f"per_head() takes masks that do not depend on the head, got {bound}")
         super().__post_init__()
         object.__setattr__(self, "heads", len(self.masks))
-        object.__setattr__(self, "depends_on_heads", True)
+
+    @property
+    def depends_on_heads(self) -> bool:
+        return True
 
     def tile_bounds(self, index: Index) -> TileBounds:
         return self.masks[int(index.h)].tile_bounds(index)
