@@ -63,8 +63,8 @@ def host_us(
 ) -> dict[str, float]:
     """Median host time of one eager call of each, over batches with a synchronisation after each.
 
-    Contenders take turns, so that a host that others slow down for a while slows all of them. A batch is far below the
-    1024 launches that a stream queues, so the host never waits for the GPU.
+    Contenders are interleaved, so that a host that others slow down for a while slows all of them. A batch is far below
+    the 1024 launches that a stream queues, so the host never waits for the GPU.
     """
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(2 + max(1, calls // batch)):

@@ -21,8 +21,8 @@ COLUMN_MULTIPLE = 16
 SHARED_ROWS = (1024, 256)
 SHARED_COLUMNS = 384
 
-# Row blocks that share no full columns run as one masked call of 1024 rows if the union of their columns is at most so
-# much more work than the columns of each: scattered masks, which tall calls read with fewer passes over the keys.
+# Neighbouring row blocks without shared full columns run as one masked call (of 1024 rows, at least `TALL_ROWS`) on the
+# union of their columns, if that is at most `TALL_WORK` times the scores of separate calls: scattered masks.
 TALL_ROWS, TALL_WORK = 768, 1.6
 
 # Above this many keys, tensors with one element per key leave out long ranges of keys that no tile contains. A range is
