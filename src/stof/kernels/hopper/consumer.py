@@ -122,13 +122,22 @@ def advance(kv_state, STAGES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def skip_stages(kv_state, number, v_full, kv_empty, STAGES: gl.constexpr):
-    """Skip `number` pipeline stages: wait until V of each is full, release it, and return the last state."""
-    for _ in range(number):
+def _skip_tiles(args, kv_state, number, STAGES: gl.constexpr):
+    """Skip `number` tiles and return the pipeline state of the next one, whose stage the caller releases.
+
+    `kv_state` is the state of the first skipped tile. Its stage holds V of the previous tile and is not released here.
+
+    A warpgroup waits for every phase of every full barrier, also of tiles it skips. A wait names a phase by its parity
+    alone: a wait for phase n + 1 would end at once while the copy of phase n is still under way, and a release would
+    count for the tile that was in the stage before.
+    """
+    mbarrier.wait(args.k_full.index(kv_state[0]), kv_state[1])
+    kv_state = advance(kv_state, STAGES)
+    for _ in range(number - 1):
+        mbarrier.wait(args.k_full.index(kv_state[0]), kv_state[1])
+        mbarrier.wait(args.v_full.index(kv_state[0]), kv_state[1])
+        mbarrier.arrive(args.kv_empty.index(kv_state[0]), count=1)
         kv_state = advance(kv_state, STAGES)
-        # A release before the stage is full would count for the tile that was there before.
-        mbarrier.wait(v_full.index(kv_state[0]), kv_state[1])
-        mbarrier.arrive(kv_empty.index(kv_state[0]), count=1)
     return kv_state
 
 
@@ -360,8 +369,7 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                 v_state = kv_state
                 if PAIRED:
                     if gap > 0:
-                        # V of the previous tile is in the first skipped stage.
-                        kv_state = advance(skip_stages(kv_state, gap - 1, args.v_full, args.kv_empty, STAGES), STAGES)
+                        kv_state = _skip_tiles(args, kv_state, gap, STAGES)
                 p, acc, m_i, l_i = _lazy_tile(
                     q, args, kv_state, v_state, packed, acc, m_i, l_i, words, factor, no_scores,
                     GROUP, PINGPONG, BLOCK_N, True,
@@ -369,6 +377,8 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                 mbarrier.arrive(args.kv_empty.index(v_state[0]), count=1)
                 if PAIRED:
                     if gap > 0:
+                        # V of the last skipped tile; see `_skip_tiles`.
+                        mbarrier.wait(args.v_full.index(kv_state[0]), kv_state[1])
                         mbarrier.arrive(args.kv_empty.index(kv_state[0]), count=1)
                 _release_q(args, tile, end, config)
                 packed = pack_probabilities(p, dtype, BLOCK_N)
