@@ -118,16 +118,15 @@ def test_keys_that_are_no_numbers(value: float) -> None:
     assert bool(torch.isfinite(lse[:, :, far]).all())
 
 
-@pytest.mark.parametrize("side", [0, 4])
 @pytest.mark.parametrize("name", ["longformer", "bigbird"])
-def test_many_calls_are_alike(name: str, side: int) -> None:
+def test_many_calls_are_alike(name: str) -> None:
     """A warpgroup that skips tiles without waiting for their copies gives other results in one of 1,700 calls."""
     q, k, v = inputs(batch=4, heads=16, kv_heads=16, q_len=1024)
     layout = layout_of(grid_mask(name).mask(1024), q, k, 16, tile=TILE)
-    call = bound(layout, q, k, v, side=side)
+    call = bound(layout, q, k, v, side=4)
     out, lse = call(q, k, v, None, None)
     unlike = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(20_000):
+    for _ in range(6000):
         again, lse_again = call(q, k, v, None, None)
         unlike += (again != out).any() | (lse_again != lse).any()
     assert int(unlike) == 0
