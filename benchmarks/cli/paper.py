@@ -30,7 +30,12 @@ def paper(
     ] = False,
     workers: Annotated[int, typer.Option(min=1, help="Processes that --warm has at a time.")] = 8,
     charts_only: Annotated[
-        bool, typer.Option("--charts-only", help="Draw the charts of the output file; nothing is measured.")
+        bool,
+        typer.Option(
+            "--charts-only",
+            help="Draw the charts of the output file, and write docs/paper.md from one in benchmarks/results; "
+            "nothing is measured.",
+        ),
     ] = False,
     device: Annotated[str, typer.Option(help="cuda; cpu runs the code on tiny sizes, its times say nothing.")] = "",
 ) -> None:
@@ -41,6 +46,7 @@ def paper(
 
     from benchmarks.paper.charts import draw
     from benchmarks.paper.experiment import ABSENT, Row, StopError, open_file, run
+    from benchmarks.paper.page import PAGE, write_page
     from benchmarks.paper.warm import warm_cells
     from benchmarks.results_io import read_results
     from stof.cli.common import must_be_writable
@@ -62,6 +68,9 @@ def paper(
     name = "h200" if charts_only else slug(device_name(where))
     path = output or _RESULTS / f"{name}-paper.json"
     if charts_only:
+        if path.resolve().parent == _RESULTS.resolve():
+            write_page(path)
+            typer.echo(f"wrote the tables of {PAGE}")
         for picture in draw(path):
             typer.echo(f"wrote {picture}")
         show_tables(read_results(path, Row).rows)

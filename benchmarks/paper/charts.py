@@ -14,7 +14,7 @@ from stof.errors import ArgumentError, MissingDependencyError
 NATIVE = "native"
 _COLOURS = ("#8c8c8c", "#c4c4c4", "#4c72b0", "#55a868", "#937860", "#dd8452", "#8172b3", "#c44e52")
 # Bars of the figures: the fastest row of the listed implementations counts.
-_ATTENTION: dict[str, tuple[str, ...]] = {
+ATTENTION: dict[str, tuple[str, ...]] = {
     "PyTorch native": (NATIVE,),
     "torch.compile": ("native-compiled",),
     "SDPA": ("sdpa", "sdpa-native", "sdpa-cudnn"),
@@ -22,11 +22,11 @@ _ATTENTION: dict[str, tuple[str, ...]] = {
     "FlexAttention": ("flex",),
     "STOF": ("stof",),
 }
-_SIX = tuple(f"{mode}-{kind}" for mode in ("default", "reduce-overhead", "max-autotune") for kind in ("sdpa", "flex"))
+SIX = tuple(f"{mode}-{kind}" for mode in ("default", "reduce-overhead", "max-autotune") for kind in ("sdpa", "flex"))
 _MODELS: dict[str, tuple[str, ...]] = {
     "PyTorch native": (NATIVE,),
     "torch.compile": ("native-compiled",),
-    "best of SDPA and FlexAttention, compiled": _SIX,
+    "best of SDPA and FlexAttention, compiled": SIX,
     "STOF": ("stof",),
 }
 _ABLATION: dict[str, tuple[str, ...]] = {
@@ -89,8 +89,8 @@ def charts(rows: Iterable[Row]) -> list[tuple[str, str, list[Panel]]]:
     orders = [row for row in rows if row.mask.startswith("neighborhood")]
     grid = [row for row in rows if row.figure == "9" and row not in orders]
     made = [
-        ("figure-9-10", f"Figures 9 and 10: attention, {speed}", _grouped(grid, _by_mask, _by_size, _ATTENTION)),
-        ("orders", f"Neighbourhoods by the order of tokens, {speed}", _grouped(orders, _all, _by_mask, _ATTENTION)),
+        ("figure-9-10", f"Figures 9 and 10: attention, {speed}", _grouped(grid, _by_mask, _by_size, ATTENTION)),
+        ("orders", f"Neighbourhoods by the order of tokens, {speed}", _grouped(orders, _all, _by_mask, ATTENTION)),
     ]
     for figure, title, bars in (
         ("11", "Figure 11: models", _MODELS),

@@ -1,0 +1,212 @@
+"""The tables of `docs/paper.md`: what the STOF paper publishes beside a result file's rows."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.paper import attention, models, motivation
+from benchmarks.paper.charts import ATTENTION, NATIVE, SIX
+from benchmarks.paper.experiment import ABSENT, Row
+from benchmarks.paper.masks import paper_masks
+from benchmarks.results_io import read_results
+from stof.errors import ArgumentError
+
+PAGE = Path(__file__).parents[2] / "docs" / "paper.md"
+NOT_MEASURED = "-"
+# Masks of the paper's own evaluation; the others are additions.
+PAPER_MASKS = ("causal", "sliding 32", "longformer", "bigbird")
+# Phases of a search that the paper counts as overhead.
+OVERHEAD = ("analytical model", "scheme encoding", "scheme decoding", "reward")
+_STOF = ("stof",)
+_COMPILED = ("native-compiled",)
+# A marker, and the table, list or code line after it.
+_BLOCK = re.compile(r"^<!--(\w+)-->\n(?:\n(?:[|`-].*\n)+)?", flags=re.MULTILINE)
+Keep = Callable[[Row], bool]
+
+
+def write_page(path: Path, page: Path = PAGE) -> None:
+    """Write the tables of the page from a result file of `python -m benchmarks paper`.
+
+    Raises:
+        ArgumentError: there is no such file, or it holds other rows.
+    """
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), path), encoding="utf-8")
+
+
+def with_tables(text: str, path: Path) -> str:
+    """The page's text with the table after each `<!--NAME-->` made from a result file."""
+    made = tables(path)
+    named = _BLOCK.findall(text)
+    if sorted(named) != sorted(made):
+        raise ArgumentError(f"the page has tables {sorted(named)}, the results make {sorted(made)}")
+    return _BLOCK.sub(lambda at: "\n".join((f"<!--{at[1]}-->", "", *made[at[1]], "")), text)
+
+
+def tables(path: Path) -> dict[str, list[str]]:
+    """Lines of Markdown by the name of the table."""
+    results = read_results(path, Row)
+    rows = [row for row in results.rows if row.time and not row.mask.startswith("neighborhood")]
+    device = str(results.meta["device"])
+    gpu = device.removeprefix("NVIDIA ").split()[0]
+    return {
+        "file": [_source(path.name, device, rows)],
+        "absent": [f"- {name}: {why}" for name, why in ABSENT.items()],
+        "measured": _table(["figure", *_planned()], [["cells", *_progress(rows)]]),
+        "attention": _attention(rows, gpu),
+        "masks": _masks(rows),
+        "models": _models(rows, gpu),
+        "ablation": _ablation(rows, gpu),
+        "overhead": _overhead(rows, gpu),
+        "tuning": _tuning(rows, gpu),
+        "operators": _operators(rows, gpu),
+    }
+
+
+def _source(name: str, device: str, rows: Sequence[Row]) -> str:
+    releases = sorted({row.versions.split(",")[0].removeprefix("torch ") for row in rows})
+    return f"`{name}` ({device}, PyTorch {', '.join(releases)})"
+
+
+def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    rule = "|".join("---" for _ in headings)
+    return [f"| {' | '.join(headings)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)]
+
+
+def _planned() -> dict[str, int]:
+    """Cells of every figure."""
+    operators = [figure for figure, _ in motivation.OPERATORS.values()]
+    sizes = len(models.SIZES)
+    searched = sizes * sum(name != "vit-base" for name in models.MODELS)
+    return {
+        "9": len(paper_masks(torch.device("cpu"))) * len(attention.SIZES),
+        "11": len(models.MODELS) * sizes,
+        "12": len(models.MODELS) * sizes,
+        "13": searched,
+        "table4": searched,
+        "3": operators.count("3") * sizes,
+        "4": operators.count("4") * sizes,
+    }
+
+
+def _progress(rows: Sequence[Row]) -> list[str]:
+    """Cells of every figure with a time of ours, of all."""
+    return [f"{len(cells(rows, figure, _ours))}/{count}" for figure, count in _planned().items()]
+
+
+def _ours(row: Row) -> bool:
+    return row.impl.startswith("stof")
+
+
+def _every(row: Row) -> bool:
+    del row
+    return True
+
+
+def cells(rows: Iterable[Row], figure: str, keep: Keep = _every) -> list[dict[str, float]]:
+    """Times by implementation, of every mask or model and size of a figure."""
+    found: dict[tuple[str, str, int, int], dict[str, float]] = {}
+    for row in rows:
+        if row.figure == figure and row.time and keep(row):
+            found.setdefault((row.mask, row.model, row.batch, row.length), {})[row.impl] = row.time
+    return list(found.values())
+
+
+def ratios(found: Iterable[dict[str, float]], ours: Sequence[str], other: Sequence[str]) -> list[float]:
+    """Time of the fastest of `other` over the fastest of `ours`, in every cell that has both."""
+    pairs = [([times[i] for i in other if i in times], [times[i] for i in ours if i in times]) for times in found]
+    return [min(theirs) / min(own) for theirs, own in pairs if theirs and own]
+
+
+def _mean(values: Sequence[float], unit: str = "x") -> str:
+    """Their geometric mean."""
+    return f"{math.exp(sum(map(math.log, values)) / len(values)):.2f}{unit}" if values else NOT_MEASURED
+
+
+def _range(values: Sequence[float], unit: str, digits: int) -> str:
+    return f"{min(values):.{digits}f}-{max(values):.{digits}f}{unit}" if values else NOT_MEASURED
+
+
+def _attention(rows: Sequence[Row], gpu: str) -> list[str]:
+    four = cells(rows, "9", lambda row: row.mask in PAPER_MASKS)
+    largest = cells(rows, "9", lambda row: row.mask in PAPER_MASKS and (row.batch, row.length) == (16, 4096))
+    flex, flash = ATTENTION["FlexAttention"], ATTENTION["FlashAttention-2"]
+    lines = (
+        ("FlexAttention", "1.8x", "1.6x", _mean(ratios(four, _STOF, flex))),
+        ("FlexAttention, 16x4096", "", "4.9x", _mean(ratios(largest, _STOF, flex))),
+        ("FlashAttention-2, 16x4096", "", "4.8x", _mean(ratios(largest, _STOF, flash))),
+    )
+    return _table(("STOF over", "4090", "A100", gpu), lines)
+
+
+def _masks(rows: Sequence[Row]) -> list[str]:
+    """Speed by mask with PyTorch native as 1, as the paper draws it."""
+    shown = {label: impls for label, impls in ATTENTION.items() if NATIVE not in impls}
+    lines = []
+    for mask in paper_masks(torch.device("cpu")):
+        found = cells(rows, "9", lambda row, mask=mask: row.mask == mask)  # type: ignore[misc]
+        speeds = [_mean(ratios(found, impls, (NATIVE,)), "") for impls in shown.values()]
+        lines.append((mask, *speeds))
+    return _table(("native = 1", *shown), lines)
+
+
+def _models(rows: Sequence[Row], gpu: str) -> list[str]:
+    published = {"bert-base": 1.5, "bert-large": 1.5, "gpt2": 1.2, "llama": 1.3, "t5": 1.1, "vit-base": 1.2}
+    every = cells(rows, "11", lambda row: row.model in published)
+    lines = [
+        ("native", "", "", _mean(ratios(every, _STOF, (NATIVE,)))),
+        ("torch.compile", "1.3x", "1.4x", _mean(ratios(every, _STOF, _COMPILED))),
+        ("best of six", "", "", _mean(ratios(every, _STOF, SIX))),
+    ]
+    for name, speed in published.items():
+        largest = cells(rows, "11", lambda row, name=name: row.model == name and row.batch == 16)  # type: ignore[misc]
+        lines.append((name, f"{speed}x", "", _mean(ratios(largest, _STOF, _COMPILED))))
+    return _table(("STOF over", "4090", "A100", gpu), lines)
+
+
+def _ablation(rows: Sequence[Row], gpu: str) -> list[str]:
+    small, large = (cells(rows, "12", lambda row, batch=batch: row.batch == batch) for batch in (1, 16))  # type: ignore[misc]
+    fusion, alone = ("stof-fusion",), ("stof-attention",)
+    lines = (
+        ("fusion over attention, batch 1", "1.195x", _mean(ratios(small, fusion, alone))),
+        ("attention over native, batch 16", "2.0x", _mean(ratios(large, alone, (NATIVE,)))),
+    )
+    return _table(("only", "A100", gpu), lines)
+
+
+def _overhead(rows: Sequence[Row], gpu: str) -> list[str]:
+    searches = [times for times in cells(rows, "13") if sum(times.values())]
+
+    def most(phases: Sequence[str]) -> str:
+        shares = [sum(times.get(f"stof {phase}", 0.0) for phase in phases) / sum(times.values()) for times in searches]
+        return f"{max(shares):.1%}" if shares else NOT_MEASURED
+
+    lines = (("all overhead", "<3%", most(OVERHEAD)), ("analytical model", "0.5%", most(OVERHEAD[:1])))
+    return _table(("share of search", "A100", gpu), lines)
+
+
+def _tuning(rows: Sequence[Row], gpu: str) -> list[str]:
+    seconds = [times["stof"] for times in cells(rows, "table4") if "stof" in times]
+    lines = (
+        ("STOF", "22.6-412.8", _range(seconds, "", 1)),
+        ("MCFuser", "48.8-4264.3", "absent"),
+        ("Bolt", "48.8-3848.6", "absent"),
+    )
+    return _table(("tuning, s", "A100", gpu), lines)
+
+
+def _operators(rows: Sequence[Row], gpu: str) -> list[str]:
+    def ours(name: str) -> str:
+        figure, _ = motivation.OPERATORS[name]
+        return _range(ratios(cells(rows, figure, lambda row: row.model == name), _STOF, (NATIVE,)), "x", 2)
+
+    lines = (
+        ("bias + LayerNorm", "", "", ours("bias + LayerNorm")),
+        ("matmul + LayerNorm", "≤16.5x", "≤39.1x", ours("matmul + bias + LayerNorm")),
+        ("matmul + matmul", ">2x", "<1x", ours("matmul + bias + GELU + matmul")),
+    )
+    return _table(("fused over separate", "4090", "A100", gpu), lines)

@@ -1,0 +1,95 @@
+"""`docs/paper.md` agrees with the result file that it names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.cli import paper as command
+from benchmarks.cli.attention import app
+from benchmarks.paper import charts, page
+from benchmarks.paper.experiment import Row
+from benchmarks.results_io import read_results, write_results
+from stof.errors import ArgumentError
+
+RESULTS = Path(command.__file__).parents[1] / "results"
+META = {"device": "NVIDIA H200"}
+
+
+def lines(tmp_path: Path, rows: list[Row]) -> dict[str, list[str]]:
+    write_results(tmp_path / "h200-paper.json", META, rows)
+    return page.tables(tmp_path / "h200-paper.json")
+
+
+def test_page_has_the_tables_of_its_result_file() -> None:
+    """Where this fails: `python -m benchmarks paper --charts-only --output benchmarks/results/FILE`."""
+    text = page.PAGE.read_text(encoding="utf-8")
+    named = re.search(r"^`([\w-]+-paper\.json)` ", text, flags=re.MULTILINE)
+    assert named
+    assert page.with_tables(text, RESULTS / named[1]) == text
+
+
+def test_tables_follow_the_rows(tmp_path: Path) -> None:
+    def both(figure: str, model: str, batch: int, impls: dict[str, float], **field: str) -> list[Row]:
+        mask = field.get("mask", "bigbird")
+        return [Row(figure, mask, model, batch, 4096, impl, us=us) for impl, us in impls.items()]
+
+    rows = [
+        *both("9", "", 16, {"native": 80.0, "flex": 20.0, "stof": 10.0}),
+        *both("9", "", 1, {"native": 80.0, "flex": 80.0, "stof": 10.0}),
+        *both("9", "", 16, {"native": 90.0, "flex": 90.0, "stof": 1.0}, mask="dilated"),
+        *both("9", "", 16, {"native": 90.0, "flex": 90.0, "stof": 1.0}, mask="neighborhood 13"),
+        *both("11", "t5", 16, {"native-compiled": 3.0, "default-flex": 4.0, "max-autotune-sdpa": 2.0, "stof": 2.0}),
+        *both("12", "t5", 1, {"stof-attention": 3.0, "stof-fusion": 2.0}),
+        *both("13", "t5", 1, {"stof analytical model": 1.0, "stof reward": 2.0, "stof compiling": 97.0}),
+        *both("table4", "t5", 1, {"stof": 41.0}),
+        *both("table4", "gpt2", 1, {"stof": 20.5}),
+        *both("4", "bias + LayerNorm", 1, {"native": 3.0, "stof": 2.0}),
+    ]
+    found = lines(tmp_path, rows)
+    assert found["measured"][2] == "| cells | 3/108 | 1/21 | 1/21 | 1/18 | 2/18 | 0/3 | 1/6 |"
+    assert "| FlexAttention | 1.8x | 1.6x | 4.00x |" in found["attention"]
+    assert "| FlexAttention, 16x4096 |  | 4.9x | 2.00x |" in found["attention"]
+    assert "| FlashAttention-2, 16x4096 |  | 4.8x | - |" in found["attention"]
+    assert "| bigbird | - | - | - | 2.00 | 8.00 |" in found["masks"]
+    assert "| t5 | 1.1x |  | 1.50x |" in found["models"]
+    assert "| best of six |  |  | 1.00x |" in found["models"]
+    assert "| fusion over attention, batch 1 | 1.195x | 1.50x |" in found["ablation"]
+    assert found["overhead"][2:] == ["| all overhead | <3% | 3.0% |", "| analytical model | 0.5% | 1.0% |"]
+    assert "| STOF | 22.6-412.8 | 20.5-41.0 |" in found["tuning"]
+    assert "| bias + LayerNorm |  |  | 1.50-1.50x |" in found["operators"]
+
+
+def test_cells_that_the_command_has_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.paper import attention, models
+
+    monkeypatch.setattr(attention, "SIZES", ((1, 128),))
+    monkeypatch.setattr(models, "SIZES", ((1, 128),))
+    assert page._planned() == {"9": 6, "11": 7, "12": 7, "13": 6, "table4": 6, "3": 1, "4": 2}
+
+
+def test_charts_only_writes_the_page_of_a_recorded_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    copy = tmp_path / "paper.md"
+    copy.write_text(page.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    rows = [Row("9", "causal", "", 1, 128, impl, us=us) for impl, us in (("native", 2.0), ("stof", 1.0))]
+    write_results(tmp_path / "x-paper.json", META, rows)
+    drawn: list[Path] = []
+    monkeypatch.setattr(charts, "draw", lambda path: drawn)
+    monkeypatch.setattr(page, "write_page", lambda path: copy.write_text(page.with_tables(copy.read_text(), path)))
+    words = ["paper", "--charts-only", "--output", str(tmp_path / "x-paper.json")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert "`x-paper.json`" not in copy.read_text(encoding="utf-8")
+    monkeypatch.setattr(command, "_RESULTS", tmp_path)
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert "| causal | - | - | - | - | 2.00 |" in copy.read_text(encoding="utf-8")
+
+
+def test_a_page_without_a_table_is_refused(tmp_path: Path) -> None:
+    write_results(tmp_path / "x-paper.json", META, list[Row]())
+    with pytest.raises(ArgumentError, match="the page has tables"):
+        page.with_tables("<!--file-->\n\n", tmp_path / "x-paper.json")
+    assert read_results(tmp_path / "x-paper.json", Row).rows == []
