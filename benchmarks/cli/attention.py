@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from benchmarks.cli.against import against
 from benchmarks.cli.fusion import gemm, layer
 from benchmarks.cli.kernels import kernels
 from benchmarks.cli.models import models, search
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
-_SHAPES = {
-    "cpu": "1,12,64,4096",
-    "cuda": "1,12,64,512 1,12,64,2048 1,12,64,4096 16,12,64,1024 1,32,128,8192 1,32,128,16384",
-}
+GPU_SHAPES = "1,12,64,512 1,12,64,2048 1,12,64,4096 16,12,64,1024 1,32,128,8192 1,32,128,16384"
+_SHAPES = {"cpu": "1,12,64,4096", "cuda": GPU_SHAPES}
 _MASKS = "full causal window512 longformer bigbird strided dilated"
 _IMPLS = {
     "cpu": "stof sdpa sdpa-native flex",
@@ -52,6 +51,7 @@ app.command(cls=CheckedCommand)(kernels)
 app.command(cls=CheckedCommand)(search)
 app.command(cls=CheckedCommand)(start)
 app.command(cls=CheckedCommand)(paper)
+app.command(cls=CheckedCommand)(against)
 
 
 @app.callback()

@@ -1,0 +1,45 @@
+"""`python -m benchmarks against`: has a change made attention slower?"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def against(
+    old: Annotated[Path, typer.Argument(help="Another checkout of this repository, such as a git worktree.")],
+    masks: Annotated[str, typer.Option(help="Names of grid masks, separated by spaces. Default all.")] = "",
+    shapes: Annotated[str, typer.Option(help="B,H,D,S, separated by spaces. Default those of the grid.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians are reported.")] = 9,
+) -> None:
+    """Time the attention grid with two checkouts of stof in turn, each call checked against float64 (fp16, one GPU)."""
+    import math
+
+    import torch
+    from rich.table import Table
+
+    from benchmarks.attention.against import changes
+    from benchmarks.cli.attention import GPU_SHAPES
+    from stof.cli.common import table_console
+    from stof.errors import DeviceError
+    from stof.testing.mask_grid import GRID, Shape, grid_mask
+
+    if not torch.cuda.is_available():
+        raise DeviceError("two checkouts are compared on an NVIDIA GPU; PyTorch finds none here")
+    wanted = [str(shape) for shape in (shapes or GPU_SHAPES).split() if Shape.parse(shape)]
+    cells = [(grid_mask(mask).name, shape) for shape in wanted for mask in masks.split() or GRID]
+    with tempfile.TemporaryDirectory() as caches:
+        found = changes(old, cells, Path(caches), rounds, lambda line: typer.echo(line, err=True))
+    table = Table(title=f"Attention with {old} and with this checkout, {torch.cuda.get_device_name()}, us per call")
+    for heading in ("mask", "B,H,D,S", "old", "new", "new / old"):
+        table.add_column(heading)
+    for cell in found:
+        table.add_row(cell.mask, cell.shape, f"{cell.old_us:.2f}", f"{cell.new_us:.2f}", f"{cell.ratio:.3f}")
+    console = table_console()
+    console.print(table)
+    if found:
+        mean = math.exp(sum(math.log(cell.ratio) for cell in found) / len(found))
+        console.print(f"new / old: {mean:.4f} in the geometric mean, at most {max(c.ratio for c in found):.3f}")
