@@ -117,6 +117,19 @@ def test_reordering_all_tensors_is_one_more_alternative() -> None:
     assert "reordered first" in stof_command(*arguments, "--no-draw").stdout
 
 
+def test_a_better_order_of_the_tokens_is_named() -> None:
+    arguments = ("inspect", "neighborhood_2d(32, 64, 13)", "--q-len", "2048", "--heads", "12")
+    found = json.loads(stof_command(*arguments, "--json").stdout)["token_order"]
+    assert found["order"] == "Z order of a 32 x 64 grid"
+    assert found["call"] == "B1 H12/12 D64 S2048x2048, float16, NVIDIA H200"
+    assert found["scores"] < 0.9 * found["scores_now"]
+    assert found["estimate_us"] < 0.9 * found["estimate_us_now"]
+    out = " ".join(stof_command(*arguments, "--no-draw").stdout.split())
+    assert f"{found['call']}: tokens in {found['order']} (masks.reordered) would compute" in out
+    assert json.loads(stof_command("inspect", MASK, "--q-len", "512", "--json").stdout)["token_order"] is None
+    assert "masks.reordered" not in stof_command("inspect", MASK, "--q-len", "512", "--no-draw").stdout
+
+
 def test_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     arguments = ("inspect", "neighborhood_2d(16, 16, 5)", "--q-len", "256", "--measure", "--json")

@@ -132,8 +132,8 @@ def test_many_masks_are_sampled() -> None:
     keep = torch.rand(3, 5, 20, 40) < torch.linspace(0, 1, 15).view(3, 5, 1, 1)
     found = survey(as_mask(keep), 20, 40, [LayoutConfig(16, 16)], batch=3, heads=5)
     assert (found.mask_batch, found.mask_heads) == (3, 5)
-    assert found.kept.shape == (surveys._MASKS_COUNTED, 20)
-    assert torch.equal(found.kept, keep.flatten(0, 1)[: surveys._MASKS_COUNTED].sum(-1))
+    assert found.kept.shape == (surveys.MASKS_COUNTED, 20)
+    assert torch.equal(found.kept, keep.flatten(0, 1)[: surveys.MASKS_COUNTED].sum(-1))
 
 
 def test_no_geometries_count_rows_only() -> None:

@@ -16,7 +16,15 @@ from stof.layout import statistics
 from stof.layout.orders.search import RowOrders, column_order, find_order
 from stof.masks import Mask, reordered
 from stof.plans.plan import Plan
-from stof.selection import KernelChoice, MaskGeometry, candidates, default_config
+from stof.selection import (
+    CallSpec,
+    KernelChoice,
+    MaskGeometry,
+    TokenOrder,
+    better_token_order,
+    candidates,
+    default_config,
+)
 from stof.selection.cost_model import DEFAULT_DEVICE, load_model
 from stof.testing.attention_check import TOLERANCE, AttentionProblem, Expected
 from stof.testing.mask_grid import GridMask, Shape
@@ -60,8 +68,7 @@ def estimated(
         gpu: its name as `stof tune --device` knows it.
         device: where the mask is evaluated.
     """
-    call = replace(call_of(shape, dtype), mask_heads=mask.dims(shape.batch, shape.heads)[1])
-    geometry = MaskGeometry(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device=device)
+    call, geometry = _asked(mask, shape, dtype, device)
     best: dict[tuple[object, ...], tuple[KernelChoice, float | None]] = {}
     for candidate in candidates(call, torch.device("cuda", 0), geometry, load_model(gpu)):
         choice = candidate.choice
@@ -74,6 +81,12 @@ def estimated(
         counted = geometry.survey(layouts, order)
         found += [Alternative(choice, counted.waste_of(choice.layout), us) for choice, us in alike if choice.layout]
     return sorted(found, key=lambda a: (a.estimate_us is None, a.estimate_us or 0.0))
+
+
+def _asked(mask: Mask, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> tuple[CallSpec, MaskGeometry]:
+    """What the selector is asked; `device` evaluates the mask."""
+    call = replace(call_of(shape, dtype), mask_heads=mask.dims(shape.batch, shape.heads)[1])
+    return call, MaskGeometry(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device=device)
 
 
 def estimated_reordered(mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str = DEFAULT_GPU) -> list[Alternative]:
@@ -94,6 +107,14 @@ def estimated_reordered(mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str =
         for one in estimated(moved, shape, dtype, gpu)
         if one.choice.row_order is None and one.estimate_us is not None
     ]
+
+
+def better_order(
+    mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str = DEFAULT_GPU, device: torch.device | str = "cpu"
+) -> TokenOrder | None:
+    """The order of the tokens in which this call would compute less; arguments as for `estimated`."""
+    call, geometry = _asked(mask, shape, dtype, device)
+    return better_token_order(geometry, call, torch.device("cuda", 0), model=load_model(gpu))
 
 
 def measured(

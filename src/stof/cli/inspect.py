@@ -12,6 +12,7 @@ import typer
 from stof.cli.common import must_be_writable
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
     from rich.table import Table
     from torch import Tensor
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from stof.drawing import DrawStyle
     from stof.layout import Layout, LayoutConfig, LayoutStatistics
     from stof.plans.plan import Plan
+    from stof.selection import TokenOrder
+    from stof.testing.mask_grid import Shape
 
 Q_LEN = 4096
 
@@ -89,12 +92,15 @@ def inspect(
 
         draw_picture(plan, png, pattern=pattern, before=before)
     listed = _alternatives(mask, plan, given, head_dim, measure=measure, reorder=reorder) if times else []
+    token_order = None if file else _token_order(mask, plan, given, head_dim)
     if as_json:
-        _print_json(plan, png, before, listed)
+        _print_json(plan, png, before, listed, token_order)
         return
     console = Console()
     console.print(plan.mask_text or "a plan without text", style="bold", markup=False, highlight=False)
     console.print(_table(plan.layout, before))
+    if token_order is not None:
+        console.print(": ".join(map(str, token_order)), highlight=False, markup=False)
     for found in listed:
         console.print(_times(found))
     if draw:
@@ -179,6 +185,33 @@ def _row_order(text: str, q_len: int) -> Tensor:
     )
 
 
+def _call(plan: Plan, given: dict[str, Any], head_dim: int) -> tuple[Shape, torch.device, str]:
+    """The call that times are for, the device here, and the GPU that estimates are for."""
+    import torch
+
+    from stof.calibration.layout_alternatives import DEFAULT_GPU
+    from stof.testing.mask_grid import Shape
+
+    batch, heads = given.get("batch", plan.mask_batch), given.get("heads", plan.mask_heads)
+    shape = Shape(batch, heads, heads, head_dim, plan.q_len, plan.kv_len)
+    if not torch.cuda.is_available():
+        return shape, torch.device("cpu"), DEFAULT_GPU
+    device = torch.device("cuda", torch.cuda.current_device())
+    return shape, device, torch.cuda.get_device_name(device)
+
+
+def _token_order(text: str, plan: Plan, given: dict[str, Any], head_dim: int) -> tuple[str, TokenOrder] | None:
+    """The call, and the order of the tokens in which it would compute less on a GPU; None if none is known."""
+    import torch
+
+    import stof
+    from stof.calibration.layout_alternatives import better_order
+
+    shape, device, name = _call(plan, given, head_dim)
+    found = better_order(stof.masks.parse(text), shape, torch.float16, name, device)
+    return None if found is None else (f"{shape}, float16, {name}", found)
+
+
 def _alternatives(
     text: str, plan: Plan, given: dict[str, Any], head_dim: int, *, measure: bool, reorder: bool
 ) -> list[Times]:
@@ -186,17 +219,13 @@ def _alternatives(
     import torch
 
     import stof
-    from stof.calibration.layout_alternatives import DEFAULT_GPU, estimated, estimated_reordered, measured
+    from stof.calibration.layout_alternatives import estimated, estimated_reordered, measured
     from stof.selection.cost_model import load_model
-    from stof.testing.mask_grid import Shape
     from stof.tuning.machine import device_name
 
     mask = stof.masks.parse(text)
-    batch, heads = given.get("batch", plan.mask_batch), given.get("heads", plan.mask_heads)
-    shape = Shape(batch, heads, heads, head_dim, plan.q_len, plan.kv_len)
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if gpu else DEFAULT_GPU
+    shape, device, name = _call(plan, given, head_dim)
+    gpu = device.type == "cuda"
     listed = []
     if not (measure and gpu) or reorder:
         found = estimated(mask, shape, torch.float16, name)
@@ -247,7 +276,9 @@ def _times(found: Times) -> Table:
     return table
 
 
-def _print_json(plan: Plan, png: Path | None, before: Layout | None, listed: list[Times]) -> None:
+def _print_json(
+    plan: Plan, png: Path | None, before: Layout | None, listed: list[Times], order: tuple[str, TokenOrder] | None
+) -> None:
     import json
 
     from stof.layout import statistics
@@ -264,6 +295,7 @@ def _print_json(plan: Plan, png: Path | None, before: Layout | None, listed: lis
         "statistics": plan.statistics().as_dict(),
         "statistics_before": None if before is None else statistics(before).as_dict(),
         "alternatives": [line for found in listed for line in found.as_dicts()],
+        "token_order": None if order is None else {"call": order[0], **dataclasses.asdict(order[1])},
         "png": None if png is None else str(png),
     }
     typer.echo(json.dumps(report, indent=2))

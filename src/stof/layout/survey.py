@@ -22,7 +22,7 @@ from stof.layout.layout import Layout
 from stof.masks import Mask
 
 # Masks of a batch or of heads counted before the rest is taken to be like them: counting is linear in them.
-_MASKS_COUNTED = 8
+MASKS_COUNTED = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +60,16 @@ class Survey:
         return min(map(self.waste_of, self.counts), default=0.0)
 
     def waste_of(self, geometry: LayoutConfig) -> float:
-        """Scores of all tiles, unused slots but no rows past the end included, over scores kept; 0 if none is."""
+        """`scores_of` over scores kept; 0 if none is."""
+        return self.scores_of(geometry) / max(1, int(self.kept.sum()))
+
+    def scores_of(self, geometry: LayoutConfig) -> int:
+        """Scores of all tiles, unused slots but no rows past the end included."""
         counts = self.counts[geometry]
         tiles = counts.partial + counts.full
         rows = torch.full(tiles.shape[1:], geometry.block_m, device=tiles.device)
         rows[-1] = self.kept.shape[1] - (len(rows) - 1) * geometry.block_m
-        scores = int((tiles * rows).sum()) * geometry.block_n
-        return scores / max(1, int(self.kept.sum()))
+        return int((tiles * rows).sum()) * geometry.block_n
 
 
 def survey(
@@ -98,7 +101,7 @@ def survey(
     )
     order = checked_order(row_order, q_len, device)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
-    ids = mask.pattern_ids(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten()[:_MASKS_COUNTED].tolist()
+    ids = mask.pattern_ids(mask_batch, mask_heads).expand(mask_batch, mask_heads).flatten()[:MASKS_COUNTED].tolist()
     distinct = list(dict.fromkeys(ids))
     counted = [divmod(ids.index(one), mask_heads) for one in distinct]
     row = [distinct.index(one) for one in ids]

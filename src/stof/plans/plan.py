@@ -37,6 +37,8 @@ from stof.selection import (
     KernelChoice,
     LayoutGeometry,
     MaskGeometry,
+    TokenOrder,
+    better_token_order,
     candidates,
     choose,
     default_config,
@@ -228,6 +230,14 @@ class Plan(Numbered):
     def candidates(self, call: CallSpec) -> list[Candidate]:
         """Return every candidate for a call, see `stof.explain`."""
         return candidates(call, self.device, self._gpu_geometry, layout_errors=self._layout_errors)
+
+    def better_token_order(self, call: CallSpec) -> TokenOrder | None:
+        """Return an order of the tokens that computes less, see `stof.explain`; None without the plan's mask."""
+        if self._origin is None or self._changed() or self.fixed is not None:
+            return None
+        return better_token_order(
+            self._origin, call, self.device, layout=None if self.device.type == "cuda" else self.layout
+        )
 
     @property
     def _gpu_geometry(self) -> Geometry | None:

@@ -15,6 +15,7 @@ from stof.selection.select import (
     refusals,
     weighed,
 )
+from stof.selection.token_order import TokenOrder, better_token_order
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -27,6 +28,8 @@ __all__ = [
     "KernelChoice",
     "LayoutGeometry",
     "MaskGeometry",
+    "TokenOrder",
+    "better_token_order",
     "candidates",
     "choose",
     "default_config",

@@ -89,6 +89,11 @@ class MaskGeometry(Geometry):
             found = self._surveys[key] = self._by(survey, geometries, row_order)
         return found
 
+    def own_order_survey(self, geometry: LayoutConfig) -> Survey:
+        """Tile counts of one geometry in the rows' own order, from a survey made before where one has it."""
+        made = (found for (counted, order), found in self._surveys.items() if order is None and geometry in counted)
+        return next(made, None) or self.survey((geometry,), None)
+
     def _by(self, function: Callable[..., T], what: object, row_order: str | None) -> T:
         """`build_layout` or `survey` of the mask."""
         sizes: dict[str, Any] = {"batch": self.batch, "heads": self.heads, "device": self.device}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,9 @@ from stof.selection.implementations import IMPLEMENTATIONS
 from stof.selection.kernel_choice import KernelChoice
 from stof.selection.mask_geometry import Geometry
 from stof.selection.resources import block_shared_bytes
+
+if TYPE_CHECKING:
+    from stof.selection.token_order import TokenOrder
 
 # Why layouts do not fit choices, by `KernelChoice.layout_key`, as far as one plan has found out.
 LayoutErrors = Mapping[Hashable, str]
@@ -64,7 +68,15 @@ class Candidate:
 
 
 class Explanation(list[Candidate]):
-    """Candidates of a call, best first; printed as a table."""
+    """Candidates of a call, best first; printed as a table.
+
+    Attributes:
+        token_order: an order of the tokens that computes less, None if none is known.
+    """
+
+    def __init__(self, found: Iterable[Candidate] = (), token_order: TokenOrder | None = None) -> None:
+        super().__init__(found)
+        self.token_order = token_order
 
     def __str__(self) -> str:
         rows = [("implementation", "estimate", "refuses")]
@@ -75,6 +87,8 @@ class Explanation(list[Candidate]):
         lines = [f"{name:<{first}}  {estimate:>{second}}  {why}".rstrip() for name, estimate, why in rows]
         for device in {one.constants_of for one in self if one.constants_of and one.estimate_us is not None}:
             lines.append(f"estimated with the constants of {device}; stof tune --device measures this GPU (stof info)")
+        if self.token_order is not None:
+            lines.append(str(self.token_order))
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -27,6 +27,21 @@ def by_patch(height: int, width: int, patch_height: int, patch_width: int) -> Te
     return torch.argsort(key.flatten(), stable=True)
 
 
+def by_z_order(height: int, width: int) -> Tensor:
+    """Rows of a `height x width` grid in Z order, int64 `[height * width]`: squares of 2, 4, 8, ... stay together.
+
+    Source: Morton (1966).
+    """
+    if min(height, width) < 1:
+        raise ArgumentError("grid sizes are >= 1")
+    y = torch.arange(height, device="cpu")[:, None]
+    x = torch.arange(width, device="cpu")[None, :]
+    key = torch.zeros(height, width, dtype=torch.int64, device="cpu")
+    for bit in range(max(height, width).bit_length()):
+        key |= (x >> bit & 1) << 2 * bit | (y >> bit & 1) << 2 * bit + 1
+    return torch.argsort(key.flatten())
+
+
 def named_order(name: str, q_len: int) -> Tensor | None:
     """The row order a mask asks for by name, int64 `[q_len]`; None when it does not fit this length.
 

@@ -118,8 +118,16 @@ class RowOrders:
         self.names = tuple(name for name in mask.row_orders if named_order(name, q_len) is not None)
         self._q_len = q_len
         self._search = functools.partial(find_order, mask, q_len, kv_len, batch=batch, heads=heads, device=device)
-        self._searched = mask.has_monotonic_ranges
+        self._evaluated = functools.partial(_evaluated, mask, (q_len, kv_len), (batch, heads), device)
+        self._searched = self._in_order = mask.has_monotonic_ranges
         self._found: tuple[str, Tensor] | None = None
+
+    def regular(self) -> tuple[str, ...]:
+        """The names, or else those by stride or by patches of a grid that like rows suggest, examined no further."""
+        if self.names or self._in_order or not 64 < self._q_len <= _MOST_ROWS:
+            return self.names
+        suggested = _Nearness.of(self._evaluated()).regular_names()
+        return tuple(name for name in suggested if named_order(name, self._q_len) is not None)
 
     def found(self) -> str | None:
         """The name of what `find_order` finds, None where that is nothing new; searched once.
