@@ -51,7 +51,7 @@ def test_chunks_are_the_jobs(tiles: list[int], blocks: int, weight: float, uncut
         assert len(mine) == 1 or int((end - begin)[mine].min()) >= tile_scheduler._MIN_TILES // 2
     length = end - begin
     parts = torch.bincount(job)[job]
-    assert last_end(length * weight + torch.where(parts > 1, 0.0, 0.6), blocks) <= last_end(cost, blocks) + 1e-6
+    assert last_end(length * weight + torch.where(parts > 1, 0.0, 0.6), blocks) <= last_end(cost, blocks) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(("jobs", "tiles"), [(2048, 64), (4096, 128), (1536, 32), (200, 40)])
