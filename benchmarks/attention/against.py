@@ -35,7 +35,11 @@ class _Worker:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(cache)}
         script = Path(__file__).with_name("checkout_worker.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(script)], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", str(script), str(checkout)],
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
 
     def ask(self, line: str) -> None:
@@ -55,7 +59,7 @@ class _Worker:
 def changes(
     old: Path, cells: Sequence[tuple[str, str]], caches: Path, rounds: int, report: Callable[[str], None]
 ) -> list[Change]:
-    """Time each cell, a mask's name and a shape `B,H,D,S`, in turn with `old` and with this checkout.
+    """Time each cell, a mask's name and a shape as `Shape.parse` reads it, in turn with `old` and with this checkout.
 
     Raises:
         ArgumentError: `old` is not a checkout of stof.

@@ -12,7 +12,9 @@ import typer
 def against(
     old: Annotated[Path, typer.Argument(help="Another checkout of this repository, such as a git worktree.")],
     masks: Annotated[str, typer.Option(help="Names of grid masks, separated by spaces. Default all.")] = "",
-    shapes: Annotated[str, typer.Option(help="B,H,D,S, separated by spaces. Default those of the grid.")] = "",
+    shapes: Annotated[
+        str, typer.Option(help="B,H,D,S or B,H,Hkv,D,Sq,Skv, separated by spaces. Default: the grid's.")
+    ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians are reported.")] = 9,
 ) -> None:
     """Time the attention grid with two checkouts of stof in turn, each call checked against float64 (fp16, one GPU)."""
@@ -34,7 +36,7 @@ def against(
     with tempfile.TemporaryDirectory() as caches:
         found = changes(old, cells, Path(caches), rounds, lambda line: typer.echo(line, err=True))
     table = Table(title=f"Attention with {old} and with this checkout, {torch.cuda.get_device_name()}, us per call")
-    for heading in ("mask", "B,H,D,S", "old", "new", "new / old"):
+    for heading in ("mask", "shape", "old", "new", "new / old"):
         table.add_column(heading)
     for cell in found:
         table.add_row(cell.mask, cell.shape, f"{cell.old_us:.2f}", f"{cell.new_us:.2f}", f"{cell.ratio:.3f}")

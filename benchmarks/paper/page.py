@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +26,6 @@ _STOF = ("stof",)
 _COMPILED = ("native-compiled",)
 # A marker, and the table, list or code line after it.
 _BLOCK = re.compile(r"^<!--(\w+)-->\n(?:\n(?:[|`-].*\n)+)?", flags=re.MULTILINE)
-Keep = Callable[[Row], bool]
 
 
 def write_page(path: Path, page: Path = PAGE) -> None:
@@ -95,23 +94,17 @@ def _planned() -> dict[str, int]:
 
 def _progress(rows: Sequence[Row]) -> list[str]:
     """Cells of every figure with a time of ours, of all."""
-    return [f"{len(cells(rows, figure, _ours))}/{count}" for figure, count in _planned().items()]
+    return [
+        f"{len(cells([row for row in rows if row.impl.startswith('stof')], figure))}/{count}"
+        for figure, count in _planned().items()
+    ]
 
 
-def _ours(row: Row) -> bool:
-    return row.impl.startswith("stof")
-
-
-def _every(row: Row) -> bool:
-    del row
-    return True
-
-
-def cells(rows: Iterable[Row], figure: str, keep: Keep = _every) -> list[dict[str, float]]:
+def cells(rows: Iterable[Row], figure: str) -> list[dict[str, float]]:
     """Times by implementation, of every mask or model and size of a figure."""
     found: dict[tuple[str, str, int, int], dict[str, float]] = {}
     for row in rows:
-        if row.figure == figure and row.time and keep(row):
+        if row.figure == figure and row.time:
             found.setdefault((row.mask, row.model, row.batch, row.length), {})[row.impl] = row.time
     return list(found.values())
 
@@ -132,8 +125,8 @@ def _range(values: Sequence[float], unit: str, digits: int) -> str:
 
 
 def _attention(rows: Sequence[Row], gpu: str) -> list[str]:
-    four = cells(rows, "9", lambda row: row.mask in PAPER_MASKS)
-    largest = cells(rows, "9", lambda row: row.mask in PAPER_MASKS and (row.batch, row.length) == (16, 4096))
+    four = cells([row for row in rows if row.mask in PAPER_MASKS], "9")
+    largest = cells([row for row in rows if row.mask in PAPER_MASKS and (row.batch, row.length) == (16, 4096)], "9")
     flex, flash = ATTENTION["FlexAttention"], ATTENTION["FlashAttention-2"]
     lines = (
         ("FlexAttention", "1.8x", "1.6x", _mean(ratios(four, _STOF, flex))),
@@ -148,7 +141,7 @@ def _masks(rows: Sequence[Row]) -> list[str]:
     shown = {label: impls for label, impls in ATTENTION.items() if NATIVE not in impls}
     lines = []
     for mask in paper_masks(torch.device("cpu")):
-        found = cells(rows, "9", lambda row, mask=mask: row.mask == mask)  # type: ignore[misc]
+        found = cells([row for row in rows if row.mask == mask], "9")
         speeds = [_mean(ratios(found, impls, (NATIVE,)), "") for impls in shown.values()]
         lines.append((mask, *speeds))
     return _table(("native = 1", *shown), lines)
@@ -156,20 +149,20 @@ def _masks(rows: Sequence[Row]) -> list[str]:
 
 def _models(rows: Sequence[Row], gpu: str) -> list[str]:
     published = {"bert-base": 1.5, "bert-large": 1.5, "gpt2": 1.2, "llama": 1.3, "t5": 1.1, "vit-base": 1.2}
-    every = cells(rows, "11", lambda row: row.model in published)
+    every = cells([row for row in rows if row.model in published], "11")
     lines = [
         ("native", "", "", _mean(ratios(every, _STOF, (NATIVE,)))),
         ("torch.compile", "1.3x", "1.4x", _mean(ratios(every, _STOF, _COMPILED))),
         ("best of six", "", "", _mean(ratios(every, _STOF, SIX))),
     ]
     for name, speed in published.items():
-        largest = cells(rows, "11", lambda row, name=name: row.model == name and row.batch == 16)  # type: ignore[misc]
+        largest = cells([row for row in rows if row.model == name and row.batch == 16], "11")
         lines.append((name, f"{speed}x", "", _mean(ratios(largest, _STOF, _COMPILED))))
     return _table(("STOF over", "4090", "A100", gpu), lines)
 
 
 def _ablation(rows: Sequence[Row], gpu: str) -> list[str]:
-    small, large = (cells(rows, "12", lambda row, batch=batch: row.batch == batch) for batch in (1, 16))  # type: ignore[misc]
+    small, large = (cells([row for row in rows if row.batch == batch], "12") for batch in (1, 16))
     fusion, alone = ("stof-fusion",), ("stof-attention",)
     lines = (
         ("fusion over attention, batch 1", "1.195x", _mean(ratios(small, fusion, alone))),
@@ -202,7 +195,7 @@ def _tuning(rows: Sequence[Row], gpu: str) -> list[str]:
 def _operators(rows: Sequence[Row], gpu: str) -> list[str]:
     def ours(name: str) -> str:
         figure, _ = motivation.OPERATORS[name]
-        return _range(ratios(cells(rows, figure, lambda row: row.model == name), _STOF, (NATIVE,)), "x", 2)
+        return _range(ratios(cells([row for row in rows if row.model == name], figure), _STOF, (NATIVE,)), "x", 2)
 
     lines = (
         ("bias + LayerNorm", "", "", ours("bias + LayerNorm")),

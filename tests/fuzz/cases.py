@@ -358,7 +358,9 @@ class _Drawing:
         name = self.case.implementation = self.draw.choice(["block_wise", "block_wise", "row_wise"])
         slab, block_n = self.draw.choice([None, 1, 8, 16]), self.draw.choice([16, 32, 64])
         config = f"stof.LayoutConfig({self.draw.choice([16, 32, 64])}, {block_n}, {slab})"
-        settings = f"KernelConfig(pack={self.draw.random() < 0.5}, split_tiles={self.draw.choice([0, 1, 2])})"
+        # Packed heads share one mask.
+        pack = "plan.layout.pattern_of.shape[1] == 1" if self.draw.random() < 0.5 else "False"
+        settings = f"KernelConfig(pack={pack}, split_tiles={self.draw.choice([0, 1, 2])})"
         return [
             *lines,
             f"plan = stof.plan(mask, {self.lengths}, {self.both}, config={config})",

@@ -97,7 +97,9 @@ def kernel(
     """An implementation by name on a layout, past what its capabilities say of devices."""
     from stof.kernels.implementation import Options, attend_once
     from stof.selection import IMPLEMENTATIONS
+    from stof.validation import check_bias
 
     implementation = IMPLEMENTATIONS[name]
-    given = Options(**{**options, "scale": float(options["scale"]), "softcap": float(options["softcap"])})
+    bias = check_bias(options["bias"], q, k.shape[2])
+    given = Options(**{**options, "scale": float(options["scale"]), "softcap": float(options["softcap"]), "bias": bias})
     return attend_once(implementation.bind, q, k, v, implementation.prepare(layout, settings), given)

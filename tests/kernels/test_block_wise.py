@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import LayoutConfig, masks
+from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import Options, attend_once
 from stof.kernels.triton import block_wise as triton_attention
@@ -196,6 +197,8 @@ def test_several_patterns(slab: int | None) -> None:
     one_head = layout_of(keep[:, 1:2], 40, 200, LayoutConfig(8, 32, slab), 2, 4)
     for pack in (False, True):
         check(inputs.qkv, one_head, KernelConfig(split_tiles=1, pack=pack), keep[:, 1:2])
+    with pytest.raises(UnfitLayoutError, match="packed heads share one mask"):
+        check(inputs.qkv, layout, KernelConfig(pack=True), keep)
 
 
 @pytest.mark.parametrize("config", [KernelConfig(), KernelConfig(split_tiles=1)], ids=str)

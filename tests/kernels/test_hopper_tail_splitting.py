@@ -51,6 +51,7 @@ def test_chunks_are_the_jobs(tiles: list[int], blocks: int, weight: float, uncut
         assert len(mine) == 1 or int((end - begin)[mine].min()) >= tile_scheduler._MIN_TILES // 2
     length = end - begin
     parts = torch.bincount(job)[job]
+    # Both are sums in float32.
     assert last_end(length * weight + torch.where(parts > 1, 0.0, 0.6), blocks) <= last_end(cost, blocks) * (1 + 1e-6)
 
 

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_output
 from stof.kernels.implementation import BoundCall, Options, attend_once
 from stof.kernels.triton.block_wise_kernel import block_wise_kernel
@@ -58,6 +59,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
     *row_strides, column_stride = bias_strides
     bias_vectors = bool(work.bias_vectors) and column_stride == 1 and not any(s % BIAS_VECTOR for s in row_strides)
     mask_batch, mask_heads = work.pattern_of.shape
+    if pack > 1 and mask_heads > 1:
+        raise UnfitLayoutError("packed heads share one mask; this layout has one for each head")
     permuted = work.row_order.numel() > 0
     ready = Launch(
         block_wise_kernel,
