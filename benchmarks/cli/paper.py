@@ -45,7 +45,7 @@ def paper(
     from rich.text import Text
 
     from benchmarks.paper.charts import draw
-    from benchmarks.paper.experiment import ABSENT, Row, StopError, open_file, run
+    from benchmarks.paper.experiment import ABSENT, Row, StopError, open_file, pending, run
     from benchmarks.paper.page import PAGE, write_page
     from benchmarks.paper.warm import warm_cells
     from benchmarks.results_io import read_results
@@ -79,10 +79,10 @@ def paper(
     for name, why in ABSENT.items():
         say(f"{name} is left out: {why}")
     cells = cells_of(parts, models, where, say)
-    if warm:
-        warm_cells(cells, parts, models, workers=workers, seconds=seconds, report=say)
-        return
     file = open_file(path, where)
+    if warm:
+        warm_cells(cells, pending(cells, file), parts, models, workers=workers, seconds=seconds, report=say)
+        return
     try:
         left = run(cells, file, seconds=seconds, report=say)
     except KeyboardInterrupt:

@@ -134,6 +134,13 @@ def missing(cell: Cell, file: RowFile[Row]) -> list[Row]:
     return [row for row in cell.rows if held.get(key(row)) != sources(bool(row.model))]
 
 
+def pending(cells: Sequence[Cell], file: RowFile[Row]) -> list[int]:
+    """Places of the cells that have to be measured, those that the file has of other sources last."""
+    held = {key(row) for row in file.rows}
+    places = [i for i, cell in enumerate(cells) if missing(cell, file)]
+    return sorted(places, key=lambda i: all(key(row) in held for row in cells[i].rows))
+
+
 def run(cells: Sequence[Cell], file: RowFile[Row], *, seconds: float, report: Report, timed: bool = True) -> int:
     """Measure what the file lacks, cell by cell, and write every cell at once; the number of cells left.
 
@@ -145,19 +152,19 @@ def run(cells: Sequence[Cell], file: RowFile[Row], *, seconds: float, report: Re
         StopError: the device no longer answers.
     """
     start = time.monotonic()
-    pending = [cell for cell in cells if missing(cell, file)]
-    kept = len(cells) - len(pending)
-    report(f"{len(pending)} cells to measure, {kept} are there already")
+    places = pending(cells, file)
+    report(f"{len(places)} cells to measure, {len(cells) - len(places)} are there already")
     commit = str(provenance(file.device)["commit"])
     text = ", ".join(f"{name} {version}" for name, version in versions().items())
     stamp: dict[str, Any] = {"device": device_name(file.device), "commit": commit, "versions": text}
-    for number, cell in enumerate(pending):
+    for number, place in enumerate(places):
+        cell = cells[place]
         spent = time.monotonic() - start
         if spent > seconds:
-            report(f"{seconds:.0f} s are used: {len(pending) - number} cells left, run the command again to go on")
-            return len(pending) - number
-        left = f", about {spent / number * (len(pending) - number):.0f} s left" if number else ""
-        report(f"[{number + 1}/{len(pending)}{left}] {cell.label}")
+            report(f"{seconds:.0f} s are used: {len(places) - number} cells left, run the command again to go on")
+            return len(places) - number
+        left = f", about {spent / number * (len(places) - number):.0f} s left" if number else ""
+        report(f"[{number + 1}/{len(places)}{left}] {cell.label}")
         wanted = missing(cell, file)
         try:
             found = cell.measure(wanted, report, timed)

@@ -18,11 +18,18 @@ _NOT_AHEAD = {"autotune", "fig3", "fig4", "fig13", "table4"}
 
 
 def warm_cells(
-    cells: Sequence[Cell], parts: Sequence[str], models: str, *, workers: int, seconds: float, report: Report
+    cells: Sequence[Cell],
+    places: Sequence[int],
+    parts: Sequence[str],
+    models: str,
+    *,
+    workers: int,
+    seconds: float,
+    report: Report,
 ) -> None:
-    """Run every cell once without timing it, `workers` at a time; what still runs after `seconds` is ended."""
+    """Run the cells at `places` once without timing, `workers` at a time; what still runs after `seconds` is ended."""
     start = time.monotonic()
-    jobs = [(tuple(parts), models, i) for i, cell in enumerate(cells) if not _NOT_AHEAD & set(cell.parts)]
+    jobs = [(tuple(parts), models, i) for i in places if not _NOT_AHEAD & set(cells[i].parts)]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         done = pool.imap_unordered(_warm, jobs)
         for number in range(len(jobs)):

@@ -164,6 +164,7 @@ class Writes(nn.Module):
 def test_what_cannot_be_recorded_runs_as_it_is(make: Any, reason: str) -> None:
     module = make().cuda().eval()
     fast = stof.optimize(module, cuda_graphs="whole")
+    stream = torch.cuda.current_stream()
     with torch.no_grad():
         for turn in range(5):
             x = torch.randn(8, device="cuda")
@@ -175,7 +176,8 @@ def test_what_cannot_be_recorded_runs_as_it_is(make: Any, reason: str) -> None:
                 out = fast(mine)
             torch.testing.assert_close(out, module(theirs))
             torch.testing.assert_close(mine, theirs)
-    # Everything is in order afterwards: drawing, freeing, capturing.
+    # Everything is in order afterwards: the current stream, drawing, freeing, capturing.
+    assert torch.cuda.current_stream() == stream
     assert torch.rand(1000, device="cuda").max().item() < 1
     block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     del block

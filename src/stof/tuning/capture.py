@@ -26,8 +26,12 @@ def captured(call: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None)
     # Known by name: a graph whose capture failed does not tell.
     own = torch.cuda.graph_pool_handle() if pool is None else pool
     try:
+        # The outer context: where a capture fails, PyTorch's own leaves the thread on the stream that it captured on.
         # Other threads may go on using the GPU while this one captures.
-        with torch.cuda.graph(graph, pool=own, stream=stream, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(stream),
+            torch.cuda.graph(graph, pool=own, stream=stream, capture_error_mode="thread_local"),
+        ):
             out = call()
     except BaseException:
         _recover(own)
