@@ -53,12 +53,17 @@ def reaching_tests(imports: Imports, mutant: Path) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda one: (one[1], one[0])))
 
 
+def _not_copied(folder: str, names: list[str]) -> set[str]:
+    built = {"build", "dist"} if Path(folder) == ROOT else set()
+    return {name for name in names if name.startswith(".") or name in {"__pycache__", "results", *built}}
+
+
 @contextlib.contextmanager
 def copied() -> Iterator[Path]:
     """A copy of the repository that is removed in the end."""
     with tempfile.TemporaryDirectory(prefix="stof-mutant-", ignore_cleanup_errors=True) as folder:
         root = Path(folder) / "repository"
-        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "results"))
+        shutil.copytree(ROOT, root, ignore=_not_copied)
         yield root
 
 
