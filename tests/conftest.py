@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,22 @@ settings.register_profile("dev", max_examples=40, **_COMMON)
 settings.register_profile("ci", max_examples=40, derandomize=True, print_blob=True, **_COMMON)
 settings.register_profile("thorough", max_examples=1000, **_COMMON)
 settings.load_profile(os.environ.get("STOF_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every n-th case of a test marked `sampled(n)` runs in `make test`; the others are marked slow.
+
+    An n that has no factor in common with the numbers of its parameters' values reaches all values of each.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker("slow")
+            seen[test] += 1
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -219,6 +219,7 @@ SHARED = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_columns(name: str, dtype: torch.dtype) -> None:

@@ -68,6 +68,7 @@ def dense(mask: Mask) -> Tensor:
     return mask.to_dense(LENGTH, batch=2, heads=2).clone()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("made", COPIES)
 @pytest.mark.parametrize("kind", ["mask", "plan", "sized plan"])
 @pytest.mark.parametrize("name", MASKS)

@@ -206,6 +206,7 @@ VARYING: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("backend", ["eager", "inductor", "stof"])
 @pytest.mark.parametrize("kind", VARYING)
 def test_compiled_code_takes_masks_that_vary(kind: str, backend: str) -> None:

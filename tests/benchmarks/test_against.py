@@ -17,6 +17,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
         changes(tmp_path, [("causal", "1,1,64,128")], tmp_path, 1, print)
 
 
+@pytest.mark.slow
 def test_another_checkouts_stof_is_not_timed(tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "attention" / "checkout_worker.py"
     for checkout, wrong in ((ROOT, False), (tmp_path, True)):

@@ -228,6 +228,7 @@ def test_bars_are_normalised_to_native() -> None:
     assert charts.table(rows)[0] == ("9", "causal", "1, 128", "1 us", "2 us", "sdpa-cudnn", "2.00")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", models.MODELS)
 def test_models_get_the_same_mask_from_everyone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")

@@ -99,6 +99,7 @@ def test_constants_of_another_model_are_taken_where_they_pick_better() -> None:
     assert polish(rows, [model_of(bold), truth]) == truth
 
 
+@pytest.mark.slow
 @given(
     us=st.lists(st.lists(st.floats(20.0, 200.0), min_size=3, max_size=3), min_size=3, max_size=3),
     scales=st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3),

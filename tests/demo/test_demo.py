@@ -14,6 +14,7 @@ from stof.demo import jobs, texts
 from stof.errors import MissingDependencyError
 
 
+@pytest.mark.slow
 def test_demo_command(tmp_path: Path) -> None:
     """As `make demo` runs it, with fewer passages, tokens and layers, and no network to fall back on."""
     picture = tmp_path / "pictures" / "mask.png"

@@ -38,6 +38,7 @@ class TinyModelTest(ModelTesterMixin, unittest.TestCase):
 """
 
 
+@pytest.mark.slow
 def test_failures_are_named(tmp_path: Path) -> None:
     (tmp_path / "src/transformers").mkdir(parents=True)
     version = tmp_path / "src/transformers/__init__.py"

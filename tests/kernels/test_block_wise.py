@@ -244,6 +244,7 @@ def some_layout(slab: int | None, kv_len: int, row_order: Tensor | None = None) 
     return layout_of(keep[None, None], 40, kv_len, LayoutConfig(16, 32, slab), 2, 2, row_order=row_order)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kv_len", "before", "after"),
     [(96, 0, 0), (96, 8, 24), (96, 1, 7), (100, 0, 4), (97, 0, 7), (97, 0, 0), (98, 2, 0)],
@@ -425,6 +426,7 @@ def test_key_offsets_past_31_bits(slab: int | None) -> None:
 
 
 # Rows that are no multiples of 16 bytes, and tensors that begin at none.
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("memory", MEMORY_LAYOUTS)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(1, 5), (31, 5), (5, 31), (80, 5), (128, 24), (72, 40), (64, 16)])
 def test_odd_head_dims(head_dim: int, value_dim: int, memory: str) -> None:

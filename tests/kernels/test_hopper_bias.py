@@ -40,6 +40,7 @@ def bias_of(form: str, dtype: torch.dtype) -> Tensor:
     return bias.expand(2, 4, 200, -1) if form.endswith("expanded") else bias
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(
     "form", ["all", "heads", "batch", "one", "one expanded", "heads expanded", "heads row", "all row expanded"]

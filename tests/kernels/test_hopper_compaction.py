@@ -93,6 +93,7 @@ def test_tiles_of_no_list_are_refused() -> None:
         broken.validate()
 
 
+@pytest.mark.sampled(5)
 @IN_INTERPRETER
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("memory_layout", ["bhsd", "bshd", "packed", "transposed"])

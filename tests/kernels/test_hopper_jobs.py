@@ -172,6 +172,7 @@ def check_items(lists: TileLists, layout: Layout, split_tiles: int) -> None:
     assert bool(lists.has_full) == any(item[2] < item[3] for item in lists.items.tolist())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("split_tiles", [0, 1, 3])
 @pytest.mark.parametrize("slab", [None, 16, 8])
 @pytest.mark.parametrize("name", GRID)
@@ -403,6 +404,7 @@ def test_jobs_are_made_on_the_host(paired: bool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("tile", [(128, 128), (192, 128)])
 @pytest.mark.parametrize("split_tiles", [0, 2])
 @pytest.mark.parametrize("name", GRID)

@@ -296,6 +296,7 @@ def inputs(**sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
     return make_inputs(**plain | {"dtype": torch.float16} | sizes).qkv
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("memory_layout", MEMORY_LAYOUTS)
 @pytest.mark.parametrize(
@@ -393,6 +394,7 @@ def test_aligned_and_unaligned_tensors_by_turns() -> None:
         assert_attention(out, lse, q, k, v, layout.to_dense())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(
     "options",
@@ -415,6 +417,7 @@ def test_options(twin: Twin, tile: tuple[int, int], options: dict[str, Any]) -> 
     assert twin.constants["HAS_SCORE_MOD"] == ("scale" in options or "softcap" in options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("poisoned_memory", "twin")
 @pytest.mark.parametrize("split_tiles", [0, 1])
 @pytest.mark.parametrize("slab", [None, 16])

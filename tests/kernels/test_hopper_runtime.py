@@ -237,6 +237,7 @@ def check_call(buffers: BlockBuffers, lists: TileLists, mask: Mask, split_tiles:
         assert_attention(out, lse, q, k, v, keep)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("split_tiles", [0, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_calls(twin: Twin, shape: tuple[int, ...], split_tiles: int) -> None:

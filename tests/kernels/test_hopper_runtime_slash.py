@@ -131,6 +131,7 @@ def test_every_kept_score_once(data: st.DataObject, split_tiles: int) -> None:
         assert_lists(lists, other)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("q_len", "offset"), [(256, 0), (128, 130)])
 @pytest.mark.parametrize("split_tiles", [0, 2])
 @pytest.mark.parametrize("shared", [False, True])

@@ -88,6 +88,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name: str) -> None:
     """Queries at the end of a cache, in a shape that no tile divides."""

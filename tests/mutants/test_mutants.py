@@ -10,7 +10,7 @@ import pytest
 from tests.mutants.draw import draw_mutants
 from tests.mutants.edits import Signature, changes_code, edits_of, signatures_of
 from tests.mutants.reach import Imports
-from tests.mutants.run import ROOT, failed_tests, reaching_tests
+from tests.mutants.run import ROOT, copied, failed_tests, reaching_tests
 
 EXAMPLES = [
     ("comparison", "a = (b) < c", ["a = (b) <= c"]),
@@ -55,6 +55,13 @@ def test_signatures() -> None:
     source = "class A:\n    x: int\n    y: int = 2\n\n    def f(self, a, b=1, *, c, d=(3,)): ...\n"
     found = dict(signatures_of(ast.parse(source)))
     assert found == {"A": Signature(("x", "y"), {"y": "2"}), "f": Signature(("a", "b"), {"b": "1", "d": "(3,)"})}
+
+
+def test_the_copy_has_all_sources() -> None:
+    with copied() as root:
+        for folder in ("src", "tests"):
+            own, there = ({path.relative_to(top) for path in (top / folder).rglob("*.py")} for top in (ROOT, root))
+            assert own == there
 
 
 def test_a_seed_draws_the_same_mutants() -> None:
