@@ -213,7 +213,7 @@ def as_mask(value: Any) -> Mask:
         return from_dense(value)
     if isinstance(value, str):
         return parse(value)
-    if hasattr(value, "kv_num_blocks") and hasattr(value, "mask_mod"):
+    if hasattr(value, "kv_num_blocks"):
         return from_block_mask(value)
     if any(value is pattern for pattern in PATTERNS.values()):
         raise MaskError(f"{value.__name__} is what makes a mask; call it, as in masks.causal()")
