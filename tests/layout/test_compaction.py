@@ -47,6 +47,19 @@ def test_every_score_once(data: st.DataObject, q_len: int, kv_len: int, config: 
     assert not bool((layout.tile_base[layout.tile_base >= 0] % config.block_n).any())
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_use_by_taller_row_blocks(count: int) -> None:
+    keep = torch.rand(50, 90) < torch.tensor([0.05, 0.98])[torch.arange(90) % 2]
+
+    def use(height: int) -> compaction.ColumnUse:
+        blocks = keep.split(height)
+        return compaction.ColumnUse(torch.stack([x.any(0) for x in blocks]), torch.stack([x.all(0) for x in blocks]))
+
+    joined = use(8).joined(count)
+    assert torch.equal(joined.some, use(8 * count).some)
+    assert torch.equal(joined.every, use(8 * count).every)
+
+
 @pytest.mark.parametrize("block_m", [64, 128])
 def test_strided_tiles_are_nearly_as_dense_as_gathered_ones(block_m: int) -> None:
     mask = grid_mask("strided").mask(4096)
