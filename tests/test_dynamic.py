@@ -158,6 +158,13 @@ def test_dense(data: st.DataObject, packed: bool) -> None:
     assert_exact(mask, q_len, kv_len, buffers)
 
 
+@pytest.mark.parametrize("kv_len", [1024, 1025, 2100])
+def test_dense_of_many_keys(kv_len: int) -> None:
+    keep = torch.rand(2, 40, kv_len) < torch.tensor([0.02, 0.995])[torch.arange(kv_len) % 2]
+    mask = masks.from_dense(keep.to(DEVICE))
+    assert_exact(mask, 40, kv_len, buffers_of(mask, 40, kv_len))
+
+
 def example(kind: str, seed: int = 0, heads: int = 2) -> Mask:
     """A mask of each kind for 90 queries and keys; other seeds give others of the same shapes."""
     generator = torch.Generator().manual_seed(seed)
