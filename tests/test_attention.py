@@ -162,6 +162,7 @@ def test_wide_bias_of_half_inputs_keeps_its_range(dtype: torch.dtype, implementa
     assert (lse.double() - expected_lse).abs().max() < 0.5
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("implementation", IMPLS)
 @pytest.mark.parametrize("columns", [(0, 700), (600, 1200), (0, 1200)], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -245,6 +246,7 @@ def test_the_shared_path_is_taken() -> None:
         assert int(make_schedule(layout).steps[:, MERGE].sum()) > 0, name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kept", [0.03, 0.3])
 def test_scattered_masks(kept: float, dtype: torch.dtype) -> None:

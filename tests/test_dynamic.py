@@ -191,6 +191,7 @@ def example(kind: str, seed: int = 0, heads: int = 2) -> Mask:
 KINDS = ("vertical_slash", "band", "offset", "block_topk", "dense", "bits")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_room_serves_every_mask(kind: str) -> None:
     """Nothing of an earlier mask is left over."""
@@ -220,6 +221,7 @@ def run(buffers: WorkBuffers, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | No
     return attend_once(bind, q, k, v, PreparedWork(buffers.work, KernelConfig()), Options(scale, bias=bias))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "length"), [*((kind, 90) for kind in KINDS), ("block_topk", 96)])
 def test_biases(kind: str, length: int) -> None:
     """Rows among NaN, where tiles of columns that follow each other are read in vectors."""
@@ -337,6 +339,7 @@ def test_plans_take_one_kind_of_mask() -> None:
         stof.dynamic_plan(example("dense"), 90, heads=2, density=0.0)
 
 
+@pytest.mark.sampled(5)
 @IN_INTERPRETER
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

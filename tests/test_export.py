@@ -76,7 +76,7 @@ def compare_in_another_process(program: torch.export.ExportedProgram, inputs: An
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", KEPT)
 def test_exported_programs_carry_their_mask(kind: str, strict: bool, tmp_path: Path) -> None:

@@ -313,6 +313,7 @@ def test_tiles_that_begin_anywhere(first: int) -> None:
     check(make_inputs(heads=1, q_len=16, kv_len=64, head_dim=16).qkv, layout, bias=among_nan(1, 1, 16, 64))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("slab", [None, 1, 16])
 @pytest.mark.parametrize("modified", [False, True])

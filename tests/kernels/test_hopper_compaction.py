@@ -107,6 +107,7 @@ def test_memory(twin: Twin, memory_layout: str, head_dim: int, tile: tuple[int, 
     assert (twin.constants["SLAB"], twin.constants["GROUPS"]) == (tile[1], tile[0] // 64)
 
 
+@pytest.mark.sampled(3)
 @IN_INTERPRETER
 @pytest.mark.usefixtures("poisoned_memory", "twin")
 @pytest.mark.parametrize("split_tiles", [0, 1])

@@ -116,6 +116,7 @@ def test_building_by_spans_changes_nothing(mask: Mask, config: LayoutConfig, mon
     assert torch.equal(counted.counts[config].full, again.counts[config].full)
 
 
+@pytest.mark.slow
 def test_a_million_keys() -> None:
     """Work grows with what is seen: a dense evaluation would take 10^12 scores."""
     length = 2**20
