@@ -24,13 +24,13 @@ types: $(VENV)/.dev
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 unit: $(VENV)/.dev
-	$(PYTEST) -m "not slow"
+	STOF_HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow"
 
 # The oldest supported transformers is in constraints.txt, the newest in tests/integrations/transformers-5.23.txt.
 HF_TESTS := $(addprefix tests/integrations/test_,transformers.py unusual_models.py refused_models.py given_masks.py packing.py model_mask.py)
 
 test-all: $(VENV)/.dev $(VENV)/.triton-3.6 $(VENV)/.transformers-5.23
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow or hypothesis"
 	PYTHONPATH=$(abspath $(VENV))/transformers-5.23 $(PYTEST) $(HF_TESTS)
 
 # Random calls against float64: make fuzz N=10000 SEED=1 FUZZ="--device cuda" (or --interpret, for Triton's kernels).

@@ -20,14 +20,16 @@ if not torch.cuda.is_available():
 from hypothesis import HealthCheck, settings
 
 import stof
+from tests.examples import USUAL
 from tests.interpreter import hasty_interpreter
 
 _COMMON = {
     "deadline": None,  # the first example of a test pays for planning and lazy imports
     "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 }
-settings.register_profile("dev", max_examples=40, **_COMMON)
-settings.register_profile("ci", max_examples=40, derandomize=True, print_blob=True, **_COMMON)
+settings.register_profile("quick", max_examples=12, derandomize=True, print_blob=True, **_COMMON)  # `make test`
+settings.register_profile("dev", max_examples=USUAL, **_COMMON)
+settings.register_profile("ci", max_examples=USUAL, derandomize=True, print_blob=True, **_COMMON)
 settings.register_profile("thorough", max_examples=1000, **_COMMON)
 settings.load_profile(os.environ.get("STOF_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from stof.kernels.implementation import Options
 from stof.layout import orders
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs, oracle_attention, spread
+from tests.examples import examples
 from tests.strategies import calls, configs, dense_masks, mask_trees, row_orders
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -47,7 +48,7 @@ def served(implementation: str, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("implementation", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(data=st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_against_float64(data: st.DataObject, dtype: torch.dtype, implementation: str) -> None:
     call = data.draw(calls(dtype))
     options = served(implementation, call.options())
@@ -90,7 +91,7 @@ def test_one_kept_score_whose_terms_cancel(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLS)
 @given(data=st.data())
-@settings(max_examples=25)
+@examples(25)
 def test_mask_expressions(data: st.DataObject, implementation: str) -> None:
     kv_len, batch = data.draw(st.sampled_from([12, 64, 70])), data.draw(st.integers(1, 2))
     q_len = data.draw(st.integers(1, kv_len))

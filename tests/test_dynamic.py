@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,6 +38,7 @@ from stof.plans.mask_buffers import core_of, fill_buffers
 from stof.plans.vertical_slash import vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
+from tests.examples import examples
 from tests.interpreter import IN_INTERPRETER
 from tests.kernels.test_work import DEVICE, counted
 from tests.selection.fakes import one_stream
@@ -95,7 +96,7 @@ def assert_exact(mask: Mask, q_len: int, kv_len: int, buffers: WorkBuffers) -> N
 
 
 @given(data=st.data())
-@settings(max_examples=30)
+@examples(30)
 def test_vertical_slash(data: st.DataObject) -> None:
     q_len = data.draw(st.sampled_from([1, 15, 16, 40, 64, 90]))
     offset = data.draw(st.sampled_from([0, 0, 5, 32]))
@@ -130,7 +131,7 @@ def test_vertical_slash_in_tiles_of_64(q_len: int, offset: int) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=25)
+@examples(25)
 def test_block_topk(data: st.DataObject) -> None:
     block_size = data.draw(st.sampled_from([16, 32]))
     q_len, kv_len = (data.draw(st.sampled_from([1, 16, 33, 64, 90])) for _ in range(2))
@@ -148,7 +149,7 @@ def test_block_topk(data: st.DataObject) -> None:
 
 
 @given(data=st.data(), packed=st.booleans())
-@settings(max_examples=25)
+@examples(25)
 def test_dense(data: st.DataObject, packed: bool) -> None:
     q_len, kv_len = (data.draw(st.sampled_from([1, 15, 33, 64, 150])) for _ in range(2))
     batch, heads = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 2)]))
@@ -412,7 +413,7 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     monkeypatch.setattr("stof.runtime.streams.stream_id", lambda: current[-1].cuda_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(f"held for {stream.name}"))

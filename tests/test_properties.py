@@ -23,6 +23,7 @@ from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.selection import IMPLEMENTATIONS, CallSpec, candidates
 from stof.testing import assert_attention, make_inputs
+from tests.examples import examples
 from tests.selection.fakes import GPU, Geometry, call_of, fake_gpu
 from tests.strategies import configs, dense_masks
 
@@ -74,7 +75,7 @@ def check_any_layout(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=120)
+@examples(120)
 def test_any_layout(data: st.DataObject) -> None:
     check_any_layout(data)
 

@@ -166,7 +166,8 @@ def attention(
         PlanMismatchError: a plan made for other lengths, batch or heads.
         UnsupportedError: under `torch.export`, a mask function, or a plan or mask that holds a function or tensor: an
             exported program outlives them. It takes masks made of named patterns, and bool tensors.
-        UnsupportedError: a first call under a mask or plan, or with such tensors, while a CUDA graph is captured.
+        UnsupportedError: while a CUDA graph is captured, a first call under a mask or plan, or with such tensors, or a
+            mask with tensors in it, which replays would read as it was.
         ArgumentError: a scale, softcap, scales or implementation outside what is accepted.
         UnsupportedError: no implementation can run the call; lists every reason.
     """
@@ -217,11 +218,13 @@ class _Handle(NamedTuple):
         key: the key of a mask that text alone rebuilds, else `PLAN`, `NUMBERED` or `TENSOR`.
         number: of the living plan or mask, else 0.
         keep: bool tensor, the mask itself.
+        changes: whether the mask has tensors, which may be written to: a CUDA graph would not see it.
     """
 
     key: str
     number: int = 0
     keep: Tensor | None = None
+    changes: bool = False
 
 
 def _handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
@@ -240,7 +243,7 @@ def _handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
         return _Handle("<a function>")
     if not exporting:
         mask = as_mask(mask_or_plan)
-        return _Handle(NUMBERED, mask.number) if mask.number else _Handle(mask.key)
+        return _Handle(NUMBERED, mask.number, None, mask.holds_tensors) if mask.number else _Handle(mask.key)
     # A number means nothing to the process that loads the program, which takes named patterns and tensors.
     found = mask_or_plan.mask if isinstance(mask_or_plan, Plan) else as_mask(mask_or_plan)
     if isinstance(found, DenseMask):
@@ -249,12 +252,12 @@ def _handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
 
 
 def _is_constant(handle: _Handle) -> bool:
-    """Whether compiled code has this mask as a constant; one that changed before is an input of its graph."""
+    """Whether compiled code has this mask as a constant; one that changed before, or can, stays out of CUDA graphs."""
     if not torch.compiler.is_compiling() or is_exporting():
         return True
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    return handle.keep is None and has_static_value(handle.number)
+    return handle.keep is None and not handle.changes and has_static_value(handle.number)
 
 
 def explain(

@@ -19,7 +19,7 @@ from stof.masks.parse import mask_by_key
 from stof.masks.tensors import as_mask
 from stof.plans.make import make_sized_plan
 from stof.plans.plan import Plan
-from stof.runtime.memory import outside_graph_pool
+from stof.runtime.memory import outside_graph_pool, refuse_values
 from stof.runtime.private import takes_derivatives
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
 from stof.validation import check_bias, check_sinks
@@ -212,12 +212,7 @@ def _masked_attention(
     if mask == PLAN:
         found = Plan.by_number(number)
     elif mask == TENSOR:
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                "a mask that is a tensor cannot be captured in a CUDA graph: replays would compute under the values it "
-                "has now. Make a stof.dynamic_plan, or a plan before the capture",
-                {},
-            )
+        refuse_values(q.device, also_own=True)
         found = keep
     else:
         found = numbered_mask(number) if mask == NUMBERED else mask_by_key(mask)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from stof.fusion.templates import GemmConfig, GemmShape, chain_linear, config_pr
 from stof.fusion.templates.gemm_config import default
 from stof.fusion.templates.registry import KernelPolicy
 from stof.testing.oracle import error_budget
+from tests.examples import examples
 from tests.fusion.graphs import calls, capture
 
 ON_GPU = torch.cuda.is_available()
@@ -48,7 +49,7 @@ def tensors(m: int, k: int, inner: int, n: int, dtype: torch.dtype) -> dict[str,
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
-@settings(max_examples=20)
+@examples(20)
 @given(
     m=st.integers(1, 40),
     k=st.integers(1, 50),

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fusion.search_baselines import exhaustive, random_search
@@ -17,6 +17,7 @@ from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Progress, Space, Wanted
 from stof.fusion.planner.two_stage_search import search_result, stage_one, stage_two, two_stage
 from stof.fusion.records.store import Candidate
+from tests.examples import examples
 
 # One letter an operator: C and D are compute-intensive.
 Table = dict[str, dict[str, float]]
@@ -149,7 +150,7 @@ def test_configurations_that_fail_are_never_chosen() -> None:
         max_size=12,
     ),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_exhaustive_is_exact_and_no_other_search_beats_it(letters: str, table: Table) -> None:
     table = {text: configs for text, configs in table.items() if sum(c in "CD" for c in text) <= 2}
     tabled = Tabled(letters, table)

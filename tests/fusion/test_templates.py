@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from stof.fusion.templates.folded_weights import folded
 from stof.fusion.templates.gemm_config import ACTIVATIONS, config_problems
 from stof.fusion.templates.norms import Norm, normalise
 from stof.testing.oracle import error_budget
+from tests.examples import examples
 
 pytest.importorskip("triton")
 
@@ -126,7 +127,7 @@ def test_activations(activation: str, dtype: torch.dtype) -> None:
     check_linear(TILE, tensors(37, 41, 50, dtype), activation, residual=True)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     m=st.integers(1, 70),
     n=st.integers(1, 70),
@@ -167,7 +168,7 @@ def test_norm_before(kind: str, scaled: bool, text: str) -> None:
         check_normed(text, tensors(33, 40, 72, dtype), kind, scaled, "relu")
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(
     m=st.integers(1, 50),
     n=st.integers(1, 40),
@@ -210,7 +211,7 @@ def check_rotary(text: str, t: dict[str, Tensor], head_dim: int, turned: int, po
     return check(product, text, twin)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(
     m=st.integers(1, 50),
     heads=st.integers(1, 4),
@@ -246,7 +247,7 @@ def check_scaled(text: str, t: dict[str, Tensor], stored: torch.dtype, activatio
     return check(product, text, twin)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 70),
@@ -306,7 +307,7 @@ def test_normalise(kind: str, dtype: torch.dtype) -> None:
         assert float((out.double() - expected).abs().nan_to_num(torch.inf).max()) <= budget.allowed
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 70),

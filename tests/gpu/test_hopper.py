@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from stof.selection import IMPLEMENTATIONS, failures
 from stof.selection.gpu_candidates import _HOPPER_BIAS_TILES, _HOPPER_TILES
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
 from stof.testing.mask_grid import grid_mask
+from tests.examples import examples
 from tests.strategies import dense_masks
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -265,7 +266,7 @@ def readable(keep: Tensor) -> Tensor:
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_random_masks_and_shapes(data: st.DataObject) -> None:
     q_len, kv_len = (data.draw(st.sampled_from([1, 63, 129, 300, 641])) for _ in range(2))
     kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (1, 8)]))

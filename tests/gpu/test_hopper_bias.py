@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from stof.errors import ArgumentError, UnsupportedError
 from stof.masks.tensors import as_mask
 from stof.testing import assert_attention
 from stof.testing.mask_grid import grid_mask
+from tests.examples import examples
 from tests.gpu.test_hopper import (
     BIAS_STAGES,
     HALVES,
@@ -138,7 +139,7 @@ def test_addresses_and_strides() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=25)
+@examples(25)
 def test_random_masks_and_shapes(data: st.DataObject) -> None:
     q_len, kv_len = (data.draw(st.sampled_from([1, 63, 129, 300, 641])) for _ in range(2))
     sizes = (data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([1, 4])))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from stof.kernels.triton.work_list import prepare
 from stof.layout import Layout, build_layout
 from stof.masks.tensors import as_mask
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs, spread
+from tests.examples import examples
 from tests.strategies import dense_masks, row_orders
 
 ON_GPU = torch.cuda.is_available()
@@ -120,7 +121,7 @@ def options(draw: st.DrawFn, every: tuple[int, ...], dtype: torch.dtype, head_di
 
 
 @given(data=st.data(), geometry=geometries(), config=kernel_configs(), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=400 if ON_GPU else 60)
+@examples(400 if ON_GPU else 60)
 def test_against_float64(data: st.DataObject, geometry: LayoutConfig, config: KernelConfig, dtype: torch.dtype) -> None:
     rows = geometry.block_m
     q_len = data.draw(st.sampled_from([1, rows, rows + 1, max(1, 2 * rows - 1)]))

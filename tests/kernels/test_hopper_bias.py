@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from stof.runtime.launch import Launch
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.gpu_candidates import _HOPPER_BIAS_TILES
 from stof.testing import assert_attention
+from tests.examples import examples
 from tests.kernels.test_hopper_jobs import even_layout, layout_of, reads_unseen_keys
 from tests.kernels.test_hopper_launch import LONG, Twin, check_call, inputs, twin, unaligned
 from tests.strategies import dense_masks
@@ -153,7 +154,7 @@ def test_bias_needs_whole_tiles(layout: Layout) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=20)
+@examples(20)
 def test_random_biases(data: st.DataObject) -> None:
     """Any strides that TMA takes, shared or not, under masks by batch entry and head."""
     q_len, kv_len = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 150))

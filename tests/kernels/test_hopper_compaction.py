@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention
 from stof.testing.mask_grid import grid_mask
+from tests.examples import examples
 from tests.interpreter import IN_INTERPRETER
 from tests.kernels.test_hopper_jobs import TILES, check_lists
 from tests.kernels.test_hopper_launch import Twin, check_call, inputs, twin
@@ -57,7 +58,7 @@ def test_strided_masks(tile: tuple[int, int], split_tiles: int) -> None:
     tile=st.sampled_from(TILES),
     split_tiles=st.sampled_from([0, 1, 2]),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_every_kept_score_once(
     data: st.DataObject, q_len: int, kv_len: int, tile: tuple[int, int], split_tiles: int
 ) -> None:

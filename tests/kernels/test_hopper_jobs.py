@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
 from stof.testing.mask_grid import grid_mask
+from tests.examples import examples
 from tests.strategies import dense_masks
 
 GRID = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
@@ -217,7 +218,7 @@ def test_rows_of_several_remainders() -> None:
     split_tiles=st.sampled_from([0, 1, 2]),
     tile=st.sampled_from(TILES),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_every_kept_score_once(data: st.DataObject, slab: int | None, split_tiles: int, tile: tuple[int, int]) -> None:
     q_len = data.draw(st.sampled_from([1, 64, 128, 130, 193, 300]))
     kv_len = data.draw(st.sampled_from([1, 15, 128, 129, 500]))
@@ -230,7 +231,7 @@ def test_every_kept_score_once(data: st.DataObject, slab: int | None, split_tile
     texture=st.sampled_from(["random", "band", "empty", "full"]),
     tile=st.sampled_from(TILES),
 )
-@settings(max_examples=20)
+@examples(20)
 def test_evenly_spaced_masks(stride: int, texture: str, tile: tuple[int, int]) -> None:
     """Rows see keys of their own remainder only."""
     length = tile[0] * stride
@@ -421,7 +422,7 @@ def test_jobs_of_grid_masks(name: str, split_tiles: int, tile: tuple[int, int]) 
 
 
 @given(data=st.data(), split_tiles=st.sampled_from([0, 1, 2]), blocks=st.sampled_from([1, 7, 132]))
-@settings(max_examples=40)
+@examples(40)
 def test_jobs_of_random_masks(data: st.DataObject, split_tiles: int, blocks: int) -> None:
     batch, heads = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 3)]))
     keep = data.draw(dense_masks(data.draw(st.sampled_from([1, 130, 300])), 400, batch, heads))

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from stof.kernels.implementation import tensors_of
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
+from tests.examples import examples
 from tests.kernels.test_hopper_jobs import GRID, columns_of, grid_layout, keep_of, layout_of, reads_unseen_keys
 from tests.strategies import dense_masks
 
@@ -89,7 +90,7 @@ def test_grid_masks(name: str, slab: int | None) -> None:
 
 
 @given(data=st.data(), slab=st.sampled_from([None, 16]))
-@settings(max_examples=80)
+@examples(80)
 def test_random_masks(data: st.DataObject, slab: int | None) -> None:
     heads = data.draw(st.sampled_from([1, 2]))
     keep = data.draw(dense_masks(data.draw(st.sampled_from([1, 64, 130, 300])), 400, 1, heads))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from stof.plans.block_topk import BlockBuffers, bitmaps_of, block_buffers, fill_
 from stof.plans.buffers import DynamicSizes
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
+from tests.examples import examples
 from tests.kernels.test_hopper_jobs import counted
 from tests.kernels.test_hopper_launch import Twin, twin
 
@@ -91,7 +92,7 @@ def assert_lists(lists: TileLists, mask: Mask) -> None:
 
 
 @given(data=st.data(), shape=st.sampled_from(SHAPES), causal=st.booleans(), split_tiles=st.sampled_from([0, 1, 2]))
-@settings(max_examples=25)
+@examples(25)
 def test_every_kept_score_once(data: st.DataObject, shape: tuple[int, ...], causal: bool, split_tiles: int) -> None:
     size = shape[0]
     q_len = data.draw(st.sampled_from([1, 63, 64, 128, 300, 384]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from stof.plans.buffers import DynamicSizes
 from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
+from tests.examples import examples
 from tests.kernels.test_hopper_jobs import keep_of
 from tests.kernels.test_hopper_launch import Twin, twin
 from tests.kernels.test_hopper_runtime import now
@@ -114,7 +115,7 @@ def indices(draw: st.DrawFn, leading: tuple[int, ...], limit: int) -> Tensor:
 
 
 @given(data=st.data(), split_tiles=st.sampled_from([0, 1, 3]))
-@settings(max_examples=10)
+@examples(10)
 def test_every_kept_score_once(data: st.DataObject, split_tiles: int) -> None:
     q_len = data.draw(st.sampled_from([64, 192, 320]))
     offset = data.draw(st.sampled_from([0, 0, 5, 64, 100]))

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from stof.kernels.hopper import tile_scheduler
 from stof.kernels.hopper.tile_lists import make_tile_lists
 from stof.kernels.hopper.tile_scheduler import chunk_slots, split_tail, work_costs, work_list
 from stof.layout import build_layout
+from tests.examples import examples
 from tests.kernels.test_hopper_jobs import check_jobs, grid_layout, layout_of
 from tests.kernels.test_hopper_launch import Twin, check_call, inputs, twin  # noqa: F401, a fixture
 
@@ -29,7 +30,7 @@ def last_end(cost: Tensor, blocks: int) -> float:
     weight=st.sampled_from([0.5, 1.0, 1.1]),
     uncut=st.sets(st.integers(0, 59)),
 )
-@settings(max_examples=200)
+@examples(200)
 def test_chunks_are_the_jobs(tiles: list[int], blocks: int, weight: float, uncut: set[int]) -> None:
     """Each tile once, chunks in order, what must stay whole whole; and the end comes no later."""
     count = torch.tensor(sorted(tiles, reverse=True))

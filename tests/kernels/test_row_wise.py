@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from stof.kernels.triton.row_lists import RowWiseConfig, default_config, prepare
 from stof.kernels.triton.row_wise import bind
 from stof.layout import Layout
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs, spread
+from tests.examples import examples
 from tests.strategies import configs, dense_masks, row_orders
 
 ON_GPU = torch.cuda.is_available()
@@ -71,7 +72,7 @@ def kernel_configs(draw: st.DrawFn) -> RowWiseConfig:
 
 
 @given(data=st.data())
-@settings(max_examples=200 if ON_GPU else 30)
+@examples(200 if ON_GPU else 30)
 def test_against_float64(data: st.DataObject) -> None:
     q_len, kv_len = data.draw(st.sampled_from([1, 2, 15, 17])), data.draw(st.sampled_from([1, 3, 17, 33]))
     batch, (kv_heads, group) = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([(1, 1), (2, 1), (1, 3)]))
@@ -243,7 +244,7 @@ def test_large(mask: Any, head_dim: int, dtype: torch.dtype) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_prepared_rows_are_the_mask(data: st.DataObject) -> None:
     q_len, kv_len, heads = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 90)), data.draw(st.integers(1, 3))
     keep = data.draw(dense_masks(q_len, kv_len, 1, heads)).to(DEVICE)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from stof.masks.tensors import as_mask
 from stof.runtime import counters as scratch
 from stof.runtime.counters import zeroed_counters
 from stof.testing import assert_attention, make_inputs
+from tests.examples import examples
 from tests.strategies import dense_masks, row_orders
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -120,7 +121,7 @@ def counted(work: Work) -> Tensor:
 
 
 @given(data=st.data(), config=geometries, split_tiles=st.sampled_from([0, 1, 2, 5]))
-@settings(max_examples=120)
+@examples(120)
 def test_every_kept_score_once(data: st.DataObject, config: LayoutConfig, split_tiles: int) -> None:
     q_len = data.draw(st.sampled_from([1, config.block_m, config.block_m + 1, 2 * config.block_m + 3, 61]))
     kv_len = data.draw(st.sampled_from([1, 15, 64, 129, 300]))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from stof import LayoutConfig, Plan, masks
 from stof.errors import LayoutError
 from stof.layout import Layout, build_layout
 from stof.testing import assert_attention, make_inputs
+from tests.examples import examples
 
 MASK = masks.per_head([masks.strided(9, 11, 3), masks.longformer(12, 3)])
 CONTIGUOUS = build_layout(MASK, 100, 110, LayoutConfig(32, 32), heads=2)
@@ -221,7 +222,7 @@ def test_all_problems_are_listed() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150)
+@examples(150)
 def test_whatever_passes_is_safe_to_run(data: st.DataObject) -> None:
     """Any single number anywhere replaced by any other: refused, or a layout that runs and is self-consistent."""
     layout = data.draw(st.sampled_from(list(LAYOUTS.values())))

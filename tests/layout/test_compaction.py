@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
@@ -16,6 +16,7 @@ from stof.layout.extend import extend_layout
 from stof.layout.io import load_layout, save_layout
 from stof.masks.tensors import as_mask
 from stof.testing.mask_grid import grid_mask
+from tests.examples import examples
 from tests.strategies import line_masks, row_orders
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -32,7 +33,7 @@ CONFIG = LayoutConfig(64, 64, 1, compact_columns=True)
         LayoutConfig, st.sampled_from([16, 64, 192]), st.sampled_from([16, 64, 128]), st.just(1), st.just(True)
     ),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_every_score_once(data: st.DataObject, q_len: int, kv_len: int, config: LayoutConfig) -> None:
     batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     keep = data.draw(line_masks(q_len, kv_len, batch, heads))

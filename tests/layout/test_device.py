@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
@@ -21,6 +21,7 @@ from stof.layout.head_mask import HeadMask
 from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
 from stof.masks.gpu_program import DEPTH, programs_of
+from tests.examples import examples
 from tests.strategies import dense_masks, mask_trees
 
 pytest.importorskip("triton")
@@ -61,7 +62,7 @@ def tall_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("tall_pieces")
 @given(data=st.data(), config=configs)
-@settings(max_examples=15)
+@examples(15)
 def test_expressions(data: st.DataObject, config: LayoutConfig) -> None:
     length, offset = data.draw(st.sampled_from([48, 75])), data.draw(st.sampled_from([0, 0, 29]))
     batch = data.draw(st.sampled_from([1, 1, 2]))
@@ -123,7 +124,7 @@ def test_numbers_that_hardly_fit(name: str, offset: int) -> None:
 @given(
     st.integers(1, 70), st.integers(0, 70), st.integers(0, 40), st.integers(1, 70), st.integers(0, 90), st.booleans()
 )
-@settings(max_examples=25)
+@examples(25)
 def test_periods(stride: int, width: int, local: int, dilation: int, offset: int, inverted: bool) -> None:
     """Runs of keys that repeat within a word, or not at all."""
     mask = masks.strided(local, stride, min(width, stride), causal=False) | masks.dilated_window(
@@ -134,7 +135,7 @@ def test_periods(stride: int, width: int, local: int, dilation: int, offset: int
 
 
 @given(data=st.data(), config=configs)
-@settings(max_examples=10)
+@examples(10)
 def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
     """Rows of 96 columns are read four columns at a time, the others one by one."""
     q_len, kv_len = data.draw(st.sampled_from([1, 33, 70])), data.draw(st.sampled_from([96, 96, 50]))
@@ -182,7 +183,7 @@ def surveyed(draw: st.DrawFn) -> tuple[Mask, int, int]:
 @pytest.mark.usefixtures("tall_pieces")
 @given(problem=surveyed())
 @example(problem=(masks.causal().with_query_offset(240), 70, 300))  # 256 keys that all rows see
-@settings(max_examples=8)
+@examples(8)
 def test_survey(problem: tuple[Mask, int, int]) -> None:
     """Tiles counted by a kernel are those counted strip by strip."""
     mask, q_len, kv_len = problem

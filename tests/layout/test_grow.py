@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import stof
@@ -17,6 +17,7 @@ from stof.layout import Layout, build_layout
 from stof.layout import extend as grow
 from stof.masks import Mask
 from stof.testing import assert_attention, make_inputs
+from tests.examples import examples
 from tests.strategies import configs, mask_trees
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -31,7 +32,7 @@ def assert_equal(layout: Layout, expected: Layout) -> None:
 
 
 @given(data=st.data(), config=configs)
-@settings(max_examples=120)
+@examples(120)
 def test_equals_a_fresh_build(data: st.DataObject, config: LayoutConfig) -> None:
     """Whatever the mask, in several steps: a decoded token, a chunk, nothing."""
     length = 110

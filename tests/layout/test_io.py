@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -21,6 +21,7 @@ from stof.errors import PlanFileError
 from stof.layout import build_layout
 from stof.layout.io import FORMAT, _digest, load_layout, save_layout
 from stof.testing import make_inputs
+from tests.examples import examples
 from tests.strategies import configs, mask_trees, row_orders
 
 MASK = masks.per_head([masks.longformer(9, 3), masks.causal()])
@@ -49,7 +50,7 @@ def write(path: Path, header: Any, tensors: dict[str, torch.Tensor], *, sign: bo
 
 
 @given(mask=mask_trees(70, batch=2), config=configs, data=st.data())
-@settings(max_examples=30)
+@examples(30)
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, mask: Any, config: LayoutConfig, data: Any) -> None:
     file = tmp_path_factory.getbasetemp() / "round_trip.safetensors"
     layout = build_layout(mask, 33, 70, config, batch=2, row_order=data.draw(row_orders(33)))
@@ -102,7 +103,7 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150)
+@examples(150)
 def test_any_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     """Also in a bitmap, where the result would be a sound layout of another mask."""
     file = tmp_path_factory.getbasetemp() / "flipped.safetensors"
@@ -116,7 +117,7 @@ def test_any_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, da
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_any_truncation_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     file = tmp_path_factory.getbasetemp() / "truncated.safetensors"
     stof.plan(masks.causal(), 40).save(file)

@@ -6,7 +6,7 @@ from math import isqrt
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from stof.errors import ArgumentError, ShapeError
 from stof.layout import Layout, build_layout, orders, statistics
 from stof.layout import bitmaps as bits
 from stof.masks import Mask
+from tests.examples import examples
 from tests.strategies import configs, dense_masks, mask_trees, row_orders
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -63,7 +64,7 @@ def assert_exact(layout: Layout, keep: Tensor) -> None:
 
 
 @given(data=st.data(), q_len=lengths, kv_len=lengths, config=configs)
-@settings(max_examples=150)
+@examples(150)
 def test_round_trip(data: st.DataObject, q_len: int, kv_len: int, config: LayoutConfig) -> None:
     batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     keep = data.draw(dense_masks(q_len, kv_len, batch, heads))
@@ -73,7 +74,7 @@ def test_round_trip(data: st.DataObject, q_len: int, kv_len: int, config: Layout
 
 
 @given(data=st.data(), config=configs, q_len=st.sampled_from([1, 33, 70]))
-@settings(max_examples=60)
+@examples(60)
 def test_round_trip_of_expressions(data: st.DataObject, config: LayoutConfig, q_len: int) -> None:
     mask = data.draw(mask_trees(70, batch=2))
     layout = build_layout(mask, q_len, 70, config, batch=2, row_order=data.draw(row_orders(q_len)))

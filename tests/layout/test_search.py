@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from stof.layout.orders.named import named_order
 from stof.layout.orders.search import CLUSTERED, GOOD_ENOUGH, RowOrders, column_order, computed, find_order
 from stof.masks import Mask
 from stof.masks.index import Index
+from tests.examples import examples
 from tests.strategies import dense_masks
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -188,7 +189,7 @@ def test_heads_get_one_order_that_suits_all() -> None:
 
 
 @given(data=st.data(), q_len=st.sampled_from([1, 63, 65, 128, 200, 321]), kv_len=st.sampled_from([1, 40, 129, 300]))
-@settings(max_examples=60)
+@examples(60)
 def test_whatever_is_found_is_a_permutation_and_pays(data: st.DataObject, q_len: int, kv_len: int) -> None:
     keep = data.draw(dense_masks(q_len, kv_len))[0, 0]
     found = find_order(masks.from_dense(keep), q_len, kv_len)
@@ -202,7 +203,7 @@ def test_whatever_is_found_is_a_permutation_and_pays(data: st.DataObject, q_len:
 
 
 @given(data=st.data(), rows=st.sampled_from([1, 2, 16, 65, 127, 300]), block_m=st.sampled_from([1, 16, 64]))
-@settings(max_examples=40)
+@examples(40)
 def test_clusters_are_permutations(data: st.DataObject, rows: int, block_m: int) -> None:
     rows = min(rows, 16 * block_m)
     keep = data.draw(dense_masks(rows, 90))[0, 0]
@@ -233,7 +234,7 @@ def test_columns_in_order_need_no_gathering(name: str) -> None:
 
 
 @given(data=st.data(), rows=st.sampled_from([1, 16, 17, 50]))
-@settings(max_examples=30)
+@examples(30)
 def test_computed(data: st.DataObject, rows: int) -> None:
     keep = data.draw(dense_masks(rows, 33))[0, 0]
     expected = sum(len(block) * int(block.any(0).sum()) for block in keep.split(16))

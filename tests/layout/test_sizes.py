@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +22,7 @@ from stof.layout.build import strips
 from stof.layout.limits import available_bytes
 from stof.masks.index import Index
 from stof.masks.rules import Documents
+from tests.examples import examples
 from tests.strategies import mask_trees
 
 FAR = 10**9
@@ -74,7 +75,7 @@ def test_a_window_at_the_end_of_many_keys() -> None:
     mask=mask_trees(700),
     config=st.builds(LayoutConfig, st.sampled_from([16, 64]), st.just(64), st.sampled_from([None, 1, 16])),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_schedules_of_few_tiles_among_many_keys(mask: masks.Mask, config: LayoutConfig) -> None:
     """Ranges of keys without tiles are left out on the way, and change nothing."""
     layout = build_layout(mask, 300, 700, config)
@@ -85,7 +86,7 @@ def test_schedules_of_few_tiles_among_many_keys(mask: masks.Mask, config: Layout
 
 
 @given(mask=mask_trees(2500, leaves=3), groups=st.integers(2, 4))
-@settings(max_examples=60)
+@examples(60)
 def test_groups_of_keys_are_asked_about_first(mask: masks.Mask, groups: int) -> None:
     config = LayoutConfig(64, 64, 1)
     expected = build_layout(mask, 200, 2500, config)

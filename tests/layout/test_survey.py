@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from stof.layout.orders.named import named_order
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
+from tests.examples import examples
 from tests.strategies import dense_masks, line_masks, mask_trees, row_orders
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -83,7 +84,7 @@ def assert_counts(
 
 
 @given(data=st.data(), q_len=lengths, kv_len=lengths, wanted=geometries)
-@settings(max_examples=80)
+@examples(80)
 def test_counts_equal_the_layouts(data: st.DataObject, q_len: int, kv_len: int, wanted: list[LayoutConfig]) -> None:
     batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     mask_batch, mask_heads = data.draw(st.sampled_from([(1, 1), (batch, 1), (1, heads), (batch, heads)]))
@@ -143,7 +144,7 @@ def test_no_geometries_count_rows_only() -> None:
 
 
 @given(data=st.data(), q_len=lengths, kv_len=lengths, wanted=geometries)
-@settings(max_examples=30)
+@examples(30)
 def test_survey_of_a_layout(data: st.DataObject, q_len: int, kv_len: int, wanted: list[LayoutConfig]) -> None:
     heads, config = data.draw(st.integers(1, 3)), wanted[0]
     mask = as_mask(data.draw(dense_masks(q_len, kv_len, 1, heads)))

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
@@ -16,6 +16,7 @@ from stof.layout.build import closed_form as tiles
 from stof.layout.build import strips
 from stof.layout.survey import survey
 from stof.masks import Mask
+from tests.examples import examples
 from tests.strategies import dense_masks, mask_trees
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -37,7 +38,7 @@ def assert_same(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **siz
 
 
 @given(data=st.data(), config=configs, squares=st.booleans())
-@settings(max_examples=100)
+@examples(100)
 def test_expressions(data: st.DataObject, config: LayoutConfig, squares: bool) -> None:
     batch, offset = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([0, 0, 30]))
     mask = data.draw(mask_trees(110, batch, leaves=3)).with_query_offset(offset)
@@ -46,7 +47,7 @@ def test_expressions(data: st.DataObject, config: LayoutConfig, squares: bool) -
 
 
 @given(data=st.data(), config=configs)
-@settings(max_examples=40)
+@examples(40)
 def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
     q_len, kv_len = (data.draw(st.sampled_from([1, 16, 33, 130])) for _ in range(2))
     keep = data.draw(dense_masks(data.draw(st.sampled_from([q_len, 1])), kv_len, 2, 2))

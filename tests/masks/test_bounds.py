@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from stof import masks
 from stof.layout.head_mask import HeadMask
 from stof.masks import Index, Mask
 from stof.masks.bounds import Range, TileBounds
+from tests.examples import examples
 from tests.strategies import mask_trees
 
 LENGTH = 60
@@ -47,7 +48,7 @@ def assert_true(kept: TileBounds, dense: Tensor, q: Range, kv: Range) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150)
+@examples(150)
 def test_masks_say_the_truth(data: st.DataObject) -> None:
     batch, offset = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([0, 0, 13]))
     q_len = LENGTH - offset

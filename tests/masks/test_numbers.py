@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
@@ -15,6 +15,7 @@ from stof.layout.orders.search import find_order
 from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.masks.tensors import DenseMask
+from tests.examples import examples
 from tests.strategies import dense_masks, mask_trees
 
 WINDOW, CAUSAL = masks.sliding_window(3), masks.causal()
@@ -54,7 +55,7 @@ def test_functions_promise_nothing() -> None:
 
 
 @given(data=st.data(), batch=st.integers(1, 3), heads=st.integers(1, 3))
-@settings(max_examples=60)
+@examples(60)
 def test_equal_numbers_are_equal_masks(data: st.DataObject, batch: int, heads: int) -> None:
     picked = data.draw(dense_masks(20, 20, batch, heads))
     if data.draw(st.booleans()):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import stof
 from stof import masks
 from stof.errors import MaskError, ShapeError
 from stof.testing import assert_attention, make_inputs
+from tests.examples import examples
 from tests.strategies import dense_masks, mask_trees
 
 
@@ -19,7 +20,7 @@ def permutation(length: int, seed: int) -> torch.Tensor:
 
 
 @given(data=st.data(), seed=st.integers(0, 99))
-@settings(max_examples=40)
+@examples(40)
 def test_is_the_inner_mask_at_the_original_positions(data: st.DataObject, seed: int) -> None:
     keep = data.draw(dense_masks(30, 40, 1, 2))
     for mask, kv_len in ((masks.from_dense(keep), 40), (data.draw(mask_trees(30)), 30)):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from stof.selection.cost_model import (
 )
 from stof.selection.gpu_candidates import geometries, gpu_choices
 from stof.selection.resources import head_dim_class, occupancy, shared_memory
+from tests.examples import examples
 from tests.selection.fakes import GPU, Geometry, call_of, fake_gpu
 
 TILES = LayoutConfig(64, 64)
@@ -122,7 +123,7 @@ def brute_force(each: list[float], copies: list[int], slots: int) -> float:
     data=st.data(),
     slots=st.integers(1, 40),
 )
-@settings(max_examples=200)
+@examples(200)
 def test_packing_against_brute_force(each: list[float], data: st.DataObject, slots: int) -> None:
     copies = [data.draw(st.integers(1, 50)) for _ in each]
     loads = torch.tensor(each, dtype=torch.float64)[:, None]

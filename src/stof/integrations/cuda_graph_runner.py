@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from stof.integrations.attributes import Attributes
 from stof.plans.used_masks import UsedMask, noting_masks
 from stof.runtime.locks import ForkSafeLock
+from stof.runtime.memory import record_streams
 from stof.runtime.private import copy_all, entries_of, is_intercepted, pytree, raw_stream, version_of
 from stof.tuning.capture import captured
 
@@ -159,6 +160,7 @@ class Recording:
         self._recorder = recorder
         self._inputs = [_memory(x) for x in inputs if isinstance(x, Tensor)]
         self._device = self._inputs[0].device
+        self._streams: set[int] = set()
         with torch.cuda.device(self._device):
             if recorder.pool is None or not recorder.alive:  # PyTorch takes no pool again that was given up
                 recorder.pool = torch.cuda.graph_pool_handle()
@@ -201,6 +203,8 @@ class Recording:
             if last is not None:  # it may still read what this replay writes
                 stream.wait_stream(last)
             self._recorder.last = stream
+        if now[1] not in self._streams:
+            record_streams(self._inputs, self._device, self._streams)
         _copy_in(self._inputs, tensors)
         self._graph.replay()
         leaves = [x.clone() if isinstance(x, Tensor) else x for x in self._leaves]

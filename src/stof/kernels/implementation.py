@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from stof.errors import KernelError
+from stof.runtime.memory import record_streams
 
 # `call(q, k, v, bias, sinks, *scales) -> (out, lse)` for tensors of the shapes, strides, dtypes and device that it was
 # bound to; `scales` are those of 8-bit tensors, or none.
@@ -73,8 +74,11 @@ def bind_nothing(attend: Callable[..., tuple[Tensor, Tensor]]) -> Bind:
     def bind(q: Tensor, k: Tensor, v: Tensor, prepared: Any, options: Options) -> BoundCall:
         del q, k, v
         scale, softcap = options.scale, options.softcap  # not its tensors: the call gets others
+        streams: set[int] = set()
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+            if q.is_cuda:
+                record_streams(tensors_of(prepared), q.device, streams)
             return attend(q, k, v, prepared, scale=scale, softcap=softcap, bias=bias, sinks=sinks)
 
         return call

@@ -34,10 +34,12 @@ class BaseMask(ABC):
         key: the repr, which identifies the value: it is what equality and hashing use.
         number: of masks that `varies` tells of, the same for equal living ones, else 0. Compiled code is told masks by
             it: Dynamo makes a number that changes an input of its graph, but compiles anew for every text.
+        holds_tensors: whether what it keeps can change, in place.
     """
 
     key: str
     number: int
+    holds_tensors: bool
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", repr(self))  # the dataclasses are frozen
@@ -47,6 +49,7 @@ class BaseMask(ABC):
                 # Equal masks keep the first of them alive, so that its key is found while any of them lives.
                 object.__setattr__(self, "_first", first)
         object.__setattr__(self, "number", self._numbered() if self.varies else 0)
+        object.__setattr__(self, "holds_tensors", self.versions != ())
 
     def _numbered(self) -> int:
         number = int.from_bytes(hashlib.blake2b(self.key.encode(), digest_size=7).digest()) or 1

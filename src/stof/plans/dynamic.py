@@ -23,7 +23,7 @@ from stof.plans.calls import call_sizes_of
 from stof.plans.mask_buffers import BLOCK, fill_buffers, make_buffers, mask_signature, mask_tensors
 from stof.plans.plan import Plan
 from stof.runtime import streams
-from stof.runtime.memory import tensors_on_host
+from stof.runtime.memory import record_streams, tensors_on_host
 from stof.runtime.streams import Update
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
 from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit
@@ -42,8 +42,8 @@ class DynamicPlan(Plan):
     kernel reads are made by the first call it runs; make that one before a capture, within which the Triton kernel
     would serve instead. Elsewhere `update` builds anew.
 
-    Calls and updates may be on any streams: each waits for what it depends on. The caller orders replays of graphs that
-    hold some of them, and calls and updates by several threads.
+    Calls and updates may be on any streams: each waits for what it depends on. The caller orders those of one capture,
+    replays of graphs that hold some of them, and calls and updates by several threads.
 
     Invalid indices, and tiles that do not fit the buffers, make the rows concerned NaN, and `check` raises.
     """
@@ -57,6 +57,7 @@ class DynamicPlan(Plan):
         self._updates = {False: Update(), True: Update()}
         self._replayed = False
         self._captured = False
+        self._streams: set[int] = set()
         dims = mask.dims(*sizes)
         geometry = self._geometry_of(mask, lengths, device)
         super().__init__(repr(mask), lengths, dims, device, call_sizes=call_sizes_of(mask, dims), geometry=geometry)
@@ -98,7 +99,6 @@ class DynamicPlan(Plan):
             )
         if self._buffers is None:
             mask.check(self.q_len, self.kv_len)  # one that means nothing leaves the plan as it was
-        self._mask, self.geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
         if self._buffers is None:
             self._layout = None
             self._prepared.clear()
@@ -109,27 +109,29 @@ class DynamicPlan(Plan):
                 self._captured = self._captured or capturing
                 current = streams.stream_id()
                 if stream is None:
-                    self._fill(self._buffers, capturing, current)
+                    self._fill(self._buffers, mask, capturing, current)
                     self._updates[capturing] = Update() if capturing else Update.here()
                 else:
                     stream.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(stream):
-                        self._fill(self._buffers, capturing, current)
+                        self._fill(self._buffers, mask, capturing, current)
                         self._updates[capturing] = Update.here()
                     for tensor in mask_tensors(mask):
                         # Their memory may be given to others when the current stream has passed this point.
                         tensor.record_stream(stream)
                     if self._replayed and not capturing:
                         self._updates[capturing].join()  # replays of attention ask nobody
+        self._mask, self.geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
 
-    def _fill(self, buffers: WorkBuffers, capturing: bool, ordered: int) -> None:
+    def _fill(self, buffers: WorkBuffers, mask: Mask, capturing: bool, ordered: int) -> None:
         """Launch what writes the lists, behind what writes and reads them; see `Update.wait_for_calls`."""
         last = self._updates[capturing]
         last.join()
         if not capturing:
             # A kernel that reads a range's begin under one mask and its end under another may hang.
             last.wait_for_calls(ordered)
-        fill_buffers(buffers, self._mask)
+        fill_buffers(buffers, mask)
+        record_streams(buffers.tensors(), self.device, self._streams)
 
     def check(self) -> None:
         """Raise if anything could not be computed since the last check; waits for the device.

@@ -17,7 +17,7 @@ from stof.plans.cache import PlanCache
 from stof.plans.plan import Plan
 from stof.plans.unsized import UnsizedPlan
 from stof.plans.used_masks import note_mask
-from stof.runtime.memory import refuse_capture
+from stof.runtime.memory import refuse_capture, refuse_values
 from stof.selection import MaskGeometry
 
 # Calls of cached plans that are part of CUDA graphs. Replays read their memory, and nothing tells when a graph has
@@ -81,6 +81,8 @@ def make_sized_plan(
     check_sizes(batch, heads)
     key: Hashable = None
     versions = mask.versions
+    if versions:
+        refuse_values(device)
     note_mask(mask)
     if versions is not None and row_order is None:
         # The sizes matter only to masks that must be asked whether they depend on them.

@@ -113,21 +113,12 @@ class Launch:
         encoded = self.maps(bases) if self._encoded is None else self._encoded(bases)
         stream = raw_stream(current)
         if stream not in self._streams:
-            self._used_on(stream)
+            # The plan that holds the fixed tensors may be dropped while a kernel reads them.
+            record_streams(self.tensors, self.device, self._streams)
         launcher.run(
             self.grid, 1, 1, stream, launcher.function, launcher.metadata,
             None, None, None, *encoded, *pointers, *self._pointers, *self.rest,
         )  # fmt: skip
-
-    def _used_on(self, stream: int) -> None:
-        """Keep PyTorch from reusing the fixed tensors' memory while a kernel on this stream may read them.
-
-        The plan that holds them may be dropped while a kernel reads them on a stream that they were not allocated for.
-        Captured launches are not recorded: the owner of the graph must keep the plan alive.
-        """
-        if stream not in self._streams and not torch.cuda.is_current_stream_capturing():
-            record_streams(self.tensors, self.device)
-            self._streams.add(stream)
 
     def maps(self, bases: tuple[Tensor, ...]) -> tuple[TensorMap | None, ...]:
         """Return the tensor maps of a call, None where there is no window."""
@@ -140,7 +131,7 @@ class Launch:
             self.kernel[(self.grid,)](*arguments)
             return
         with torch.cuda.device(self.device):
-            self._used_on(raw_stream(torch.cuda.current_device()))
+            record_streams(self.tensors, self.device, self._streams)
             compiled = _launch_jit(self.kernel, self.grid, arguments, self.options)
         if self._static_aligned and not any(t.data_ptr() % 16 for t in tensors):
             launcher = launcher_of(compiled)

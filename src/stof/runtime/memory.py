@@ -13,6 +13,7 @@ from torch import Tensor
 from stof.errors import UnsupportedError
 
 T = TypeVar("T")
+_OWN = threading.local()
 
 
 @contextmanager
@@ -90,13 +91,46 @@ def refuse_capture(device: torch.device) -> None:
         )
 
 
-def record_streams(tensors: Iterable[Tensor], device: torch.device) -> None:
+@contextmanager
+def own_capture() -> Iterator[None]:
+    """A capture whose replays are only timed, or compare the versions of masks: it may read tensors of masks."""
+    before, _OWN.capture = getattr(_OWN, "capture", False), True
+    try:
+        yield
+    finally:
+        _OWN.capture = before
+
+
+def refuse_values(device: torch.device, *, also_own: bool = False) -> None:
+    """Raise during a capture under a mask with tensors in it: replays would not see what is written to them.
+
+    Args:
+        also_own: raise in an `own_capture` too, as for a tensor that each replay gets new values for.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured.
+    """
+    if capturing(device) and (also_own or not getattr(_OWN, "capture", False)):
+        raise UnsupportedError(
+            "a mask with tensors in it cannot be captured in a CUDA graph: replays would compute under the values that "
+            "they have now. Make a stof.dynamic_plan, or a plan before the capture",
+            {},
+        )
+
+
+def record_streams(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> None:
     """Call `record_stream`: freed, these tensors are reused only after the current stream's work up to then.
 
     Tensors of `outside_graph_pool` belong to the default stream, whichever streams read them. One call for each stream
-    is enough.
+    is enough. Not within captures: the owner of the graph must keep what it reads alive.
+
+    Args:
+        seen: ids of the streams that were recorded; the current one's is added.
     """
     stream = torch.cuda.current_stream(device)
+    if stream.cuda_stream in seen or in_capture():
+        return
+    seen.add(stream.cuda_stream)
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(stream)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from stof.runtime.memory import own_capture
 from stof.runtime.private import end_failed_capture
 
 T = TypeVar("T")
@@ -29,17 +30,18 @@ def captured(call: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None)
         # The outer context: where a capture fails, PyTorch's own leaves the thread on the stream that it captured on.
         # Other threads may go on using the GPU while this one captures.
         with (
+            own_capture(),
             torch.cuda.stream(stream),
             torch.cuda.graph(graph, pool=own, stream=stream, capture_error_mode="thread_local"),
         ):
             out = call()
     except BaseException:
-        _recover(own)
+        _recover(own, stream)
         raise
     return graph, out
 
 
-def _recover(pool: Any) -> None:
+def _recover(pool: Any, stream: torch.cuda.Stream) -> None:
     """Undo what PyTorch leaves undone when a capture fails.
 
     It notices at the capture's end, and raises before it tells the allocator and the random number generator that
@@ -48,6 +50,9 @@ def _recover(pool: Any) -> None:
     """
     torch.cuda.synchronize()
     end_failed_capture(pool)
-    some = torch.zeros(1, device="cuda")
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+    some = torch.zeros(1, device=stream.device)
+    with (
+        torch.cuda.stream(stream),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"),
+    ):
         some.zero_()

@@ -66,6 +66,9 @@ def folded(weight: Tensor, norm_weight: Tensor) -> Tensor | None:
             stacklevel=2,
         )
     sources = (StorageWeakRef(weight.untyped_storage()), StorageWeakRef(norm_weight.untyped_storage()))
+    if found is not None and found.folded is not None and made is not None and not found.dead:
+        with torch.inference_mode():
+            made = found.folded.copy_(made)  # CUDA graphs read that memory
     with _lock:
         for old in [old for old, entry in _entries.items() if entry.dead]:
             del _entries[old]
