@@ -16,6 +16,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from stof.errors import KernelError
 from stof.runtime import launch
 from stof.runtime.launch import Launch, TensorMap
+from stof.runtime.memory import record_streams
 from stof.runtime.private import without_encoding
 
 STREAM = 77
@@ -50,8 +51,9 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=STREAM))
 
 
 def made(kernel: Kernel, tensors: tuple[torch.Tensor, ...] = (), index: int = 0, **options: int) -> Launch:
@@ -220,12 +222,19 @@ def test_a_launcher_built_otherwise_encodes_itself() -> None:
 def test_memory_outlasts_launches_on_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator is told once of each stream, but for those that are captured."""
     recorded: list[tuple[int, ...]] = []
-    monkeypatch.setattr(launch, "record_streams", lambda tensors, device: recorded.append(tuple(map(id, tensors))))
     kernel, fixed, tensor = Kernel(), torch.zeros(8), torch.zeros(8)
     ready = made(kernel, (fixed,))
 
+    def counted(tensors: tuple[torch.Tensor, ...], device: torch.device, seen: set[int]) -> None:
+        known = len(seen)
+        record_streams(tensors, device, seen)
+        recorded.extend([tuple(map(id, tensors))] * (len(seen) - known))
+
+    monkeypatch.setattr(launch, "record_streams", counted)
+
     def launched_on(stream: int, capturing: bool = False) -> int:
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=stream))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         before = len(recorded)
         ready(tensor)
