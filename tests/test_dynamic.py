@@ -482,6 +482,15 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     # Replays of attention will not ask whether an update has ended.
     plan.update(mask, stream=side)
     assert logged()[-3:] == ["side is recorded", "held for side", "main waits for what side did"]
+    # Calls that fill lists themselves wait for calls that read them.
+    plan._buffers.captured_fills["lists"] = lambda: log.append(f"filled on {current[-1].name}")
+    plan.find_call(*call)
+    assert logged() == ["main waits for side", "filled on main", "main is recorded"]
+    with on(third):
+        plan.find_call(*call)
+    assert logged() == ["third waits for what main did", "third waits for main", "filled on third", "third is recorded"]
+    plan.find_call(*call)
+    assert logged() == ["main waits for what third did", "main waits for third", "filled on main", "main is recorded"]
 
 
 def test_messages_of_masks() -> None:

@@ -188,6 +188,11 @@ class WorkBuffers:
         for fill in self.filled.values():
             fill()
 
+    @property
+    def calls_fill(self) -> bool:
+        """Whether `run_pending_fills` has anything to do."""
+        return bool(self.captured_fills or self.pending_fills)
+
     def run_pending_fills(self) -> None:
         """Fill the lists that updates may have left as they were; launched before every call."""
         for fill in (*self.captured_fills.values(), *self.pending_fills.values()):

@@ -209,8 +209,15 @@ class DynamicPlan(Plan):
                 capturing = torch.cuda.is_current_stream_capturing()
                 self._replayed = self._replayed or capturing
                 # An eager update has ended before a capture begins.
-                self._updates[capturing].join()
+                update = self._updates[capturing]
+                update.join()
+                if not self._buffers.calls_fill:
+                    return
+                if not capturing:  # calls on other streams may still read what is written
+                    update.wait_for_calls(streams.stream_id())
                 self._buffers.run_pending_fills()
+                if not capturing:
+                    self._updates[False] = Update.here()
 
     def refuse_first_call(self) -> None:
         """Nothing: see `choice` for what runs within a capture."""

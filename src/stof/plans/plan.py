@@ -187,8 +187,11 @@ class Plan(Numbered):
                 call_sizes = call_sizes_of(mask, sizes)
                 return Plan(repr(mask), lengths, sizes, device, call_sizes=call_sizes, geometry=geometry)
             choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
-            layout = choose_layout(
-                mask, *lengths, batch=geometry.batch, heads=geometry.heads, device=device, row_order=row_order
+            layout = outside_graph_pool(
+                device,
+                lambda: choose_layout(
+                    mask, *lengths, batch=geometry.batch, heads=geometry.heads, device=device, row_order=row_order
+                ),
             )
             return Plan.of_layout(layout, repr(mask), geometry)
 
@@ -214,7 +217,8 @@ class Plan(Numbered):
     def layout(self) -> Layout:
         """The layout that is saved, drawn and counted. Calls on a GPU may use other layouts."""
         if self._layout is None:
-            self._layout = self._build(default_config(self.device), None)
+            build = functools.partial(self._build, default_config(self.device), None)
+            self._layout = outside_graph_pool(self.device, build)
         return self._layout
 
     def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
@@ -356,9 +360,11 @@ class Plan(Numbered):
             extend_layout, mask=mask, q_len=lengths[0], kv_len=lengths[1], batch=sizes[0], heads=sizes[1]
         )
         if self.device.type != "cuda" or self.fixed is not None:
-            return Plan.of_layout(grown(self.layout), repr(mask), geometry)
+            layout = outside_graph_pool(self.device, functools.partial(grown, self.layout))
+            return Plan.of_layout(layout, repr(mask), geometry)
         plan = Plan.of_mask(geometry)
-        plan._layouts = {key: grown(layout) for key, layout in self._layouts.items() if key[1] is None}
+        every = {key: layout for key, layout in self._layouts.items() if key[1] is None}
+        plan._layouts = outside_graph_pool(self.device, lambda: {key: grown(each) for key, each in every.items()})
         for (call, name), choice in self._choices.items():
             # With more keys, a bias may no longer need the copy that TMA needed, so such calls are decided again.
             if choice.row_order is None and not call.bias_to_copy:
