@@ -130,6 +130,26 @@ def test_vertical_slash_in_tiles_of_64(q_len: int, offset: int) -> None:
     assert bool((full[2] > 0).any())
 
 
+def chosen(count: int, limit: int) -> Tensor:
+    return torch.randperm(limit)[:count].sort().values.int().to(DEVICE)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("q_len", "kv_len", "block"), [(96, 1548, 64), (20, 70_000, 16)])
+def test_vertical_slash_of_many_indices(q_len: int, kv_len: int, block: int) -> None:
+    """More columns, distances and table words than a program handles at once."""
+    mask = masks.vertical_slash(chosen(700, kv_len), chosen(400, kv_len)).with_query_offset(kv_len - q_len)
+    assert_exact(mask, q_len, kv_len, buffers_of(mask, q_len, kv_len, block=block))
+
+
+@pytest.mark.parametrize(("kv_len", "k", "block_size"), [(4000, 100, 16), (9000, 120, 64)])
+def test_block_topk_of_many_blocks(kv_len: int, k: int, block_size: int) -> None:
+    """More tiles of a row block than are written at once."""
+    scores = torch.randn(2, -(-64 // block_size), -(-kv_len // block_size)).to(DEVICE)
+    mask = masks.block_topk(scores, k, block_size=block_size)
+    assert_exact(mask, 64, kv_len, buffers_of(mask, 64, kv_len, block=block_size))
+
+
 @given(data=st.data())
 @examples(25)
 def test_block_topk(data: st.DataObject) -> None:

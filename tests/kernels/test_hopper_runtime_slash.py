@@ -132,6 +132,18 @@ def test_every_kept_score_once(data: st.DataObject, split_tiles: int) -> None:
         assert_lists(lists, other)
 
 
+@pytest.mark.parametrize(("verticals", "distances"), [(1500, 1300), (5000, 100)])
+def test_many_indices(verticals: int, distances: int) -> None:
+    """More than are handled at once."""
+    vertical, slash = (torch.randperm(6000)[:count].sort().values.int() for count in (verticals, distances))
+    mask = masks.vertical_slash(vertical, slash).with_query_offset(5936)
+    buffers = buffers_of(mask, 64)
+    lists = buffers.use_hopper(TILE, 0, captured=False)
+    fill(buffers, mask)
+    assert not bool(buffers.flags.any())
+    assert_lists(lists, mask)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("q_len", "offset"), [(256, 0), (128, 130)])
 @pytest.mark.parametrize("split_tiles", [0, 2])
