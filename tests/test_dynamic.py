@@ -137,9 +137,27 @@ def chosen(count: int, limit: int) -> Tensor:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("q_len", "kv_len", "block"), [(96, 1548, 64), (20, 70_000, 16)])
 def test_vertical_slash_of_many_indices(q_len: int, kv_len: int, block: int) -> None:
-    """More columns, distances and table words than a program handles at once."""
-    mask = masks.vertical_slash(chosen(700, kv_len), chosen(400, kv_len)).with_query_offset(kv_len - q_len)
-    assert_exact(mask, q_len, kv_len, buffers_of(mask, q_len, kv_len, block=block))
+    """More columns, distances and table words than a program handles at once; nothing is left of the first mask."""
+    buffers = None
+    for _ in range(2):
+        mask = masks.vertical_slash(chosen(700, kv_len), chosen(400, kv_len)).with_query_offset(kv_len - q_len)
+        buffers = buffers or buffers_of(mask, q_len, kv_len, block=block)
+        assert_exact(mask, q_len, kv_len, buffers)
+
+
+@pytest.mark.slow
+def test_vertical_slash_of_long_lists() -> None:
+    """All of a list is read, and checked, where a program handles 2048 indices at once."""
+    slash = chosen(2500, 2600)
+    mask = masks.vertical_slash(chosen(5, 2600), slash).with_query_offset(2584)
+    buffers = buffers_of(mask, 16, 2600)
+    assert_exact(mask, 16, 2600, buffers)
+    for place in (7, 2300):
+        bad = slash.clone()
+        bad[place] = bad[place - 1]
+        fill_buffers(buffers, masks.vertical_slash(chosen(5, 2600), bad).with_query_offset(2584))
+        assert bool(buffers.flags.all())
+        buffers.flags.zero_()
 
 
 @pytest.mark.parametrize(("kv_len", "k", "block_size"), [(4000, 100, 16), (9000, 120, 64)])
