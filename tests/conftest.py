@@ -38,7 +38,7 @@ settings.load_profile(os.environ.get("STOF_HYPOTHESIS_PROFILE", "ci" if os.envir
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every n-th case of a test marked `sampled(n)` runs in `make test`; the others are marked slow.
 
-    An n that has no factor in common with the numbers of its parameters' values reaches all values of each.
+    An n coprime to the number of values of each parameter reaches all of them.
     """
     seen: Counter[str] = Counter()
     for item in items:

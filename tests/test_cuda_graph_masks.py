@@ -40,7 +40,7 @@ def test_masks_with_tensors_are_refused(kind: str, capture: Callable[[], None]) 
     expected = stof.attention(q, k, v, mask)
     stof.attention(q, k, v, plan)
     capture()
-    with pytest.raises(UnsupportedError, match="a plan before the capture"):
+    with pytest.raises(UnsupportedError, match="make a plan before the capture"):
         stof.attention(q, k, v, mask)
     assert torch.equal(stof.attention(q, k, v, plan), expected)
     with own_capture():

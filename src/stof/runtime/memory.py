@@ -1,4 +1,4 @@
-"""Where tensors are allocated (on the CPU, outside a CUDA graph's pool), and what a graph capture refuses."""
+"""Where tensors are allocated (on the CPU, or outside a CUDA graph's pool), and what a graph capture refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from stof.errors import UnsupportedError
 
 T = TypeVar("T")
-_OWN = threading.local()
+_LOCAL = threading.local()
 
 
 @contextmanager
@@ -66,12 +66,12 @@ def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured on this kind of device."""
+    """Whether a CUDA graph is being captured on the current stream, if `device` is a GPU."""
     return device.type == "cuda" and in_capture()
 
 
 def in_capture() -> bool:
-    """Whether a CUDA graph is captured on the current stream."""
+    """Whether a CUDA graph is being captured on the current stream."""
     # Where PyTorch knows no GPU, asking about its streams is an error.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -93,12 +93,12 @@ def refuse_capture(device: torch.device) -> None:
 
 @contextmanager
 def own_capture() -> Iterator[None]:
-    """A capture whose replays are only timed, or compare the versions of masks: it may read tensors of masks."""
-    before, _OWN.capture = getattr(_OWN, "capture", False), True
+    """A capture that is only timed, or whose owner checks the masks' versions: it may read tensors of masks."""
+    before, _LOCAL.capture = getattr(_LOCAL, "capture", False), True
     try:
         yield
     finally:
-        _OWN.capture = before
+        _LOCAL.capture = before
 
 
 def refuse_values(device: torch.device, *, also_own: bool = False) -> None:
@@ -110,16 +110,16 @@ def refuse_values(device: torch.device, *, also_own: bool = False) -> None:
     Raises:
         UnsupportedError: a CUDA graph is being captured.
     """
-    if capturing(device) and (also_own or not getattr(_OWN, "capture", False)):
+    if capturing(device) and (also_own or not getattr(_LOCAL, "capture", False)):
         raise UnsupportedError(
-            "a mask with tensors in it cannot be captured in a CUDA graph: replays would compute under the values that "
-            "they have now. Make a stof.dynamic_plan, or a plan before the capture",
+            "a mask with tensors in it cannot be captured in a CUDA graph: replays would compute under the tensors' "
+            "present values. Make a stof.dynamic_plan, or make a plan before the capture",
             {},
         )
 
 
 def record_streams(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> None:
-    """Call `record_stream`: freed, these tensors are reused only after the current stream's work up to then.
+    """Call `record_stream`, so that memory of freed tensors is reused only after the current stream's work so far.
 
     Tensors of `outside_graph_pool` belong to the default stream, whichever streams read them. One call for each stream
     is enough. Not within captures: the owner of the graph must keep what it reads alive.
