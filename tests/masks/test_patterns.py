@@ -327,3 +327,19 @@ def test_random_blocks_are_always_the_same(blocks: int, size: int, seed: int, mo
             expected[row, block * size : (block + 1) * size] = True
     assert torch.equal(mask.to_dense(q_len, kv_len)[0, 0], expected)
     assert torch.equal(stof.plan(mask, q_len, kv_len).to_dense()[0, 0], expected)
+
+
+@pytest.mark.parametrize("lengths", [[1, 2**31], [2**31, 1], [2**40, 5], [3, -1]])
+def test_lengths_beyond_any_sequence_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(MaskError, match="lengths is between 0 and 2147483647"):
+        masks.padding(lengths)
+    assert masks.padding([1, 2**31 - 1]).batch == 2
+
+
+@pytest.mark.parametrize("kv_len", [1, 31, 32, 33, 64, 65, 1024, 1056, 1057])
+def test_bits_need_as_many_words_as_the_keys_take(kv_len: int) -> None:
+    words = -(-kv_len // 32)
+    assert masks.from_bits(torch.zeros(4, words, dtype=torch.int32), kv_len).kv_len == kv_len
+    for other in {max(1, words - 1), words + 1} - {words}:
+        with pytest.raises(MaskError, match=rf"\[Sq, {words}\]"):
+            masks.from_bits(torch.zeros(4, other, dtype=torch.int32), kv_len)
