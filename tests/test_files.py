@@ -89,6 +89,11 @@ def test_modes_follow_the_umask(tmp_path: Path, kind: str, umask: int, mode: int
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
 
 
+def test_folders_are_made(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "some" / "more" / "file", "text")
+    assert (tmp_path / "some" / "more" / "file").read_text() == "text"
+
+
 def test_planted_links_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even one that has the temporary file's name."""
     victim = tmp_path / "victim"

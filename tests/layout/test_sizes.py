@@ -19,7 +19,8 @@ from stof.errors import TooLargeError
 from stof.kernels.cpu import make_schedule
 from stof.layout import build_layout
 from stof.layout.build import strips
-from stof.layout.limits import available_bytes
+from stof.layout.head_mask import HeadMask
+from stof.layout.limits import available_bytes, check_strip
 from stof.masks.index import Index
 from stof.masks.rules import Documents
 from tests.examples import examples
@@ -170,6 +171,15 @@ def test_more_memory_holds_more(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("stof.layout.limits.available_bytes", lambda device, free=free: free)
         with nullcontext() if fits else pytest.raises(TooLargeError, match="at least 120 tiles"):
             assert build_layout(masks.causal(), 1024, 1024).tiles == 136
+
+
+def test_strips_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score takes 8 bytes or more while it is evaluated."""
+    own = HeadMask(masks.causal(), 2**20, 2**20, 0, 0, None, torch.device("cpu"))
+    monkeypatch.setattr("stof.layout.limits.available_bytes", lambda device: 2**33)
+    check_strip(own, 64, 2**20)
+    with pytest.raises(TooLargeError, match="evaluated at once"):
+        check_strip(own, 2**11, 2**20)
 
 
 def test_tiles_beyond_32_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
