@@ -38,7 +38,7 @@ settings.load_profile(os.environ.get("STOF_HYPOTHESIS_PROFILE", "ci" if os.envir
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every n-th case of a test marked `sampled(n)` runs in `make test`; the others are marked slow.
 
-    An n coprime to the number of values of each parameter reaches all of them.
+    With an n coprime to the number of values of each parameter, they do not share one value.
     """
     seen: Counter[str] = Counter()
     for item in items:

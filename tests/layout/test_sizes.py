@@ -174,7 +174,6 @@ def test_more_memory_holds_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strips_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A score takes 8 bytes or more while it is evaluated."""
     own = HeadMask(masks.causal(), 2**20, 2**20, 0, 0, None, torch.device("cpu"))
     monkeypatch.setattr("stof.layout.limits.available_bytes", lambda device: 2**33)
     check_strip(own, 64, 2**20)

@@ -99,7 +99,6 @@ class DynamicPlan(Plan):
             )
         if self._buffers is None:
             mask.check(self.q_len, self.kv_len)  # one that means nothing leaves the plan as it was
-        if self._buffers is None:
             self._layout = None
             self._prepared.clear()
             self._calls.clear()
