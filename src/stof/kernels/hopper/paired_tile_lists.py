@@ -128,7 +128,7 @@ def _slabs(layout: Layout) -> tuple[Tensor, _Slabs]:
     # The two known ones to the front.
     front = torch.full((len(distinct),), 2, device=number.device)
     front[number[0]], front[number[1]] = _NOTHING, _EVERYTHING
-    order = torch.argsort(front, stable=True)
+    order = torch.argsort(front)
     number = torch.argsort(order)[number][2:].view(-1, per_tile)
 
     base = layout.tile_base.long()

@@ -16,6 +16,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.kernels.triton.softcap import softcapped
 from stof.kernels.triton.work_list import BIAS_VECTOR, ITEM
 from stof.runtime.pdl import launch_next_and_wait
 
@@ -82,15 +83,7 @@ def _step(
     if HAS_SCORE_MOD:
         s = s * scale
         if HAS_SOFTCAP:
-            # tanh by exp2, which saturates to 0 or inf and so to +-1
-            s = s / softcap
-            size = tl.abs(s)
-            decay = tl.exp2(size * (-2.0 * LOG2E))
-            far = (1.0 - decay) / (1.0 + decay)
-            near = tl.where(size < 0.25, s, 0.0)
-            square = near * near
-            series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-            s = softcap * tl.where(size < 0.25, near * series, tl.where(s < 0, -far, far))
+            s = softcapped(s / softcap, softcap)
         if HAS_BIAS:
             if BIAS_VECTORS:
                 # Whole vectors: also columns that no row sees, whose scores are dropped.

@@ -11,6 +11,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.kernels.triton.softcap import softcapped
 from stof.runtime.pdl import launch_next_and_wait
 
 # Tuples grow while the compiler unrolls loops, which a type checker cannot follow: hence no_type_check.
@@ -34,19 +35,6 @@ def _load_slices(pointers, mask, SIZE: tl.constexpr, WIDTH: tl.constexpr, FILL: 
             part = tl.load(pointers + (n * WIDTH + offsets), mask=mask)
         parts += (part,)
     return parts
-
-
-@triton.jit
-@no_type_check
-def _softcapped(x, bound):
-    """`bound * tanh(x)` without overflow; near 0 a series, where `1 - exp` would lose the leading digits."""
-    size = tl.abs(x)
-    decay = tl.exp2(size * -2.8853900817779268)  # exp(-2 |x|)
-    far = (1.0 - decay) / (1.0 + decay)
-    near = tl.where(size < 0.25, x, 0.0)
-    square = near * near
-    series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    return bound * tl.where(size < 0.25, near * series, tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -161,7 +149,7 @@ def row_wise_kernel(
                 products += q_parts[n] * k_parts[u][n].to(tl.float32)
             score = tl.sum(products, 1)  # [STATES]
             if HAS_SOFTCAP:
-                score = _softcapped(score, softcap)
+                score = softcapped(score, softcap)
             if HAS_BIAS:
                 score += biases[u]
             score = tl.where(first + u * SLOTS < left, score, float("-inf"))
