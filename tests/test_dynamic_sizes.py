@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stof import masks
-from stof.plans.mask_buffers import fill_buffers
+from stof.plans.mask_buffers import fill_buffers, make_buffers
 from tests.kernels.test_work import DEVICE
 from tests.test_dynamic import assert_exact, buffers_of
 
@@ -54,6 +54,14 @@ def test_block_topk_of_many_blocks(kv_len: int, k: int, block_size: int) -> None
     scores = torch.randn(2, -(-64 // block_size), -(-kv_len // block_size)).to(DEVICE)
     mask = masks.block_topk(scores, k, block_size=block_size)
     assert_exact(mask, 64, kv_len, buffers_of(mask, 64, kv_len, block=block_size))
+
+
+def test_lists_without_a_hopper_gpu() -> None:
+    """Lists of the block-wise kernel are filled wherever no Hopper kernel runs, though it could take these masks."""
+    mask = masks.block_topk(torch.randn(2, 2), 1, block_size=64)
+    buffers = make_buffers(mask, (128, 128), (1, 1), torch.device("cpu"), None)
+    assert not buffers.hopper_refusals()
+    assert "block_wise" in buffers.filled
 
 
 @pytest.mark.parametrize("kv_len", [1024, 1025, 2100])

@@ -17,6 +17,7 @@ from stof.operators import (
     NUMBERED,
     PLAN,
     TENSOR,
+    Intersection,
     call_spec,
     is_empty,
     masked_attention_op,
@@ -215,7 +216,7 @@ class _Handle(NamedTuple):
     """How an operator is told its mask or plan: a compiler guards on the key, and takes the others as inputs.
 
     Attributes:
-        key: the key of a mask that text alone rebuilds, else `PLAN`, `NUMBERED` or `TENSOR`.
+        key: the key of a mask that text alone rebuilds, else `PLAN`, `NUMBERED`, `TENSOR` or that of an `Intersection`.
         number: of the living plan or mask, else 0.
         keep: bool tensor, the mask itself.
         changes: whether the mask has tensors, which may be written to: a CUDA graph would not see it.
@@ -230,6 +231,8 @@ class _Handle(NamedTuple):
 def _handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
     if isinstance(mask_or_plan, str):
         return _Handle(mask_or_plan)  # the operator parses it: compilers cannot trace the parser
+    if isinstance(mask_or_plan, Intersection):
+        return _Handle(mask_or_plan.handle, mask_or_plan.number, None, mask_or_plan.holds_tensors)
     exporting = is_exporting()
     if isinstance(mask_or_plan, Plan):
         mask_or_plan.check_call(q, k)

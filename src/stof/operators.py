@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,19 +14,97 @@ from stof.kernels.common import empty_output
 from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.quantization import wide_dtype, widened
 from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
+from stof.masks import Mask, full
 from stof.masks.base import numbered_mask
 from stof.masks.parse import mask_by_key
 from stof.masks.tensors import as_mask
 from stof.plans.make import make_sized_plan
 from stof.plans.plan import Plan
 from stof.runtime.memory import outside_graph_pool, refuse_values
-from stof.runtime.private import takes_derivatives
+from stof.runtime.private import is_exporting, takes_derivatives
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
 from stof.validation import check_bias, check_sinks
 
+FULL = full()
+# Intersections that a mask keeps.
+_INTERSECTIONS = 32
 # Values of the operators' argument `mask` in place of a mask's key: `number` names a plan or a mask, or the tensor
 # `keep` is the mask. No mask has such a key.
 PLAN, NUMBERED, TENSOR = "<plan>", "<mask>", "<tensor>"
+
+
+class Intersection(NamedTuple):
+    """What all of several masks keep, one of which at least has a number.
+
+    Compiled code tells the operators of all of them, for Dynamo cannot trace how a mask of tensors is made.
+
+    Attributes:
+        parts: each mask, and the position in it of the call's first query.
+    """
+
+    parts: tuple[tuple[Mask, int], ...]
+
+    @property
+    def number(self) -> int:
+        """The operators' argument `number`: that of the first mask that has one."""
+        return next(mask.number for mask, _ in self.parts if mask.number)
+
+    @property
+    def holds_tensors(self) -> bool:
+        """As for masks."""
+        return any(mask.holds_tensors for mask, _ in self.parts)
+
+    @property
+    def handle(self) -> str:
+        """The operators' argument `mask`: a line for each part, in which `?` is the mask that `number` names."""
+        lines, known = [NUMBERED], True
+        for mask, q_offset in self.parts:
+            if not mask.number:
+                text = mask.key
+            else:
+                text = "?" if known else f"#{mask.number}"
+                known = False
+            lines.append(f"{q_offset} {text}")
+        return "\n".join(lines)
+
+
+def is_full(mask: Mask | Intersection) -> bool:
+    """Whether the mask is `masks.full()`. In compiled code, comparing keys would compile anew for every mask."""
+    return not isinstance(mask, Intersection) and not mask.number and mask == FULL
+
+
+def intersection(own: Mask | Intersection, other: Mask, q_offset: int = 0) -> Mask | Intersection:
+    """`own & other.with_query_offset(q_offset)`, also in code that is being compiled."""
+    if isinstance(own, Intersection):
+        return Intersection((*own.parts, (other, q_offset)))
+    if (own.number or other.number) and torch.compiler.is_compiling() and not is_exporting():
+        return Intersection(((own, 0), (other, q_offset)))
+    moved = other.with_query_offset(q_offset)
+    if is_full(moved):
+        return own
+    return moved if is_full(own) else own & moved
+
+
+def _numbered(number: int, handle: str) -> Mask:
+    """The mask that `NUMBERED`, or the handle of an `Intersection`, names."""
+    first = numbered_mask(number)
+    if handle == NUMBERED:
+        return first
+    made: dict[str, Mask] = first.__dict__.setdefault("_intersections", {})
+    if handle not in made:
+        if len(made) >= _INTERSECTIONS:
+            made.clear()
+        whole: Any = FULL
+        for line in handle.split("\n")[1:]:
+            q_offset, _, text = line.partition(" ")
+            part = first if text == "?" else _named(text)
+            whole = intersection(whole, part, int(q_offset))
+        made[handle] = whole
+    return made[handle]
+
+
+def _named(text: str) -> Mask:
+    return numbered_mask(int(text[1:])) if text.startswith("#") else mask_by_key(text)
 
 
 def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
@@ -192,13 +270,13 @@ def _masked_attention(
 
     Args:
         q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, Dv]`.
-        mask: the key of a mask; or `PLAN`, `NUMBERED` or `TENSOR`.
+        mask: the key of a mask; or `PLAN`, `NUMBERED`, `TENSOR`, or the handle of an `Intersection`.
         bias: None, or 4-D and broadcastable to `[B, H, Sq, Skv]`.
         sinks: None or `[H]`.
         scale, softcap: floats, softcap 0 for none.
         implementation: a name of `stof.selection.IMPLEMENTATIONS`, "" for the default.
         q_scale, k_scale, v_scale: float32 `[B or 1, H]` and `[B or 1, Hkv]` of 8-bit tensors, else None.
-        number: names a living plan or mask if `mask` is `PLAN` or `NUMBERED`.
+        number: names a living plan or mask if `mask` is neither a key nor `TENSOR`.
         keep: the mask if `mask` is `TENSOR`, bool `[Sq, Skv]` up to `[B, H, Sq, Skv]`.
 
     Returns:
@@ -215,7 +293,7 @@ def _masked_attention(
         refuse_values(q.device, also_own=True)
         found = keep
     else:
-        found = numbered_mask(number) if mask == NUMBERED else mask_by_key(mask)
+        found = _numbered(number, mask) if mask.startswith(NUMBERED) else mask_by_key(mask)
     if is_empty(q, k):
         return run_empty(q, k, v, found, implementation)
     scales = tuple(s for s in (q_scale, k_scale, v_scale) if s is not None)
@@ -228,7 +306,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *others: Any) -> tuple[Ten
     """Return uninitialised results, for compilers and exporters."""
     del k, others
     # Raised here and not in `attention`, which chooses the key: Dynamo traces that function and would lose the message.
-    if "<" in mask and mask not in (PLAN, NUMBERED, TENSOR):
+    if "<" in mask and mask not in (PLAN, TENSOR) and not mask.startswith(NUMBERED):
         raise UnsupportedError(
             f"torch.export cannot keep the mask {mask}: it exists in this process alone; for torch.compile, make masks "
             "of functions outside of compiled code, as by masks.from_function(f). Give stof.attention a mask "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +93,14 @@ def test_devices_without_triton_are_left_to_torch() -> None:
         assert make(device=CUDA) is None
     assert calls == [CUDA]
     assert on_device(lambda *, device: device)(device=torch.device("cpu")) == torch.device("cpu")
+
+
+def test_rows_that_a_program_reads_at_once() -> None:
+    """As many as make 2^14 scores of programs, 2^10 bytes or 2^13 bytes four by four; a divisor of the row block."""
+    for kind, scores in ((source.PROGRAM, 2**14), (source.BYTES, 2**10), (source.QUADS, 2**13)):
+        tiles: Any = SimpleNamespace(kind=kind)
+        for block_m, columns in ((64, 64), (128, 128), (192, 128), (48, 16), (64, 4096), (16, 2**16)):
+            rows = source.Source.rows_at_once(tiles, block_m, columns)
+            assert block_m % rows == 0
+            assert rows * columns <= max(scores, columns)
+            assert 2 * rows * columns > scores or block_m % (2 * rows)

@@ -54,6 +54,16 @@ def test_choices_are_distinct_and_complete(call: CallSpec) -> None:
             assert all(choice.layout.slab == 1 for choice in choices if choice.row_order and choice.layout)
 
 
+def test_kernels_can_be_compiled(call: CallSpec) -> None:
+    """Triton takes powers of two, of warps and of rows and columns."""
+    for name in implementations(call):
+        for choice in gpu_choices(call, Geometry(masks.full(), call.q_len, call.kv_len), name):
+            if choice.kernel is not None and choice.layout is not None:
+                sizes = (choice.kernel.num_warps, choice.layout.block_m, choice.layout.block_n)
+                assert [size.bit_count() for size in sizes] == [1, 1, 1]
+                assert 1 <= choice.kernel.num_stages <= 5
+
+
 def test_work_is_cut_where_there_is_enough_of_it(call: CallSpec) -> None:
     for name in implementations(call):
         for choice in gpu_choices(call, Geometry(masks.full(), call.q_len, call.kv_len), name):

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from stof.attention import attention
 from stof.errors import ShapeError, UnsupportedError
 from stof.integrations.transformers.given_masks import check_scores, check_window
-from stof.integrations.transformers.model_mask import FULL, ModelMask
+from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.served import refuse_unread
 from stof.integrations.transformers.sparsify import sparse_mask_of
 from stof.masks import causal, from_dense
+from stof.operators import FULL, is_full
 
 
 def attention_forward(
@@ -60,7 +61,7 @@ def attention_forward(
         _check_self_attention(module, mask, query.shape[2], key.shape[2])
     compiling = torch.compiler.is_compiling()
     one_query = query.shape[2] == 1 and sparse is None and softcap is None and s_aux is None
-    if one_query and mask.mask == FULL:
+    if one_query and is_full(mask.mask):
         # One query against a growing cache: a plan for every new length would cost more than it skips.
         added = _bias(position_bias, attention_mask, mask.keep, query.dtype)
         out = nn.functional.scaled_dot_product_attention(

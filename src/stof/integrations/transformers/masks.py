@@ -11,8 +11,9 @@ from transformers import masking_utils
 
 from stof.integrations.transformers.given_masks import check_padding
 from stof.integrations.transformers.mask_recognition import recognize_mask, recognize_plain_mask
-from stof.integrations.transformers.model_mask import FULL, ModelMask
+from stof.integrations.transformers.model_mask import ModelMask
 from stof.masks import Mask, from_dense, from_function, padding
+from stof.operators import FULL, Intersection, intersection, is_full
 
 
 def make_mask(
@@ -47,7 +48,7 @@ def make_mask(
         q_offset, kv_offset = int(q_offset), int(kv_offset)
     check_padding(attention_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function)
     given, pads = (None, attention_mask) if not isinstance(attention_mask, ModelMask) else (attention_mask, None)
-    own: Mask | None
+    own: Mask | Intersection | None
     if compiling:
         # Closures and offsets are symbols here; only plain masks of whole sequences can be told.
         start = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
@@ -64,17 +65,16 @@ def make_mask(
         if compiling or q_length == 1:
             keep = valid[:, None, None, :]
         elif (named := _padding(valid)) is not None:
-            own = named if own == FULL else own & named
+            own = intersection(own, named)
     if given is not None:
-        moved = given.mask.with_query_offset(int(q_offset))
-        if moved != FULL:
-            own = moved if own == FULL else own & moved
-    if q_length == 1 and not compiling and own != FULL:
+        assert not isinstance(given.mask, Intersection)
+        own = intersection(own, given.mask, int(q_offset))
+    if q_length == 1 and not isinstance(own, Intersection) and not compiling and not is_full(own):
         # A tensor has the same graph at every token: generate() hands this mask to compiled code.
         row = own.to_dense(1, kv_length, batch=batch_size, device=device)
         own, keep = FULL, row if keep is None else row & keep
     return ModelMask(
-        FULL if own == FULL else own,  # one object: compilers guard on identity
+        FULL if is_full(own) else own,  # one object: compilers guard on identity
         (batch_size, 1, q_length, kv_length),
         keep=keep,
         q_offset=q_offset,

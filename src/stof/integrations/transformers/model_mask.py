@@ -10,12 +10,11 @@ from torch import Tensor
 
 from stof.attention import plan
 from stof.errors import UnsupportedError
-from stof.masks import Index, Mask, full
+from stof.masks import Index, Mask
 from stof.masks.bounds import TileBounds
 from stof.masks.compose import Wrapped
+from stof.operators import Intersection, intersection
 from stof.plans.plan import Plan
-
-FULL = full()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,7 +65,7 @@ class ModelMask:
 
     def __init__(
         self,
-        mask: Mask,
+        mask: Mask | Intersection,
         shape: tuple[int, int, int, int],
         *,
         keep: Tensor | None = None,
@@ -82,22 +81,15 @@ class ModelMask:
         self.includes_model_mask = includes_model_mask
         self._plans: dict[tuple[object, ...], Plan] = {}
 
-    def narrowed(self, sparse: Mask | None) -> Mask:
+    def narrowed(self, sparse: Mask | None) -> Mask | Intersection:
         """The mask, intersected with a sparse mask written for whole sequences."""
         if sparse is None:
             return self.mask
-        moved = self._moved(sparse)
-        return moved if self.mask == FULL else self.mask & moved
-
-    def _moved(self, sparse: Mask) -> Mask:
-        """`sparse` in the coordinates of this call."""
         q_offset, kv_offset = int(self.q_offset), self.kv_offset
         if kv_offset == 0:
-            return sparse.with_query_offset(q_offset)
-        q_len, kv_len = self.shape[2] + q_offset, self.shape[3] + kv_offset
-        sparse.check(q_len, kv_len)
-
-        return _Later(sparse, q_offset, kv_offset)
+            return intersection(self.mask, sparse, q_offset)
+        sparse.check(self.shape[2] + q_offset, self.shape[3] + kv_offset)
+        return intersection(self.mask, _Later(sparse, q_offset, kv_offset))
 
     def plan(self, sparse: Mask | None, q: Tensor, k: Tensor) -> Plan:
         """The plan for these queries and keys; the same object for every layer with the same `sparse`."""
