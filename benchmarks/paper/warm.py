@@ -27,18 +27,20 @@ def warm_cells(
     seconds: float,
     report: Report,
 ) -> None:
-    """Run the cells at `places` once without timing, `workers` at a time; what still runs after `seconds` is ended."""
-    start = time.monotonic()
-    jobs = [(tuple(parts), models, i) for i in places if not _NOT_AHEAD & set(cells[i].parts)]
+    """Run the cells at `places` once without timing, `workers` at a time; none is begun after `seconds`.
+
+    Those that run then are waited for: a process that is ended leaves files in the caches that are not whole.
+    """
+    start, ends = time.monotonic(), time.time() + seconds
+    jobs = [(tuple(parts), models, i, ends) for i in places if not _NOT_AHEAD & set(cells[i].parts)]
+    left = 0
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        done = pool.imap_unordered(_warm, jobs)
-        for number in range(len(jobs)):
-            try:
-                problem = done.next(max(0.1, seconds - (time.monotonic() - start)))
-            except multiprocessing.TimeoutError:
-                report(f"{seconds:.0f} s are used: {len(jobs) - number} of {len(jobs)} cells are not compiled ahead")
-                return
-            report(f"[{number + 1}/{len(jobs)}, {time.monotonic() - start:.0f} s] {problem}")
+        for number, done in enumerate(pool.imap_unordered(_warm, jobs, chunksize=1)):
+            left += done is None
+            if done is not None:
+                report(f"[{number + 1}/{len(jobs)}, {time.monotonic() - start:.0f} s] {done}")
+    if left:
+        report(f"{seconds:.0f} s are used: {left} of {len(jobs)} cells are not compiled ahead")
 
 
 @cache
@@ -49,9 +51,11 @@ def _cells(parts: tuple[str, ...], models: str) -> list[Cell]:
     return cells_of(parts, models, device, lambda line: None)
 
 
-def _warm(job: tuple[tuple[str, ...], str, int]) -> str:
-    """What a process did, in words."""
-    parts, models, number = job
+def _warm(job: tuple[tuple[str, ...], str, int, float]) -> str | None:
+    """What a process did, in words; None where the time was used."""
+    parts, models, number, ends = job
+    if time.time() > ends:
+        return None
     cell = _cells(parts, models)[number]
     try:
         cell.measure(cell.rows, lambda line: None, False)

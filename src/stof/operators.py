@@ -75,13 +75,15 @@ def is_full(mask: Mask | Intersection) -> bool:
 
 def intersection(own: Mask | Intersection, other: Mask, q_offset: int = 0) -> Mask | Intersection:
     """`own & other.with_query_offset(q_offset)`, also in code that is being compiled."""
+    if is_full(other):
+        return own
+    if q_offset == 0 and is_full(own):
+        return other
     if isinstance(own, Intersection):
         return Intersection((*own.parts, (other, q_offset)))
     if (own.number or other.number) and torch.compiler.is_compiling() and not is_exporting():
         return Intersection(((own, 0), (other, q_offset)))
     moved = other.with_query_offset(q_offset)
-    if is_full(moved):
-        return own
     return moved if is_full(own) else own & moved
 
 

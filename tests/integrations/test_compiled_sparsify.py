@@ -43,7 +43,9 @@ def test_one_graph(build: Callable[[], Any], name: str) -> None:
     torch.compiler.reset()
     model = hf.enable(build())
     ids = torch.randint(1, models.VOCABULARY, (2, LENGTH))
-    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if build is models.t5 else {})
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if build is models.t5:  # transformers 5.17 makes caches that PyTorch 2.11 cannot trace
+        inputs |= {"decoder_input_ids": ids.flip(1), "use_cache": False}
     plain = _outputs(model, inputs)
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)

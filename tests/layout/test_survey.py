@@ -17,6 +17,7 @@ from stof.layout.orders.named import named_order
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
+from stof.selection import LayoutGeometry, MaskGeometry
 from tests.examples import examples
 from tests.strategies import dense_masks, line_masks, mask_trees, row_orders
 
@@ -195,3 +196,15 @@ def test_orders_that_masks_name_fit_and_help(mask: Mask, q_len: int) -> None:
         counts = survey(mask, q_len, q_len, [config], row_order=order).counts[config]
         tiles.append(int((counts.partial + counts.full).sum()))
     assert min(tiles) < int((plain.partial + plain.full).sum())
+
+
+def test_geometries_of_plans() -> None:
+    """A plan that keeps to one layout knows of its mask what one that looks at the mask does."""
+    mask, config = masks.longformer(20, 3), LayoutConfig(64, 32)
+    layout = build_layout(mask, 200, 200, config)
+    kept = LayoutGeometry(layout).survey((LayoutConfig(16, 16),), "remainder 4")
+    looked = MaskGeometry(mask, 200, 200).survey((config,), None)
+    assert list(kept.counts) == [config]
+    for name in ("partial", "full"):
+        assert torch.equal(getattr(kept.counts[config], name), getattr(looked.counts[config], name))
+    assert bool((kept.kept >= looked.kept).all())  # of a layout, what its tiles compute
