@@ -37,6 +37,7 @@ def _outputs(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("build", [models.bert, models.gpt2, models.mistral, models.t5])
 def test_one_graph(build: Callable[[], Any], name: str) -> None:
@@ -73,6 +74,7 @@ def test_a_tensor_that_changes() -> None:
     assert not torch.allclose(before, after)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [None, *SPARSE])
 @pytest.mark.parametrize("build", [models.bert, models.gpt2])
 def test_packed_batches(build: Callable[[], Any], name: str | None) -> None:
