@@ -332,3 +332,10 @@ def test_a_model_whose_whole_calls_are_recorded_is_copied_and_written() -> None:
     with torch.inference_mode():
         for same in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
             torch.testing.assert_close(same(x), model(x))
+
+
+def test_options_that_nobody_gave() -> None:
+    """By default nothing is measured, told or recorded, and every template is settled."""
+    expected = {"effort": "none", "budget_s": None, "cuda_graphs": False, "deterministic": False, "fold": False}
+    expected |= {"experimental": False, "twins": False, "report": False, "progress": False, "store": True, "lock": None}
+    assert vars(CompileOptions()) == expected
