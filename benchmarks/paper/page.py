@@ -122,7 +122,7 @@ def _mean(values: Sequence[float], unit: str = "x") -> str:
 
 def _partial_mean(values: Sequence[float], planned: int) -> str:
     """The mean, and of how many cells where some are not measured yet."""
-    return _mean(values) if len(values) in (0, planned) else f"{_mean(values)} ({len(values)} of {planned})"
+    return _mean(values) if len(values) in (0, planned) else f"{_mean(values)} ({len(values)}/{planned})"
 
 
 def _range(values: Sequence[float], unit: str, digits: int) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -26,87 +29,92 @@ from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
 from stof.validation import check_bias, check_sinks
 
 FULL = full()
-# Intersections that a mask keeps.
-_INTERSECTIONS = 32
-# Values of the operators' argument `mask` in place of a mask's key: `number` names a plan or a mask, or the tensor
-# `keep` is the mask. No mask has such a key.
+# Intersections that plans keep alive, by number and handle.
+_INTERSECTIONS: WeakValueDictionary[tuple[int, str], Mask] = WeakValueDictionary()
+# Values of the operators' argument `mask` in place of a mask's key; no mask has such a key. The mask is the plan or the
+# mask that the argument `number` names, or the tensor `keep`. Handles of an `Intersection` begin with `NUMBERED`.
 PLAN, NUMBERED, TENSOR = "<plan>", "<mask>", "<tensor>"
 
 
 class Intersection(NamedTuple):
-    """What all of several masks keep, one of which at least has a number.
+    """Masks that all must keep a score, named to the operators, which then intersect them.
 
-    Compiled code tells the operators of all of them, for Dynamo cannot trace how a mask of tensors is made.
+    For compiled code: Dynamo cannot trace how a mask gets its number, and one of these at least has one.
 
     Attributes:
-        parts: each mask, and the position in it of the call's first query.
+        masks: in the positions of the call.
     """
 
-    parts: tuple[tuple[Mask, int], ...]
+    masks: tuple[Mask, ...]
 
     @property
     def number(self) -> int:
-        """The operators' argument `number`: that of the first mask that has one."""
-        return next(mask.number for mask, _ in self.parts if mask.number)
+        """The operators' argument `number`: that of the first mask with a number."""
+        return next(mask.number for mask in self.masks if mask.number)
 
     @property
     def holds_tensors(self) -> bool:
-        """As for masks."""
-        return any(mask.holds_tensors for mask, _ in self.parts)
+        """Whether one of the masks holds a tensor, which may be written to."""
+        return any(mask.holds_tensors for mask in self.masks)
 
     @property
     def handle(self) -> str:
-        """The operators' argument `mask`: a line for each part, in which `?` is the mask that `number` names."""
-        lines, known = [NUMBERED], True
-        for mask, q_offset in self.parts:
+        """The operators' argument `mask`: after `NUMBERED`, a line for each mask.
+
+        The line is the mask's key; `?` for the first mask with a number; `#N` for others, which are thus constants of
+        the compiled code: it is compiled anew where they change.
+        """
+        lines, named = [NUMBERED], False
+        for mask in self.masks:
             if not mask.number:
-                text = mask.key
+                lines.append(mask.key)
             else:
-                text = "?" if known else f"#{mask.number}"
-                known = False
-            lines.append(f"{q_offset} {text}")
+                lines.append(f"#{mask.number}" if named else "?")
+                named = True
         return "\n".join(lines)
+
+    def made(self) -> Mask:
+        """The intersection as a mask."""
+        return functools.reduce(operator.and_, self.masks)
 
 
 def is_full(mask: Mask | Intersection) -> bool:
-    """Whether the mask is `masks.full()`. In compiled code, comparing keys would compile anew for every mask."""
+    """Whether the mask is `masks.full()`, asked without a look at the keys of masks with numbers.
+
+    Compiled code that looks at a key is compiled anew for every other one.
+    """
     return not isinstance(mask, Intersection) and not mask.number and mask == FULL
 
 
-def intersection(own: Mask | Intersection, other: Mask, q_offset: int = 0) -> Mask | Intersection:
-    """`own & other.with_query_offset(q_offset)`, also in code that is being compiled."""
+def intersection(own: Mask | Intersection, other: Mask) -> Mask | Intersection:
+    """`own & other`, without `masks.full()`; in code that is being compiled, an `Intersection` if one has a number."""
     if is_full(other):
         return own
-    if q_offset == 0 and is_full(own):
+    if is_full(own):
         return other
     if isinstance(own, Intersection):
-        return Intersection((*own.parts, (other, q_offset)))
+        return Intersection((*own.masks, other))
     if (own.number or other.number) and torch.compiler.is_compiling() and not is_exporting():
-        return Intersection(((own, 0), (other, q_offset)))
-    moved = other.with_query_offset(q_offset)
-    return moved if is_full(own) else own & moved
+        return Intersection((own, other))
+    return own & other
 
 
 def _numbered(number: int, handle: str) -> Mask:
-    """The mask that `NUMBERED`, or the handle of an `Intersection`, names."""
+    """The mask that `NUMBERED`, or the handle of an `Intersection`, names; all masks in it must be alive."""
     first = numbered_mask(number)
     if handle == NUMBERED:
         return first
-    made: dict[str, Mask] = first.__dict__.setdefault("_intersections", {})
-    if handle not in made:
-        if len(made) >= _INTERSECTIONS:
-            made.clear()
-        whole: Any = FULL
-        for line in handle.split("\n")[1:]:
-            q_offset, _, text = line.partition(" ")
-            part = first if text == "?" else _named(text)
-            whole = intersection(whole, part, int(q_offset))
-        made[handle] = whole
-    return made[handle]
+    found = _INTERSECTIONS.get((number, handle))
+    if found is None:
+        lines = handle.split("\n")[1:]
+        found = Intersection(tuple(first if line == "?" else _named(line) for line in lines)).made()
+        _INTERSECTIONS[number, handle] = found
+    return found
 
 
-def _named(text: str) -> Mask:
-    return numbered_mask(int(text[1:])) if text.startswith("#") else mask_by_key(text)
+def _named(line: str) -> Mask:
+    """The mask of a line of a handle, `#N` or a key."""
+    return numbered_mask(int(line[1:])) if line.startswith("#") else mask_by_key(line)
 
 
 def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +13,16 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+import stof
 from stof import masks
+from stof.errors import MaskError
 from stof.masks import Mask
-from stof.operators import FULL, Intersection, _numbered, intersection
+from stof.operators import FULL, Intersection, _numbered
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
+
+from stof.integrations.transformers.model_mask import ModelMask  # noqa: E402
 
 LENGTH = 24
 
@@ -104,24 +112,40 @@ def test_later_queries() -> None:
     torch.testing.assert_close(got, want[:, 15:], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("own", [FULL, masks.causal(), masks.padding([9, 5])])
-@pytest.mark.parametrize("q_offset", [0, 3])
-def test_operators_find_both_masks(own: Mask, q_offset: int) -> None:
-    for sparse in (_dense(3), masks.padding([7, 8]), masks.sliding_window(2)):
-        if not own.number and not sparse.number:
+def test_operators_intersect_masks() -> None:
+    numbered = [_dense(3), masks.padding([7, 8]), masks.padding([9, 5])]
+    named = [masks.causal(), masks.sliding_window(2) | masks.global_tokens(1)]
+    for parts in itertools.permutations([*numbered, *named], 3):
+        if not any(part.number for part in parts):
             continue
-        both = Intersection(((own, 0), (sparse, q_offset)))
+        both = Intersection(parts)
         found = _numbered(both.number, both.handle)
-        assert found == intersection(own, sparse, q_offset)
-        rows = LENGTH - q_offset
-        want = sparse.to_dense(LENGTH, batch=2)[:, :, q_offset:] & own.to_dense(rows, LENGTH, batch=2)
-        assert torch.equal(found.to_dense(rows, LENGTH, batch=2).expand_as(want), want)
+        assert found == both.made() == parts[0] & parts[1] & parts[2]
+        want = functools.reduce(torch.logical_and, [part.to_dense(LENGTH, batch=2) for part in parts])
+        assert torch.equal(found.to_dense(LENGTH, batch=2), want)
+        assert both.holds_tensors == any(part is numbered[0] for part in parts)
         assert _numbered(both.number, both.handle) is found
 
 
-def test_few_intersections_are_kept() -> None:
-    sparse = _dense(4)
-    for q_offset in range(40):
-        both = Intersection(((masks.causal(), 0), (sparse, q_offset)))
-        assert _numbered(both.number, both.handle) == masks.causal() & sparse.with_query_offset(q_offset)
-    assert len(sparse.__dict__["_intersections"]) <= 32
+def test_intersections_keep_no_tensor_alive() -> None:
+    gc.disable()
+    try:
+        keep = torch.rand(LENGTH, LENGTH) < 0.5
+        seen, both = weakref.ref(keep), Intersection((masks.causal(), masks.from_dense(keep)))
+        number, handle = both.number, both.handle
+        assert _numbered(number, handle) == both.made()
+        del keep, both
+        assert seen() is None
+        with pytest.raises(MaskError, match="no longer exists"):
+            _numbered(number, handle)
+    finally:
+        gc.enable()
+
+
+def test_a_mask_that_leaves_compiled_code() -> None:
+    """A graph break between making the mask and the first layer."""
+    sparse, q = _dense(4), torch.randn(1, 2, LENGTH, 8)
+    mask = ModelMask(Intersection((masks.causal(), sparse)), (1, 1, LENGTH, LENGTH))
+    for other in (None, masks.sliding_window(5)):
+        want = stof.attention(q, q, q, masks.causal() & sparse & (FULL if other is None else other))
+        assert torch.equal(stof.attention(q, q, q, mask.plan(other, q, q)), want)

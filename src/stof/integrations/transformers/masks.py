@@ -68,7 +68,7 @@ def make_mask(
             own = intersection(own, named)
     if given is not None:
         assert not isinstance(given.mask, Intersection)
-        own = intersection(own, given.mask, int(q_offset))
+        own = intersection(own, given.mask.with_query_offset(int(q_offset)))
     if q_length == 1 and not isinstance(own, Intersection) and not compiling and not is_full(own):
         # A tensor has the same graph at every token: generate() hands this mask to compiled code.
         row = own.to_dense(1, kv_length, batch=batch_size, device=device)

@@ -46,19 +46,20 @@ class _Later(Wrapped):
 
 
 class ModelMask:
-    """The mask of one forward pass, made once and shared by all layers; plans are built at the first layer.
+    """The mask of one forward pass, made once and shared by all layers; the first layer builds plans (not if compiled).
 
     It passes for a 4-D attention mask (`ndim`, `shape`), so models hand it through untouched. Code that wants to
     slice or add it gets an error that says what to do.
 
     Attributes:
         mask: what each query sees, in the coordinates of this call.
-        keep: None, or bool broadcastable to `[B, heads or 1, Sq, Skv]` that also must hold. Used where reading the
-            tensor to plan with it would break a graph (compiled code), and for the whole mask of a single query.
+        keep: None, or bool broadcastable to `[B, heads or 1, Sq, Skv]`, false where a score is dropped as well. Used
+            where reading the tensor to plan with it would break a graph (compiled code), and for the whole mask of a
+            single query.
         shape: `(B, 1, Sq, Skv)` of the call.
         q_offset, kv_offset: position of the first query and of the first key; a tensor where compiled code does not
             know it.
-        complete: False for a mask a user passes in: the model's own mask is intersected with it.
+        includes_model_mask: False for a mask a user passes in: the model's own mask is intersected with it.
     """
 
     ndim = 4
@@ -82,12 +83,13 @@ class ModelMask:
         self._plans: dict[tuple[object, ...], Plan] = {}
 
     def narrowed(self, sparse: Mask | None) -> Mask | Intersection:
-        """The mask, intersected with a sparse mask written for whole sequences."""
+        """The mask, intersected with a sparse mask written for whole sequences; see `intersection`."""
         if sparse is None:
             return self.mask
         q_offset, kv_offset = int(self.q_offset), self.kv_offset
         if kv_offset == 0:
-            return intersection(self.mask, sparse, q_offset)
+            return intersection(self.mask, sparse.with_query_offset(q_offset))
+        # A cache that dropped its first keys.
         sparse.check(self.shape[2] + q_offset, self.shape[3] + kv_offset)
         return intersection(self.mask, _Later(sparse, q_offset, kv_offset))
 
@@ -97,7 +99,10 @@ class ModelMask:
         found = self._plans.get(key)
         if found is None:
             batch, heads, q_len, _ = q.shape
-            found = plan(self.narrowed(sparse), q_len, k.shape[2], batch=batch, heads=heads, device=q.device)
+            mask = self.narrowed(sparse)
+            # Compiled code made this object and handed it to code that is not.
+            mask = mask.made() if isinstance(mask, Intersection) else mask
+            found = plan(mask, q_len, k.shape[2], batch=batch, heads=heads, device=q.device)
             self._plans[key] = found
         return found
 
