@@ -45,7 +45,7 @@ def _outputs(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("build", [models.bert, models.gpt2, models.mistral, models.t5])
 def test_one_graph(build: Callable[[], Any], name: str) -> None:
@@ -82,7 +82,7 @@ def test_a_tensor_that_changes() -> None:
     assert not torch.allclose(before, after)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [None, *SPARSE])
 @pytest.mark.parametrize("build", [models.bert, models.gpt2])
 def test_packed_batches(build: Callable[[], Any], name: str | None) -> None:

@@ -44,17 +44,6 @@ def test_packed_equals_padded(build: Callable[[], Any], max_tokens: int | None) 
     assert (got[~valid] == 0).all()
 
 
-def test_packed_batches_compile() -> None:
-    torch.compiler.reset()
-    model = hf.enable(models.bert())
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for lengths in ((9, 4), (3, 7, 2)):
-        inputs = hf.pack(**models.batch(lengths=lengths)).model_inputs()
-        with torch.no_grad():
-            got, want = compiled(**inputs).last_hidden_state, model(**inputs).last_hidden_state
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-
-
 def test_layout_of_a_packed_batch() -> None:
     ids = torch.tensor([[0, 5, 6], [7, 0, 0], [0, 0, 0], [1, 2, 3]])
     packed = hf.pack(ids, ids > 0, labels=ids * 10, first_position=2)
