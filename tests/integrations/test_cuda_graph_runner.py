@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 import stof
 from stof import masks
+from stof.integrations import cuda_graph_runner
 from stof.integrations.cuda_graph_runner import (
     MOST_RECORDED,
     CudaGraphRunner,
@@ -96,7 +97,7 @@ def test_modes_are_told_apart() -> None:
 @pytest.mark.parametrize("folded_weights", [False, True])
 def test_weights_that_are_others_need_a_new_recording(folded_weights: bool) -> None:
     module = Scaled().eval()
-    calls, recorder = whole(module, folded_weights=folded_weights)
+    calls, recorder = whole(module, **({"folded_weights": True} if folded_weights else {}))
     x = torch.randn(3, 4)
 
     def made() -> int:
@@ -333,12 +334,28 @@ def test_inference_tensors_are_copied_outside_of_inference_mode() -> None:
     assert (recorder.made, recorder.replayed) == (1, 3)
 
 
-def test_writing_what_was_there_counts_as_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On memory of this machine, up to the recording itself."""
+@pytest.fixture
+def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`CudaRecorder` on memory of this machine: it calls the function, and captures nothing."""
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
     for name in ("Stream", "current_stream", "synchronize", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(cuda_graph_runner, "captured", lambda call, *_: (MagicMock(), call()))
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_results_elsewhere_are_refused() -> None:
+    x = torch.ones(2, 3)
+    CudaRecorder()(lambda x: {"out": x + 1, "n": 2}, (x,), {})
+    with pytest.raises(RuntimeError, match="returns a tensor on meta"):
+        CudaRecorder()(lambda x: (x + 1, x.to("meta")), (x,), {})
+    with pytest.raises(RuntimeError, match="returns a object"):
+        CudaRecorder()(lambda x: (x + 1, object()), (x,), {})
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_writing_what_was_there_counts_as_writing() -> None:
     x = torch.ones(2, 3)
     with pytest.raises(RuntimeError, match="writes to its arguments"):
         CudaRecorder()(lambda x: x.clamp_(min=0) + 1, (x,), {})

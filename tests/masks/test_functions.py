@@ -234,6 +234,21 @@ def test_what_is_not_a_function_of_single_scores(fn: Any, message: str) -> None:
             stof.plan(fn, length, batch=batch, heads=1)
 
 
+def test_the_largest_tensor_of_a_single_call_is_known() -> None:
+    """Per indices that it depends on, wherever in the function it comes; results in parts rely on it."""
+    wide, at = torch.arange(7), [torch.tensor(n) for n in (0, 0, 3, 2)]
+
+    def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        rows = (q + wide[:2]).sum() + (q + wide).sum() + (q + wide[:3]).sum()
+        return (rows + (wide[:5] * q * kv).sum() + b) > 4
+
+    elements = elementwise.traits_of(fn, at).elements
+    assert elements == {
+        frozenset({0}): 1, frozenset({1}): 1, frozenset({2}): 7, frozenset({3}): 1,
+        frozenset({2, 3}): 5, frozenset({0, 2, 3}): 1,
+    }  # fmt: skip
+
+
 def test_large_results_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of a part is larger than it may be, if a part is more than one score."""
     largest = 0

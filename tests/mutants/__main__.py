@@ -19,8 +19,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the mutants to run; all others are left out")
-    parser.add_argument("--limit", type=float, default=240, help="seconds for each mutant's tests")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for each mutant's tests")
     parser.add_argument("--workers", type=int, default=1, help="mutants at a time, a process each")
+    parser.add_argument("--gpu", action="store_true", help="run the tests of a GPU instead of all others")
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
     parser.add_argument("--record", action="store_true", help="run all tests, and write how long they take")
     given = parser.parse_args()
@@ -32,7 +33,7 @@ def main() -> int:
     if given.list:
         print("\n".join(f"{i} {mutant.describe(ROOT)}" for i, mutant in drawn))
         return 0
-    runner = Runner(given.limit)
+    runner = Runner(given.limit, given.gpu)
 
     def run(numbered: tuple[int, Mutant]) -> bool:
         began = time.monotonic()

@@ -24,8 +24,8 @@ from tests.mutants.reach import Imports
 ROOT = Path(__file__).parents[2]
 # Test files further away say little about a module, and there are many.
 FARTHEST = 2
-# Kernels on a GPU, kernels that are compiled for minutes and not run, and this check itself.
-OTHERS = ("tests/gpu", "tests/kernels/test_compile.py", "tests/fusion/test_compile_templates.py", "tests/mutants")
+# Kernels that are compiled for minutes and not run, and this check itself.
+OTHERS = ("tests/kernels/test_compile.py", "tests/fusion/test_compile_templates.py", "tests/mutants")
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,19 @@ def copied() -> Iterator[Path]:
         yield root
 
 
-def run_pytest(root: Path, arguments: Sequence[str], limit: float | None, **variables: str) -> tuple[int | None, str]:
+def run_pytest(
+    root: Path, arguments: Sequence[str], limit: float | None, *, gpu: bool = False, **variables: str
+) -> tuple[int | None, str]:
     """Exit status, None when the time limit was reached, and output; caches lie beside the copy."""
     caches = {name: str(root.parent / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    paths = [str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | caches | variables
-    environment |= {"XDG_CACHE_HOME": str(root.parent / "cache"), "PYTHONPATH": str(root / "src")}
+    environment |= {"XDG_CACHE_HOME": str(root.parent / "cache"), "PYTHONPATH": os.pathsep.join(paths)}
     environment |= {"OMP_NUM_THREADS": "1", "STOF_HYPOTHESIS_PROFILE": PROFILE}
-    options = ["-q", "-p", "tests.mutants.order", "-p", "no:cacheprovider", "--tb=line", "--show-capture=no"]
+    if not gpu:
+        environment |= {"CUDA_VISIBLE_DEVICES": ""}
+    marked = ["-m", "gpu" if gpu else "not gpu"]
+    options = ["-q", *marked, "-p", "tests.mutants.order", "-p", "no:cacheprovider", "--tb=line", "--show-capture=no"]
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *options, *arguments],
         cwd=root,
@@ -104,10 +110,15 @@ def failed_tests(status: int, output: str) -> list[str]:
 
 
 class Runner:
-    """Runs the tests of mutants; a test that fails without a mutant catches none."""
+    """Runs the tests of mutants; a test that fails without a mutant catches none.
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    Args:
+        limit: seconds for the tests of one mutant.
+        gpu: whether the tests marked `gpu` run, or all others.
+    """
+
+    def __init__(self, limit: float, gpu: bool = False) -> None:
+        self.limit, self.gpu = limit, gpu
         self.imports = Imports(ROOT)
         self.failing: set[str] = set()
         self._passing: set[str] = set()
@@ -126,8 +137,9 @@ class Runner:
                 files = [path for path, distance in distances.items() if (distance >= 1) == far]
                 while files:
                     left_out = [f"--deselect={test}" for test in sorted(self.failing)]
+                    arguments, left = ["-x", *left_out, *files], end - time.monotonic()
                     given = {DISTANCES: json.dumps(distances)}
-                    status, output = run_pytest(root, ["-x", *left_out, *files], end - time.monotonic(), **given)
+                    status, output = run_pytest(root, arguments, left, gpu=self.gpu, **given)
                     if status in (None, 0, 5):  # time is over, all passed, or all were left out
                         complete &= status is not None
                         break
@@ -144,9 +156,9 @@ class Runner:
             if test not in self.failing:
                 arguments = [test] if test.startswith("tests/") else ["tests/masks", "--collect-only"]
                 with copied() as root:
-                    status, output = run_pytest(root, arguments, None)
+                    status, output = run_pytest(root, arguments, None, gpu=self.gpu)
                     if status == 4:  # no such parameters without the mutant
-                        status, output = run_pytest(root, [function_of(test)], None)
+                        status, output = run_pytest(root, [function_of(test)], None, gpu=self.gpu)
                 if status == 0:
                     self._passing.add(test)
                     return True

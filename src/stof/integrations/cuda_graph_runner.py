@@ -54,7 +54,7 @@ class CudaGraphRunner:
     Args:
         call: the compiled model's call.
         module: whose parameters and buffers it reads.
-        frozen: whether something computed from weights is kept, so that new values need a new recording.
+        folded_weights: whether something computed from weights is kept, so that new values need a new recording.
         recorder: makes a recording; on a GPU `CudaRecorder`.
         device_type: of the tensors whose calls are recorded.
     """
