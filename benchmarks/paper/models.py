@@ -249,7 +249,7 @@ def _run(subject: Subject, row: Row, device: torch.device, timed: bool) -> Row:
             error = float((out.double() - subject.exact).abs().max() / subject.exact.abs().max())
             if not cosine >= subject.least:  # NaN is wrong as well
                 return replace(row, max_rel_err=error, note=f"wrong result, not timed: cosine {cosine:.6f}")
-            ms = wall_us({row.impl: call}, device, rounds=20)[row.impl] / 1e3 if timed else None
+            ms = wall_us({row.impl: call}, device, rounds=20, warm=0.5)[row.impl] / 1e3 if timed else None
             return replace(row, ms=ms, max_rel_err=error)
     except torch.OutOfMemoryError:
         return replace(row, note=NO_MEMORY)

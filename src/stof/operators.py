@@ -34,6 +34,8 @@ _INTERSECTIONS: WeakValueDictionary[tuple[int, str], Mask] = WeakValueDictionary
 # Values of the operators' argument `mask` in place of a mask's key; no mask has such a key. The mask is the plan or the
 # mask that the argument `number` names, or the tensor `keep`. Handles of an `Intersection` begin with `NUMBERED`.
 PLAN, NUMBERED, TENSOR = "<plan>", "<mask>", "<tensor>"
+# Between the masks of an `Intersection`: in no key, and no new line, since Inductor writes arguments into comments.
+_SEPARATOR = "; "
 
 
 class Intersection(NamedTuple):
@@ -59,19 +61,19 @@ class Intersection(NamedTuple):
 
     @property
     def handle(self) -> str:
-        """The operators' argument `mask`: after `NUMBERED`, a line for each mask.
+        """The operators' argument `mask`: `NUMBERED`, then a text for each mask.
 
-        The line is the mask's key; `?` for the first mask with a number; `#N` for others, which are thus constants of
+        The text is the mask's key; `?` for the first mask with a number; `#N` for others, which are thus constants of
         the compiled code: it is compiled anew where they change.
         """
-        lines, named = [NUMBERED], False
+        texts, named = [NUMBERED], False
         for mask in self.masks:
             if not mask.number:
-                lines.append(mask.key)
+                texts.append(mask.key)
             else:
-                lines.append(f"#{mask.number}" if named else "?")
+                texts.append(f"#{mask.number}" if named else "?")
                 named = True
-        return "\n".join(lines)
+        return _SEPARATOR.join(texts)
 
     def made(self) -> Mask:
         """The intersection as a mask."""
@@ -106,15 +108,15 @@ def _numbered(number: int, handle: str) -> Mask:
         return first
     found = _INTERSECTIONS.get((number, handle))
     if found is None:
-        lines = handle.split("\n")[1:]
-        found = Intersection(tuple(first if line == "?" else _named(line) for line in lines)).made()
+        texts = handle.split(_SEPARATOR)[1:]
+        found = Intersection(tuple(first if text == "?" else _named(text) for text in texts)).made()
         _INTERSECTIONS[number, handle] = found
     return found
 
 
-def _named(line: str) -> Mask:
-    """The mask of a line of a handle, `#N` or a key."""
-    return numbered_mask(int(line[1:])) if line.startswith("#") else mask_by_key(line)
+def _named(text: str) -> Mask:
+    """The mask of a text in a handle, `#N` or a key."""
+    return numbered_mask(int(text[1:])) if text.startswith("#") else mask_by_key(text)
 
 
 def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,8 +77,11 @@ def tie(model: Attention) -> None:
     model.k_proj.weight = model.v_proj.weight
 
 
-def hook(model: Attention) -> None:
-    model.q_proj.register_forward_hook(lambda *_: None)
+HOOKS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
+
+
+def hook(model: Attention, when: str) -> None:
+    getattr(model.q_proj, f"register_{when}_hook")(lambda *_: None)
 
 
 def mix(model: Attention) -> None:
@@ -97,7 +101,13 @@ def specialise(model: Attention) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "reason"),
-    [(tie, "tied"), (hook, "hooks"), (mix, "biases differ"), (widen, "widths differ"), (specialise, "a Special is")],
+    [
+        (tie, "tied"),
+        *((partial(hook, when=when), "hooks") for when in HOOKS),
+        (mix, "biases differ"),
+        (widen, "widths differ"),
+        (specialise, "a Special is"),
+    ],
 )
 def test_what_cannot_be_packed_says_why(spoil: object, reason: str) -> None:
     model = Attention()

@@ -63,6 +63,8 @@ from stof.masks import Mask
         lambda: masks.neighborhood_2d(0, 4, 3),
         lambda: masks.per_head(["causal"]),
         lambda: masks.causal().with_query_offset(-1),
+        lambda: masks.causal().with_query_offset(2**31),
+        lambda: masks.causal().with_query_offset(True),
         lambda: masks.causal().with_query_offset(1.5),
         lambda: masks.causal().with_query_offset("3"),
         lambda: masks.causal().with_query_offset(None),

@@ -40,6 +40,8 @@ def test_repr_round_trip(mask: Mask) -> None:
     assert again == mask
     assert repr(again) == repr(mask)
     assert mask_by_key(mask.key) == mask
+    assert ";" not in mask.key  # separates the masks of an intersection in compiled code
+    assert "\n" not in mask.key  # compiled code has keys in its comments
 
 
 @given(mask=mask_trees())

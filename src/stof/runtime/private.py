@@ -305,7 +305,8 @@ def entries_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something runs before or after a module's forward or backward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(module._forward_hooks or module._forward_pre_hooks or backward)
 
 
 def is_intercepted() -> bool:
