@@ -33,8 +33,8 @@ def paper(
         bool,
         typer.Option(
             "--charts-only",
-            help="Draw the charts of the output file, and write docs/paper.md from one in benchmarks/results; "
-            "nothing is measured.",
+            help="Draw the charts of the output file; if it lies in benchmarks/results, write docs/paper.md from the "
+            "files there. Nothing is measured.",
         ),
     ] = False,
     device: Annotated[str, typer.Option(help="cuda; cpu runs the code on tiny sizes, its times say nothing.")] = "",
@@ -69,7 +69,7 @@ def paper(
     path = output or _RESULTS / f"{name}-paper.json"
     if charts_only:
         if path.resolve().parent == _RESULTS.resolve():
-            write_page(path)
+            write_page(path.parent)
             typer.echo(f"wrote the tables of {PAGE}")
         for picture in draw(path):
             typer.echo(f"wrote {picture}")

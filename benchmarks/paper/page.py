@@ -1,10 +1,14 @@
-"""The tables of `docs/paper.md`: what the STOF paper publishes beside a result file's rows."""
+"""The tables of `docs/paper.md`: what the STOF paper publishes beside the rows of result files.
+
+Each table is of one GPU: that whose file has most cells of the table's figures.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,47 +32,65 @@ _COMPILED = ("native-compiled",)
 _BLOCK = re.compile(r"^<!--(\w+)-->\n(?:\n(?:[|`-].*\n)+)?", flags=re.MULTILINE)
 
 
-def write_page(path: Path, page: Path = PAGE) -> None:
-    """Write the tables of the page from a result file of `python -m benchmarks paper`.
+def write_page(folder: Path, page: Path = PAGE) -> None:
+    """Write the tables of the page from the result files of `python -m benchmarks paper` in a folder.
 
     Raises:
-        ArgumentError: there is no such file, or it holds other rows.
+        ArgumentError: there is none, or one holds other rows.
     """
-    page.write_text(with_tables(page.read_text(encoding="utf-8"), path), encoding="utf-8")
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), folder), encoding="utf-8")
 
 
-def with_tables(text: str, path: Path) -> str:
-    """The page's text with the table after each `<!--NAME-->` made from a result file."""
-    made = tables(path)
+def with_tables(text: str, folder: Path) -> str:
+    """The page's text with the table after each `<!--NAME-->` made from the result files of a folder."""
+    made = tables(folder)
     named = _BLOCK.findall(text)
     if sorted(named) != sorted(made):
         raise ArgumentError(f"the page has tables {sorted(named)}, the results make {sorted(made)}")
     return _BLOCK.sub(lambda at: "\n".join((f"<!--{at[1]}-->", "", *made[at[1]], "")), text)
 
 
-def tables(path: Path) -> dict[str, list[str]]:
-    """Lines of Markdown by the name of the table."""
+@dataclass(frozen=True)
+class _File:
+    name: str
+    device: str
+    rows: list[Row]
+
+    @property
+    def gpu(self) -> str:
+        """`H100`."""
+        return self.device.removeprefix("NVIDIA ").split()[0]
+
+    def describe(self) -> str:
+        releases = sorted({row.versions.split(",")[0].removeprefix("torch ") for row in self.rows})
+        return f"- `{self.name}` ({self.device}, PyTorch {', '.join(releases)})"
+
+
+def tables(folder: Path) -> dict[str, list[str]]:
+    """Lines of Markdown by the name of the table.
+
+    Raises:
+        ArgumentError: the folder has no result file, or one holds other rows.
+    """
+    files = [_read(path) for path in sorted(folder.glob("*-paper.json"))]
+    if not files:
+        raise ArgumentError(f"{folder} has no *-paper.json")
+    progress = [[file.gpu, *_progress(file.rows)] for file in files]
+    found = {
+        "file": [file.describe() for file in files],
+        "absent": [f"- {name}: {why}" for name, why in ABSENT.items()],
+        "measured": _table(["cells of figure", *_planned()], progress),
+    }
+    for name, (make, figures) in _TABLES.items():
+        fullest = max(files, key=lambda file: sum(len(_ours(file.rows, figure)) for figure in figures))
+        found[name] = make(fullest.rows, fullest.gpu)
+    return found
+
+
+def _read(path: Path) -> _File:
     results = read_results(path, Row)
     rows = [row for row in results.rows if row.time and not row.mask.startswith("neighborhood")]
-    device = str(results.meta["device"])
-    gpu = device.removeprefix("NVIDIA ").split()[0]
-    return {
-        "file": [_source(path.name, device, rows)],
-        "absent": [f"- {name}: {why}" for name, why in ABSENT.items()],
-        "measured": _table(["figure", *_planned()], [["cells", *_progress(rows)]]),
-        "attention": _attention(rows, gpu),
-        "masks": _masks(rows),
-        "models": _models(rows, gpu),
-        "ablation": _ablation(rows, gpu),
-        "overhead": _overhead(rows, gpu),
-        "tuning": _tuning(rows, gpu),
-        "operators": _operators(rows, gpu),
-    }
-
-
-def _source(name: str, device: str, rows: Sequence[Row]) -> str:
-    releases = sorted({row.versions.split(",")[0].removeprefix("torch ") for row in rows})
-    return f"`{name}` ({device}, PyTorch {', '.join(releases)})"
+    return _File(path.name, str(results.meta["device"]), rows)
 
 
 def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
@@ -94,10 +116,12 @@ def _planned() -> dict[str, int]:
 
 def _progress(rows: Sequence[Row]) -> list[str]:
     """Cells of every figure with a time of ours, of all."""
-    return [
-        f"{len(cells([row for row in rows if row.impl.startswith('stof')], figure))}/{count}"
-        for figure, count in _planned().items()
-    ]
+    return [f"{len(_ours(rows, figure))}/{count}" for figure, count in _planned().items()]
+
+
+def _ours(rows: Sequence[Row], figure: str) -> list[dict[str, float]]:
+    """Cells with a time of ours."""
+    return cells([row for row in rows if row.impl.startswith("stof")], figure)
 
 
 def cells(rows: Iterable[Row], figure: str) -> list[dict[str, float]]:
@@ -141,7 +165,7 @@ def _attention(rows: Sequence[Row], gpu: str) -> list[str]:
     return _table(("STOF over", "4090", "A100", gpu), lines)
 
 
-def _masks(rows: Sequence[Row]) -> list[str]:
+def _masks(rows: Sequence[Row], gpu: str) -> list[str]:
     """Speed by mask with PyTorch native as 1, as the paper draws it."""
     shown = {label: impls for label, impls in ATTENTION.items() if NATIVE not in impls}
     lines = []
@@ -149,7 +173,7 @@ def _masks(rows: Sequence[Row]) -> list[str]:
         found = cells([row for row in rows if row.mask == mask], "9")
         speeds = [_mean(ratios(found, impls, (NATIVE,)), "") for impls in shown.values()]
         lines.append((mask, *speeds))
-    return _table(("native = 1", *shown), lines)
+    return _table((f"{gpu}, native = 1", *shown), lines)
 
 
 def _models(rows: Sequence[Row], gpu: str) -> list[str]:
@@ -206,3 +230,15 @@ def _operators(rows: Sequence[Row], gpu: str) -> list[str]:
         ("matmul + matmul", ">2x", "<1x", ours("matmul + bias + GELU + matmul")),
     )
     return _table(("fused over separate", "4090", "A100", gpu), lines)
+
+
+# How each table is made, and the figures that its rows are of.
+_TABLES: dict[str, tuple[Callable[[Sequence[Row], str], list[str]], tuple[str, ...]]] = {
+    "attention": (_attention, ("9",)),
+    "masks": (_masks, ("9",)),
+    "models": (_models, ("11",)),
+    "ablation": (_ablation, ("12",)),
+    "overhead": (_overhead, ("13",)),
+    "tuning": (_tuning, ("table4",)),
+    "operators": (_operators, ("3", "4")),
+}

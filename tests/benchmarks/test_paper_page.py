@@ -1,8 +1,7 @@
-"""`docs/paper.md` agrees with the result file that it names."""
+"""`docs/paper.md` agrees with the recorded result files."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,29 @@ META = {"device": "NVIDIA H200"}
 
 def lines(tmp_path: Path, rows: list[Row]) -> dict[str, list[str]]:
     write_results(tmp_path / "h200-paper.json", META, rows)
-    return page.tables(tmp_path / "h200-paper.json")
+    return page.tables(tmp_path)
 
 
-def test_page_has_the_tables_of_its_result_file() -> None:
+def test_page_has_the_tables_of_the_result_files() -> None:
     """Where this fails: `python -m benchmarks paper --charts-only --output benchmarks/results/FILE`."""
     text = page.PAGE.read_text(encoding="utf-8")
-    named = re.search(r"^`([\w-]+-paper\.json)` ", text, flags=re.MULTILINE)
-    assert named
-    assert page.with_tables(text, RESULTS / named[1]) == text
+    assert page.with_tables(text, RESULTS) == text
+
+
+def test_each_table_is_of_the_gpu_with_most_cells(tmp_path: Path) -> None:
+    def row(figure: str, batch: int) -> Row:
+        return Row(figure, "bigbird", "", batch, 128, "stof", us=1.0)
+
+    write_results(tmp_path / "a-paper.json", {"device": "NVIDIA A"}, [row("9", 1), row("9", 8), row("12", 1)])
+    write_results(tmp_path / "b-paper.json", {"device": "NVIDIA B 80GB"}, [row("9", 1), row("12", 1), row("12", 8)])
+    found = page.tables(tmp_path)
+    assert found["attention"][0] == "| STOF over | 4090 | A100 | A |"
+    assert found["masks"][0].startswith("| A, native = 1 | ")
+    assert found["ablation"][0] == "| only | A100 | B |"
+    assert [line[:18] for line in found["measured"][2:]] == ["| A | 2/108 | 0/21", "| B | 1/108 | 0/21"]
+    assert [line.split()[1] for line in found["file"]] == ["`a-paper.json`", "`b-paper.json`"]
+    with pytest.raises(ArgumentError, match="has no"):
+        page.tables(RESULTS.parent)
 
 
 def test_tables_follow_the_rows(tmp_path: Path) -> None:
@@ -50,7 +63,7 @@ def test_tables_follow_the_rows(tmp_path: Path) -> None:
         *both("4", "bias + LayerNorm", 1, {"native": 3.0, "stof": 2.0}),
     ]
     found = lines(tmp_path, rows)
-    assert found["measured"][2] == "| cells | 3/108 | 1/21 | 1/21 | 1/18 | 2/18 | 0/3 | 1/6 |"
+    assert found["measured"][2] == "| H200 | 3/108 | 1/21 | 1/21 | 1/18 | 2/18 | 0/3 | 1/6 |"
     assert "| FlexAttention | 1.8x | 1.6x | 4.00x |" in found["attention"]
     assert "| FlexAttention, 16x4096 |  | 4.9x | 2.00x |" in found["attention"]
     assert "| FlashAttention-2, 16x4096 |  | 4.8x | - |" in found["attention"]
@@ -79,7 +92,7 @@ def test_charts_only_writes_the_page_of_a_recorded_file(tmp_path: Path, monkeypa
     write_results(tmp_path / "x-paper.json", META, rows)
     drawn: list[Path] = []
     monkeypatch.setattr(charts, "draw", lambda path: drawn)
-    monkeypatch.setattr(page, "write_page", lambda path: copy.write_text(page.with_tables(copy.read_text(), path)))
+    monkeypatch.setattr(page, "write_page", lambda folder: copy.write_text(page.with_tables(copy.read_text(), folder)))
     words = ["paper", "--charts-only", "--output", str(tmp_path / "x-paper.json")]
     assert CliRunner().invoke(app, words).exit_code == 0
     assert "`x-paper.json`" not in copy.read_text(encoding="utf-8")
@@ -91,5 +104,5 @@ def test_charts_only_writes_the_page_of_a_recorded_file(tmp_path: Path, monkeypa
 def test_a_page_without_a_table_is_refused(tmp_path: Path) -> None:
     write_results(tmp_path / "x-paper.json", META, list[Row]())
     with pytest.raises(ArgumentError, match="the page has tables"):
-        page.with_tables("<!--file-->\n\n", tmp_path / "x-paper.json")
+        page.with_tables("<!--file-->\n\n", tmp_path)
     assert read_results(tmp_path / "x-paper.json", Row).rows == []
