@@ -35,6 +35,8 @@ UNORDERED = {"allclose", "cast", "equal", "gcd", "getattr", "hasattr", "isinstan
 UNORDERED |= OPPOSITES.keys()
 # Arguments that change a result on a GPU alone, only speed, or only what happens after a mistake elsewhere.
 SILENT_ARGUMENTS = {"device", "non_blocking", "pin_memory", "num_warps", "num_stages", "strict", "stacklevel"}
+# An integer of another sign is the same bits either way.
+SILENT_ARGUMENTS |= {"bitcast"}
 # What `tl.load` gives where nothing is read: masked once more in most places, and in Triton's interpreter 0 by default.
 SILENT_ARGUMENTS |= {"other"}
 # Calls whose numbers are how much is computed at once.
@@ -164,6 +166,8 @@ class _Finder:
         if isinstance(node, ast.Call) and name_of(node.func) in SILENT_CALLS | CHUNKING:
             return
         if isinstance(node, ast.keyword) and node.arg in SILENT_ARGUMENTS:
+            return
+        if isinstance(node, ast.Call) and _is_chunk_size(node):
             return
         if isinstance(node, ast.Module):
             for statement in node.body:
@@ -301,6 +305,14 @@ def _is_gpu(test: ast.expr, wanted: bool = True) -> bool:
             return wanted
         case ast.Call(function):
             return wanted and ast.unparse(function).startswith("torch.cuda.")
+    return False
+
+
+def _is_chunk_size(node: ast.Call) -> bool:
+    """`max(1, LIMIT // size)`: how much is computed at once."""
+    match node:
+        case ast.Call(ast.Name("max"), [ast.Constant(1), ast.BinOp(op=ast.FloorDiv())], []):
+            return True
     return False
 
 

@@ -29,6 +29,7 @@ EXAMPLES = [
     ("number", "def f():\n    if device.type != 'cuda':\n        return\n    a = 1", []),
     ("true/false", "a = f(b, c=True)", ["a = f(b, c=False)"]),
     ("min/max", "a = min(b, c)", ["a = max(b, c)"]),
+    ("min/max", "a = max(1, b)\nc = max(1, LIMIT // d)", ["a = min(1, b)\nc = max(1, LIMIT // d)"]),
     ("return", "def f(a: int):\n    return a", ["def f(a: int):\n    return None"]),
     ("guard", "if a:\n    raise E", ["if a:\n    pass"]),
     ("guard", "if TYPE_CHECKING:\n    import a", []),

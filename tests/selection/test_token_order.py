@@ -12,6 +12,7 @@ from stof.calibration.layout_alternatives import better_order, estimated
 from stof.layout.orders import by_remainder, by_z_order
 from stof.layout.orders.search import RowOrders
 from stof.selection import TokenOrder, token_order
+from stof.selection.mask_geometry import MaskGeometry
 from stof.testing.mask_grid import Shape
 
 GRID = masks.neighborhood_2d(32, 64, 13)
@@ -123,3 +124,15 @@ def test_z_order() -> None:
     assert sorted(by_z_order(5, 13).tolist()) == list(range(65))
     with pytest.raises(stof.errors.ArgumentError, match="grid sizes are >= 1"):
         by_z_order(0, 4)
+
+
+def test_tiles_are_counted_in_the_tiles_asked_for() -> None:
+    """Whatever was counted before."""
+    geometry = MaskGeometry(masks.sliding_window(100, 100), 1024, 1024)
+    small, large = LayoutConfig(64, 64), LayoutConfig(128, 128)
+    geometry.survey((small,), None)
+    geometry.survey((large,), "remainder 2")
+    found = geometry.own_order_survey(large)
+    assert large in found.counts
+    assert geometry.own_order_survey(large) is found
+    assert small in geometry.own_order_survey(small).counts
