@@ -27,8 +27,10 @@ _MODELS = (*_ATTENTION, "fusion", "integrations")
 _PEERS = ("transformers", "flash-attn", "flash-attn-4", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend")
 # Baselines of the paper that no cell has.
 ABSENT = {
-    "ByteTransformer": "a CUDA library of its own, built for older GPUs; not a Python package",
-    "SPLAT": "a CUDA library of its own; not a Python package",
+    "ByteTransformer": "no Python package; for older GPUs",
+    "SPLAT": "no Python package",
+    "FlashAttention-3": "its wheel has neither float16 nor windows",
+    "FastVideo": "takes bfloat16 and whole blocks only",
     "MCFuser": "needs a TVM of 2023",
     "Bolt": "needs a TVM of 2022",
 }

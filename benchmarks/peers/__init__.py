@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.peers.cute import CUTE_PEERS
 from benchmarks.peers.interface import Call, Peer
 from benchmarks.peers.pytorch import TORCH_PEERS
+from benchmarks.peers.wheels import WHEEL_PEERS
 from stof.errors import ArgumentError
 
 __all__ = ["PEERS", "Call", "Peer", "peer"]
 
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (*TORCH_PEERS, *CUTE_PEERS)}
+PEERS: dict[str, Peer] = {peer.name: peer for peer in (*TORCH_PEERS, *WHEEL_PEERS)}
 
 
 def peer(name: str) -> Peer:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.decode import needed_bytes
-from benchmarks.peers import PEERS, cute
+from benchmarks.peers import PEERS, wheels
 from benchmarks.peers.mask_formats import BlockLists, block_lists, intervals, mask_mod
 from benchmarks.peers.pytorch import _bias, _repeated
 from stof.testing.attention_check import AttentionProblem
@@ -113,9 +113,9 @@ def test_flash_windows_are_the_mask(name: str) -> None:
 
 def test_windows_are_not_used_where_they_mean_something_else() -> None:
     """FlashAttention counts from the last key, the grid from the first."""
-    assert cute._runs_natively(problem("causal"))
-    assert not cute._runs_natively(problem("causal", "1,1,1,8,64,128"))
-    assert cute._runs_natively(problem("full", "1,1,1,8,64,128"))
+    assert wheels._runs_natively(problem("causal"))
+    assert not wheels._runs_natively(problem("causal", "1,1,1,8,64,128"))
+    assert wheels._runs_natively(problem("full", "1,1,1,8,64,128"))
 
 
 @pytest.fixture
@@ -156,13 +156,13 @@ def test_flash4_is_told_the_mask(monkeypatch: pytest.MonkeyPatch, cute_masks: Mo
     sparsity = ModuleType("flash_attn.cute.block_sparsity")
     sparsity.BlockSparseTensorsTorch = SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", sparsity)
-    told = cute._flash4_arguments(problem("bigbird"), (64, 64))
+    told = wheels._flash4_arguments(problem("bigbird"), (64, 64))
     assert told["aux_tensors"][0].shape[1] == 3
     assert told["block_sparse_tensors"].block_size == (64, 64)
     assert told["block_sparse_tensors"].mask_block_idx.shape == (1, 1, 10, 10)
     assert told["block_sparse_tensors"].full_block_cnt.shape == (1, 1, 10)
-    assert cute._flash4_arguments(problem("window512"), (128, 128)) == {"window_size": (511, 0)}
-    assert cute._flash4_arguments(problem("full", "1,1,1,8,64,128"), (128, 128)) == {"window_size": (None, None)}
+    assert wheels._flash4_arguments(problem("window512"), (128, 128)) == {"window_size": (511, 0)}
+    assert wheels._flash4_arguments(problem("full", "1,1,1,8,64,128"), (128, 128)) == {"window_size": (None, None)}
 
 
 @pytest.mark.parametrize("name", ["sdpa-cudnn", "flash-2", "flash-4", "cudnn-flex"])
@@ -174,14 +174,24 @@ def test_gpu_peers_refuse_the_cpu(name: str) -> None:
 def test_peers_that_are_not_installed_are_named(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("flash_attn", "flash_attn.cute.interface", "cudnn", "cudnn.flex_attention"):
         monkeypatch.setitem(sys.modules, module, None)
-    cute._import_failure.cache_clear()
+    wheels._import_failure.cache_clear()
     on_gpu = SimpleNamespace(
         device=torch.device("cuda"), half=True, grid_mask=grid_mask("strided"), shape=Shape.parse("1,1,64,128")
     )
     reason = PEERS[name].missing(on_gpu)  # type: ignore[arg-type]
-    cute._import_failure.cache_clear()
+    wheels._import_failure.cache_clear()
     assert reason is not None
     assert reason.startswith(f"{package} is not usable here: ModuleNotFoundError")
+
+
+def test_what_flash_3_serves() -> None:
+    missing = PEERS["flash-3"].missing
+    assert missing(problem("causal", dtype=torch.float16)) == "fa3-fwd was built for bfloat16 alone"
+    assert missing(problem("window512", dtype=torch.bfloat16)) == "fa3-fwd was built without windows"
+    for name in ("full", "causal"):
+        assert missing(problem(name, dtype=torch.bfloat16)) == "runs on CUDA devices only"
+    # Its causal mask counts from the last key.
+    assert missing(problem("causal", "1,1,1,8,64,128", torch.bfloat16)) == "fa3-fwd was built without windows"
 
 
 def test_blocks_are_for_masks_without_a_mode_of_their_own() -> None:

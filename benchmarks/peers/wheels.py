@@ -1,6 +1,6 @@
-"""Peers written in CuTe DSL that need their own wheels: FlashAttention-4 and cuDNN frontend's FlexAttention.
+"""Peers that need their own wheels: FlashAttention-3 and -4, and cuDNN frontend's FlexAttention.
 
-Both want `[B, S, H, D]`; their inputs are copied to that layout once, untimed.
+All want `[B, S, H, D]`; their inputs are copied to that layout once, untimed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from benchmarks.failures import first_line
@@ -40,6 +41,25 @@ def _unusable(problem: AttentionProblem, module: str, package: str) -> str | Non
 def _sequence_major(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2).contiguous() for x in (problem.q, problem.k, problem.v))
     return q, k, v
+
+
+def _flash3_missing(problem: AttentionProblem) -> str | None:
+    if problem.q.dtype != torch.bfloat16:
+        return "fa3-fwd was built for bfloat16 alone"
+    if not (problem.grid_mask.unmasked or (problem.grid_mask.causal and problem.aligned)):
+        return "fa3-fwd was built without windows"
+    return _unusable(problem, "fa3_fwd_interface", "fa3-fwd")
+
+
+def _prepare_flash3(problem: AttentionProblem) -> Call:
+    attend = importlib.import_module("fa3_fwd_interface").flash_attn_func
+    q, k, v = _sequence_major(problem)
+
+    def call() -> Tensor:
+        out: Tensor = attend(q, k, v, causal=problem.grid_mask.causal)
+        return out.transpose(1, 2)
+
+    return call
 
 
 def _flash4_missing(problem: AttentionProblem) -> str | None:
@@ -111,7 +131,8 @@ def _prepare_cudnn_flex(problem: AttentionProblem) -> Call:
     return call
 
 
-CUTE_PEERS = (
+WHEEL_PEERS = (
+    Peer("flash-3", "FlashAttention-3 by fa3-fwd: bfloat16, full and causal", _flash3_missing, _prepare_flash3),
     Peer(
         "flash-4",
         "FlashAttention-4: its own causal and window modes, else mask_mod with 128x128 block sparsity",
