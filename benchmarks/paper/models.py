@@ -53,6 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
 TINY: dict[str, dict[str, Any]] = {"bert-base": _bert(1, 2)}
 CAUSAL = ("gpt2", "llama")
 ABLATION = ("stof", "native", "native-compiled", "stof-attention", "stof-fusion")
+# Seconds of calls before those that count, and of those.
+_WARM_S, _TIMED_S = 0.5, 1.0
 _COMPILED = ("reduce-overhead-sdpa", "reduce-overhead-flex", "default-sdpa", "default-flex")
 _AUTOTUNED = ("max-autotune-sdpa", "max-autotune-flex")
 
@@ -253,7 +255,9 @@ def _run(subject: Subject, row: Row, device: torch.device, timed: bool) -> Row:
             if not timed:
                 return replace(row, max_rel_err=error)
             shutdown_compile_workers()  # while they start they use every core, which delays the launches of short calls
-            ms = wall_us({row.impl: call}, device, rounds=20, warm=0.5)[row.impl] / 1e3
+            one = {row.impl: call}
+            rounds = int(_TIMED_S * 1e6 / wall_us(one, device, rounds=3, warm=_WARM_S)[row.impl])
+            ms = wall_us(one, device, rounds=min(max(rounds, 10), 1000))[row.impl] / 1e3
             return replace(row, ms=ms, max_rel_err=error)
     except torch.OutOfMemoryError:
         return replace(row, note=NO_MEMORY)
