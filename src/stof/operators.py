@@ -31,17 +31,18 @@ from stof.validation import check_bias, check_sinks
 FULL = full()
 # Intersections that plans keep alive, by number and handle.
 _INTERSECTIONS: WeakValueDictionary[tuple[int, str], Mask] = WeakValueDictionary()
-# Values of the operators' argument `mask` in place of a mask's key; no mask has such a key. The mask is the plan or the
-# mask that the argument `number` names, or the tensor `keep`. Handles of an `Intersection` begin with `NUMBERED`.
+# The operators' argument `mask` is a mask's key or one of these, which are keys of no mask. PLAN: the argument `number`
+# is a plan's. NUMBERED: it is a mask's; handles of an `Intersection` begin with this. TENSOR: `keep` is the mask.
 PLAN, NUMBERED, TENSOR = "<plan>", "<mask>", "<tensor>"
 # Between the masks of an `Intersection`: in no key, and no new line, since Inductor writes arguments into comments.
 _SEPARATOR = "; "
 
 
 class Intersection(NamedTuple):
-    """Masks that all must keep a score, named to the operators, which then intersect them.
+    """Masks that the operators intersect: a score is kept if every mask keeps it.
 
-    For compiled code: Dynamo cannot trace how a mask gets its number, and one of these at least has one.
+    For compiled code. At least one of the masks has a number, the key of a mask that text alone cannot rebuild; their
+    intersection would get a number too, and Dynamo cannot trace that.
 
     Attributes:
         masks: in the positions of the call.

@@ -38,7 +38,7 @@ def test_each_table_is_of_the_gpu_with_most_cells(tmp_path: Path) -> None:
     found = page.tables(tmp_path)
     assert found["attention"][0] == "| STOF over | 4090 | A100 | A |"
     assert found["masks"][0].startswith("| A, native = 1 | ")
-    assert found["ablation"][0] == "| only | A100 | B |"
+    assert found["ablation"][0] == "| speed-up | A100 | B |"
     assert [line[:18] for line in found["measured"][2:]] == ["| A | 2/108 | 0/21", "| B | 1/108 | 0/21"]
     assert [line.split()[1] for line in found["file"]] == ["`a-paper.json`", "`b-paper.json`"]
     with pytest.raises(ArgumentError, match="has no"):
@@ -70,7 +70,7 @@ def test_tables_follow_the_rows(tmp_path: Path) -> None:
     assert "| bigbird | - | - | - | 2.00 | 8.00 |" in found["masks"]
     assert "| t5 | 1.1x |  | 1.50x |" in found["models"]
     assert "| best of six |  |  | 1.00x (1/18) |" in found["models"]
-    assert "| fusion over attention, batch 1 | 1.195x | 1.50x |" in found["ablation"]
+    assert "| fusion alone over attention alone, batch 1 | 1.195x | 1.50x (1/7) |" in found["ablation"]
     assert found["overhead"][2:] == ["| all overhead | <3% | 3.0% |", "| analytical model | 0.5% | 1.0% |"]
     assert "| STOF | 22.6-412.8 | 20.5-41.0 |" in found["tuning"]
     assert "| bias + LayerNorm |  |  | 1.50-1.50x |" in found["operators"]

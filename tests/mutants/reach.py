@@ -56,6 +56,9 @@ class Imports:
                     else:
                         yield origin
         for node in ast.walk(tree):
+            # A module that is imported by its name when it is needed.
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in self.source:
+                yield node.value
             # `masks.causal` and `stof.masks.causal`
             if isinstance(node, ast.Attribute):
                 inner = node.value

@@ -22,10 +22,10 @@ from tests.mutants.order import DISTANCES, PROFILE, RECORD, SECONDS, function_of
 from tests.mutants.reach import Imports
 
 ROOT = Path(__file__).parents[2]
-# Test files further away say little about a module, and there are many.
-FARTHEST = 2
-# Kernels that are compiled for minutes and not run, and this check itself.
-OTHERS = ("tests/kernels/test_compile.py", "tests/fusion/test_compile_templates.py", "tests/mutants")
+# Test files that import a module through more modules than this say little about it, and there are many.
+MOST_IMPORTS = 2
+# Tests that never run: those that only compile kernels, for minutes, and those of this package.
+EXCLUDED = ("tests/kernels/test_compile.py", "tests/fusion/test_compile_templates.py", "tests/mutants")
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,18 @@ class Outcome:
         return "SURVIVED" if self.complete else "SURVIVED (time limit reached)"
 
 
-def reaching_tests(imports: Imports, mutant: Path) -> dict[str, float]:
-    """Test files that reach a module, nearest first, with their distances: longer where the folder is another."""
-    module = ".".join(mutant.relative_to("src").with_suffix("").parts)
-    folder = Path("tests", *mutant.parts[2:-1][:1])
+def reaching_tests(imports: Imports, source: Path) -> dict[str, float]:
+    """Test files that import a module, also through other modules, nearest first, with their distances.
+
+    A distance is the number of modules between the two: half of it where the test lies in the folder of the module's
+    tests, 0.5 more elsewhere.
+    """
+    module = ".".join(source.relative_to("src").with_suffix("").parts)
+    folder = Path("tests", *source.parts[2:-1][:1])
     found = {}
     for path, steps in imports.distances(module).items():
         own = path.relative_to(ROOT)
-        if steps <= FARTHEST and not own.as_posix().startswith(OTHERS):
+        if steps <= MOST_IMPORTS and not own.as_posix().startswith(EXCLUDED):
             found[own.as_posix()] = steps / 2 if own.parent == folder else steps + 0.5
     return dict(sorted(found.items(), key=lambda one: (one[1], one[0])))
 
@@ -102,7 +106,7 @@ def run_pytest(
 
 
 def failed_tests(status: int, output: str) -> list[str]:
-    """What the summary names; a signal and an import that fails in `conftest.py` have none."""
+    """Tests that pytest's summary lists as failed; "no test ..." where a signal or `conftest.py` ended pytest."""
     named = re.findall(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
     if not named and status in (1, 2, 3):
         raise RuntimeError(f"pytest ended with {status} and names no test:\n{output[-2000:]}")
@@ -110,7 +114,7 @@ def failed_tests(status: int, output: str) -> list[str]:
 
 
 class Runner:
-    """Runs the tests of mutants; a test that fails without a mutant catches none.
+    """Runs the tests of mutants. Tests that also fail on the unchanged sources are left out.
 
     Args:
         limit: seconds for the tests of one mutant.
@@ -149,7 +153,7 @@ class Runner:
         return Outcome(None, complete)
 
     def passes(self, test: str) -> bool:
-        """Whether a test, or the import of all, passes without a mutant."""
+        """Whether a test passes on the unchanged sources; of "no test ...", whether pytest can collect tests."""
         with self._lock:
             if test in self._passing:
                 return True
@@ -173,7 +177,7 @@ def record() -> int:
     """Write how long tests take, for the order in which mutants meet them."""
     with copied() as root:
         lines = root.parent / "seconds"
-        ignored = [f"--ignore={path}" for path in OTHERS]
+        ignored = [f"--ignore={path}" for path in EXCLUDED]
         status, output = run_pytest(root, ["tests", *ignored], None, **{RECORD: str(lines)})
         write_seconds(lines)
     print(output[-2000:])

@@ -78,6 +78,8 @@ def test_tests_of_a_module() -> None:
     assert distances["tests/layout/test_search.py"] == 0
     assert distances["tests/masks/test_numbers.py"] == 1.5  # through stof.layout.orders.search
     assert list(distances.values()) == sorted(distances.values())
+    # By its name in the list of implementations.
+    assert "tests/kernels/test_hopper_bias.py" in reaching_tests(imports, Path("src/stof/kernels/hopper/forward.py"))
     # By a name of the package: stof.masks.sliding_window.
     assert reaching_tests(imports, Path("src/stof/masks/patterns.py"))["tests/masks/test_patterns.py"] == 0
 
