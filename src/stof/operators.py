@@ -72,7 +72,8 @@ class Intersection(NamedTuple):
             if not mask.number:
                 texts.append(mask.key)
             else:
-                texts.append(f"#{mask.number}" if named else "?")
+                # Dynamo cannot write a number that it made an input of its graph; int() makes it a constant.
+                texts.append(f"#{int(mask.number)}" if named else "?")
                 named = True
         return _SEPARATOR.join(texts)
 
@@ -110,8 +111,9 @@ def _numbered(number: int, handle: str) -> Mask:
     found = _INTERSECTIONS.get((number, handle))
     if found is None:
         texts = handle.split(_SEPARATOR)[1:]
-        found = Intersection(tuple(first if text == "?" else _named(text) for text in texts)).made()
-        _INTERSECTIONS[number, handle] = found
+        made = Intersection(tuple(first if text == "?" else _named(text) for text in texts)).made()
+        # An equal one that lives longer, such as a plan's: the one made here ends with this call.
+        found = _INTERSECTIONS[number, handle] = numbered_mask(made.number)
     return found
 
 
@@ -120,11 +122,16 @@ def _named(text: str) -> Mask:
     return numbered_mask(int(text[1:])) if text.startswith("#") else mask_by_key(text)
 
 
+def _mask_of(given: Any) -> Mask:
+    """The mask of an argument; of an `Intersection` too, which code that was compiled hands to code that is not."""
+    return given.made() if isinstance(given, Intersection) else as_mask(given)
+
+
 def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
     """Return the plan of a call: the given one if it fits, else the mask's from the cache, made if it is missing."""
     if not isinstance(mask_or_plan, Plan):
         return make_sized_plan(
-            as_mask(mask_or_plan), q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device
+            _mask_of(mask_or_plan), q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device
         )
     return mask_or_plan.for_call(q, k)
 
@@ -193,7 +200,7 @@ def run_empty(q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, implementation
     if isinstance(mask_or_plan, Plan):
         mask_or_plan.check_call(q, k)
     else:
-        mask = as_mask(mask_or_plan)
+        mask = _mask_of(mask_or_plan)
         mask.check(q.shape[2], k.shape[2])
         if not mask.depends_on_sizes:
             mask.dims(q.shape[0], q.shape[1])

@@ -17,6 +17,7 @@ import stof
 from stof import masks
 from stof.errors import MaskError
 from stof.masks import Mask
+from stof.masks.base import numbered_mask
 from stof.operators import FULL, Intersection, _numbered
 from tests.integrations import models
 
@@ -98,6 +99,23 @@ def test_packed_batches(build: Callable[[], Any], name: str | None) -> None:
     assert counter.frame_count <= 2
 
 
+@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_graph_for_all_masks(packed: bool) -> None:
+    """With numbers on modules as inputs of the graph; a packed batch has one more mask, a constant."""
+    torch.compiler.reset()
+    model = hf.enable(models.gpt2())
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for seed in range(5):
+        inputs: dict[str, Any] = {"input_ids": torch.randint(1, models.VOCABULARY, (1, LENGTH))}
+        if packed:
+            inputs = hf.pack(**models.batch(lengths=(9 + seed, 15 - seed))).model_inputs()
+        with hf.sparsify(model, _dense(seed)):
+            torch.testing.assert_close(_outputs(compiled, inputs), _outputs(model, inputs))
+    assert packed or counter.frame_count <= 2
+
+
 def test_later_queries() -> None:
     """With a cache, rows of the sparse mask count from the start of the sequence."""
     torch.compiler.reset()
@@ -126,6 +144,22 @@ def test_operators_intersect_masks() -> None:
         assert both.holds_tensors == any(part is numbered[0] for part in parts)
         assert _numbered(both.number, both.handle) is found
         assert both.handle.isprintable()  # Inductor writes arguments into comments
+
+
+def test_code_that_is_not_compiled_takes_intersections() -> None:
+    """Where another thread compiles, `torch.compiler.is_compiling()` may change within a call."""
+    mask = _dense(4)
+    for q in (torch.randn(1, 2, LENGTH, 8), torch.randn(0, 2, LENGTH, 8)):
+        both = Intersection((masks.causal(), mask))
+        assert torch.equal(stof.attention(q, q, q, both), stof.attention(q, q, q, masks.causal() & mask))
+
+
+def test_intersections_of_calls_before_are_found() -> None:
+    q, mask = torch.randn(1, 2, LENGTH, 8), _dense(6)
+    stof.attention(q, q, q, mask & masks.sliding_window(3))  # its plan keeps a mask that is equal
+    both = Intersection((mask, masks.sliding_window(3)))
+    found = _numbered(both.number, both.handle)
+    assert found is numbered_mask(found.number)
 
 
 def test_intersections_keep_no_tensor_alive() -> None:

@@ -67,6 +67,9 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
         with sparsify(model, masks.longformer(64, 64)):
             out = model(**inputs)
 
+    Under `torch.compile`, the model is compiled anew for every other mask, since Dynamo takes numbers on modules for
+    constants; `torch._dynamo.config.allow_unspec_int_on_nn_module = True` makes one graph serve them.
+
     Args:
         model: a transformers model (or a part, such as `model.encoder`) running `attn_implementation="stof"`.
         mask: one mask for all layers (or its text); a mapping or a function from the layer's number, counted from
