@@ -99,6 +99,7 @@ def test_packed_batches(build: Callable[[], Any], name: str | None) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.sampled(2)
 @torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
 @pytest.mark.parametrize("packed", [False, True])
 def test_one_graph_for_all_masks(packed: bool) -> None:
