@@ -254,8 +254,9 @@ def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch(monkeypatch: pytes
         masks.causal() & masks.from_function(lambda b, h, q, k: q >= k),
         masks.sliding_window(5).with_query_offset(2**31 - 20),
         masks.dilated_window(5, dilation=2**31 - 5),
+        masks.dilated_window(5, dilation=2**20).with_query_offset(2**31 - 2**20 - 500),
     ],
-    ids=["function", "composed", "far positions", "far lift"],
+    ids=["function", "composed", "far positions", "far lift", "both together far"],
 )
 def test_masks_without_a_program(mask: Mask) -> None:
     assert programs_of(mask, 64, 64, [(0, 0)]) is None
