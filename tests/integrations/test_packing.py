@@ -174,6 +174,12 @@ def test_sparsify_leaves_cross_attention_alone() -> None:
     torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-5)
 
 
+def test_names_further_up_do_not_make_cross_attention() -> None:
+    blocks = torch.nn.ModuleDict({"cross": hf.enable(models.bert()).encoder.layer[0]})
+    with hf.sparsify(blocks, masks.causal()) as sparse:
+        assert sparse.layers == ("cross.attention.self",)
+
+
 def test_sparsify_bert_decoder_with_cross_attention() -> None:
     model = models.bert(is_decoder=True, add_cross_attention=True)
     model.set_attn_implementation("stof")
