@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._inductor.async_compile import shutdown_compile_workers
 
 import stof
 from benchmarks.failures import first_line
@@ -53,8 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
 TINY: dict[str, dict[str, Any]] = {"bert-base": _bert(1, 2)}
 CAUSAL = ("gpt2", "llama")
 ABLATION = ("stof", "native", "native-compiled", "stof-attention", "stof-fusion")
-# Seconds of calls before those that count, and of those.
-_WARM_S, _TIMED_S = 0.5, 1.0
+# Wall time that is spent on timing an implementation.
+_TIMED_US = 1e6
 _COMPILED = ("reduce-overhead-sdpa", "reduce-overhead-flex", "default-sdpa", "default-flex")
 _AUTOTUNED = ("max-autotune-sdpa", "max-autotune-flex")
 
@@ -254,15 +253,20 @@ def _run(subject: Subject, row: Row, device: torch.device, timed: bool) -> Row:
                 return replace(row, max_rel_err=error, note=f"wrong result, not timed: cosine {cosine:.6f}")
             if not timed:
                 return replace(row, max_rel_err=error)
-            shutdown_compile_workers()  # while they start they use every core, which delays the launches of short calls
-            one = {row.impl: call}
-            rounds = int(_TIMED_S * 1e6 / wall_us(one, device, rounds=3, warm=_WARM_S)[row.impl])
-            ms = wall_us(one, device, rounds=min(max(rounds, 10), 1000))[row.impl] / 1e3
-            return replace(row, ms=ms, max_rel_err=error)
+            return replace(row, ms=_wall_ms(call, device), max_rel_err=error)
     except torch.OutOfMemoryError:
         return replace(row, note=NO_MEMORY)
     except Exception as failure:  # whatever a compiler or a model raises must not end the comparison
         return replace(row, note=first_line(failure))
+
+
+def _wall_ms(call: Callable[[], Any], device: torch.device) -> float:
+    """Median wall time of a call, results awaited."""
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    shutdown_compile_workers()  # they may still be starting, on every core
+    rounds = _TIMED_US / wall_us({"": call}, device, rounds=3)[""]
+    return wall_us({"": call}, device, rounds=min(max(int(rounds), 10), 1000))[""] / 1e3
 
 
 def cells(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> list[Cell]:

@@ -46,8 +46,10 @@ def _sequence_major(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor]:
 def _flash3_missing(problem: AttentionProblem) -> str | None:
     if problem.q.dtype != torch.bfloat16:
         return "fa3-fwd was built for bfloat16 alone"
-    if not (problem.grid_mask.unmasked or (problem.grid_mask.causal and problem.aligned)):
-        return "fa3-fwd was built without windows"
+    if not (problem.grid_mask.unmasked or problem.grid_mask.causal):
+        return "fa3-fwd was built for full and causal masks alone"
+    if not (problem.grid_mask.unmasked or problem.aligned):
+        return "fa3-fwd's causal mask counts from the last key"
     return _unusable(problem, "fa3_fwd_interface", "fa3-fwd")
 
 

@@ -41,8 +41,8 @@ _SEPARATOR = "; "
 class Intersection(NamedTuple):
     """Masks that the operators intersect: a score is kept if every mask keeps it.
 
-    For compiled code. At least one of the masks has a number, the key of a mask that text alone cannot rebuild; their
-    intersection would get a number too, and Dynamo cannot trace that.
+    For compiled code. At least one of the masks has a number (see `Mask`). Their intersection, made at once, would get
+    one too, and Dynamo cannot trace how a mask gets its number.
 
     Attributes:
         masks: in the positions of the call.
@@ -112,7 +112,7 @@ def _numbered(number: int, handle: str) -> Mask:
     if found is None:
         texts = handle.split(_SEPARATOR)[1:]
         made = Intersection(tuple(first if text == "?" else _named(text) for text in texts)).made()
-        # An equal one that lives longer, such as a plan's: the one made here ends with this call.
+        # Where an equal mask lives already, such as a plan's, that one: `made` is freed with this call, and its entry.
         found = _INTERSECTIONS[number, handle] = numbered_mask(made.number)
     return found
 
@@ -123,7 +123,10 @@ def _named(text: str) -> Mask:
 
 
 def _mask_of(given: Any) -> Mask:
-    """The mask of an argument; of an `Intersection` too, which code that was compiled hands to code that is not."""
+    """The mask of an argument.
+
+    Eager calls get an `Intersection` as well: `torch.compiler.is_compiling()` is true while another thread compiles.
+    """
     return given.made() if isinstance(given, Intersection) else as_mask(given)
 
 

@@ -187,11 +187,11 @@ def test_peers_that_are_not_installed_are_named(name: str, package: str, monkeyp
 def test_what_flash_3_serves() -> None:
     missing = PEERS["flash-3"].missing
     assert missing(problem("causal", dtype=torch.float16)) == "fa3-fwd was built for bfloat16 alone"
-    assert missing(problem("window512", dtype=torch.bfloat16)) == "fa3-fwd was built without windows"
+    assert missing(problem("window512", dtype=torch.bfloat16)) == "fa3-fwd was built for full and causal masks alone"
     for name in ("full", "causal"):
         assert missing(problem(name, dtype=torch.bfloat16)) == "runs on CUDA devices only"
-    # Its causal mask counts from the last key.
-    assert missing(problem("causal", "1,1,1,8,64,128", torch.bfloat16)) == "fa3-fwd was built without windows"
+    few = problem("causal", "1,1,1,8,64,128", torch.bfloat16)
+    assert missing(few) == "fa3-fwd's causal mask counts from the last key"
 
 
 def test_blocks_are_for_masks_without_a_mode_of_their_own() -> None:

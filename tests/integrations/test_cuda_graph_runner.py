@@ -97,7 +97,7 @@ def test_modes_are_told_apart() -> None:
 @pytest.mark.parametrize("folded_weights", [False, True])
 def test_weights_that_are_others_need_a_new_recording(folded_weights: bool) -> None:
     module = Scaled().eval()
-    calls, recorder = whole(module, **({"folded_weights": True} if folded_weights else {}))
+    calls, recorder = whole(module, **({"folded_weights": True} if folded_weights else {}))  # False by default
     x = torch.randn(3, 4)
 
     def made() -> int:

@@ -1,31 +1,81 @@
-"""Which attention masks a model's call may be given: one value for each sequence and token seen."""
+"""Attention masks of the wrong shape end in an error of stof's, whatever they hold."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from stof.errors import ShapeError
+from stof.errors import ShapeError, UnsupportedError
+from tests.integrations import models
 
-given_masks = pytest.importorskip("stof.integrations.transformers.given_masks")
+hf = pytest.importorskip("stof.integrations.transformers")
+import transformers  # noqa: E402
 
-
-@pytest.mark.parametrize(
-    ("length", "q_length", "kv_length", "q_offset"),
-    [
-        (5, 5, 5, 0),
-        (8, 3, 8, 5),
-        (12, 3, 12, 5),  # a static cache: as many as it holds
-        (8, 3, 12, 5),  # or those seen
-        (8, 3, 4, 5),  # a window's cache holds fewer
-    ],
-)
-def test_lengths_that_are_taken(length: int, q_length: int, kv_length: int, q_offset: int) -> None:
-    given = torch.ones(2, length)
-    given_masks.check_padding(given, 2, q_length, kv_length, q_offset, 0, None)
+MODELS = {"bert": models.bert, "llama": models.llama, "mistral": models.mistral}
+# Of a batch of 2 sequences of 8 tokens.
+WRONG = {
+    "3-D": (2, 8, 8), "one sequence": (1, 8), "three sequences": (3, 8), "short": (2, 7), "long": (2, 9),
+    "scores of another batch": (3, 1, 8, 8), "scores of other heads": (2, 3, 8, 8),
+    "scores of other queries": (2, 1, 7, 8), "scores of more keys": (2, 1, 8, 9), "scores of fewer keys": (2, 1, 8, 7),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("length", "kv_length"), [(7, 8), (9, 8), (7, 12), (13, 12), (9, 4)])
-def test_lengths_that_are_refused(length: int, kv_length: int) -> None:
-    with pytest.raises(ShapeError, match=f"attention_mask has {length} tokens and attention sees 8"):
-        given_masks.check_padding(torch.ones(2, length), 2, 3, kv_length, 5, 0, None)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=["bool", "float"])
+def test_masks_of_the_wrong_shape(name: str, wrong: str, dtype: torch.dtype) -> None:
+    """All ones and all zeros change nothing where they are read wrongly, so they are looked at too."""
+    model, ids = hf.enable(MODELS[name]()), torch.randint(3, 60, (2, 8))
+    for mask in (torch.ones(WRONG[wrong]), torch.zeros(WRONG[wrong])):
+        with torch.no_grad(), pytest.raises(ShapeError, match=r"attention.mask"):
+            model(ids, attention_mask=mask.to(dtype))
+
+
+def test_lengths_count_the_tokens_in_the_cache() -> None:
+    model, ids = models.llama(), torch.randint(3, 60, (2, 8))
+    pads = torch.ones(2, 8, dtype=torch.long)
+    pads[1, :3] = 0
+    for static in (False, True):
+        out: list[Any] = []
+        for implementation in ("sdpa", "stof"):
+            model.set_attn_implementation(implementation)
+            cache = transformers.StaticCache(model.config, 12) if static else transformers.DynamicCache()
+            with torch.no_grad():
+                model(ids[:, :5], attention_mask=pads[:, :5], past_key_values=cache)
+                if implementation == "stof":
+                    for length in (3, 7, 13):
+                        with pytest.raises(ShapeError, match=rf"{length} tokens"):
+                            model(ids[:, 5:], attention_mask=torch.ones(2, length), past_key_values=cache)
+                    if static:  # as many as the cache holds: keys after the tokens seen are not asked about
+                        pads = torch.nn.functional.pad(pads, (0, 4), value=1)
+                out.append(model(ids[:, 5:], attention_mask=pads, past_key_values=cache).logits)
+        torch.testing.assert_close(out[1], out[0], atol=3e-5, rtol=1e-5)
+
+
+def test_cross_attention_has_a_length_of_its_own() -> None:
+    model, ids = hf.enable(models.t5()), torch.randint(3, 60, (2, 8))
+    encoded = model.encoder(ids)
+    call = {"encoder_outputs": encoded, "decoder_input_ids": ids[:, :5]}
+    model(attention_mask=torch.ones(2, 8), **call)
+    for shape in ((2, 5), (2, 9), (1, 8)):
+        with pytest.raises(ShapeError, match=r"attention_mask has"):
+            model(attention_mask=torch.ones(shape), **call)
+
+
+def test_packed_rows_are_those_of_the_call() -> None:
+    packed = hf.pack(torch.randint(3, 60, (2, 8)), torch.ones(2, 8, dtype=torch.long))
+    inputs = packed.model_inputs()
+    inputs["input_ids"] = inputs["input_ids"].expand(3, -1)
+    with pytest.raises(ShapeError, match="1 sequences and the inputs have 3"):
+        hf.enable(models.bert())(**inputs)
+
+
+def test_windows_without_a_mask() -> None:
+    layer = hf.enable(models.mistral()).model.layers[0].self_attn
+    states, positions = torch.randn(1, 9, 32), (torch.ones(1, 9, 8), torch.zeros(1, 9, 8))
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="sliding window of 6 for 9 keys"):
+        layer(states, positions, None)
+    with torch.no_grad():
+        layer(states[:, :6], (positions[0][:, :6], positions[1][:, :6]), None)

@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the mutants to run; all others are left out")
     parser.add_argument("--limit", type=float, default=600, help="seconds for each mutant's tests")
     parser.add_argument("--workers", type=int, default=1, help="mutants at a time, a process each")
-    parser.add_argument("--gpu", action="store_true", help="run the tests of a GPU instead of all others")
+    parser.add_argument("--gpu", action="store_true", help="run the tests that need a GPU instead of the others")
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
     parser.add_argument("--record", action="store_true", help="run all tests, and write how long they take")
     given = parser.parse_args()

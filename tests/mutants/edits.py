@@ -35,8 +35,6 @@ UNORDERED = {"allclose", "cast", "equal", "gcd", "getattr", "hasattr", "isinstan
 UNORDERED |= OPPOSITES.keys()
 # Arguments that change a result on a GPU alone, only speed, or only what happens after a mistake elsewhere.
 SILENT_ARGUMENTS = {"device", "non_blocking", "pin_memory", "num_warps", "num_stages", "strict", "stacklevel"}
-# An integer of another sign is the same bits either way.
-SILENT_ARGUMENTS |= {"bitcast"}
 # What `tl.load` gives where nothing is read: masked once more in most places, and in Triton's interpreter 0 by default.
 SILENT_ARGUMENTS |= {"other"}
 # Calls whose numbers are how much is computed at once.

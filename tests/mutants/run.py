@@ -24,7 +24,7 @@ from tests.mutants.reach import Imports
 ROOT = Path(__file__).parents[2]
 # Test files that import a module through more modules than this say little about it, and there are many.
 MOST_IMPORTS = 2
-# Tests that never run: those that only compile kernels, for minutes, and those of this package.
+# Tests that are not run: those that only compile kernels, which takes minutes, and those of this package.
 EXCLUDED = ("tests/kernels/test_compile.py", "tests/fusion/test_compile_templates.py", "tests/mutants")
 
 

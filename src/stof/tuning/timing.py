@@ -82,21 +82,14 @@ def wall_us(
     *,
     rounds: int = 10,
     warmup: int = 3,
-    warm: float = 0.0,
     rest: float = 0.0,
 ) -> dict[str, float]:
     """Median wall time of whole calls in turn, their results awaited: what a user of a model waits for.
 
     Args:
-        warm: seconds of further calls before those that count. A GPU that did nothing takes as long to raise its clock.
         rest: seconds before each call. A card that calls in a row bring to its power limit runs single ones faster.
     """
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + warm
-    while time.perf_counter() < end:
-        for call in calls.values():
-            call()
-            _await(device)
     for turn in range(warmup + rounds):
         for name, call in calls.items():
             _await(device)

@@ -67,8 +67,8 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
         with sparsify(model, masks.longformer(64, 64)):
             out = model(**inputs)
 
-    Under `torch.compile`, the model is compiled anew for every other mask, since Dynamo takes numbers on modules for
-    constants; `torch._dynamo.config.allow_unspec_int_on_nn_module = True` makes one graph serve them.
+    A compiled model is compiled anew for every other mask, since Dynamo treats integers on modules as constants. With
+    `torch._dynamo.config.allow_unspec_int_on_nn_module = True` one graph serves all masks, unless batches are packed.
 
     Args:
         model: a transformers model (or a part, such as `model.encoder`) running `attn_implementation="stof"`.
