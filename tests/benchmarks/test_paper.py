@@ -307,6 +307,9 @@ def test_the_papers_second_phase() -> None:
     assert selector.paper_pick("block_wise", [gathered, rows], score) is None
     assert float(selector.random_mask(512, CPU, 0.05).to_dense(512).float().mean()) == pytest.approx(0.05, rel=0.1)
     assert bool((selector.single_keys(64, CPU).to_dense(64).sum(-1) == 1).all())
+    assert len(selector.mask_makers()) * len(selector.SHAPES) >= 200
+    for name, make in selector.mask_makers().items():
+        assert make(256, CPU).to_dense(256).shape[-2:] == (256, 256), name
 
 
 def test_selectors_choose_among_the_measured_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,9 +321,11 @@ def test_selectors_choose_among_the_measured_layouts(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(selector, "measured", measured)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     for name, kernel in (("random 0.01 %", "row_wise"), ("causal", ""), ("single keys", ""), ("band 3", "")):
-        make = selector.mask_makers()[name]
+        make, shape = selector.mask_makers()[name], Shape(1, 12, 12, 64, 512, 512)
         rows = [Row("selector", name, "", 1, 512, impl) for impl in (selector.OURS, "Eq. 1, tau 1.2", selector.BEST)]
-        found = selector._measure(rows, lambda line: None, True, make=make, device=CPU, dtype=torch.float16)
+        found = selector._measure(
+            rows, lambda line: None, True, make=make, shape=shape, device=CPU, dtype=torch.float16
+        )
         times = [row.us for row in found]
         assert times[0] == times[2] == min(times)
         assert found[1].note.startswith(kernel)

@@ -30,7 +30,7 @@ SPILLS = {
     "options D 128": (544, 544),
     "bias": (0, 32),
     "decode": (32, 0),
-    "hopper D 64": (48, 0),
+    "hopper D 64": (64, 0),
     "hopper 64 rows": (96, 0),
     "hopper 192 rows": (160, 0),
     "hopper D 128": (96, 0),

@@ -52,6 +52,10 @@ _L2 = 9.4e6
 # The same for the gathered tiles of Triton's kernel at head_dim 128: 4.6 to 5.0 million under random masks of 1 to 5 %,
 # at most 5.3 under strided ones. Where row blocks share columns, the constants of tiles hold less.
 _GATHERED_L2 = 4.9e6
+# What a partial tile after a work item's first takes of its constant, at head_dim 64 and 128, where the Hopper kernel
+# rescales lazily because there are no full tiles (see `consumer`): random masks of 30 and 60 %, 128 columns, an H200.
+# The constants are older than that.
+_LAZY_PARTIAL = {64: 0.82, 128: 0.9}
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12
 # What PyTorch takes to lay a bias out in other rows, against copying it as it lies: a guess, its reads are scattered.
@@ -343,7 +347,9 @@ def critical_load(
     masks = tiles.shape[0]
     parts = parts_of(tiles, kernel.split_tiles).flatten().double()
     partial, full = counts.partial.flatten().double(), counts.full.flatten().double()
-    kinds = (torch.ones_like(parts), partial / parts, full / parts, (parts > 1).double(), torch.zeros_like(parts))
+    later = _later_partial(choice, call, survey)
+    partial_of = partial / parts - (1 - later) * (partial / parts - 1).clamp(min=0)
+    kinds = (torch.ones_like(parts), partial_of, full / parts, (parts > 1).double(), torch.zeros_like(parts))
     loads = torch.stack(kinds, 1)
     groups = call.batch * (call.kv_heads if kernel.pack else call.heads)
     copies = parts * (groups / masks)
@@ -370,6 +376,17 @@ def critical_load(
         copied = float(tiles.sum()) * groups / masks
         memory_us = overlapped(memory_us, _tile_bytes(call, layout.block_n, copied) / rate)
     return load, filled, memory_us
+
+
+def _later_partial(choice: KernelChoice, call: CallSpec, survey: Survey) -> float:
+    """Factor on the partial tiles of a work item after its first."""
+    assert choice.kernel is not None
+    assert choice.layout is not None
+    small = choice.layout.block_n == 64 and (choice.layout.block_m == 64 or choice.kernel.paired)
+    scored = call.has_bias or call.has_softcap
+    if choice.implementation != "hopper" or small or scored or bool(survey.counts[choice.layout].full.any()):
+        return 1.0
+    return _LAZY_PARTIAL.get(head_dim_class(call.head_dim, call.value_dim), 1.0)
 
 
 def _without_late_starts(

@@ -236,10 +236,11 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     LAZY: gl.constexpr = D > 64
     # Warpgroups of a pair have tiles and bitmaps of their own: no ping-pong barriers.
     PINGPONG: gl.constexpr = 1 if PAIRED else GROUPS
-    # Full tiles use lazy rescaling, and where tiles are small all tiles of a work tile but its first. With 128 columns
-    # or three warpgroups, the code for partial tiles costs short work tiles up to 9 % and saves nothing (an H200).
+    # Full tiles use lazy rescaling, and so do the partial tiles of a work tile after its first, where there are no full
+    # tiles or thread blocks are small. Elsewhere a third loop costs short work tiles up to 9 % (an H200).
     LAZY_MAXIMUM: gl.constexpr = not config.has_score_mod
-    ALL_LAZY: gl.constexpr = LAZY_MAXIMUM and BLOCK_N == 64 and D <= 128 and (GROUPS == 1 or PAIRED > 0)
+    SMALL: gl.constexpr = BLOCK_N == 64 and (GROUPS == 1 or PAIRED > 0)
+    ALL_LAZY: gl.constexpr = LAZY_MAXIMUM and D <= 128 and (SMALL or not config.has_full)
     bits: gl.constexpr = bit_layout(BLOCK_N)
     word_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bits))
     sums_layout: gl.constexpr = word_layout
