@@ -8,10 +8,13 @@ from torch import Tensor
 
 import stof
 from stof import LayoutConfig, masks
+from stof.kernels.config import KernelConfig
+from stof.kernels.implementation import Options, attend_once
 from stof.layout import Layout, build_layout
 from stof.layout.survey import survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
+from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention
 from tests.gpu.test_hopper import HALVES, HOPPER, STAGES, bound, check_layout, random_inputs
 
@@ -64,6 +67,43 @@ def test_keys_that_no_query_sees() -> None:
     stale = [x.masked_fill(unseen, torch.nan) for x in (k, v)]
     out, lse = bound(layout, q, k, v)(q, *stale, None, None)
     assert_attention(out, lse, q, k, v, layout.to_dense())
+
+
+@pytest.mark.parametrize("mask_heads", [1, 4])
+@pytest.mark.parametrize("tile", [(64, 64), (64, 128), (128, 128), (192, 128)], ids=str)
+def test_unseen_keys_as_zeros(tile: tuple[int, int], mask_heads: int) -> None:
+    """Keys in the middle, at the front and at the end, and NaN in them; split row blocks too."""
+    q, k, v = random_inputs(q_len=777, kv_len=1531, kv_heads=4)
+    seen = torch.rand(2, mask_heads, 1, 1531, device="cuda") < 0.9
+    seen[:, :, :, 1400:] = False
+    seen[1, :, :, :200] = False
+    keep = seen & (torch.rand(2, mask_heads, 777, 1531, device="cuda") < 0.5)
+    layout = build_layout(as_mask(keep), 777, 1531, LayoutConfig(*tile), batch=2, heads=mask_heads, device="cuda")
+    unseen = ~layout.to_dense().any(2)[:, :, :, None]
+    stale = [x.masked_fill(unseen, torch.nan) for x in (k, v)]
+    for split_tiles in (0, 2):
+        prepared = IMPLEMENTATIONS["hopper"].prepare(
+            layout, KernelConfig(4, 2, split_tiles=split_tiles, zero_unseen=True)
+        )
+        out, lse = attend_once(IMPLEMENTATIONS["hopper"].bind, q, *stale, prepared, Options(0.125))
+        assert_attention(out, lse, q, k, v, layout.to_dense())
+
+
+def test_a_causal_mask_with_unseen_keys_runs_on_the_hopper_kernel() -> None:
+    """Through the public function: whole tiles are tried, found unfit, and read with zeros."""
+    q, k, v = random_inputs(q_len=2048, kv_len=2048, kv_heads=4)
+    keep = torch.rand(2048, 2048, device="cuda") < 0.2
+    keep[:, 100::300] = False
+    mask = masks.causal() & masks.from_dense(keep)
+    unseen = ~mask.to_dense(2048, device="cuda").any(2)[:, :, :, None]
+    stale = [x.masked_fill(unseen, torch.nan) for x in (k, v)]
+    plan = stof.plan(mask, 2048, 2048, batch=2, heads=4, device="cuda")
+    out = stof.attention(q, *stale, plan)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(x.double() for x in (q, k, v)), attn_mask=mask.to_dense(2048, device="cuda")
+    )
+    assert float((out.double() - want).abs().max()) < 5e-3
+    assert "unseen keys as zeros" in str(stof.explain(q, k, v, plan)[0].choice)
 
 
 def test_capture_and_repetition() -> None:

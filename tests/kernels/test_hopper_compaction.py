@@ -23,7 +23,7 @@ from stof.testing import assert_attention
 from stof.testing.mask_grid import grid_mask
 from tests.examples import examples
 from tests.interpreter import IN_INTERPRETER
-from tests.kernels.test_hopper_jobs import TILES, check_lists
+from tests.kernels.test_hopper_jobs import TILES, check_lists, counted, seen_keys
 from tests.kernels.test_hopper_launch import Twin, check_call, inputs, twin
 from tests.strategies import line_masks
 
@@ -67,6 +67,32 @@ def test_every_kept_score_once(
     layout = build_layout(as_mask(keep), q_len, kv_len, config_of(tile), batch=batch, heads=heads)
     lists = check_lists(layout, split_tiles)
     assert lists is None or not lists.compacted_keys.numel() or bool((lists.tile_columns >= COMPACTED).any())
+
+
+@given(
+    data=st.data(),
+    q_len=st.sampled_from([1, 64, 300]),
+    kv_len=st.sampled_from([1, 65, 500]),
+    tile=st.sampled_from(TILES),
+    split_tiles=st.sampled_from([0, 2]),
+)
+@examples(40)
+def test_unseen_keys_as_zeros(
+    data: st.DataObject, q_len: int, kv_len: int, tile: tuple[int, int], split_tiles: int
+) -> None:
+    """Contiguous tiles of any mask, every kept score once, and no key that no query of the pattern sees."""
+    batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    keep = data.draw(line_masks(q_len, kv_len, batch, heads))
+    layout = build_layout(as_mask(keep), q_len, kv_len, LayoutConfig(*tile), batch=batch, heads=heads)
+    lists = make_tile_lists(layout, split_tiles, zero_unseen=True)
+    assert lists.slab == lists.block_n
+    assert torch.equal(counted(lists, seen_keys(layout)), layout.to_dense().int())
+
+
+@pytest.mark.parametrize("config", [LayoutConfig(64, 64, 16), LayoutConfig(64, 64, 1)], ids=str)
+def test_unseen_keys_of_gathered_columns_are_not_zeroed(config: LayoutConfig) -> None:
+    with pytest.raises(UnfitLayoutError, match="in contiguous tiles only"):
+        make_tile_lists(build_layout(STRIDED, 700, 700, config), zero_unseen=True)
 
 
 def test_lists_that_are_alike_are_copied_once() -> None:
@@ -122,6 +148,25 @@ def test_masks_by_head_and_sequence(tile: tuple[int, int], split_tiles: int) -> 
     for kept in (keep, keep[:, 1:2], keep[:1], keep[:1, 2:3]):
         layout = build_layout(as_mask(kept.clone()), q_len, 333, config_of(tile), batch=len(kept), heads=kept.shape[1])
         check_call(layout, *inputs(q_len=q_len), split_tiles=split_tiles, **options)
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("poisoned_memory", "twin")
+@pytest.mark.parametrize("mask_heads", [1, 4])
+def test_what_no_query_sees_is_read_as_zeros(mask_heads: int) -> None:
+    """Keys in the middle, at the front and at the end, and NaN in them."""
+    generator = torch.Generator().manual_seed(0)
+    seen = torch.rand(2, mask_heads, 1, 333, generator=generator) < 0.9
+    seen[:, :, :, 300:] = False
+    seen[1, :, :, :40] = False
+    keep = seen & (torch.rand(2, mask_heads, 200, 333, generator=generator) < 0.5)
+    layout = build_layout(as_mask(keep), 200, 333, LayoutConfig(64, 64), batch=2, heads=mask_heads)
+    q, k, v = inputs(kv_heads=4)
+    unseen = ~layout.to_dense().any(2)[:, :, :, None]
+    prepared = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2, zero_unseen=True))
+    stale: list[Tensor] = [x.masked_fill(unseen, torch.nan) for x in (k, v)]
+    out, lse = attend_once(IMPLEMENTATIONS["hopper"].bind, q, *stale, prepared, Options(0.125))
+    assert_attention(out, lse, q, k, v, layout.to_dense())
 
 
 @IN_INTERPRETER

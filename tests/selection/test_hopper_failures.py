@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stof import LayoutConfig, masks
-from stof.errors import KernelError, UnsupportedError
+from stof.errors import KernelError
 from stof.kernels.implementation import Options
 from stof.layout import build_layout
 from stof.masks import Mask
@@ -62,7 +62,8 @@ class OnCpu:
         """Estimates by which choices with this row order are fastest."""
 
         def estimate(choice: KernelChoice, *rest: Any) -> float:
-            return 1.0 + 2.0 * (choice.implementation != name) + 1.0 * (choice.row_order != row_order)
+            zeroed = choice.kernel is not None and choice.kernel.zero_unseen
+            return 1.0 + 2.0 * (choice.implementation != name) + 1.0 * (choice.row_order != row_order) + 0.5 * zeroed
 
         self.monkeypatch.setattr(select, "estimate", estimate)
 
@@ -125,20 +126,27 @@ def test_an_unfit_choice_is_left_out_for_its_plan_without_a_warning(on_cpu: OnCp
     assert on_cpu.ran == ["hopper"] * 3
 
 
-def test_a_plan_it_cannot_read_at_all(on_cpu: OnCpu) -> None:
+def test_keys_that_no_query_sees_are_zeroed(on_cpu: OnCpu) -> None:
     """Every eighth key is seen by nobody: any slab would read some."""
     keep = torch.ones(300, 300, dtype=torch.bool)
     keep[:, 3::8] = False
     plan = on_cpu.plan(as_mask(keep), 300)
     on_cpu.prefer(None)
     assert plan.choice(spec(plan)).implementation == "hopper"
+    assert not any("unseen keys as zeros" in str(c) for c in plan.candidates(spec(plan)))
     on_cpu.run(plan, None)
-    assert on_cpu.ran == ["block_wise"]
-    with pytest.raises(UnsupportedError, match=r"hopper.*keys that no query sees"):
-        on_cpu.run(plan, "hopper")
-    refused = [c for c in plan.candidates(spec(plan)) if c.name == "hopper"]
+    assert on_cpu.ran == ["hopper"]
+    chosen = plan.choice(spec(plan))
+    assert chosen.kernel is not None
+    assert chosen.kernel.zero_unseen
+    assert chosen.layout is not None
+    assert chosen.layout.slab is None
+    refused = [c for c in plan.candidates(spec(plan)) if c.name == "hopper" and c.refusals]
     assert {c.choice.row_order for c in refused if c.choice} == {None}
     assert all("keys that no query sees" in str(c) for c in refused)
+    # A bias is copied in whole tiles of the keys themselves.
+    biased = replace(spec(plan), has_bias=True, tiled_bias=True)
+    assert not any("unseen keys as zeros" in str(c) for c in plan.candidates(biased))
 
 
 def test_slabs_where_whole_tiles_read_too_much(on_cpu: OnCpu) -> None:

@@ -20,6 +20,7 @@ class KernelConfig:
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
         side: (batch, head) pairs that run the same item side by side, so that K and V stay in the L2 cache; 0 for all.
         paired: two row blocks to a work tile, a warpgroup for each, and never split (the Hopper kernel alone).
+        zero_unseen: read a copy of K and V with zeros for keys that no query sees (the Hopper kernel alone).
     """
 
     num_warps: int = 4
@@ -29,6 +30,7 @@ class KernelConfig:
     split_tiles: int = 0
     side: int = 0
     paired: bool = False
+    zero_unseen: bool = False
 
     def __post_init__(self) -> None:
         if self.num_stages < 2:
@@ -41,4 +43,5 @@ class KernelConfig:
         parts += [f"split at {self.split_tiles} tiles"] * (self.split_tiles > 0)
         parts += [f"{self.side} heads side by side"] * (self.side > 0)
         parts += ["row blocks in pairs"] * self.paired
+        parts += ["unseen keys as zeros"] * self.zero_unseen
         return ", ".join(parts)

@@ -293,15 +293,15 @@ def estimate_tiles(
 
 
 def compaction_us(choice: KernelChoice, call: CallSpec, survey: Survey, model: DeviceModel) -> float:
-    """Time until keys and values are put side by side: another launch, and each of them read and written once."""
-    if (
-        choice.implementation not in ON_HOPPER
-        or choice.layout is None
-        or not survey.counts[choice.layout].compacted_keys
-    ):
+    """Time until keys and values are copied side by side: another launch, and each of them read and written once."""
+    if choice.implementation not in ON_HOPPER or choice.layout is None:
+        return 0.0
+    zeroed = choice.kernel is not None and choice.kernel.zero_unseen
+    keys = call.kv_len if zeroed else survey.counts[choice.layout].compacted_keys
+    if not keys:
         return 0.0
     heads = call.heads if survey.mask_heads > 1 else call.kv_heads
-    elements = call.batch * heads * survey.counts[choice.layout].compacted_keys * (call.head_dim + call.value_dim)
+    elements = call.batch * heads * keys * (call.head_dim + call.value_dim)
     return _COMPACTION_US + 2 * elements * call.dtype.itemsize / model.bytes_per_us
 
 

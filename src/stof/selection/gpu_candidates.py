@@ -104,7 +104,7 @@ def gpu_choices(
 def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None, ...]) -> list[KernelChoice]:
     """Contiguous tiles, slabs of 16 or 8 columns, compacted columns, and evenly spaced rows and columns.
 
-    With a bias, which is copied in whole tiles, the first alone.
+    Contiguous tiles also with unseen keys as zeros. With a bias, which is copied in whole tiles, contiguous ones alone.
     """
     choices: list[KernelChoice] = []
     fixed, side = geometry.fixed, _side(call, share=_HOPPER_L2_SHARE)
@@ -124,6 +124,8 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
             layouts += [(fixed, None)] if serves else []
         for layout, order in layouts:
             choices += _variants(KernelChoice("hopper", layout, order, kernel), call)
+            if layout.slab is None and not call.has_bias:
+                choices += _variants(KernelChoice("hopper", layout, order, replace(kernel, zero_unseen=True)), call)
             if _can_pair(layout, order, call):
                 # Without splits: splitting paired row blocks was never faster.
                 paired = replace(kernel, num_stages=_PAIRED_STAGES, paired=True)

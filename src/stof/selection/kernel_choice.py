@@ -30,8 +30,9 @@ class KernelChoice:
     @property
     def layout_key(self) -> Hashable:
         """What decides whether a layout fits: choices with equal keys fit alike."""
-        paired = self.kernel is not None and self.kernel.paired
-        return self.implementation, self.layout, self.row_order, paired
+        kernel = self.kernel
+        lists = kernel is not None and (kernel.paired, kernel.zero_unseen)
+        return self.implementation, self.layout, self.row_order, lists
 
     def __str__(self) -> str:
         parts = ["widened"] if self.widened else []

@@ -258,6 +258,11 @@ class _OnGpu:
             found = f"needs more shared memory than the {self.limit} bytes of this device"
         return found
 
+    def _fits_as_it_is(self, choice: KernelChoice) -> bool:
+        """Whether keys need no copy, as far as is known."""
+        assert choice.kernel is not None
+        return replace(choice, kernel=replace(choice.kernel, zero_unseen=False)).layout_key not in self.layout_errors
+
     def candidate(self, choice: KernelChoice, counted: Survey) -> Candidate:
         """A choice that can run, with its estimate."""
         constants_of = self.model.device if self.model.stands_in_for else ""
@@ -277,6 +282,8 @@ class _OnGpu:
             for choice in ordered:
                 error = self.error(choice)
                 simpler = choice if choice.layout is None else replace(choice, layout=choice.layout.contiguous())
+                if choice.kernel is not None and choice.kernel.zero_unseen and self._fits_as_it_is(choice):
+                    continue
                 if error is not None:
                     bad.append(Candidate(choice.implementation, (error,), choice))
                 elif is_distinct(choice, counted, simpler.layout_key not in self.layout_errors):

@@ -26,8 +26,9 @@ def prepare(layout: Layout, config: KernelConfig | None) -> PreparedTiles:
         UnfitLayoutError: the kernel cannot read the layout.
     """
     config = config or KernelConfig(num_stages=2)
-    lists = make_paired_lists(layout) if config.paired else make_tile_lists(layout, config.split_tiles)
-    return PreparedTiles(lists, config)
+    if config.paired:
+        return PreparedTiles(make_paired_lists(layout), config)
+    return PreparedTiles(make_tile_lists(layout, config.split_tiles, config.zero_unseen), config)
 
 
 def prepare_fp8(layout: Layout, config: KernelConfig | None) -> PreparedTiles:

@@ -115,16 +115,18 @@ class TileLists:
     paired: int = 0
 
 
-def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
+def make_tile_lists(layout: Layout, split_tiles: int = 0, zero_unseen: bool = False) -> TileLists:
     """Prepare a layout.
 
     Args:
         layout: row blocks of 64, 128 or 192 rows and tiles of 64 or 128 columns: contiguous ones, gathered in slabs of
             8 or 16, or, where gathered one by one, with compacted columns or evenly spaced.
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
+        zero_unseen: contiguous tiles read a copy of all keys, with zeros for those that no query sees.
 
     Raises:
-        UnfitLayoutError: other sizes; columns or rows lie in a way that TMA cannot copy.
+        UnfitLayoutError: other sizes; columns or rows lie in a way that TMA cannot copy; tiles hold keys that no query
+            sees, which are not zeroed.
     """
     config = layout.config
     if config.block_m not in ROW_BLOCKS or config.block_n not in (64, 128):
@@ -133,7 +135,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
         )
     pointers = layout.row_block_ptr.long().cpu()
     partial = layout.partial_count.long().cpu()
-    columns, compacted, slab, column_step = _columns(layout)
+    columns, compacted, slab, column_step = _zeroed_columns(layout) if zero_unseen else _columns(layout)
     bitmaps = accumulator_order(layout.bitmaps, config.block_n)
     # Row blocks without a tile get one that keeps nothing; full tiles may come first in an item and then need a bitmap.
     nothing, everything = len(bitmaps), len(bitmaps) + 1
@@ -209,22 +211,37 @@ def _columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:
     return columns, compacted, slab, column_step
 
 
+def _zeroed_columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:
+    """`_columns` of contiguous tiles that read a copy of the keys, with zeros for those that no query sees."""
+    base, block_n = layout.tile_base.long(), layout.config.block_n
+    if layout.config.slab is not None or bool((base < 0).any()):
+        raise UnfitLayoutError("keys that no query sees become zeros in contiguous tiles only")
+    seen = _seen(layout)
+    seen[:, layout.kv_len] = False
+    keys = torch.where(seen, torch.arange(layout.kv_len + 1, device=seen.device), -1)[:, : layout.kv_len]
+    keys = torch.nn.functional.pad(keys, (0, -layout.kv_len % block_n), value=-1)
+    return COMPACTED + base[:, None], _shared(keys[layout.pattern_of.long()]), block_n, 1
+
+
 def check_reads(layout: Layout, read: Tensor) -> None:
     """Refuse to read keys that no query of a pattern sees: their values may be anything, and 0 * NaN is NaN.
 
     Args:
         read: int64 `[T, block_n]`, key columns that copies of the tiles touch; past the end they are zeros.
     """
-    kv_len = layout.kv_len
     pattern = torch.div(layout.tile_row_block(), layout.row_blocks, rounding_mode="floor")
-    columns = layout.tile_columns()
-    live = layout.tile_live()
-    # One spare column stands for those past the end, which are read as zeros.
-    kept = torch.zeros(layout.patterns, kv_len + 1, dtype=torch.bool, device=read.device)
-    kept[pattern[:, None].expand_as(columns)[live], columns[live]] = True
-    kept[:, kv_len] = True
-    if not bool(kept[pattern[:, None], read.clamp(max=kv_len)].all()):
+    if not bool(_seen(layout)[pattern[:, None], read.clamp(max=layout.kv_len)].all()):
         raise UnfitLayoutError("its tiles hold keys that no query sees, whose values may be anything")
+
+
+def _seen(layout: Layout) -> Tensor:
+    """Keys that some query of a pattern sees, bool `[P, kv_len + 1]`; the last stands for all past the end."""
+    pattern = torch.div(layout.tile_row_block(), layout.row_blocks, rounding_mode="floor")
+    columns, live = layout.tile_columns(), layout.tile_live()
+    seen = torch.zeros(layout.patterns, layout.kv_len + 1, dtype=torch.bool, device=columns.device)
+    seen[pattern[:, None].expand_as(columns)[live], columns[live]] = True
+    seen[:, layout.kv_len] = True
+    return seen
 
 
 def slabs_and_reads(layout: Layout) -> tuple[Tensor, Tensor]:
@@ -264,12 +281,15 @@ def _compacted_columns(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     padded = torch.where(keys < 0, layout.kv_len, keys)
     padded = torch.nn.functional.pad(padded, (0, len(along)), value=layout.kv_len)
     read[of_list] = padded[pattern[:, None], begin[:, None] + along]
-    compacted = keys[layout.pattern_of.long()]
-    # Lists that are alike are copied once.
+    return columns[:, None], read, _shared(keys[layout.pattern_of.long()])
+
+
+def _shared(keys: Tensor) -> Tensor:
+    """`TileLists.compacted_keys`; lists that are alike are copied once."""
     for dim in (0, 1):
-        if torch.equal(compacted, compacted.narrow(dim, 0, 1).expand_as(compacted)):
-            compacted = compacted.narrow(dim, 0, 1)
-    return columns[:, None], read, compacted.int().contiguous()
+        if torch.equal(keys, keys.narrow(dim, 0, 1).expand_as(keys)):
+            keys = keys.narrow(dim, 0, 1)
+    return keys.int().contiguous()
 
 
 def _evenly_spaced(layout: Layout) -> tuple[Tensor, int]:
