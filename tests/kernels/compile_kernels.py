@@ -45,9 +45,9 @@ from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble, report
 from tests.kernels.covering import KINDS, covering
 from tests.kernels.device_kernels import compiled_for_device, fill_kernels, layout_kernels
 
-# The first ends the name of cases whose work the device makes; the last is in that of those whose tiles come from two
+# The first ends the name of cases whose work the device makes; the third is in that of those whose tiles come from two
 # places.
-AT_RUN_TIME, ONE_EACH, COMPACTED_TOO = KINDS
+AT_RUN_TIME, ONE_EACH, COMPACTED_TOO, FEW_KEYS = KINDS
 # The bias's rows begin at multiples of 8 values, not of 16; or at none at all.
 LONGER_ROWS, ODD_ROWS = "in longer rows", "in odd rows"
 FAMILIES = ("hopper", "others")
@@ -203,6 +203,18 @@ def _hopper() -> Iterator[Case]:
         yield replace(case, name=f"{case.name} {AT_RUN_TIME}")
         if tile == (64, 64):
             yield replace(case, name=f"{case.name} {COMPACTED_TOO} {AT_RUN_TIME}")
+    for group, call, tile in (
+        ("hopper D 64", call_of(half, 64), square),
+        ("hopper 64 rows", call_of(half, 64), (64, 64)),
+        ("hopper 64 rows", call_of(bfloat, 64), (64, 128)),
+        ("hopper 192 rows", call_of(half, 64), (192, 128)),
+        ("hopper D 128", call_of(half, 128), square),
+    ):
+        call = replace(call, compute_capability=(9, 0))
+        choices = [c for c in gpu_choices(call, Open(), "hopper") if c.layout and c.layout.block_m == tile[0]]
+        choices = [c for c in choices if c.layout and c.layout.block_n == tile[1]]
+        case = _case(group, call, "contiguous", choices, (90,))
+        yield replace(case, name=f"{case.name} {FEW_KEYS}")
 
 
 def _fp8() -> Iterator[Case]:
@@ -335,6 +347,8 @@ def recorded(case: Case) -> Recorded:
             assert bool(lists.slab) == slabs, "the layout has no slabs"
             if case.name.endswith(AT_RUN_TIME):
                 lists = replace(lists, ranges=torch.zeros(len(lists.items), len(RANGE), dtype=torch.int32))
+            if case.name.endswith(FEW_KEYS):
+                lists = replace(lists, exact_tiles=2, has_full=0)
             if COMPACTED_TOO in case.name:
                 compacted = torch.zeros(1, call.heads, lists.block_n, dtype=torch.int32)
                 lists = replace(lists, compacted_keys=compacted, slab=lists.block_n, has_full=0)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.kernels.compile_kernels import Case
 
 # What stands in the names of cases that are not the selector's alone.
-KINDS = ("made at run time", "one job each", "compacted keys")
+KINDS = ("made at run time", "one job each", "compacted keys", "few keys a row")
 
 
 def covering(cases: Iterable[Case]) -> Iterator[Case]:

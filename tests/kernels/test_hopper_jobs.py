@@ -453,3 +453,40 @@ def test_heads_side_by_side() -> None:
     assert torch.equal(group, group.sort().values)
     for number in group.unique():
         assert torch.equal(cost[group == number], cost[group == number].sort(descending=True).values)
+
+
+def random_keep(density: float, length: int = 1024) -> Tensor:
+    return torch.rand(length, length, generator=torch.Generator().manual_seed(0)) < density
+
+
+@pytest.mark.parametrize("tile", [(64, 64), (64, 128), (128, 128), (192, 128)])
+def test_items_without_full_tiles_begin_where_most_rows_have_a_key(tile: tuple[int, int]) -> None:
+    """A window with few scattered keys: no row meets its first key later."""
+    window = masks.sliding_window(70, 70).to_dense(1024, 1024)[0, 0]
+    layout = build_layout(as_mask(window & random_keep(0.9) | random_keep(0.005)), 1024, 1024, LayoutConfig(*tile))
+    lists = check_lists(layout, 0)
+    assert lists is not None
+    assert not lists.has_full
+    covered = (lists.bitmaps != 0).any(2).sum(1)[lists.tile_bitmap.long()]
+    for item in lists.items.tolist():
+        assert covered[item[1]] == covered[item[1] : item[3]].max()
+    assert lists.exact_tiles == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "exact"),
+    [
+        (random_keep(0.3), 1),  # every row has a key in the first tile
+        (random_keep(0.02), 2),  # 8 % of the rows have their first key in the second
+        (random_keep(0.007), 4),
+        (random_keep(0.01) | (torch.arange(1024) == 0), 1),  # all in the first
+        (random_keep(0.01)[:, :128], 1),  # there is no second
+        (torch.zeros(256, 256, dtype=torch.bool), 1),
+        (random_keep(0.01) | torch.ones(1024, 1).bool() * (torch.arange(1024) >= 896), 1),  # full tiles
+    ],
+)
+def test_tiles_in_which_rows_find_their_first_keys(keep: Tensor, exact: int) -> None:
+    q_len, kv_len = keep.shape
+    for tile in ((128, 128), (192, 128), (64, 128)):
+        lists = make_tile_lists(build_layout(as_mask(keep), q_len, kv_len, LayoutConfig(*tile)), zero_unseen=True)
+        assert lists.exact_tiles == exact

@@ -257,11 +257,35 @@ def test_row_wise_by_rows_and_keys() -> None:
     few, many = (estimate(choice, call, counted([1] * 10, kept=kept), MODEL) for kept in (8, 800))
     assert few is not None
     assert many is not None
-    assert few == pytest.approx(3.0 + 2.0 + 12 * 640 * (2e-4 + 8 * 1.5e-4))
-    assert many == pytest.approx(3.0 + 2.0 + 12 * 640 * (2e-4 + 800 * 1.5e-4))
+    assert few == pytest.approx(3.0 + 12 * 640 * (2e-4 + 8 * 1.5e-4))
+    assert many == pytest.approx(3.0 + 12 * 640 * (2e-4 + 800 * 1.5e-4))
+    wide = estimate(choice, call_of(q_len=640, head_dim=128), counted([1] * 10, kept=8), MODEL)
+    assert wide == pytest.approx(3.0 + 12 * 640 * (2 * 2e-4 + 2**0.8 * 8 * 1.5e-4))
     # A single long row takes its keys one after the other.
     alone = estimate(choice, call_of(q_len=1, heads=1, batch=1), counted([1], kept=4000), MODEL)
-    assert alone == pytest.approx(3.0 + 2.0 + 4000 * 0.021)
+    assert alone == pytest.approx(3.0 + 4000 * 0.021)
+
+
+def test_partial_tiles_cost_less_where_there_are_no_full_ones() -> None:
+    """On the Hopper kernel without options, behind the tiles in which rows find their first keys."""
+    kernel = KernelChoice("hopper", LayoutConfig(128, 128), None, KernelConfig(4, 4))
+
+    def load(choice: KernelChoice, partial: int, full: int, kept: int, **call: bool) -> float:
+        counts = TileCounts(torch.full((1, 264), partial), torch.full((1, 264), full))
+        assert choice.layout is not None
+        survey = Survey({choice.layout: counts}, torch.full((1, 264 * 128), kept), 1, 1)
+        one = call_of(q_len=264 * 128, kv_len=8192, heads=1, **call)
+        return float(critical_load(choice, one, survey, MODEL, TIMES)[0][1])
+
+    assert load(kernel, 9, 0, 9 * 64) == pytest.approx(2 * (1 + 8 * 0.82))
+    assert load(kernel, 9, 1, 9 * 64) == pytest.approx(2 * 9)
+    assert load(kernel, 9, 0, 9 * 64, has_softcap=True) == pytest.approx(2 * 9)
+    exact = 4.158883 / 2  # log 64 over two keys of a tile
+    assert load(kernel, 9, 0, 9 * 2) == pytest.approx(2 * (exact + (9 - exact) * 0.82))
+    assert load(kernel, 9, 0, 0) == pytest.approx(2 * 9)
+    small = replace(kernel, layout=LayoutConfig(64, 64))
+    assert load(small, 9, 0, 9 * 64) == pytest.approx(load(small, 9, 1, 9 * 64))
+    assert load(replace(kernel, implementation="block_wise"), 9, 0, 9 * 64) == pytest.approx(2 * 9)
 
 
 def test_unknown_kernels_are_guessed() -> None:

@@ -26,6 +26,7 @@ from stof.selection import (
     default_config,
 )
 from stof.selection.cost_model import DEFAULT_DEVICE, load_model
+from stof.selection.select import NO_LAYOUT_ERRORS, LayoutErrors
 from stof.testing.attention_check import TOLERANCE, AttentionProblem, Expected
 from stof.testing.mask_grid import GridMask, Shape
 from stof.tuning.timing import time_calls
@@ -58,7 +59,12 @@ class Alternative:
 
 
 def estimated(
-    mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str = DEFAULT_GPU, device: torch.device | str = "cpu"
+    mask: Mask,
+    shape: Shape,
+    dtype: torch.dtype,
+    gpu: str = DEFAULT_GPU,
+    device: torch.device | str = "cpu",
+    layout_errors: LayoutErrors = NO_LAYOUT_ERRORS,
 ) -> list[Alternative]:
     """Every layout a GPU could use for this call, fastest first by the cost model; nothing runs, no GPU is needed.
 
@@ -67,10 +73,11 @@ def estimated(
         shape, dtype: the call.
         gpu: its name as `stof tune --device` knows it.
         device: where the mask is evaluated.
+        layout_errors: layouts that are known not to fit.
     """
     call, geometry = _asked(mask, shape, dtype, device)
     best: dict[tuple[object, ...], tuple[KernelChoice, float | None]] = {}
-    for candidate in candidates(call, torch.device("cuda", 0), geometry, load_model(gpu)):
+    for candidate in candidates(call, torch.device("cuda", 0), geometry, load_model(gpu), layout_errors):
         choice = candidate.choice
         if choice is not None and choice.layout is not None and not candidate.refusals:
             best.setdefault((choice.implementation, choice.layout, choice.row_order), (choice, candidate.estimate_us))

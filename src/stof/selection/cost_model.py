@@ -40,9 +40,9 @@ _BIAS_COST, _NARROW_BIAS_COST, _HOPPER_BIAS_COST = 1.45, 6.0, 1.6
 # layer (heads last; `python -m benchmarks kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were. Odd rows:
 # a guess.
 _SCATTERED_BIAS_COST = 3.0
-# A row by itself: what it costs at least (a guess), and each key that one program reads after the other (an H200: one
-# query, 4096 keys, 32 heads in 88 us).
-_ROW_START_US, _ROW_KEY_US = 2.0, 0.021
+# Each key of a row that one program reads after the other (an H200: one query, 4096 keys, 32 heads in 88 us), and the
+# power of the head's width with which keys cost more where programs fill the machine (random masks, an H200).
+_ROW_KEY_US, _ROW_KEY_WIDTH = 0.021, 0.8
 # Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/attention/fp8.py` took 1123 us
 # under a full mask of 8192 tokens on an H200, the transposition of V included, where they rest on 1571.
 _FP8_TILE = 0.73
@@ -209,8 +209,9 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
         kept = float(survey.kept.double().mean(0).sum()) * call.batch * call.heads
         row_us, key_us = model.row_wise
         width = (call.head_dim + call.value_dim) / 128
-        whole = call.batch * call.heads * call.q_len * row_us + kept * key_us * width
-        return model.launch + _ROW_START_US + max(whole, float(survey.kept.max()) * _ROW_KEY_US)
+        rows = call.batch * call.heads * call.q_len
+        whole = rows * row_us * max(1.0, width) + kept * key_us * width**_ROW_KEY_WIDTH
+        return model.launch + max(whole, float(survey.kept.max()) * _ROW_KEY_US)
     if choice.kernel is None or choice.layout is None:
         return None
     if choice.implementation in ("block_wise", "hopper") and call.q_len <= DECODE_ROWS:
@@ -347,8 +348,8 @@ def critical_load(
     masks = tiles.shape[0]
     parts = parts_of(tiles, kernel.split_tiles).flatten().double()
     partial, full = counts.partial.flatten().double(), counts.full.flatten().double()
-    later = _later_partial(choice, call, survey)
-    partial_of = partial / parts - (1 - later) * (partial / parts - 1).clamp(min=0)
+    exact, later = _lazy_partial(choice, call, survey)
+    partial_of = partial / parts - (1 - later) * (partial / parts - exact).clamp(min=0)
     kinds = (torch.ones_like(parts), partial_of, full / parts, (parts > 1).double(), torch.zeros_like(parts))
     loads = torch.stack(kinds, 1)
     groups = call.batch * (call.kv_heads if kernel.pack else call.heads)
@@ -378,15 +379,21 @@ def critical_load(
     return load, filled, memory_us
 
 
-def _later_partial(choice: KernelChoice, call: CallSpec, survey: Survey) -> float:
-    """Factor on the partial tiles of a work item after its first."""
+def _lazy_partial(choice: KernelChoice, call: CallSpec, survey: Survey) -> tuple[float, float]:
+    """How many partial tiles of a work item cost what the constants say, and what the others cost of that.
+
+    The former are those in which 64 rows find their first keys, if keys lie at random.
+    """
     assert choice.kernel is not None
     assert choice.layout is not None
+    counts = survey.counts[choice.layout]
     small = choice.layout.block_n == 64 and (choice.layout.block_m == 64 or choice.kernel.paired)
     scored = call.has_bias or call.has_softcap
-    if choice.implementation != "hopper" or small or scored or bool(survey.counts[choice.layout].full.any()):
-        return 1.0
-    return _LAZY_PARTIAL.get(head_dim_class(call.head_dim, call.value_dim), 1.0)
+    if choice.implementation != "hopper" or small or scored or bool(counts.full.any()):
+        return 1.0, 1.0
+    keys = float(survey.kept.double().mean()) / max(1.0, float(counts.partial.double().mean()))
+    exact = max(1.0, math.log(64) / max(keys, 0.01))
+    return exact, _LAZY_PARTIAL.get(head_dim_class(call.head_dim, call.value_dim), 1.0)
 
 
 def _without_late_starts(
@@ -401,8 +408,8 @@ def _without_late_starts(
         load = load + (loads * copies[:, None])[early].sum(0) / slots * (1 - late)
     if not bool(early.all()):
         load = load + last_slot(loads[~early], each[~early], copies[~early] / rounds, slots)
-    longest = loads[int(each.argmax())]
-    return longest if float(longest @ weights) > float(load @ weights) else load
+    # No call ends before its longest work tile, nor before all slots have had their share.
+    return max((load, loads[int(each.argmax())], average), key=lambda one: float(one @ weights)).clone()
 
 
 def _per_job(counts: TileCounts, paired: bool) -> TileCounts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 RUN = 64
 # Rows of a row block: one warpgroup for each 64.
 ROW_BLOCKS = (64, 128, 192)
-# Tile size for which the first tile of a work tile is chosen (`tile_lists.order_first_tiles`).
+# Tile size for which the first tile of a work tile is chosen in any layout (`tile_lists.order_first_tiles`).
 SMALL_TILE = (64, 64)
 # The tile size of the FP8 kernel.
 FP8_TILE = (128, 128)
@@ -38,6 +38,7 @@ class ForwardConfig:
         skip_empty: warpgroups without rows skip the tiles of the last row block.
         paired: a work tile is two row blocks, each with tiles of its own.
         transposed_v: V tiles are `[D, keys]`.
+        exact_tiles: tiles at the begin of a work tile that have no lazy rescaling, at least 1.
     """
 
     groups: int
@@ -58,6 +59,7 @@ class ForwardConfig:
     skip_empty: bool = False
     paired: bool = False
     transposed_v: bool = False
+    exact_tiles: int = 1
 
 
 def padded_width(head_dim: int) -> int:

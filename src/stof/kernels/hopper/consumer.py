@@ -236,8 +236,8 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     LAZY: gl.constexpr = D > 64
     # Warpgroups of a pair have tiles and bitmaps of their own: no ping-pong barriers.
     PINGPONG: gl.constexpr = 1 if PAIRED else GROUPS
-    # Full tiles use lazy rescaling, and so do the partial tiles of a work tile after its first, where there are no full
-    # tiles or thread blocks are small. Elsewhere a third loop costs short work tiles up to 9 % (an H200).
+    # Full tiles use lazy rescaling. So do a work tile's partial tiles after its first `exact_tiles`, where there are no
+    # full tiles or thread blocks are small. Elsewhere a third loop costs short work tiles up to 9 % (an H200).
     LAZY_MAXIMUM: gl.constexpr = not config.has_score_mod
     SMALL: gl.constexpr = BLOCK_N == 64 and (GROUPS == 1 or PAIRED > 0)
     ALL_LAZY: gl.constexpr = LAZY_MAXIMUM and D <= 128 and (SMALL or not config.has_full)
@@ -298,6 +298,8 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
         mbarrier.wait(args.q_full.index(work_index % Q_STAGES), (work_index // Q_STAGES) & 1)
         if ALL_LAZY:
             rest = begin + 1
+            if config.exact_tiles > 1:
+                rest = gl.maximum(gl.minimum(begin + config.exact_tiles, partial_end), rest)
         else:
             rest = gl.maximum(begin + 1, partial_end) if config.has_full else end
         last = end

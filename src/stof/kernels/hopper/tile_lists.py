@@ -21,6 +21,8 @@ SKIPPED_BIT = 28
 COMPACTED = 2**30
 # Keys that are permuted among themselves when V is transposed (`fp8/transpose_v.py`).
 ACROSS = 16
+# See `exact_tiles`.
+_MOST_EXACT = 4
 
 
 def oob_column(kv_len: int) -> int:
@@ -91,6 +93,7 @@ class TileLists:
         column_step: distance of neighbouring columns of evenly spaced tiles.
         chunks: the most chunks that the split row blocks of a pattern have together.
         has_full: whether there are full tiles.
+        exact_tiles: tiles at the begin of an item in which rows find their first keys, see `exact_tiles`.
         paired: whether a work tile is two row blocks of 64 rows, each with tiles of its own (`paired_tile_lists.py`).
     """
 
@@ -112,6 +115,7 @@ class TileLists:
     column_step: int
     chunks: int
     has_full: int
+    exact_tiles: int = 1
     paired: int = 0
 
 
@@ -144,10 +148,13 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0, zero_unseen: bool = Fa
     tile_bitmap = torch.where(full, everything, layout.tile_bitmap)
     dummy = len(columns)
     items, item_ptr, chunks = split_items(pointers, partial, layout.patterns, split_tiles, dummy)
-    if dummy and (config.block_m, config.block_n) == SMALL_TILE:
-        covered = (bitmaps != 0).any(2).sum(1)[tile_bitmap.long()]
-        items, order = order_first_tiles(items, covered, full)
+    exact = 1
+    if dummy and ((config.block_m, config.block_n) == SMALL_TILE or not bool(full.any())):
+        # Partial tiles have lazy rescaling (`consumer`).
+        rows = (bitmaps != 0).any(2)
+        items, order = order_first_tiles(items, rows.sum(1)[tile_bitmap.long()], full)
         columns, tile_bitmap = columns[order], tile_bitmap[order]
+        exact = exact_tiles(items, rows, tile_bitmap.long())
     spare = columns.new_full((1, columns.shape[1]), oob_column(layout.kv_len))
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
@@ -172,6 +179,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0, zero_unseen: bool = Fa
         column_step=column_step,
         chunks=chunks,
         has_full=bool((items[:, ITEM.partial_end] < items[:, ITEM.end]).any()),
+        exact_tiles=exact,
     )
 
 
@@ -401,3 +409,28 @@ def order_first_tiles(items: Tensor, covered: Tensor, full: Tensor) -> tuple[Ten
     items = items.clone()
     items[:, ITEM.partial_end] = (partial_end + (before & (partial_end > begin))).int().to(items.device)
     return items, order
+
+
+def exact_tiles(items: Tensor, rows: Tensor, tile_bitmap: Tensor) -> int:
+    """Return how many tiles at the begin of an item have no lazy rescaling, 1 to `_MOST_EXACT`.
+
+    With it, the first key of a row makes a warpgroup compute a tile twice. Where keys are so few that most warpgroups
+    meet such rows in their second tile too, and so on, these tiles follow their own maxima, as the first one does.
+
+    Args:
+        items: int32 `[I, 8]` as `TileLists.items`.
+        rows: bool `[U, block_m]`, rows of each bitmap that keep a key.
+        tile_bitmap: int64 `[T]`, the bitmap of each tile; items without tiles begin at T.
+    """
+    begin, _, end = items[items[:, ITEM.begin] < len(tile_bitmap), ITEM.begin : ITEM.end + 1].long().unbind(1)
+    begin, end = begin.to(rows.device), end.to(rows.device)
+    seen = rows[tile_bitmap[begin]]
+    for count in range(1, _MOST_EXACT):
+        longer = end - begin > count
+        begin, end, seen = begin[longer], end[longer], seen[longer]
+        more = rows[tile_bitmap[begin + count]]
+        first = (more & ~seen).unflatten(1, (-1, 64)).any(2)  # of each warpgroup's rows
+        if not len(begin) or float(first.float().mean()) < 0.5:
+            return count
+        seen = seen | more
+    return _MOST_EXACT
