@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.paper import attention, models, motivation
-from benchmarks.paper.charts import ATTENTION, NATIVE, SIX
+from benchmarks.paper import attention, models, motivation, selector
+from benchmarks.paper.charts import ATTENTION, NATIVE, SIX, regrets
 from benchmarks.paper.experiment import ABSENT, Row
 from benchmarks.paper.masks import paper_masks
 from benchmarks.results_io import read_results
@@ -112,6 +112,7 @@ def _planned() -> dict[str, int]:
         "table4": searched,
         "3": operators.count("3") * sizes,
         "4": operators.count("4") * sizes,
+        "selector": len(selector.mask_makers()) * len(selector.SHAPES),
     }
 
 
@@ -233,6 +234,13 @@ def _operators(rows: Sequence[Row], gpu: str) -> list[str]:
     return _table(("fused over separate", "4090", "A100", gpu), lines)
 
 
+def _selector(rows: Sequence[Row], gpu: str) -> list[str]:
+    found = {choice: (count, mean, most) for choice, count, mean, most, _ in regrets(rows)}
+    wanted = (("STOF", selector.OURS), ("Eq. 1, phase two", f"Eq. 1, tau {selector.TAU:g}"))
+    lines = ((name, *found.get(impl, ("0", NOT_MEASURED, NOT_MEASURED))) for name, impl in wanted)
+    return _table((gpu, "cells", "mean regret", "largest"), lines)
+
+
 # How each table is made, and the figures that its rows are of.
 _TABLES: dict[str, tuple[Callable[[Sequence[Row], str], list[str]], tuple[str, ...]]] = {
     "attention": (_attention, ("9",)),
@@ -242,4 +250,5 @@ _TABLES: dict[str, tuple[Callable[[Sequence[Row], str], list[str]], tuple[str, .
     "overhead": (_overhead, ("13",)),
     "tuning": (_tuning, ("table4",)),
     "operators": (_operators, ("3", "4")),
+    "selector": (_selector, ("selector",)),
 }
