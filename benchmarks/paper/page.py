@@ -164,7 +164,7 @@ def _attention(rows: Sequence[Row], gpu: str) -> list[str]:
         ("FlexAttention, 16x4096", "", "4.9x", _mean(ratios(largest, _STOF, flex))),
         ("FlashAttention-2, 16x4096", "", "4.8x", _mean(ratios(largest, _STOF, flash))),
     )
-    return _table(("STOF over", "4090", "A100", gpu), lines)
+    return _table(("the paper's masks, STOF over", "4090", "A100", gpu), lines)
 
 
 def _masks(rows: Sequence[Row], gpu: str) -> list[str]:

@@ -36,7 +36,7 @@ def test_each_table_is_of_the_gpu_with_most_cells(tmp_path: Path) -> None:
     write_results(tmp_path / "a-paper.json", {"device": "NVIDIA A"}, [row("9", 1), row("9", 8), row("12", 1)])
     write_results(tmp_path / "b-paper.json", {"device": "NVIDIA B 80GB"}, [row("9", 1), row("12", 1), row("12", 8)])
     found = page.tables(tmp_path)
-    assert found["attention"][0] == "| STOF over | 4090 | A100 | A |"
+    assert found["attention"][0] == "| the paper's masks, STOF over | 4090 | A100 | A |"
     assert found["masks"][0].startswith("| A, native = 1 | ")
     assert found["ablation"][0] == "| speed-up | A100 | B |"
     assert [line[:18] for line in found["measured"][2:]] == ["| A | 2/108 | 0/21", "| B | 1/108 | 0/21"]
@@ -61,9 +61,11 @@ def test_tables_follow_the_rows(tmp_path: Path) -> None:
         *both("table4", "t5", 1, {"stof": 41.0}),
         *both("table4", "gpt2", 1, {"stof": 20.5}),
         *both("4", "bias + LayerNorm", 1, {"native": 3.0, "stof": 2.0}),
+        *both("selector", "", 1, {"best measured": 2.0, "stof": 3.0}),
     ]
     found = lines(tmp_path, rows)
-    assert found["measured"][2] == "| H200 | 3/108 | 1/21 | 1/21 | 1/18 | 2/18 | 0/3 | 1/6 |"
+    assert found["measured"][2] == "| H200 | 3/108 | 1/21 | 1/21 | 1/18 | 2/18 | 0/3 | 1/6 | 1/248 |"
+    assert found["selector"][2:] == ["| STOF | 1 | 50.0% | 50% |", "| Eq. 1, phase two | 0 | - | - |"]
     assert "| FlexAttention | 1.8x | 1.6x | 4.00x |" in found["attention"]
     assert "| FlexAttention, 16x4096 |  | 4.9x | 2.00x |" in found["attention"]
     assert "| FlashAttention-2, 16x4096 |  | 4.8x | - |" in found["attention"]
@@ -77,11 +79,14 @@ def test_tables_follow_the_rows(tmp_path: Path) -> None:
 
 
 def test_cells_that_the_command_has_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.paper import attention, models
+    from benchmarks.paper import attention, models, selector
 
     monkeypatch.setattr(attention, "SIZES", ((1, 128),))
     monkeypatch.setattr(models, "SIZES", ((1, 128),))
-    assert page._planned() == {"9": 6, "11": 7, "12": 7, "13": 6, "table4": 6, "3": 1, "4": 2}
+    monkeypatch.setattr(selector, "SHAPES", selector.SHAPES[:1])
+    found = page._planned()
+    assert found.pop("selector") == len(selector.mask_makers())
+    assert found == {"9": 6, "11": 7, "12": 7, "13": 6, "table4": 6, "3": 1, "4": 2}
 
 
 def test_charts_only_writes_the_page_of_a_recorded_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
