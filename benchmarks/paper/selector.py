@@ -29,7 +29,7 @@ TAUS = (1.2, 1.0)
 _BLOCK = 16
 _WARPS_PER_SM = 64
 DENSITIES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6)
-# One for every length. The constants of the cost model were fitted at other shapes.
+# One for every length. Constants of tiles were fitted at other shapes, those of the row-wise kernel here too.
 SHAPES = tuple(
     Shape(batch, heads, kv_heads, width, length, length)
     for batch, heads, kv_heads, width, length in (
@@ -43,7 +43,7 @@ SHAPES = tuple(
         (1, 8, 8, 128, 16384),
     )
 )
-# Best estimates that are timed, beside what the rules choose.
+# How many of the best estimates are timed, besides the choices of the rules.
 _TIMED = 10
 BEST, OURS = "best measured", "stof"
 
@@ -69,12 +69,15 @@ def paper_choice(layout: Layout, tau: float = TAU) -> str:
 
 
 def block_score(block_m: int, block_n: int, shape: Shape, resident: float, multiprocessors: int) -> float:
-    """The score of the paper's second phase; the block sizes where it is highest are taken.
+    """The score of the paper's second phase, without a unit; the block sizes where it is highest are taken.
 
-    Occupancy x batch x S x heads x sqrt(multiprocessors x (S / BLOCK_M) x batch / (BLOCK_M x BLOCK_N)).
+    Occupancy x batch x S x heads x sqrt(multiprocessors x (S / BLOCK_M) x batch / (BLOCK_M x BLOCK_N)), S = q_len.
 
     Args:
-        resident: occupancy, the share of a multiprocessor's warps that programs of this size fill.
+        block_m, block_n: rows and columns of a tile.
+        shape: the call.
+        resident: occupancy, 0 to 1, the share of a multiprocessor's warps that thread blocks of this size fill.
+        multiprocessors: of the GPU.
     """
     inner = multiprocessors * (shape.q_len / block_m) * shape.batch / (block_m * block_n)
     return resident * shape.batch * shape.q_len * shape.heads * math.sqrt(inner)
@@ -128,7 +131,7 @@ def random_blocks(length: int, device: torch.device, block: int, density: float)
 
 
 def random_keys(length: int, device: torch.device, density: float) -> Mask:
-    """The same keys for all queries, seed 0."""
+    """The same random keys for all queries, each kept with probability `density`, seed 0."""
     generator = torch.Generator(device).manual_seed(0)
     keys = torch.rand(1, length, generator=generator, device=device) < density
     return masks.from_dense(keys.expand(length, length))
@@ -154,15 +157,15 @@ def mask_makers() -> dict[str, Callable[[int, torch.device], Mask]]:
         "blocks of 32, 10 %": partial(random_blocks, block=32, density=0.1),
         "blocks of 64, 30 %": partial(random_blocks, block=64, density=0.3),
         "keys 5 %": partial(random_keys, density=0.05),
-        "causal of random 20 %": lambda length, device: masks.causal() & random_mask(length, device, 0.2),
-        "window 128 or random 1 %": lambda length, device: (
+        "causal and random 20 %": lambda length, device: masks.causal() & random_mask(length, device, 0.2),
+        "window 129 or random 1 %": lambda length, device: (
             masks.sliding_window(64, 64) | random_mask(length, device, 0.01)
         ),
-        "causal of blocks of 64, 20 %": lambda length, device: (
+        "causal and blocks of 64, 20 %": lambda length, device: (
             masks.causal() & (masks.sliding_window(63) | random_blocks(length, device, 64, 0.2))
         ),
         "causal documents": lambda length, device: masks.causal() & random_documents(length, device),
-        "documents of random 50 %": lambda length, device: (
+        "documents and random 50 %": lambda length, device: (
             random_documents(length, device) & random_mask(length, device, 0.5)
         ),
     }
@@ -180,9 +183,9 @@ def _of_grid(name: str, length: int, device: torch.device) -> Mask:
 
 
 def cells(device: torch.device, dtype: torch.dtype) -> list[Cell]:
-    """Every mask at every shape, in an order without meaning: a part of them says something of all.
+    """Every mask at every shape, shuffled, so that a partial run is a sample.
 
-    None without a GPU, where there is one kernel.
+    Empty without a GPU, where there is one kernel.
     """
     if device.type != "cuda":
         return []
@@ -224,7 +227,7 @@ def _measure(
         return block_score(layout.block_m, layout.block_n, shape, resident, model.multiprocessors)
 
     unfit: dict[Hashable, str] = {}
-    while True:  # until no layout turns out not to fit; a plan goes on in the same way
+    while True:  # until every chosen layout fits, as a plan does
         listed = estimated(mask, shape, dtype, gpu, device, unfit)
         picked = {f"Eq. 1, tau {tau:g}": paper_pick(paper_choice(blocks, tau), listed, score) for tau in TAUS}
         picked[OURS] = listed[0]
@@ -232,6 +235,7 @@ def _measure(
         chosen = list(dict.fromkeys((*listed[:_TIMED], *filter(None, (*picked.values(), row_wise)))))
         times = {one.choice: one for one in measured(mask, shape, dtype, device, only=chosen, rounds=3 if timed else 1)}
         refused = {choice.layout_key: one.note for choice, one in times.items() if one.measured_us is None}
+        # A wrong result stays in the table, without a time.
         refused = {key: note for key, note in refused.items() if not note.startswith("wrong")}
         if not refused:
             break

@@ -15,11 +15,11 @@ from stof.kernels.hopper.config import FP8_TILE, ROW_BLOCKS, RUN, SMALL_TILE
 from stof.layout import Layout
 from stof.layout.orders.named import by_remainder
 
-# In `TileLists.tile_bitmap` of pairs, the first bit of the number of skipped tiles; the bits below are the bitmap.
+# In `TileLists.tile_bitmap` of pairs, the first bit of the number of skipped tiles; below it, the row of `bitmaps`.
 SKIPPED_BIT = 28
-# First columns from here on count compacted columns: keys that every call first copies side by side.
+# First columns from here on are this plus a position in `TileLists.compacted_keys`.
 COMPACTED = 2**30
-# Keys that are permuted among themselves when V is transposed (`fp8/transpose_v.py`).
+# Keys of a group within which the transposition of V permutes (`fp8/transpose_v.py`).
 ACROSS = 16
 # See `exact_tiles`.
 _MOST_EXACT = 4
@@ -34,7 +34,7 @@ def oob_column(kv_len: int) -> int:
 
 
 class ItemFields(NamedTuple):
-    """Where a row of `TileLists.items` holds what; the fields as of `tile_scheduler.WorkFields`.
+    """Columns of `TileLists.items`; for their meaning see `tile_scheduler.WorkFields`.
 
     Of pairs of row blocks, `bitmap` and `pair_skipped` are two fields each.
     """
@@ -51,7 +51,7 @@ class ItemFields(NamedTuple):
 
 
 class RangeFields(NamedTuple):
-    """Where a row of `TileLists.ranges`, which kernels write, holds what; fields as of `tile_scheduler.WorkFields`."""
+    """Columns of `TileLists.ranges`, which kernels write; for their meaning see `tile_scheduler.WorkFields`."""
 
     begin: int = 0
     partial_end: int = 1
@@ -70,30 +70,31 @@ class TileLists:
 
     Attributes:
         pattern_of: int32 `[mask_batch, mask_heads]`, which pattern (a mask of one head) each batch entry and head has.
-        items: int32 `[I, 8]` on the CPU, one work tile of any head: row block; tiles [begin, end of the partial ones,
-            end), the best first tile first (`tile_scheduler.py`); chunks of the row block; first chunk; number of this
-            chunk; bitmap of the first tile. For pairs `[I, 11]`: the bitmaps of the first tile for both row blocks,
-            and how many tiles each row block skips.
+        items: int32 `[I, 8]` on the CPU, one work tile for every head of its pattern: `row_block`; tiles `begin` to
+            `partial_end`, and full ones to `end`, the best first tile first (`order_first_tiles`); `parts`, chunks of
+            the row block; `slot` of its first chunk; `chunk`; `bitmap` of the first tile. For pairs `[I, 11]`: the
+            bitmaps of the first tile for both row blocks, and how many tiles each row block skips.
         item_ptr: int32 `[P + 1]` on the CPU, where the items of each pattern begin.
         tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab; `-1 - c` in all slabs of a half tile
             whose 64 columns are consecutive from c. Without slabs `[T + 2, 1]`, the first column of the tile.
         tile_bitmap: int32 `[T + 3]`, row of `bitmaps`. For pairs `[T + 3, 2]`: the bitmaps of the tiles that each row
             block computes, in order from the item's first tile; bits from `SKIPPED_BIT` on count the tiles it skips
-            before.
+            since the last one.
         bitmaps: int32 `[U, block_m, 4]`, for pairs `[U, 64, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
         ranges: int32 `[I, 5]`, fields as `RangeFields`, for tiles that are made on the device: every call reads the
             items' tiles here, and `items` only serves to order the work list. Empty otherwise.
-        compacted_keys: int32 `[mask_batch, mask_heads, n]`, keys that every call first copies to consecutive rows, -1
-            for none; n is a multiple of block_n. A tile of them begins at `COMPACTED` plus its position in the list,
-            and slab is block_n. Empty when all tiles are of the keys themselves.
+        compacted_keys: int32 `[mask_batch or 1, mask_heads or 1, n]`, keys that every call first copies to consecutive
+            rows, -1 for zeros; n is a multiple of block_n. A tile of them begins at `COMPACTED` plus its position in
+            the list. Empty when all tiles are of the keys themselves.
         block_m, block_n, q_len, kv_len: sizes of the layout.
-        slab: columns of a slab, 0 when every tile is contiguous or evenly spaced columns.
+        slab: columns of a slab; block_n where there are compacted keys; 0 where every tile is contiguous or evenly
+            spaced columns of the keys themselves.
         row_step: distance of neighbouring rows: `i`, `i + row_step`, ..., residue after residue.
         column_step: distance of neighbouring columns of evenly spaced tiles.
-        chunks: the most chunks that the split row blocks of a pattern have together.
+        chunks: total of the chunks of split row blocks in one pattern, the largest of all patterns.
         has_full: whether there are full tiles.
-        exact_tiles: tiles at the begin of an item in which rows find their first keys, see `exact_tiles`.
+        exact_tiles: number of tiles at the begin of an item that have no lazy rescaling, see `exact_tiles`.
         paired: whether a work tile is two row blocks of 64 rows, each with tiles of its own (`paired_tile_lists.py`).
     """
 
@@ -150,7 +151,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0, zero_unseen: bool = Fa
     items, item_ptr, chunks = split_items(pointers, partial, layout.patterns, split_tiles, dummy)
     exact = 1
     if dummy and ((config.block_m, config.block_n) == SMALL_TILE or not bool(full.any())):
-        # Partial tiles have lazy rescaling (`consumer`).
+        # Here partial tiles have lazy rescaling too (`consumer`).
         rows = (bitmaps != 0).any(2)
         items, order = order_first_tiles(items, rows.sum(1)[tile_bitmap.long()], full)
         columns, tile_bitmap = columns[order], tile_bitmap[order]
@@ -187,8 +188,8 @@ def make_fp8_lists(layout: Layout, split_tiles: int = 0) -> TileLists:
     """Prepare a layout for 8-bit operands; as `make_tile_lists`.
 
     Raises:
-        UnfitLayoutError: also other sizes than `FP8_TILE`, slabs, rows or columns that do not follow each other, and
-            tiles that begin within 16 keys whose values trade places.
+        UnfitLayoutError: also sizes other than `FP8_TILE`, rows in another order, columns that are neither contiguous
+            nor compacted, and tiles that do not begin at a multiple of `ACROSS`.
     """
     config = layout.config
     if (config.block_m, config.block_n) != FP8_TILE or not (config.slab is None or config.compact_columns):
@@ -293,7 +294,7 @@ def _compacted_columns(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _shared(keys: Tensor) -> Tensor:
-    """`TileLists.compacted_keys`; lists that are alike are copied once."""
+    """`TileLists.compacted_keys` of int64 `[mask_batch, mask_heads, n]`; where all lists are alike, one is left."""
     for dim in (0, 1):
         if torch.equal(keys, keys.narrow(dim, 0, 1).expand_as(keys)):
             keys = keys.narrow(dim, 0, 1)
@@ -331,14 +332,14 @@ def _row_step(layout: Layout) -> int:
 def split_items(
     pointers: Tensor, partial: Tensor, patterns: int, split_tiles: int, dummy: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Items `[I, 8]` of all row blocks, where each pattern's begin, and the most chunks of one.
+    """`items` `[I, 8]`, `item_ptr` and `chunks` of `TileLists`, on the CPU.
 
     Args:
         pointers: int64 `[P * R + 1]`, where the tiles of each row block begin.
         partial: int64 `[P * R]`, how many of them are partial.
         patterns: P.
         split_tiles: see `make_tile_lists`.
-        dummy: the tile of row blocks without any.
+        dummy: T, the tile of empty row blocks.
     """
     tiles = pointers.diff()
     blocks = len(tiles) // patterns
@@ -364,15 +365,15 @@ def split_items(
 
 
 def choose_first_tile(item: Tensor, covered: Tensor, full: Tensor) -> Tensor:
-    """Return the tile with which each item begins, bool `[T]`: most covered rows, and partial rather than full.
+    """Return the tile with which each item begins, bool `[T]`: most rows covered, of equal ones a partial tile.
 
-    The kernel takes the scores of a tile against the row maxima of earlier tiles, and computes the tile again where
-    they exceed these by too much, as for the first key of a row. So an item begins with a tile in which every row has
-    a key, if there is one.
+    With lazy rescaling, the kernel takes scores against the row maxima of earlier tiles. A tile whose scores exceed
+    them by too much, as at the first key of a row, is computed again. So an item begins with a tile in which every row
+    has a key, if there is one.
 
     Args:
         item: int64 `[T]`, the item of each tile.
-        covered: int64 `[T]`, rows that keep some of its keys.
+        covered: int64 `[T]`, number of rows that keep a key of the tile.
         full: bool `[T]`, full tiles. The first tile of an item is computed with a bitmap anyway.
     """
     order = torch.argsort(covered * 2 + (~full).long(), descending=True, stable=True)
@@ -414,8 +415,8 @@ def order_first_tiles(items: Tensor, covered: Tensor, full: Tensor) -> tuple[Ten
 def exact_tiles(items: Tensor, rows: Tensor, tile_bitmap: Tensor) -> int:
     """Return how many tiles at the begin of an item have no lazy rescaling, 1 to `_MOST_EXACT`.
 
-    With it, the first key of a row makes a warpgroup compute a tile twice. Where keys are so few that most warpgroups
-    meet such rows in their second tile too, and so on, these tiles follow their own maxima, as the first one does.
+    With lazy rescaling, the first key of a row makes its warpgroup compute the tile twice. As long as at least half the
+    warpgroups meet such rows in the next tile, that tile takes its own row maxima, as the first one does.
 
     Args:
         items: int32 `[I, 8]` as `TileLists.items`.
