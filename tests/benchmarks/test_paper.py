@@ -331,6 +331,26 @@ def test_selectors_choose_among_the_measured_layouts(monkeypatch: pytest.MonkeyP
         assert found[1].note.startswith(kernel)
 
 
+def test_layouts_that_do_not_fit_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And listed no more; a wrong result is shown."""
+    asked: list[list[Any]] = []
+
+    def measured(*args: Any, only: Sequence[Alternative], rounds: int) -> list[Alternative]:
+        asked.append([one.choice for one in only])
+        if len(asked) == 1:
+            return [replace(one, measured_us=None if one is only[0] else 9.0, note="unfit") for one in only]
+        return [replace(one, note="wrong") if one is only[0] else replace(one, measured_us=9.0) for one in only]
+
+    monkeypatch.setattr(selector, "measured", measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    rows = [Row("selector", "causal", "", 1, 512, impl) for impl in (selector.OURS, selector.BEST)]
+    given: dict[str, Any] = {"make": selector.mask_makers()["causal"], "shape": Shape(1, 12, 12, 64, 512, 512)}
+    found = selector._measure(rows, lambda line: None, True, **given, device=CPU, dtype=torch.float16)
+    assert len(asked) == 2
+    assert asked[0][0] not in asked[1]
+    assert [(row.us, row.note == "wrong") for row in found] == [(None, True), (9.0, False)]
+
+
 def test_regret_of_the_selectors() -> None:
     times = {"stof": 2.0, "Eq. 1, tau 1": 3.0, "best measured": 2.0}
     rows = [Row("selector", "random 1 %", "", 1, 128, impl, us=us) for impl, us in times.items()]

@@ -66,6 +66,22 @@ def test_fit_gives_back_the_constants(measured: list[selector.Measured]) -> None
     assert times.partial == pytest.approx(TRUTH.partial, rel=0.15)
 
 
+def test_fit_of_the_row_wise_kernel() -> None:
+    """Heads of 64 and 128, rows with few keys and many."""
+    truth, rows = model_with(TRUTH), []
+    choice = KernelChoice("row_wise", LayoutConfig(64, 64, 1))
+    for head_dim in (64, 128):
+        for keys in (1, 20):
+            shape = Shape.parse(f"4,12,{head_dim},1024")
+            counted = survey(masks.sliding_window(keys - 1), 1024, 1024, [LAYOUT])
+            us = estimate(choice, selector.call_of(shape, torch.float16), counted, truth)
+            assert us is not None
+            sizes, kept = f"4,12,12,{head_dim},1024,1024", float(counted.kept.sum())
+            rows.append(selector.Measured("window", sizes, "float16", choice, us, [], [], kept))
+    fitted = fit.fit(rows, replace(truth, row_wise=(1e-3, 1e-3)))
+    assert fitted.row_wise == pytest.approx(truth.row_wise, rel=1e-6)
+
+
 def test_leaving_a_mask_out(measured: list[selector.Measured]) -> None:
     some = [row for row in measured if row.mask in ("causal", "window", "longformer")]
     errors, regrets = fit.leave_one_out(some, model_with(replace(TRUTH, item=4.0)))

@@ -60,7 +60,8 @@ def test_scores_that_grow_across_chunks(head_dim: int, tile: tuple[int, int], gr
     partial[:, 256:] = True
     partial[1] = True  # each key is seen
     causal = torch.ones_like(partial).tril(KV_LEN - Q_LEN)
-    for mask in (masks.full(), causal, partial):
+    holes = torch.rand(Q_LEN, KV_LEN, device="cuda") > 0.02  # no full tile
+    for mask in (masks.full(), causal, partial, holes):
         check_layout(split_layout(mask, q, k, tile, split_tiles), q, k, v, split_tiles)
 
 
@@ -107,9 +108,11 @@ def test_keys_that_are_no_numbers(head_dim: int, tile: tuple[int, int], bad: str
         k[1, 0, BAD, 0] = torch.inf
     else:
         k[:, :, BAD, 0] = torch.inf if bad == "inf" else -torch.inf
-    for cut in (False, True):
+    for cut, holes in ((False, False), (True, False), (False, True)):
         keep = late_block(tile)
         keep[:, :, 448::2, BAD] &= not cut
+        if holes:  # no full tile
+            keep[:, :, :-1] &= torch.rand(Q_LEN - 1, KV_LEN, device="cuda") > 0.02
         layout = split_layout(keep, q, k, tile, split_tiles)
         spoilt = spoilt_rows(q, k, layout.to_dense())
         assert 0 < int(spoilt.sum()) < spoilt.numel()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from stof import LayoutConfig, masks
-from stof.kernels.hopper.config import blocks_per_sm
+from stof.kernels.config import KernelConfig
+from stof.kernels.hopper.config import blocks_per_sm, padded_width
+from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.tile_lists import make_tile_lists
 from stof.kernels.hopper.tile_scheduler import chunk_slots, skips_empty_groups, work_list
+from stof.kernels.implementation import Options, attend_once
 from stof.layout import Layout, build_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
+from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
-from tests.gpu.test_hopper import HOPPER, bound, check_layout
+from tests.gpu.test_hopper import HOPPER, STAGES, bound, check_layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,6 +64,32 @@ def test_scores_that_grow(head_dim: int, tile: tuple[int, int], growth: str) -> 
     kept[:, 128:] = True
     for mask in (masks.full(), masks.causal(), as_mask(kept)):
         check_layout(layout_of(mask, length, tile), q, k, v)
+    for share in (0.98, 0.02):
+        layout = layout_of(as_mask(torch.rand(length, length, device="cuda") < share), length, tile)
+        assert not make_tile_lists(layout).has_full
+        check_layout(layout, q, k, v)
+
+
+@pytest.mark.parametrize("exact", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("head_dim", "tile"), [*KINDS[:4], (64, (128, 128)), (64, (64, 64)), (96, (128, 128))], ids=str
+)
+def test_first_tiles_without_lazy_rescaling(head_dim: int, tile: tuple[int, int], exact: int) -> None:
+    """Any number of them is right, in work tiles of one tile and more, split or not, with full tiles behind or none."""
+    length = 700
+    q, k, v = inputs(length, head_dim)
+    k *= torch.linspace(0.5, 12, length, device="cuda")[:, None].half()
+    few, most = (torch.rand(length, length, device="cuda") < share for share in (0.02, 0.98))
+    late = most.clone()
+    late[:, 256:] = True
+    for mask in (as_mask(few), as_mask(most), as_mask(late), masks.sliding_window(40, 40)):
+        layout = layout_of(mask, length, tile)
+        for split_tiles in (0, 1, 3):
+            lists = replace(make_tile_lists(layout, split_tiles), exact_tiles=exact)
+            config = KernelConfig(4, STAGES[padded_width(head_dim)][tile], split_tiles=split_tiles)
+            bind = IMPLEMENTATIONS["hopper"].bind
+            out, lse = attend_once(bind, q, k, v, PreparedTiles(lists, config), Options(head_dim**-0.5))
+            assert_attention(out, lse, q, k, v, layout.to_dense())
 
 
 @pytest.mark.parametrize(("head_dim", "tile"), KINDS, ids=str)

@@ -16,12 +16,14 @@ from stof.calibration.constant_refinement import estimated, polish
 from stof.calibration.measure import Measured, call_of_row, survey_of
 from stof.selection import KernelChoice
 from stof.selection.cost_model import (
+    ROW_START_US,
     DeviceModel,
     KernelTimes,
     compaction_us,
     critical_load,
     estimate_tiles,
     kernel_key,
+    row_wise_features,
 )
 from stof.selection.resources import occupancy
 from stof.testing.mask_grid import Shape
@@ -114,9 +116,10 @@ def _fit_row_wise(rows: Sequence[Measured], model: DeviceModel) -> tuple[float, 
     features = []
     for row in rows:
         shape = Shape.parse(row.shape)
-        us = max(row.us - model.launch, 0.1)
+        us = max(row.us - model.launch - ROW_START_US, 0.1)
         heads = shape.batch * shape.heads
-        features.append([heads * shape.q_len / us, row.kept * heads * shape.head_dim / 64 / us])
+        found = row_wise_features(heads * shape.q_len, row.kept * heads, shape.head_dim)
+        features.append([one / us for one in found])
     matrix = torch.tensor(features, dtype=torch.float64)
     row_us, key_us = _nonnegative(matrix, torch.ones(len(rows), dtype=torch.float64)).tolist()
     return row_us, key_us

@@ -35,6 +35,8 @@ class KernelConfig:
     def __post_init__(self) -> None:
         if self.num_stages < 2:
             raise ArgumentError(f"num_stages is at least 2, got {self.num_stages}")
+        if self.paired and self.zero_unseen:
+            raise ArgumentError("row blocks in pairs read no copy of the keys")
 
     def __str__(self) -> str:
         parts = [f"{self.num_warps} warps", f"{self.num_stages} stages"]

@@ -40,9 +40,10 @@ _BIAS_COST, _NARROW_BIAS_COST, _HOPPER_BIAS_COST = 1.45, 6.0, 1.6
 # layer (heads last; `python -m benchmarks kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were. Odd rows:
 # a guess.
 _SCATTERED_BIAS_COST = 3.0
-# Each key of a row that one program reads after the other (an H200: one query, 4096 keys, 32 heads in 88 us), and the
-# power of the head's width with which keys cost more where programs fill the machine (random masks, an H200).
-_ROW_KEY_US, _ROW_KEY_WIDTH = 0.021, 0.8
+# A call of the row-wise kernel at least (a guess), each key of a row that one program reads after the other (an H200:
+# one query, 4096 keys, 32 heads in 88 us), and the power of the head's width with which keys cost more where programs
+# fill the machine (random masks, an H200).
+ROW_START_US, _ROW_KEY_US, _ROW_KEY_WIDTH = 0.5, 0.021, 0.8
 # Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/attention/fp8.py` took 1123 us
 # under a full mask of 8192 tokens on an H200, the transposition of V included, where they rest on 1571.
 _FP8_TILE = 0.73
@@ -208,10 +209,10 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
     if choice.implementation == "row_wise":
         kept = float(survey.kept.double().mean(0).sum()) * call.batch * call.heads
         row_us, key_us = model.row_wise
-        width = (call.head_dim + call.value_dim) / 128
         rows = call.batch * call.heads * call.q_len
-        whole = rows * row_us * max(1.0, width) + kept * key_us * width**_ROW_KEY_WIDTH
-        return model.launch + max(whole, float(survey.kept.max()) * _ROW_KEY_US)
+        features = row_wise_features(rows, kept, (call.head_dim + call.value_dim) / 2)
+        whole = features[0] * row_us + features[1] * key_us
+        return model.launch + ROW_START_US + max(whole, float(survey.kept.max()) * _ROW_KEY_US)
     if choice.kernel is None or choice.layout is None:
         return None
     if choice.implementation in ("block_wise", "hopper") and call.q_len <= DECODE_ROWS:
@@ -222,6 +223,12 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
     # A guess must not beat what was measured by being bold.
     times = _costlier(guessed_times(choice, call), _bias_cost(choice, call) if call.has_bias else 1.0)
     return _GUESS_PENALTY * estimate_tiles(choice, call, survey, model, _with_scattered_bias(times, choice, call))
+
+
+def row_wise_features(rows: float, kept: float, head_dim: float) -> tuple[float, float]:
+    """What the constants of `DeviceModel.row_wise` are multiplied with: rows and kept keys, weighted by the width."""
+    width = head_dim / 64
+    return rows * max(1.0, width), kept * width**_ROW_KEY_WIDTH
 
 
 def _times(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> KernelTimes | None:

@@ -124,7 +124,9 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
             layouts += [(fixed, None)] if serves else []
         for layout, order in layouts:
             choices += _variants(KernelChoice("hopper", layout, order, kernel), call)
-            if layout.slab is None and not call.has_bias:
+            # A copy for each query head could be many times K and V.
+            one_copy = call.mask_heads == 1 or call.heads == call.kv_heads
+            if layout.slab is None and not call.has_bias and one_copy:
                 choices += _variants(KernelChoice("hopper", layout, order, replace(kernel, zero_unseen=True)), call)
             if _can_pair(layout, order, call):
                 # Without splits: splitting paired row blocks was never faster.

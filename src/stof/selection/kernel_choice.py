@@ -31,8 +31,8 @@ class KernelChoice:
     def layout_key(self) -> Hashable:
         """What decides whether a layout fits: choices with equal keys fit alike."""
         kernel = self.kernel
-        lists = kernel is not None and (kernel.paired, kernel.zero_unseen)
-        return self.implementation, self.layout, self.row_order, lists
+        kind = kernel is not None and (kernel.paired, kernel.zero_unseen)
+        return self.implementation, self.layout, self.row_order, kind
 
     def __str__(self) -> str:
         parts = ["widened"] if self.widened else []

@@ -280,10 +280,10 @@ class _OnGpu:
             counted = self.geometry.survey(geometries(ordered), order)
             waste[order] = counted.waste
             for choice in ordered:
-                error = self.error(choice)
-                simpler = choice if choice.layout is None else replace(choice, layout=choice.layout.contiguous())
                 if choice.kernel is not None and choice.kernel.zero_unseen and self._fits_as_it_is(choice):
                     continue
+                error = self.error(choice)
+                simpler = choice if choice.layout is None else replace(choice, layout=choice.layout.contiguous())
                 if error is not None:
                     bad.append(Candidate(choice.implementation, (error,), choice))
                 elif is_distinct(choice, counted, simpler.layout_key not in self.layout_errors):

@@ -38,7 +38,7 @@ class ForwardConfig:
         skip_empty: warpgroups without rows skip the tiles of the last row block.
         paired: a work tile is two row blocks, each with tiles of its own.
         transposed_v: V tiles are `[D, keys]`.
-        exact_tiles: tiles at the begin of a work tile that have no lazy rescaling, at least 1.
+        exact_tiles: tiles at the start of a work tile that have no lazy rescaling, at least 1.
     """
 
     groups: int

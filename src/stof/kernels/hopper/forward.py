@@ -151,7 +151,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         dynamic=dynamic,
         skip_empty=persistent and not lists.paired and skips_empty_groups(q_len, lists.block_m),
         paired=lists.paired > 0,
-        exact_tiles=1 if has_score_mod else lists.exact_tiles,
+        exact_tiles=1 if has_score_mod or width > 128 else lists.exact_tiles,
     )
     ready = Launch(
         forward_kernel,

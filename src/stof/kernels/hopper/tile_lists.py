@@ -94,7 +94,7 @@ class TileLists:
         column_step: distance of neighbouring columns of evenly spaced tiles.
         chunks: total of the chunks of split row blocks in one pattern, the largest of all patterns.
         has_full: whether there are full tiles.
-        exact_tiles: number of tiles at the begin of an item that have no lazy rescaling, see `exact_tiles`.
+        exact_tiles: number of tiles at the start of an item that have no lazy rescaling, see `exact_tiles`.
         paired: whether a work tile is two row blocks of 64 rows, each with tiles of its own (`paired_tile_lists.py`).
     """
 
@@ -225,9 +225,8 @@ def _zeroed_columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:
     base, block_n = layout.tile_base.long(), layout.config.block_n
     if layout.config.slab is not None or bool((base < 0).any()):
         raise UnfitLayoutError("keys that no query sees become zeros in contiguous tiles only")
-    seen = _seen(layout)
-    seen[:, layout.kv_len] = False
-    keys = torch.where(seen, torch.arange(layout.kv_len + 1, device=seen.device), -1)[:, : layout.kv_len]
+    seen = _seen(layout)[:, : layout.kv_len]
+    keys = torch.where(seen, torch.arange(layout.kv_len, device=seen.device), -1)
     keys = torch.nn.functional.pad(keys, (0, -layout.kv_len % block_n), value=-1)
     return COMPACTED + base[:, None], _shared(keys[layout.pattern_of.long()]), block_n, 1
 
@@ -413,7 +412,7 @@ def order_first_tiles(items: Tensor, covered: Tensor, full: Tensor) -> tuple[Ten
 
 
 def exact_tiles(items: Tensor, rows: Tensor, tile_bitmap: Tensor) -> int:
-    """Return how many tiles at the begin of an item have no lazy rescaling, 1 to `_MOST_EXACT`.
+    """Return how many tiles at the start of an item have no lazy rescaling, 1 to `_MOST_EXACT`.
 
     With lazy rescaling, the first key of a row makes its warpgroup compute the tile twice. As long as at least half the
     warpgroups meet such rows in the next tile, that tile takes its own row maxima, as the first one does.
