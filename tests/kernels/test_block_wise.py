@@ -177,6 +177,7 @@ def test_every_bit_of_a_tile(block_n: int, slab: int | None) -> None:
     assert torch.equal(out.cpu(), inputs.v[:, :, columns])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("slab", [None, 1])
 def test_several_patterns(slab: int | None) -> None:
     """Masks per batch entry and head with very different numbers of items, tiles and kinds of tiles."""

@@ -87,7 +87,8 @@ def test_kernels_compile(version: str, family: str, tmp_path: Path) -> None:
     assert not problems, "\n".join(["", *problems])
 
 
-@pytest.mark.parametrize("version", ["3.6", "installed"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("version", ["installed", "3.6"])
 def test_biases_are_read_16_bytes_at_once(version: str, tmp_path: Path) -> None:
     """Where rows begin at multiples of that, of 16 and 32 bits; nowhere else, where it would be an illegal address."""
     only = ("--only", "D 64 64x64 4w3s128r contiguous bias", "--arch", "80")
