@@ -98,7 +98,15 @@ class KernelError(StofError, RuntimeError):
 
 
 class UnfitLayoutError(KernelError):
-    """A kernel cannot read the layout of one plan; another choice takes over for that plan, without a warning."""
+    """A kernel cannot read the layout of one plan; another choice takes over for that plan, without a warning.
+
+    Attributes:
+        unseen_keys: its tiles hold keys that no query sees.
+    """
+
+    def __init__(self, message: str, *, unseen_keys: bool = False) -> None:
+        super().__init__(message)
+        self.unseen_keys = unseen_keys
 
 
 class MissingDependencyError(StofError, ImportError):

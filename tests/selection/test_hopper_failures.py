@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,18 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
-from stof.errors import KernelError
+from stof.errors import KernelError, UnfitLayoutError
+from stof.kernels.config import KernelConfig
+from stof.kernels.hopper.tile_lists import make_tile_lists
 from stof.kernels.implementation import Options
 from stof.layout import build_layout
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.plans import plan as plans
 from stof.plans.plan import Plan
-from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, MaskGeometry, failures, select
+from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, MaskGeometry, failures, reads_unseen_too, select
 from stof.testing import make_inputs, oracle_attention
+from tests.examples import examples
 from tests.selection.fakes import GPU, call_of, fake_gpu
+from tests.strategies import dense_masks
 
 
 @pytest.fixture(autouse=True)
@@ -126,8 +133,16 @@ def test_an_unfit_choice_is_left_out_for_its_plan_without_a_warning(on_cpu: OnCp
     assert on_cpu.ran == ["hopper"] * 3
 
 
-def test_keys_that_no_query_sees_are_zeroed(on_cpu: OnCpu) -> None:
-    """Every eighth key is seen by nobody: any slab would read some."""
+def test_keys_that_no_query_sees_are_zeroed(on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every eighth key is seen by nobody: any slab would read some, and few are tried to learn that."""
+    tried: list[Any] = []
+    hopper = IMPLEMENTATIONS["hopper"]
+
+    def prepare(layout: Any, kernel: Any) -> Any:
+        tried.append(layout.config)
+        return hopper.prepare(layout, kernel)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "hopper", replace(hopper, prepare=prepare))
     keep = torch.ones(300, 300, dtype=torch.bool)
     keep[:, 3::8] = False
     plan = on_cpu.plan(as_mask(keep), 300)
@@ -141,12 +156,49 @@ def test_keys_that_no_query_sees_are_zeroed(on_cpu: OnCpu) -> None:
     assert chosen.kernel.zero_unseen
     assert chosen.layout is not None
     assert chosen.layout.slab is None
+    assert 2 <= len(tried) <= 5
     refused = [c for c in plan.candidates(spec(plan)) if c.name == "hopper" and c.refusals]
+    assert {c.choice.layout for c in refused if c.choice} > set(tried)
     assert {c.choice.row_order for c in refused if c.choice} == {None}
     assert all("keys that no query sees" in str(c) for c in refused)
     # A bias is copied in whole tiles of the keys themselves.
     biased = replace(spec(plan), has_bias=True, tiled_bias=True)
     assert not any("unseen keys as zeros" in str(c) for c in plan.candidates(biased))
+
+
+def test_what_reads_unseen_keys_because_another_does() -> None:
+    def choice(block_m: int, block_n: int, slab: int | None, **more: Any) -> KernelChoice:
+        return KernelChoice("hopper", LayoutConfig(block_m, block_n, slab), None, KernelConfig(4, 2, **more))
+
+    slabs = choice(128, 128, 16)
+    for too in (choice(128, 64, None), choice(64, 64, 16), choice(192, 128, 16, split_tiles=3), slabs):
+        assert reads_unseen_too(too, slabs)
+    for less in (choice(64, 64, 8), choice(64, 64, 1), choice(64, 64, None, zero_unseen=True)):
+        assert not reads_unseen_too(less, slabs)
+    assert not reads_unseen_too(choice(64, 64, None), choice(128, 128, None))
+    assert not reads_unseen_too(replace(slabs, row_order="remainder 2"), slabs)
+    assert not reads_unseen_too(KernelChoice("hopper"), slabs)
+
+
+@given(data=st.data(), tile=st.sampled_from([(64, 64), (128, 128), (192, 128)]), slab=st.sampled_from([None, 16, 8]))
+@examples(30)
+def test_layouts_that_are_refused_with_another_one_do_read_unseen_keys(
+    data: st.DataObject, tile: tuple[int, int], slab: int | None
+) -> None:
+    keep = data.draw(dense_masks(200, 300, 1, 2))
+
+    def refused(config: LayoutConfig) -> bool:
+        try:
+            make_tile_lists(build_layout(as_mask(keep), 200, 300, config, heads=2))
+        except UnfitLayoutError as error:
+            return error.unseen_keys
+        return False
+
+    one = KernelChoice("hopper", LayoutConfig(*tile, slab))
+    if refused(LayoutConfig(*tile, slab)):
+        for other in itertools.product((64, 128, 192), (64, 128), (None, 16, 8)):
+            choice = KernelChoice("hopper", LayoutConfig(*other))
+            assert refused(LayoutConfig(*other)) or not reads_unseen_too(choice, one)
 
 
 def test_slabs_where_whole_tiles_read_too_much(on_cpu: OnCpu) -> None:

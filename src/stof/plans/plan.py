@@ -44,7 +44,9 @@ from stof.selection import (
     default_config,
     default_implementation,
     failures,
+    gpu_choices,
     own_layout,
+    reads_unseen_too,
 )
 from stof.validation import usable_device
 
@@ -252,6 +254,10 @@ class Plan(Numbered):
         """Exclude a choice that failed on this device, or with this plan's layout, from later calls."""
         if isinstance(error, UnfitLayoutError):
             self._layout_errors[choice.layout_key] = str(error)
+            if error.unseen_keys and self._gpu_geometry is not None:  # so do others
+                for other in gpu_choices(call, self._gpu_geometry, choice.implementation):
+                    if reads_unseen_too(other, choice):
+                        self._layout_errors.setdefault(other.layout_key, str(error))
         else:
             failures.add(choice, call, self.device, str(error))
         self._choices.clear()

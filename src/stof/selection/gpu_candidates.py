@@ -186,6 +186,18 @@ def runtime_hopper_choices(call: CallSpec, serves: Callable[[LayoutConfig], bool
     return choices
 
 
+def reads_unseen_too(choice: KernelChoice, refused: KernelChoice) -> bool:
+    """Whether tiles of a choice hold keys that no query sees because those of a refused choice do.
+
+    Some slab then holds seen and unseen keys, and so do the wider slabs and contiguous tiles that contain it.
+    """
+    own, other = choice.layout, refused.layout
+    if own is None or other is None or 1 in (own.slab, other.slab) or choice.row_order != refused.row_order:
+        return False
+    zeroed = choice.kernel is not None and choice.kernel.zero_unseen
+    return not zeroed and own.slab_columns % other.slab_columns == 0
+
+
 def geometries(choices: list[KernelChoice]) -> tuple[LayoutConfig, ...]:
     """The distinct layouts of some choices."""
     return tuple(dict.fromkeys(choice.layout for choice in choices if choice.layout is not None))

@@ -239,7 +239,7 @@ def check_reads(layout: Layout, read: Tensor) -> None:
     """
     pattern = torch.div(layout.tile_row_block(), layout.row_blocks, rounding_mode="floor")
     if not bool(_seen(layout)[pattern[:, None], read.clamp(max=layout.kv_len)].all()):
-        raise UnfitLayoutError("its tiles hold keys that no query sees, whose values may be anything")
+        raise UnfitLayoutError("its tiles hold keys that no query sees, whose values may be anything", unseen_keys=True)
 
 
 def _seen(layout: Layout) -> Tensor:
