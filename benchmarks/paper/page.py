@@ -182,7 +182,9 @@ def _models(rows: Sequence[Row], gpu: str) -> list[str]:
     published = {"bert-base": 1.5, "bert-large": 1.5, "gpt2": 1.2, "llama": 1.3, "t5": 1.1, "vit-base": 1.2}
     every = cells([row for row in rows if row.model in published], "11")
     planned = len(published) * len(models.SIZES)
-    others = (("native", "", "", (NATIVE,)), ("torch.compile", "1.3x", "1.4x", _COMPILED), ("best of six", "", "", SIX))
+    timed = min((sum(i in times for i in SIX) for times in every if any(i in times for i in SIX)), default=len(SIX))
+    best = "best of six" if timed == len(SIX) else f"best of {timed} of six"
+    others = (("native", "", "", (NATIVE,)), ("torch.compile", "1.3x", "1.4x", _COMPILED), (best, "", "", SIX))
     lines = [(name, *theirs, _partial_mean(ratios(every, _STOF, impls), planned)) for name, *theirs, impls in others]
     for name, speed in published.items():
         largest = cells([row for row in rows if row.model == name and row.batch == 16], "11")

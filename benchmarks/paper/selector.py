@@ -138,11 +138,11 @@ def random_keys(length: int, device: torch.device, density: float) -> Mask:
 
 
 def random_documents(length: int, device: torch.device) -> Mask:
-    """Documents one after another, 8 on average, bounds with seed 0."""
+    """Documents one after another, about 8, with random bounds, seed 0."""
     generator = torch.Generator(device).manual_seed(0)
     starts = torch.rand(length, generator=generator, device=device) < 8 / length
-    number = starts.cumsum(0)
-    return masks.from_dense(number[:, None] == number)
+    document = starts.cumsum(0)
+    return masks.from_dense(document[:, None] == document)
 
 
 def mask_makers() -> dict[str, Callable[[int, torch.device], Mask]]:
@@ -172,6 +172,11 @@ def mask_makers() -> dict[str, Callable[[int, torch.device], Mask]]:
     return made
 
 
+def row_name(name: str, shape: Shape) -> str:
+    """The mask in rows, with what a row's key lacks of the shape: heads, key heads and their width."""
+    return f"{name}, H{shape.heads}/{shape.kv_heads} D{shape.head_dim}"
+
+
 def _band(width: int, length: int, device: torch.device) -> Mask:
     del length, device
     return masks.sliding_window(width, width)
@@ -193,7 +198,7 @@ def cells(device: torch.device, dtype: torch.dtype) -> list[Cell]:
     listed = [
         Cell(
             ("selector",),
-            tuple(Row("selector", name, "", shape.batch, shape.q_len, impl) for impl in impls),
+            tuple(Row("selector", row_name(name, shape), "", shape.batch, shape.q_len, impl) for impl in impls),
             partial(_measure, make=make, shape=shape, device=device, dtype=dtype),
         )
         for shape in SHAPES

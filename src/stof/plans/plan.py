@@ -254,7 +254,7 @@ class Plan(Numbered):
         """Exclude a choice that failed on this device, or with this plan's layout, from later calls."""
         if isinstance(error, UnfitLayoutError):
             self._layout_errors[choice.layout_key] = str(error)
-            if error.unseen_keys and self._gpu_geometry is not None:  # so do others
+            if error.unseen_keys and self._gpu_geometry is not None:  # other layouts then hold such keys too
                 for other in gpu_choices(call, self._gpu_geometry, choice.implementation):
                     if reads_unseen_too(other, choice):
                         self._layout_errors.setdefault(other.layout_key, str(error))

@@ -40,9 +40,9 @@ _BIAS_COST, _NARROW_BIAS_COST, _HOPPER_BIAS_COST = 1.45, 6.0, 1.6
 # layer (heads last; `python -m benchmarks kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were. Odd rows:
 # a guess.
 _SCATTERED_BIAS_COST = 3.0
-# A call of the row-wise kernel at least (a guess), each key of a row that one program reads after the other (an H200:
-# one query, 4096 keys, 32 heads in 88 us), and the power of the head's width with which keys cost more where programs
-# fill the machine (random masks, an H200).
+# Of the row-wise kernel: what a call takes besides its launch (a guess); each key of a row, one after the other (an
+# H200: one query, 4096 keys, 32 heads in 88 us); the power of the head's width that the cost of a key follows where
+# programs fill the machine (random masks, an H200).
 ROW_START_US, _ROW_KEY_US, _ROW_KEY_WIDTH = 0.5, 0.021, 0.8
 # Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/attention/fp8.py` took 1123 us
 # under a full mask of 8192 tokens on an H200, the transposition of V included, where they rest on 1571.
@@ -53,9 +53,8 @@ _L2 = 9.4e6
 # The same for the gathered tiles of Triton's kernel at head_dim 128: 4.6 to 5.0 million under random masks of 1 to 5 %,
 # at most 5.3 under strided ones. Where row blocks share columns, the constants of tiles hold less.
 _GATHERED_L2 = 4.9e6
-# What a partial tile after a work item's first takes of its constant, at head_dim 64 and 128, where the Hopper kernel
-# rescales lazily because there are no full tiles (see `consumer`): random masks of 30 and 60 %, 128 columns, an H200.
-# The constants are older than that.
+# Factor on the constant of partial tiles, by head_dim, where the Hopper kernel rescales them lazily because there are
+# no full tiles (see `consumer`): random masks of 30 and 60 %, 128 columns, an H200. The constants are older than that.
 _LAZY_PARTIAL = {64: 0.82, 128: 0.9}
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12
@@ -387,7 +386,7 @@ def critical_load(
 
 
 def _lazy_partial(choice: KernelChoice, call: CallSpec, survey: Survey) -> tuple[float, float]:
-    """How many partial tiles of a work item cost what the constants say, and what the others cost of that.
+    """`(exact, factor)`: partial tiles of a work item that cost the constant, and the factor on it of all others.
 
     The former are those in which 64 rows find their first keys, if keys lie at random.
     """

@@ -237,7 +237,7 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     # Warpgroups of a pair have tiles and bitmaps of their own: no ping-pong barriers.
     PINGPONG: gl.constexpr = 1 if PAIRED else GROUPS
     # Full tiles use lazy rescaling. So do a work tile's partial tiles after its first `exact_tiles`, where there are no
-    # full tiles or thread blocks are small. Elsewhere a third loop costs short work tiles up to 9 % (an H200).
+    # full tiles or thread blocks are small. Elsewhere a loop of its own costs short work tiles up to 9 % (H200).
     LAZY_MAXIMUM: gl.constexpr = not config.has_score_mod
     SMALL: gl.constexpr = BLOCK_N == 64 and (GROUPS == 1 or PAIRED > 0)
     ALL_LAZY: gl.constexpr = LAZY_MAXIMUM and D <= 128 and (SMALL or not config.has_full)
