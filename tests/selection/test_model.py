@@ -261,9 +261,11 @@ def test_row_wise_by_rows_and_keys() -> None:
     assert many == pytest.approx(3.5 + 12 * 640 * (2e-4 + 800 * 1.5e-4))
     wide = estimate(choice, call_of(q_len=640, head_dim=128), counted([1] * 10, kept=8), MODEL)
     assert wide == pytest.approx(3.5 + 12 * 640 * (2 * 2e-4 + 2**0.8 * 8 * 1.5e-4))
-    # A single long row takes its keys one after the other.
+    # A single long row takes its keys in steps of 128, one after the other; a short one in steps of 4.
     alone = estimate(choice, call_of(q_len=1, heads=1, batch=1), counted([1], kept=4000), MODEL)
-    assert alone == pytest.approx(3.5 + 4000 * 0.021)
+    assert alone == pytest.approx(3.5 + 33 * 0.8 + 32 * 128 * 0.008)
+    short = estimate(choice, call_of(q_len=1, heads=1, batch=1), counted([1], kept=17), MODEL)
+    assert short == pytest.approx(3.5 + 6 * 0.8 + 5 * 4 * 0.008)
 
 
 def test_partial_tiles_cost_less_where_there_are_no_full_ones() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stof.kernels.common import parts_of
 from stof.kernels.hopper.tile_scheduler import LATE
+from stof.kernels.triton.row_lists import default_config
 from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
 from stof.selection.kernel_choice import KernelChoice
@@ -40,10 +41,12 @@ _BIAS_COST, _NARROW_BIAS_COST, _HOPPER_BIAS_COST = 1.45, 6.0, 1.6
 # layer (heads last; `python -m benchmarks kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were. Odd rows:
 # a guess.
 _SCATTERED_BIAS_COST = 3.0
-# Of the row-wise kernel: what a call takes besides its launch (a guess); each key of a row, one after the other (an
-# H200: one query, 4096 keys, 32 heads in 88 us); the power of the head's width that the cost of a key follows where
-# programs fill the machine (random masks, an H200).
-ROW_START_US, _ROW_KEY_US, _ROW_KEY_WIDTH = 0.5, 0.021, 0.8
+# Of the row-wise kernel: what a call takes besides its launch (a guess); the power of the head's width that the cost of
+# a key follows where programs fill the machine (random masks, an H200).
+ROW_START_US, _ROW_KEY_WIDTH = 0.5, 0.8
+# The row-wise kernel's longest row, where programs are few: the latency of one step's loads, and each column of a step
+# (an H200: 17 keys at 128 tokens and 12 heads in 8.3 us, one query with 4096 keys and 32 heads in 88 us).
+_ROW_STEP_US, _ROW_COLUMN_US = 0.8, 0.008
 # Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/attention/fp8.py` took 1123 us
 # under a full mask of 8192 tokens on an H200, the transposition of V included, where they rest on 1571.
 _FP8_TILE = 0.73
@@ -211,7 +214,7 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
         rows = call.batch * call.heads * call.q_len
         features = row_wise_features(rows, kept, (call.head_dim + call.value_dim) / 2)
         whole = features[0] * row_us + features[1] * key_us
-        return model.launch + ROW_START_US + max(whole, float(survey.kept.max()) * _ROW_KEY_US)
+        return model.launch + ROW_START_US + max(whole, _longest_row_us(call, int(survey.kept.max())))
     if choice.kernel is None or choice.layout is None:
         return None
     if choice.implementation in ("block_wise", "hopper") and call.q_len <= DECODE_ROWS:
@@ -222,6 +225,13 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
     # A guess must not beat what was measured by being bold.
     times = _costlier(guessed_times(choice, call), _bias_cost(choice, call) if call.has_bias else 1.0)
     return _GUESS_PENALTY * estimate_tiles(choice, call, survey, model, _with_scattered_bias(times, choice, call))
+
+
+def _longest_row_us(call: CallSpec, keys: int) -> float:
+    """What the row with most keys takes the row-wise kernel: its first loads, then step after step."""
+    columns = default_config(max(call.head_dim, call.value_dim), keys, call.dtype.itemsize).cols
+    steps = math.ceil(keys / columns)
+    return _ROW_STEP_US * (1 + steps) + _ROW_COLUMN_US * columns * steps
 
 
 def row_wise_features(rows: float, kept: float, head_dim: float) -> tuple[float, float]:
