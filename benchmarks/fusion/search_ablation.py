@@ -230,11 +230,16 @@ _Found = dict[Hashable, tuple[list[tuple[int, int]], dict[Candidate | None, floa
 def _measure(graph: GraphSpace, found: _Found, store: Store | None, end: float) -> int:
     """Fill in what is missing until `end`; the number of times taken."""
     taken = 0
-    for key, (places, times) in found.items():
-        new = [candidate for candidate in (None, *graph.candidates(*places[0])) if candidate not in times]
+    lacking = {
+        key: [candidate for candidate in (None, *graph.candidates(*places[0])) if candidate not in times]
+        for key, (places, times) in found.items()
+    }
+    if time.monotonic() < end:
+        graph.prepare([(*found[key][0][0], new) for key, new in lacking.items() if new])
+    for key, new in lacking.items():
+        places, times = found[key]
         if not new or time.monotonic() > end:
             continue
-        graph.prepare([(*places[0], new)])
         times |= dict(zip(new, graph.measure(*places[0], new), strict=True))
         taken += len(new)
         if store is not None:
