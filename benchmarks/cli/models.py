@@ -140,9 +140,7 @@ def models_table(rows: Sequence[Row], device: torch.device, dtype: str) -> Table
 
 
 def search(
-    model: Annotated[
-        str, typer.Option(help="bert (base) or llama (1B): one layer of it; or a model of `paper`, whole.")
-    ] = "bert",
+    model: Annotated[str, typer.Option(help="A model of `paper`.")] = "bert-base",
     batch: Annotated[int, typer.Option(min=1)] = 8,
     length: Annotated[int, typer.Option(min=1)] = 512,
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "float16",
@@ -155,7 +153,7 @@ def search(
     ] = None,
     sampling: Annotated[
         str, typer.Option(help="How stage 2 divides its draws among segments: some of none, even and reward.")
-    ] = "reward even none",
+    ] = "even reward none",
     shares: Annotated[
         str, typer.Option(help="Budgets of the searches, as percentages of the exhaustive one's measurements.")
     ] = "10 20",
@@ -163,8 +161,7 @@ def search(
     """Compare the searches for a fusion scheme, after measuring all there is to measure."""
     from rich.console import Console
 
-    from benchmarks.fusion.layer import layer_shape
-    from benchmarks.fusion.search_ablation import NAMES, compare, layer_graph, measured, model_graph, read_table
+    from benchmarks.fusion.search_ablation import NAMES, compare, measured, model_graph, read_table
     from benchmarks.paper.models import MODELS
     from benchmarks.results_io import provenance, write_json
     from stof.errors import ArgumentError
@@ -179,14 +176,10 @@ def search(
     if replay is not None:
         content, table = read_table(replay)
     else:
-        layers = {"bert": "bert layer", "llama": "llama layer"}
-        if model not in (*layers, *MODELS):
-            raise ArgumentError(f"model is one of {', '.join((*layers, *MODELS))}, got {model!r}")
+        if model not in MODELS:
+            raise ArgumentError(f"model is one of {', '.join(MODELS)}, got {model!r}")
         (device, precision), timer = gpu(dtype), SegmentTimer()
-        if model in layers:
-            gm = layer_graph(layer_shape(model, batch, length), device, precision)
-        else:
-            gm = model_graph(model, batch, length, device, precision)
+        gm = model_graph(model, batch, length, device, precision)
         start = time.monotonic()
         found, taken = measured(gm, timer, default_store(device, store), budget, compile_candidates)
         console.print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
@@ -195,8 +188,10 @@ def search(
         if found is None:
             console.print("not everything is measured yet; run the command again to go on")
             return
-        case, table = f"{layers.get(model, model)} {batch} x {length} on {device_name(device)}, {dtype}", found
+        case, table = f"{model} {batch} x {length} on {device_name(device)}, {dtype}", found
         content = {"meta": provenance(device), "case": case, "table": table.to_json()}
+        if output is not None:  # the searches of a large graph take minutes
+            write_json(output, content)
     rows = compare(table, shares=budgets, samplings=samplings)
     if output is not None:
         write_json(output, content | {"rows": [asdict(row) for row in rows]})

@@ -1,4 +1,4 @@
-"""The searches for a fusion scheme compared on one layer: how near to the best each comes, with how many measurements.
+"""The searches for a fusion scheme compared on one model: how near to the best each comes, with how many measurements.
 
 Every segment and configuration is measured once and remembered, on disk too, so that all searches see the same times
 and a long comparison can be made in pieces. The times are written with the results: whoever has the file can run all
@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 import stof
-from benchmarks.fusion.layer import LayerShape, plain_layer, weights_of
 from benchmarks.fusion.search_baselines import exhaustive, random_search
 from benchmarks.paper.models import subject_of
 from stof.errors import ArgumentError, StofError
@@ -33,7 +32,7 @@ from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.pipeline import rewrite_patches
 from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler, kind_of
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
-from stof.fusion.planner.two_stage_search import Sampling, SearchResult, two_stage
+from stof.fusion.planner.two_stage_search import Sampling, SearchResult, first_stage, second_stage
 from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Candidate, Records, SegmentTimes, Store, segment_key
 from stof.runtime.files import read_json
@@ -42,7 +41,7 @@ from stof.runtime.files import read_json
 SHARES = (0.1, 0.2)
 SEEDS = 20
 # Names of the two-stage search in rows, by the sampling of its second stage.
-NAMES: dict[Sampling, str] = {"reward": "two stages", "even": "two stages, even", "none": "stage 1 alone"}
+NAMES: dict[Sampling, str] = {"even": "two stages", "reward": "two stages, reward", "none": "stage 1 alone"}
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Row:
-    """One search: microseconds it saves on the layer, of those that can be saved, and the measurements it took.
+    """One search: microseconds it saves on the model, of those that can be saved, and the measurements it took.
 
     Attributes:
         search: which.
@@ -146,22 +145,6 @@ class Row:
     best_us: float
     measurements: int
     all_measurements: int
-
-
-def layer_graph(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> fx.GraphModule:
-    """Dynamo's graph of a layer that is written as models write it."""
-    graphs: list[fx.GraphModule] = []
-
-    def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        graphs.append(gm)
-        return gm.forward
-
-    weights = weights_of(shape, device, dtype)
-    x = torch.randn(shape.batch, shape.length, shape.hidden, device=device).to(dtype)
-    torch.compiler.reset()
-    with torch.no_grad():
-        torch.compile(plain_layer(shape), backend=keep, dynamic=False, fullgraph=True)(x, weights)
-    return graphs[0]
 
 
 def model_graph(name: str, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> fx.GraphModule:
@@ -292,21 +275,27 @@ def compare(
     rows = [Row("exhaustive", 1.0, us, us, us, steps, steps)]
     for share in shares:
         limit = int(share * steps)
-        searches: dict[str, Callable[[MeasurementCache, int], SearchResult]] = {
-            NAMES[one]: partial(_two_stages, start=start, sampling=one) for one in samplings
+        after_one = MeasurementCache(space, Budget(measurements=limit))
+        first_stage(space, after_one, start)
+        searches: dict[str, Callable[[int], SearchResult]] = {
+            NAMES[one]: partial(_second_stage, after_one, sampling=one) for one in samplings
         }
-        searches["random"] = partial(_random, schemes=100 * limit)
+        searches["random"] = partial(_random, space, limit)
         for name, search in searches.items():
-            found = [search(MeasurementCache(space, Budget(measurements=limit)), seed) for seed in range(seeds)]
+            found = [search(seed) for seed in range(seeds)]
             saved = [one.saved_us for one in found]
             taken = round(fmean(one.measurements for one in found))
             rows.append(Row(name, share, fmean(saved), min(saved), us, taken, steps))
     return rows
 
 
-def _two_stages(meter: MeasurementCache, seed: int, *, start: Scheme, sampling: Sampling) -> SearchResult:
-    return two_stage(meter.space, meter, start, seed=seed, sampling=sampling)
+def _second_stage(after_one: MeasurementCache, seed: int, *, sampling: Sampling) -> SearchResult:
+    """`two_stage` from what stage 1 measured, which is the same for all seeds."""
+    meter = MeasurementCache(after_one.space, after_one.budget)
+    meter.times = {key: dict(times) for key, times in after_one.times.items()}
+    meter.measurements = after_one.measurements
+    return second_stage(meter.space, meter, seed=seed, sampling=sampling)
 
 
-def _random(meter: MeasurementCache, seed: int, *, schemes: int) -> SearchResult:
-    return random_search(meter.space, meter, schemes=schemes, seed=seed)
+def _random(space: Space, limit: int, seed: int) -> SearchResult:
+    return random_search(space, MeasurementCache(space, Budget(measurements=limit)), schemes=100 * limit, seed=seed)

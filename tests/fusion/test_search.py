@@ -71,6 +71,12 @@ TABLE: Table = {
 }
 
 
+def measure_defaults(meter: MeasurementCache, scheme: Scheme) -> None:
+    """What stage 1 measures of a scheme."""
+    for segment in scheme.segments:
+        meter.gain(segment.start, segment.stop)
+
+
 def test_two_stages_find_the_best_scheme_of_layers() -> None:
     tabled = Tabled("e" + LAYER * 3 + "C", TABLE)
     meter = MeasurementCache(tabled.space)
@@ -206,9 +212,9 @@ def test_more_is_drawn_where_more_was_gained() -> None:
 
     object.__setattr__(tabled.space, "measure", measure)
     scheme = Scheme.from_bits("0011")
-    meter.total(scheme)
+    measure_defaults(meter, scheme)
     meter.budget = Budget(measurements=80)
-    stage_two(tabled.space, meter, scheme)
+    stage_two(tabled.space, meter, scheme, sampling="reward")
     drawn = {text: len(meter.measured(start, start + 2)) for text, start in (("Cg", 0), ("Dr", 2))}
     assert drawn["Cg"] > 3 * drawn["Dr"]
 
@@ -232,7 +238,7 @@ def test_even_sampling_draws_as_many_for_each_segment_and_none_draws_nothing() -
 def test_nothing_gained_for_two_rounds_ends_the_second_stage() -> None:
     tabled = Tabled("Cg", {"Cg": {"": 18.0} | {str(i): 19.0 for i in range(100)}})
     meter = MeasurementCache(tabled.space)
-    meter.total(Scheme(2))
+    measure_defaults(meter, Scheme(2))
     stage_two(tabled.space, meter, Scheme(2), per_segment=4)
     assert meter.measurements == 2 + 2 * 4
 
@@ -331,3 +337,25 @@ def test_one_of_each_kind_comes_first() -> None:
         stage_two(space, MeasurementCache(space), Scheme(2), per_segment=3, seed=seed)
         drawn = [candidate[1][0] for _, candidate in tabled.asked[2:] if candidate]
         assert sorted(drawn[:3]) == sorted(drawn[3:6]) == ["a", "b", "c"]
+
+
+def test_the_lowest_bound_of_each_kind_comes_first() -> None:
+    """Kinds a to c in turn; each from the candidate that could be fastest on, alike ones in an order of the seed."""
+    floors = {f"{kind}{i}": (i // 2) / 10 for kind in "abc" for i in range(10)}
+    orders = set()
+    for seed in range(5):
+        tabled = Tabled("Cr", {"Cr": {"": 19.0} | dict.fromkeys(floors, 19.0)})
+        space = replace(
+            tabled.space,
+            kind=lambda candidate: candidate[1][:1],
+            floor=lambda i, j, candidate: floors.get(candidate[1], 0.0),
+        )
+        stage_two(space, MeasurementCache(space), Scheme(2), per_segment=30, seed=seed, patience=99)
+        drawn = [candidate[1] for _, candidate in tabled.asked if candidate and candidate[1]]
+        assert len(set(drawn)) == len(drawn) == 30
+        for place in range(10):
+            turn = drawn[3 * place : 3 * place + 3]
+            assert sorted(text[0] for text in turn) == ["a", "b", "c"]
+            assert {floors[text] for text in turn} == {(place // 2) / 10}
+        orders.add(tuple(drawn))
+    assert len(orders) > 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from stof.errors import ArgumentError
 from stof.fusion.graph.operators import Operator
@@ -70,11 +70,12 @@ class Scheme:
         """Every reason why this is no scheme for operators of these classes; empty when it is one."""
         if len(compute_intensive) != self.size:
             return [f"the scheme has {self.size} operators, the graph {len(compute_intensive)}"]
+        before = (0, *accumulate(compute_intensive))
         return [
-            f"segment {segment.start}..{segment.stop - 1} has {heavy} compute-intensive operators; "
+            f"segment {start}..{stop - 1} has {before[stop] - before[start]} compute-intensive operators; "
             f"at most {MAX_COMPUTE_INTENSIVE} fit in one kernel"
-            for segment in self.segments
-            if (heavy := sum(compute_intensive[i] for i in segment)) > MAX_COMPUTE_INTENSIVE
+            for start, stop in pairwise((0, *self.starts, self.size))
+            if before[stop] - before[start] > MAX_COMPUTE_INTENSIVE
         ]
 
     def digest(self, operators: Sequence[Operator]) -> str:

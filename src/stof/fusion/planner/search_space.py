@@ -214,12 +214,6 @@ class MeasurementCache:
         best = min(tried) * (tuned_fraction if len(tried) == 1 and len(self.space.candidates(start, stop)) > 1 else 1.0)
         return max(0.0, known[None] - best)
 
-    def total(self, scheme: Scheme, tuned_fraction: float = 1.0) -> float:
-        """Microseconds that a scheme saves; -inf when it is no scheme."""
-        if scheme.problems(self.space.intensive):
-            return -math.inf
-        return sum(self.gain(segment.start, segment.stop, tuned_fraction) for segment in scheme.segments)
-
     def chosen(self, scheme: Scheme) -> dict[int, Candidate]:
         """The candidates that are faster than Inductor's code, by the first operator of their segments."""
         found = {segment.start: self.best(segment.start, segment.stop)[0] for segment in scheme.segments}
