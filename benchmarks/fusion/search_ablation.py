@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 import stof
-from benchmarks.fusion.search_baselines import exhaustive, random_search
+from benchmarks.fusion.repeated_layers import find_layers
+from benchmarks.fusion.search_baselines import OperatorClasses, exhaustive, paper_stage_one, random_search
 from benchmarks.paper.models import subject_of
 from stof.errors import ArgumentError, StofError
 from stof.fusion.graph.fx_utils import copy_module, propagate
@@ -32,7 +33,7 @@ from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.pipeline import rewrite_patches
 from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler, kind_of
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
-from stof.fusion.planner.two_stage_search import Sampling, SearchResult, first_stage, second_stage
+from stof.fusion.planner.two_stage_search import Sampling, SearchResult, second_stage, stage_one
 from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Candidate, Records, SegmentTimes, Store, segment_key
 from stof.runtime.files import read_json
@@ -42,6 +43,8 @@ SHARES = (0.1, 0.2)
 SEEDS = 20
 # Names of the two-stage search in rows, by the sampling of its second stage.
 NAMES: dict[Sampling, str] = {"even": "two stages", "reward": "two stages, reward", "none": "stage 1 alone"}
+# With the paper's stage 1; draws are by reward too, in the order of the others.
+PAPER = "the paper's moves, reward"
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Table:
         def floor(start: int, stop: int, candidate: Candidate) -> float:
             return at[start, stop].floors[candidate]
 
-        return Space(self.intensive, self.classes, key, candidates, measure, self.longest, floor=floor, kind=kind_of)
+        return Space(len(self.classes), key, candidates, measure, self.longest, floor=floor, kind=kind_of)
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads."""
@@ -203,8 +206,10 @@ def measured(
         floors = {candidate: graph.floor(*places[0], candidate) for candidate in candidates}
         ordered = {candidate: times[candidate] for candidate in (None, *candidates)}
         segments.append(Segment(graph.label(*places[0]), tuple(places), ordered, floors))
-    space = graph.space()
-    return Table(tuple(space.intensive), tuple(map(str, space.classes)), space.longest, tuple(segments)), taken
+    layers = find_layers(graph.signatures)
+    classes = tuple(str(layers.place_class(place)) for place in range(len(operators)))
+    intensive = tuple(operator.kind.compute_intensive for operator in operators)
+    return Table(intensive, classes, graph.space().longest, tuple(segments)), taken
 
 
 _Found = dict[Hashable, tuple[list[tuple[int, int]], dict[Candidate | None, float]]]
@@ -265,22 +270,23 @@ def compare(
 ) -> list[Row]:
     """Every search on what was measured: the exhaustive one, then the others with each share of its measurements.
 
-    All start with every operator by itself. Means are over `seeds` of those searches that draw. The two stages run
-    with each of `samplings` in stage 2; with "none", stage 1 is alone.
+    Means are over `seeds` of those searches that draw. The two stages run with each of `samplings` in stage 2; with
+    "none", stage 1 is alone. The paper's moves start with every operator by itself.
     """
-    space = table.space
+    space, operators = table.space, OperatorClasses(table.intensive, table.classes)
     best = exhaustive(space, MeasurementCache(space))
-    start = Scheme(space.size, tuple(range(1, space.size)))
     us, steps = best.saved_us, best.measurements
     rows = [Row("exhaustive", 1.0, us, us, us, steps, steps)]
     for share in shares:
         limit = int(share * steps)
-        after_one = MeasurementCache(space, Budget(measurements=limit))
-        first_stage(space, after_one, start)
+        defaults, moved = (MeasurementCache(space, Budget(measurements=limit)) for _ in range(2))
+        stage_one(space, defaults)
+        paper_stage_one(space, operators, moved, Scheme(space.size, tuple(range(1, space.size))))
         searches: dict[str, Callable[[int], SearchResult]] = {
-            NAMES[one]: partial(_second_stage, after_one, sampling=one) for one in samplings
+            NAMES[one]: partial(_second_stage, defaults, sampling=one) for one in samplings
         }
-        searches["random"] = partial(_random, space, limit)
+        searches[PAPER] = partial(_second_stage, moved, sampling="reward")
+        searches["random"] = partial(_random, space, operators, limit)
         for name, search in searches.items():
             found = [search(seed) for seed in range(seeds)]
             saved = [one.saved_us for one in found]
@@ -290,12 +296,13 @@ def compare(
 
 
 def _second_stage(after_one: MeasurementCache, seed: int, *, sampling: Sampling) -> SearchResult:
-    """`two_stage` from what stage 1 measured, which is the same for all seeds."""
+    """Stage 2 on what stage 1 measured, which is the same for all seeds."""
     meter = MeasurementCache(after_one.space, after_one.budget)
     meter.times = {key: dict(times) for key, times in after_one.times.items()}
     meter.measurements = after_one.measurements
     return second_stage(meter.space, meter, seed=seed, sampling=sampling)
 
 
-def _random(space: Space, limit: int, seed: int) -> SearchResult:
-    return random_search(space, MeasurementCache(space, Budget(measurements=limit)), schemes=100 * limit, seed=seed)
+def _random(space: Space, operators: OperatorClasses, limit: int, seed: int) -> SearchResult:
+    meter = MeasurementCache(space, Budget(measurements=limit))
+    return random_search(space, operators, meter, schemes=100 * limit, seed=seed)

@@ -1,24 +1,56 @@
-"""The searches that the two stages are compared with: random draws, and everything."""
+"""The searches that the two stages are compared with: everything, the paper's moves, and random draws."""
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from stof.fusion.graph.scheme import Scheme
+from stof.fusion.graph.scheme import MAX_COMPUTE_INTENSIVE, Scheme
 from stof.fusion.planner.search_space import MeasurementCache, Space
-from stof.fusion.planner.two_stage_search import SearchResult, best_known_scheme, scheme_of, search_result
+from stof.fusion.planner.two_stage_search import TUNED_FRACTION, SearchResult, best_known_scheme, search_result
 
 
-def random_search(space: Space, meter: MeasurementCache, *, schemes: int, seed: int = 0) -> SearchResult:
+@dataclass(frozen=True)
+class OperatorClasses:
+    """What moves and random draws ask of a graph's operators.
+
+    Attributes:
+        intensive: for each operator whether it is compute-intensive.
+        classes: for each operator a value that is equal for places that are decided together (alike layers).
+    """
+
+    intensive: Sequence[bool]
+    classes: Sequence[Hashable]
+
+    def scheme_of(self, starts: set[Hashable]) -> Scheme:
+        """The scheme with boundaries at all places of these classes."""
+        return Scheme.of(len(self.classes), (at for at in range(1, len(self.classes)) if self.classes[at] in starts))
+
+    def allows(self, scheme: Scheme) -> bool:
+        """Whether no segment has more than `MAX_COMPUTE_INTENSIVE` compute-intensive operators."""
+        before = (0, *accumulate(self.intensive))
+        edges = pairwise((0, *scheme.starts, scheme.size))
+        return all(before[stop] - before[start] <= MAX_COMPUTE_INTENSIVE for start, stop in edges)
+
+    def heavy(self, segment: range) -> int:
+        return sum(self.intensive[i] for i in segment)
+
+
+def random_search(
+    space: Space, operators: OperatorClasses, meter: MeasurementCache, *, schemes: int, seed: int = 0
+) -> SearchResult:
     """Random schemes, and a random candidate for each of their segments; the best of all is kept."""
     chance = random.Random(seed)
-    classes = sorted(set(space.classes), key=repr)
+    classes = sorted(set(operators.classes), key=repr)
     best, saved = Scheme(space.size, tuple(range(1, space.size))), 0.0
     for _ in range(schemes):
         if meter.exhausted:
             break
-        scheme = scheme_of(space, {c for c in classes if chance.random() < 0.5})
-        if scheme.problems(space.intensive):
+        scheme = operators.scheme_of({c for c in classes if chance.random() < 0.5})
+        if not operators.allows(scheme):
             continue
         for segment in scheme.segments:
             candidates = space.candidates(segment.start, segment.stop)
@@ -38,3 +70,84 @@ def exhaustive(space: Space, meter: MeasurementCache) -> SearchResult:
             if candidates:
                 meter.measure(start, stop, (None, *candidates))
     return search_result(meter, best_known_scheme(meter))
+
+
+def paper_stage_one(
+    space: Space,
+    operators: OperatorClasses,
+    meter: MeasurementCache,
+    initial: Scheme,
+    tuned_fraction: float = TUNED_FRACTION,
+) -> Scheme:
+    """Stage 1 as in the paper: improve a scheme by moves of its boundaries until none helps or the budget is spent.
+
+    A segment expands, seizes operators of a neighbour without a GEMM, or competes for those between two; each move is
+    measured, and taken back if it is slower. It concerns all alike places at once. See `MeasurementCache.gain` for
+    `tuned_fraction`.
+    """
+    starts = {operators.classes[start] for start in initial.starts}
+    # Nothing is measured twice, so a segment's gain stays as it is. A graph has hundreds, a move changes a few.
+    gains: dict[range, float] = {}
+
+    def total_of(scheme: Scheme) -> float:
+        if not operators.allows(scheme):
+            return -math.inf
+        new = (segment for segment in scheme.segments if segment not in gains)
+        gains.update((segment, meter.gain(segment.start, segment.stop, tuned_fraction)) for segment in new)
+        return sum(map(gains.__getitem__, scheme.segments))
+
+    best = operators.scheme_of(starts)
+    saved = total_of(best)
+    tried = {frozenset(starts)}
+    improved = True
+    while improved and not meter.exhausted:
+        improved = False
+        for rule in (_expand, _seize, _compete):
+            for move in rule(operators, best, starts):
+                if frozenset(move) in tried:  # the same boundary of another layer, or a move taken back before
+                    continue
+                tried.add(frozenset(move))
+                scheme = operators.scheme_of(move)
+                total = total_of(scheme)
+                if total > saved:
+                    best, saved, starts, improved = scheme, total, move, True
+                    break  # moves of the old scheme are not moves of the new one
+                if meter.exhausted:
+                    return best
+    return best
+
+
+def _expand(operators: OperatorClasses, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+    """Merge two or three neighbouring segments."""
+    for count in (1, 2):
+        for i in range(len(scheme.starts) - count + 1):
+            yield starts - {operators.classes[place] for place in scheme.starts[i : i + count]}
+
+
+def _shifts(
+    operators: OperatorClasses, scheme: Scheme, starts: set[Hashable], allowed: Callable[[range, range], bool]
+) -> Iterator[set[Hashable]]:
+    """Give the operators at a boundary to the other segment; `allowed(taker, giver)` says between which."""
+    for left, right in zip(scheme.segments, scheme.segments[1:], strict=False):
+        for taker, giver, step in ((left, right, 1), (right, left, -1)):
+            if not allowed(taker, giver):
+                continue
+            for count in range(1, len(giver) + 1):
+                place = right.start + step * count
+                moved = starts - {operators.classes[right.start]}
+                # The giver's last operator taken, the boundary is gone.
+                yield moved | ({operators.classes[place]} if left.start < place < right.stop else set())
+
+
+def _seize(operators: OperatorClasses, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+    """A segment with a compute-intensive operator takes from one without."""
+    return _shifts(
+        operators, scheme, starts, lambda taker, giver: operators.heavy(taker) > 0 and operators.heavy(giver) == 0
+    )
+
+
+def _compete(operators: OperatorClasses, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+    """Two segments with compute-intensive operators contest those between; the one with a single such operator wins."""
+    return _shifts(
+        operators, scheme, starts, lambda taker, giver: operators.heavy(taker) == 1 and operators.heavy(giver) >= 1
+    )

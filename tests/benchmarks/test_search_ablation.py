@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx
 
 from benchmarks.cli.models import search
+from benchmarks.fusion.repeated_layers import Repetition, find_layers
 from benchmarks.fusion.search_ablation import (
     NAMES,
+    PAPER,
     SHARES,
     Segment,
     Table,
@@ -113,7 +117,7 @@ def test_searches_see_the_same_times() -> None:
     ]
     table = Table((True, False, True), ("0", "1", "2"), 3, tuple(segments))
     rows = compare(table, seeds=4, shares=(0.2, 1.0))
-    names = ["two stages", "two stages, reward", "stage 1 alone", "random"]
+    names = [*NAMES.values(), PAPER, "random"]
     assert [row.search for row in rows] == ["exhaustive", *names * 2]
     best = rows[0]
     assert (best.saved_us, best.measurements) == (21.0, 82)
@@ -125,6 +129,7 @@ def test_searches_see_the_same_times() -> None:
     assert [row.search for row in compare(table, 1, (0.2,), ("reward",))] == [
         "exhaustive",
         "two stages, reward",
+        PAPER,
         "random",
     ]
     assert compare(table, seeds=4, shares=(0.2, 1.0)) == rows
@@ -147,6 +152,24 @@ def test_measured_times_searched_again(tmp_path: Path, model: str) -> None:
         assert one["saved_us"] < min(even["saved_us"], reward["saved_us"]) <= best["saved_us"]
         assert drawn["saved_us"] < 0.8 * even["saved_us"]
     assert rows["two stages", 0.2]["saved_us"] > 0.9 * best["saved_us"]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(2, 4), st.integers(0, 5), st.integers(0, 5))
+def test_layers_are_found_between_other_operators(layer: list[int], count: int, before: int, after: int) -> None:
+    numbers = [10 + i for i in range(before)] + layer * count + [20 + i for i in range(after)]
+    found = find_layers(numbers)
+    assert found.start <= before
+    assert found.start + found.length >= before + count * len(layer)
+    assert found.count >= 2
+    classes: dict[tuple[str, int], set[int]] = {}
+    for place, number in enumerate(numbers):
+        classes.setdefault(found.place_class(place), set()).add(number)
+    assert all(len(values) == 1 for values in classes.values())
+
+
+def test_nothing_repeats() -> None:
+    assert find_layers([1, 2, 3]) == Repetition()
+    assert Repetition().count == 0
 
 
 def test_files_that_are_no_results(tmp_path: Path) -> None:

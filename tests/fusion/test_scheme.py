@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stof.errors import ArgumentError
-from stof.fusion.graph.repeated_layers import Repetition, find_layers
 from stof.fusion.graph.scheme import Scheme
 from tests.fusion.graphs import operators
 
@@ -44,13 +43,6 @@ def test_other_characters_are_refused() -> None:
         Scheme.from_bits("012")
 
 
-def test_at_most_two_compute_intensive_operators() -> None:
-    assert Scheme.from_bits("0001").problems([True, False, True, True]) == []
-    (problem,) = Scheme.from_bits("0000").problems([True, False, True, True])
-    assert "segment 0..3 has 3 compute-intensive" in problem
-    assert Scheme.from_bits("00").problems([True]) == ["the scheme has 2 operators, the graph 1"]
-
-
 def test_digests_tell_schemes_and_shapes_apart() -> None:
     def ops(width: int) -> list:
         return operators(nn.Sequential(nn.Linear(4, width), nn.GELU(), nn.LayerNorm(width)), torch.randn(2, 4))
@@ -59,24 +51,6 @@ def test_digests_tell_schemes_and_shapes_apart() -> None:
     a, b = Scheme.from_bits("001"), Scheme.from_bits("011")
     assert a.digest(narrow) == a.digest(again)
     assert len({a.digest(narrow), b.digest(narrow), a.digest(wide)}) == 3
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(2, 4), st.integers(0, 5), st.integers(0, 5))
-def test_layers_are_found_between_other_operators(layer: list[int], count: int, before: int, after: int) -> None:
-    numbers = [10 + i for i in range(before)] + layer * count + [20 + i for i in range(after)]
-    found = find_layers(numbers)
-    assert found.start <= before
-    assert found.start + found.length >= before + count * len(layer)
-    assert found.count >= 2
-    classes: dict[tuple[str, int], set[int]] = {}
-    for place, number in enumerate(numbers):
-        classes.setdefault(found.place_class(place), set()).add(number)
-    assert all(len(values) == 1 for values in classes.values())
-
-
-def test_nothing_repeats() -> None:
-    assert find_layers([1, 2, 3]) == Repetition()
-    assert Repetition().count == 0
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ from stof.fusion.planner.heuristics import (
     first_reader,
     heuristic_choices,
     is_profitable,
-    isolated_scheme,
     merged_scheme,
     tuning_key,
 )
@@ -231,8 +230,8 @@ def _searched(
     graph: GraphSpace, meter: MeasurementCache, initial: dict[int, FusionChoice], search: Search, report: FusionReport
 ) -> dict[int, FusionChoice]:
     """Run the search and return its choices."""
-    start = isolated_scheme(graph.operators, [_range(place, choice) for place, choice in initial.items()])
-    found = two_stage(meter.space, meter, start, per_segment=search.per_segment, seed=search.seed)
+    first = [_range(place, choice) for place, choice in initial.items()]
+    found = two_stage(meter.space, meter, first, per_segment=search.per_segment, seed=search.seed)
     stops = {segment.start: segment.stop for segment in found.scheme.segments}
     chosen = {
         place: FusionChoice(graph.matches(place, stops[place])[name], config, "measured faster")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from stof.errors import ArgumentError
 from stof.fusion.graph.operators import Operator
@@ -65,18 +65,6 @@ class Scheme:
         """The operators of each segment, by their places in the sequence."""
         edges = (0, *self.starts, self.size)
         return tuple(range(a, b) for a, b in pairwise(edges) if b > a)
-
-    def problems(self, compute_intensive: Sequence[bool]) -> list[str]:
-        """Every reason why this is no scheme for operators of these classes; empty when it is one."""
-        if len(compute_intensive) != self.size:
-            return [f"the scheme has {self.size} operators, the graph {len(compute_intensive)}"]
-        before = (0, *accumulate(compute_intensive))
-        return [
-            f"segment {start}..{stop - 1} has {before[stop] - before[start]} compute-intensive operators; "
-            f"at most {MAX_COMPUTE_INTENSIVE} fit in one kernel"
-            for start, stop in pairwise((0, *self.starts, self.size))
-            if before[stop] - before[start] > MAX_COMPUTE_INTENSIVE
-        ]
 
     def digest(self, operators: Sequence[Operator]) -> str:
         """16 hex digits that are equal, in any process, for equal schemes of equal operator sequences."""

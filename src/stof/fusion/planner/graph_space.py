@@ -12,7 +12,6 @@ from torch import fx
 
 from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.operators import Operator, in_words
-from stof.fusion.graph.repeated_layers import find_layers
 from stof.fusion.planner.heuristics import MAX_OPS, tuning_key
 from stof.fusion.planner.match import TemplateMatch, find_matches, insertion_point
 from stof.fusion.planner.search_space import Space, Wanted
@@ -52,7 +51,6 @@ class GraphSpace:
 
     def __post_init__(self) -> None:
         self.signatures = [operator.signature() for operator in self.operators]
-        self.layers = find_layers(self.signatures)
         self._matches: dict[tuple[int, int], dict[str, TemplateMatch]] = {}
         self._candidates: dict[tuple[int, int], list[Candidate]] = {}
         self._keys: dict[tuple[int, int], Hashable] = {}
@@ -157,8 +155,7 @@ class GraphSpace:
 
     def space(self) -> Space:
         return Space(
-            [operator.kind.compute_intensive for operator in self.operators],
-            [self.layers.place_class(place) for place in range(len(self.operators))],
+            len(self.operators),
             self.key,
             self.candidates,
             self.measure,

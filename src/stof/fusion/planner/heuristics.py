@@ -178,12 +178,6 @@ def tuning_key(match: TemplateMatch, policy: KernelPolicy) -> str:
     return match.problem.bucket + (" twins" if policy is KernelPolicy.REFERENCE else "")
 
 
-def isolated_scheme(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
-    """Return the scheme with these segments and one segment for each other operator: the start of a search."""
-    inner = {place for segment in chosen for place in segment[1:]}
-    return Scheme.of(len(operators), (place for place in range(1, len(operators)) if place not in inner))
-
-
 def merged_scheme(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:
     """Return the scheme with these segments, and as few others between them as the classes of operators allow.
 

@@ -53,8 +53,7 @@ class Space:
     """What is searched.
 
     Attributes:
-        intensive: for each operator whether it is compute-intensive.
-        classes: for each operator a value that is equal for places that are decided together (alike layers).
+        size: number of operators.
         key: equal for segments `start, stop` that cost the same.
         candidates: the templates' configurations for a segment, defaults first; empty when no template covers it.
         measure: microseconds of a segment with each of some candidates, `math.inf` for one that does not run, nan for
@@ -66,8 +65,7 @@ class Space:
         kind: equal for candidates that are much alike.
     """
 
-    intensive: Sequence[bool]
-    classes: Sequence[Hashable]
+    size: int
     key: Callable[[int, int], Hashable]
     candidates: Callable[[int, int], Sequence[Candidate]]
     measure: Callable[[int, int, Sequence[Candidate | None]], Sequence[float]]
@@ -76,10 +74,6 @@ class Space:
     floor: Callable[[int, int, Candidate], float] = lambda start, stop, candidate: 0.0
     label: Callable[[int, int], str] = lambda start, stop: f"operators {start}..{stop - 1}"
     kind: Callable[[Candidate], Hashable] = lambda candidate: candidate[0]
-
-    @property
-    def size(self) -> int:
-        return len(self.intensive)
 
 
 @dataclass

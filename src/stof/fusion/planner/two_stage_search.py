@@ -1,16 +1,18 @@
 """The two-stage search for a scheme and its parameters.
 
-Stage 1 walks boundaries with the paper's rules (expand, seize, compete), each move measured and taken back if slower.
-Stage 2 samples configurations of the segments that templates compute, those with the lowest bound on their time first.
-After "Accelerating Sparse Transformer Inference on GPU" (arXiv 2506.06095), section on the search engine.
+Stage 1 measures the default configuration of each kind of segment, and puts the segments together in the best way.
+Stage 2 samples configurations of that scheme's segments, those with the lowest bound on their time first.
+
+After "Accelerating Sparse Transformer Inference on GPU" (arXiv 2506.06095), section on the search engine. Its stage 1
+moves single boundaries instead (`benchmarks/fusion/search_baselines.py`). Layers repeat, so those moves measure nearly
+every kind of segment too, but they cannot cross a valley between two schemes.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,25 +40,28 @@ class SearchResult:
 def two_stage(
     space: Space,
     meter: MeasurementCache,
-    initial: Scheme,
+    first: Iterable[range] = (),
     *,
     per_segment: int = 4,
     seed: int = 0,
     sampling: Sampling = "even",
 ) -> SearchResult:
-    """Stage 1 from `initial`, then stage 2 on what it found, unless `sampling` is "none".
+    """Stage 1, then stage 2 on what it found, unless `sampling` is "none". `first`: segments to measure before others.
 
-    After each stage the segments measured so far are put together in the best way, which costs no measurement: moves of
-    single boundaries cannot cross a valley, and configurations found late may reverse a choice made early.
+    After each stage the segments measured so far are put together in the best way, which costs no measurement:
+    configurations found late may reverse a choice made early.
     """
-    first_stage(space, meter, initial)
+    stage_one(space, meter, first)
     return second_stage(space, meter, per_segment=per_segment, seed=seed, sampling=sampling)
 
 
-def first_stage(space: Space, meter: MeasurementCache, initial: Scheme) -> None:
-    """Measure what stage 1 of `two_stage` asks for; draws nothing, so every seed has the same."""
-    meter.prepare((start, stop, space.candidates(start, stop)[:1]) for start, stop in _covered(space))
-    stage_one(space, meter, initial, tuned_fraction=TUNED_FRACTION)
+def stage_one(space: Space, meter: MeasurementCache, first: Iterable[range] = ()) -> None:
+    """Measure Inductor's code and the first template's default for one segment of each key, the longest first."""
+    early = {space.key(segment.start, segment.stop) for segment in first}
+    covered = sorted(_covered(space), key=lambda at: (space.key(*at) not in early, at[0] - at[1]))
+    meter.prepare((start, stop, space.candidates(start, stop)[:1]) for start, stop in covered)
+    for start, stop in covered:
+        meter.gain(start, stop)
 
 
 def second_stage(
@@ -103,85 +108,6 @@ def search_result(meter: MeasurementCache, scheme: Scheme) -> SearchResult:
     """A scheme with the best of what has been measured so far."""
     saved = sum(meter.known_gain(segment.start, segment.stop) for segment in scheme.segments)
     return SearchResult(scheme, meter.chosen(scheme), saved, meter.measurements)
-
-
-def stage_one(space: Space, meter: MeasurementCache, initial: Scheme, *, tuned_fraction: float = 1.0) -> Scheme:
-    """Improve a scheme by moves of its boundaries until none helps or the budget is spent.
-
-    A move concerns all alike places at once, so that equal layers stay equal. See `MeasurementCache.gain` for
-    `tuned_fraction`.
-    """
-    starts = {space.classes[start] for start in initial.starts}
-    # Nothing is measured twice, so a segment's gain stays as it is. A graph has hundreds, a move changes a few.
-    gains: dict[range, float] = {}
-
-    def total_of(scheme: Scheme) -> float:
-        if scheme.problems(space.intensive):
-            return -math.inf
-        new = (segment for segment in scheme.segments if segment not in gains)
-        gains.update((segment, meter.gain(segment.start, segment.stop, tuned_fraction)) for segment in new)
-        return sum(map(gains.__getitem__, scheme.segments))
-
-    best = scheme_of(space, starts)
-    saved = total_of(best)
-    tried = {frozenset(starts)}
-    improved = True
-    while improved and not meter.exhausted:
-        improved = False
-        for rule in (_expand, _seize, _compete):
-            for move in rule(space, best, starts):
-                if frozenset(move) in tried:  # the same boundary of another layer, or a move taken back before
-                    continue
-                tried.add(frozenset(move))
-                scheme = scheme_of(space, move)
-                total = total_of(scheme)
-                if total > saved:
-                    best, saved, starts, improved = scheme, total, move, True
-                    break  # moves of the old scheme are not moves of the new one
-                if meter.exhausted:
-                    return best
-    return best
-
-
-def scheme_of(space: Space, starts: set[Hashable]) -> Scheme:
-    """The scheme with boundaries at all places of these classes."""
-    return Scheme.of(space.size, (place for place in range(1, space.size) if space.classes[place] in starts))
-
-
-def _expand(space: Space, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
-    """Merge two or three neighbouring segments."""
-    for count in (1, 2):
-        for i in range(len(scheme.starts) - count + 1):
-            yield starts - {space.classes[place] for place in scheme.starts[i : i + count]}
-
-
-def _shifts(
-    space: Space, scheme: Scheme, starts: set[Hashable], allowed: Callable[[range, range], bool]
-) -> Iterator[set[Hashable]]:
-    """Give the operators at a boundary to the other segment; `allowed(taker, giver)` says between which."""
-    for left, right in zip(scheme.segments, scheme.segments[1:], strict=False):
-        for taker, giver, step in ((left, right, 1), (right, left, -1)):
-            if not allowed(taker, giver):
-                continue
-            for count in range(1, len(giver) + 1):
-                place = right.start + step * count
-                moved = starts - {space.classes[right.start]}
-                # The giver's last operator taken, the boundary is gone.
-                yield moved | ({space.classes[place]} if left.start < place < right.stop else set())
-
-
-def _heavy(space: Space, segment: range) -> int:
-    return sum(space.intensive[i] for i in segment)
-
-
-def _seize(space: Space, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
-    """A segment with a compute-intensive operator takes from one without."""
-    return _shifts(space, scheme, starts, lambda taker, giver: _heavy(space, taker) > 0 and _heavy(space, giver) == 0)
-
-
-def _compete(space: Space, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
-    """Two segments with compute-intensive operators contest those between; the one with a single such operator wins."""
-    return _shifts(space, scheme, starts, lambda taker, giver: _heavy(space, taker) == 1 and _heavy(space, giver) >= 1)
 
 
 def stage_two(
