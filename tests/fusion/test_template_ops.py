@@ -208,6 +208,22 @@ def test_candidates_and_defaults_fit(shape: GemmShape, capability: tuple[int, in
         assert configs(shape, dtype, capability), "there is always something to measure"
 
 
+@pytest.mark.parametrize(
+    ("shape", "chosen"),
+    [
+        # 192 tiles of 128 x 128 are two waves of 132, the last of them half empty; 132 taller ones are one.
+        (GemmShape("linear", 4096, 768, 3072, bias=True, residual=True), "192x128x64,5s,together"),
+        (GemmShape("linear_norm", 4096, 768, 768, norm="layer"), "192x128x64,5s,together"),
+        (GemmShape("linear", 4096, 1024, 4096), "128x128x64,6s,pingpong"),  # 256 of 264 places
+        (GemmShape("linear", 4096, 3072, 768), "128x128x64,6s,pingpong"),
+        (GemmShape("gated_linear", 4096, 384, 768), "128x128x64,5s,pingpong"),
+        (GemmShape("rotary_linear", 4096, 768, 768, head_dim=64, turned=768), "128x128x64,6s,pingpong"),
+    ],
+)
+def test_defaults_fill_the_last_wave(shape: GemmShape, chosen: str) -> None:
+    assert str(default(shape, torch.float16, (9, 0), 132)) == chosen
+
+
 @given(
     capability=st.sampled_from(CAPABILITIES),
     head_dim=st.sampled_from(HEAD_DIMS),
