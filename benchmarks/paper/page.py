@@ -1,6 +1,6 @@
 """The tables of `docs/paper.md`: what the STOF paper publishes next to what was measured here.
 
-Each table is of one GPU: that whose file has most cells of the table's figures.
+Each table is of one GPU: that whose file has most cells of the table's figures, of several the last by name.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 
+from benchmarks.fusion.search_ablation import SHARES, read_table
 from benchmarks.paper import attention, models, motivation, selector
 from benchmarks.paper.charts import ATTENTION, NATIVE, SIX, regrets
 from benchmarks.paper.experiment import ABSENT, Row
@@ -75,14 +78,16 @@ def tables(folder: Path) -> dict[str, list[str]]:
     files = [_read(path) for path in sorted(folder.glob("*-paper.json"))]
     if not files:
         raise ArgumentError(f"{folder} has no *-paper.json")
+    searches = [read_table(path)[0]["rows"] for path in sorted(folder.glob("*-search-*.json"))]
     progress = [[file.gpu, *_progress(file.rows)] for file in files]
     found = {
         "file": [file.describe() for file in files],
         "absent": [f"- {name}: {why}" for name, why in ABSENT.items()],
         "measured": _table(["cells of figure", *_planned()], progress),
+        "search": _searches(searches),
     }
     for name, (make, figures) in _TABLES.items():
-        fullest = max(files, key=lambda file: sum(len(_ours(file.rows, figure)) for figure in figures))
+        fullest = max(files, key=lambda file: (sum(len(_ours(file.rows, figure)) for figure in figures), file.name))
         found[name] = make(fullest.rows, fullest.gpu)
     return found
 
@@ -146,6 +151,10 @@ def _mean(values: Sequence[float], unit: str = "x") -> str:
     return f"{math.exp(sum(map(math.log, values)) / len(values)):.2f}{unit}" if values else NOT_MEASURED
 
 
+def _mean_and_lowest(values: Sequence[float]) -> str:
+    return f"{_mean(values)} (lowest {min(values):.2f}x)" if values else NOT_MEASURED
+
+
 def _partial_mean(values: Sequence[float], planned: int) -> str:
     """The mean, and of how many cells where some are not measured yet."""
     return _mean(values) if len(values) in (0, planned) else f"{_mean(values)} ({len(values)}/{planned})"
@@ -159,10 +168,15 @@ def _attention(rows: Sequence[Row], gpu: str) -> list[str]:
     four = cells([row for row in rows if row.mask in PAPER_MASKS], "9")
     largest = cells([row for row in rows if row.mask in PAPER_MASKS and (row.batch, row.length) == (16, 4096)], "9")
     flex, flash = ATTENTION["FlexAttention"], ATTENTION["FlashAttention-2"]
+    every = cells(rows, "9")
+    everyone = [name for impls in ATTENTION.values() for name in impls if name not in _STOF]
+    papers = [name for name in everyone if name not in ATTENTION["SDPA"]]
     lines = (
         ("FlexAttention", "1.8x", "1.6x", _mean(ratios(four, _STOF, flex))),
         ("FlexAttention, 16x4096", "", "4.9x", _mean(ratios(largest, _STOF, flex))),
         ("FlashAttention-2, 16x4096", "", "4.8x", _mean(ratios(largest, _STOF, flash))),
+        ("best of the paper's baselines, all cells", "", "", _mean_and_lowest(ratios(every, _STOF, papers))),
+        ("best of these and SDPA, all cells", "", "", _mean_and_lowest(ratios(every, _STOF, everyone))),
     )
     return _table(("the paper's masks, STOF over", "4090", "A100", gpu), lines)
 
@@ -241,6 +255,20 @@ def _selector(rows: Sequence[Row], gpu: str) -> list[str]:
     wanted = (("STOF", selector.OURS), ("Eq. 1, phase two", f"Eq. 1, tau {selector.TAU:g}"))
     lines = ((name, *found.get(impl, ("0", NOT_MEASURED, NOT_MEASURED))) for name, impl in wanted)
     return _table((gpu, "cells", "mean regret", "largest"), lines)
+
+
+def _searches(results: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    """Of what can be saved, how much each search saves: mean and least over the models."""
+    names = dict.fromkeys(row["search"] for rows in results for row in rows if row["share"] < 1)
+    lines = []
+    for name in names:
+        line = [name]
+        for share in SHARES:
+            found = [row for rows in results for row in rows if (row["search"], row["share"]) == (name, share)]
+            part = [row["saved_us"] / row["best_us"] for row in found]
+            line.append(f"{fmean(part):.0%} ({min(part):.0%})" if part else NOT_MEASURED)
+        lines.append(line)
+    return _table(("search", *(f"{share:.0%} of measurements" for share in SHARES)), lines)
 
 
 # How each table is made, and the figures that its rows are of.
