@@ -31,7 +31,7 @@ ABSENT = {
     "SPLAT": "no Python package",
     "FlashAttention-3": "its wheel has neither float16 nor windows",
     "FastVideo": "takes bfloat16 and whole blocks only",
-    "FlashInfer": "not tried; compiles with nvcc at first use",
+    "FlashInfer": "compiles with nvcc; not tried",
     "MCFuser": "needs a TVM of 2023",
     "Bolt": "needs a TVM of 2022",
 }
