@@ -23,7 +23,7 @@ from stof.fusion.records.store import Candidate
 # What tuning is hoped to leave of a default configuration's time: stage 1 keeps segments whose template loses by less.
 TUNED_FRACTION = 0.8
 # How stage 2 divides its draws among segments: no draws at all, as many for each, or in proportion to recent gains, as
-# the paper does. On six models with 20 % of the measurements "even" finds as much or more (docs/paper.md).
+# the paper does. On six models the last finds no more than "even" (docs/paper.md).
 Sampling = Literal["none", "even", "reward"]
 
 
