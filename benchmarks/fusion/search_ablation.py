@@ -33,17 +33,17 @@ from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.pipeline import rewrite_patches
 from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler, kind_of
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
-from stof.fusion.planner.two_stage_search import Sampling, SearchResult, second_stage, stage_one
+from stof.fusion.planner.two_stage_search import Sampling, SearchResult, finish_search, stage_one
 from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Candidate, Records, SegmentTimes, Store, segment_key
 from stof.runtime.files import read_json
 
-# Of the exhaustive search's measurements, what the others may take.
+# Budgets, as fractions of the exhaustive search's measurements.
 SHARES = (0.1, 0.2)
 SEEDS = 20
 # Names of the two-stage search in rows, by the sampling of its second stage.
 NAMES: dict[Sampling, str] = {"even": "two stages", "reward": "two stages, reward", "none": "stage 1 alone"}
-# With the paper's stage 1; draws are by reward too, in the order of the others.
+# The paper's moves decide what stage 1 measures. The scheme made of that, and the order of draws, are as in the others.
 PAPER = "the paper's moves, reward"
 
 
@@ -131,13 +131,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Row:
-    """One search: microseconds it saves on the model, of those that can be saved, and the measurements it took.
+    """Result of one search: microseconds that it saves on the model, and the measurements it took.
 
     Attributes:
         search: which.
-        share: of all measurements, how many it might take.
-        saved_us, worst_us: mean and least over seeds of what its choice saves.
-        best_us: what the best choice saves.
+        share: its budget over all measurements.
+        saved_us, worst_us: mean and minimum over seeds of what its choice saves.
+        best_us: what the exhaustive search saves.
         measurements, all_measurements: that it took (mean), and that there are.
     """
 
@@ -186,7 +186,9 @@ def measured(
     *,
     experimental: bool = False,
 ) -> tuple[Table | None, int]:
-    """Measure all that `store` lacks, for `seconds`, and how many times that gave; no table before all are there.
+    """Measure what `store` lacks, for up to `seconds`.
+
+    Returns the table, None while times are missing, and how many times were taken.
 
     `compiler` compiles a segment's candidates before they are measured. `experimental` as for the backend.
     """
@@ -228,7 +230,8 @@ def _measure(graph: GraphSpace, found: _Found, store: Store | None, end: float) 
         places, times = found[key]
         if not new or time.monotonic() > end:
             continue
-        times |= dict(zip(new, graph.measure(*places[0], new), strict=True))
+        found_us = zip(new, graph.measure(*places[0], new), strict=True)
+        times |= {candidate: us for candidate, us in found_us if not math.isnan(us)}  # noisy ones are measured again
         taken += len(new)
         if store is not None:
             store.update(Records({segment_key(key): SegmentTimes(times)}))
@@ -270,22 +273,22 @@ def compare(
 ) -> list[Row]:
     """Every search on what was measured: the exhaustive one, then the others with each share of its measurements.
 
-    Means are over `seeds` of those searches that draw. The two stages run with each of `samplings` in stage 2; with
+    Each runs with every seed. The two stages run with each of `samplings` in stage 2; with
     "none", stage 1 is alone. The paper's moves start with every operator by itself.
     """
     space, operators = table.space, OperatorClasses(table.intensive, table.classes)
-    best = exhaustive(space, MeasurementCache(space))
+    best = exhaustive(MeasurementCache(space))
     us, steps = best.saved_us, best.measurements
     rows = [Row("exhaustive", 1.0, us, us, us, steps, steps)]
     for share in shares:
         limit = int(share * steps)
         defaults, moved = (MeasurementCache(space, Budget(measurements=limit)) for _ in range(2))
-        stage_one(space, defaults)
-        paper_stage_one(space, operators, moved, Scheme(space.size, tuple(range(1, space.size))))
+        stage_one(defaults)
+        paper_stage_one(operators, moved, Scheme(space.size, tuple(range(1, space.size))))
         searches: dict[str, Callable[[int], SearchResult]] = {
-            NAMES[one]: partial(_second_stage, defaults, sampling=one) for one in samplings
+            NAMES[one]: partial(_finish, defaults, sampling=one) for one in samplings
         }
-        searches[PAPER] = partial(_second_stage, moved, sampling="reward")
+        searches[PAPER] = partial(_finish, moved, sampling="reward")
         searches["random"] = partial(_random, space, operators, limit)
         for name, search in searches.items():
             found = [search(seed) for seed in range(seeds)]
@@ -295,14 +298,14 @@ def compare(
     return rows
 
 
-def _second_stage(after_one: MeasurementCache, seed: int, *, sampling: Sampling) -> SearchResult:
+def _finish(after_one: MeasurementCache, seed: int, *, sampling: Sampling) -> SearchResult:
     """Stage 2 on what stage 1 measured, which is the same for all seeds."""
     meter = MeasurementCache(after_one.space, after_one.budget)
     meter.times = {key: dict(times) for key, times in after_one.times.items()}
     meter.measurements = after_one.measurements
-    return second_stage(meter.space, meter, seed=seed, sampling=sampling)
+    return finish_search(meter, seed=seed, sampling=sampling)
 
 
 def _random(space: Space, operators: OperatorClasses, limit: int, seed: int) -> SearchResult:
     meter = MeasurementCache(space, Budget(measurements=limit))
-    return random_search(space, operators, meter, schemes=100 * limit, seed=seed)
+    return random_search(operators, meter, schemes=100 * limit, seed=seed)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from stof.fusion.graph.scheme import MAX_COMPUTE_INTENSIVE, Scheme
-from stof.fusion.planner.search_space import MeasurementCache, Space
+from stof.fusion.planner.search_space import MeasurementCache
 from stof.fusion.planner.two_stage_search import TUNED_FRACTION, SearchResult, best_known_scheme, search_result
 
 
 @dataclass(frozen=True)
 class OperatorClasses:
-    """What moves and random draws ask of a graph's operators.
+    """Which operators of a graph are compute-intensive, and which places repeat across layers.
 
     Attributes:
         intensive: for each operator whether it is compute-intensive.
@@ -39,10 +39,9 @@ class OperatorClasses:
         return sum(self.intensive[i] for i in segment)
 
 
-def random_search(
-    space: Space, operators: OperatorClasses, meter: MeasurementCache, *, schemes: int, seed: int = 0
-) -> SearchResult:
+def random_search(operators: OperatorClasses, meter: MeasurementCache, *, schemes: int, seed: int = 0) -> SearchResult:
     """Random schemes, and a random candidate for each of their segments; the best of all is kept."""
+    space = meter.space
     chance = random.Random(seed)
     classes = sorted(set(operators.classes), key=repr)
     best, saved = Scheme(space.size, tuple(range(1, space.size))), 0.0
@@ -62,8 +61,9 @@ def random_search(
     return search_result(meter, best)
 
 
-def exhaustive(space: Space, meter: MeasurementCache) -> SearchResult:
+def exhaustive(meter: MeasurementCache) -> SearchResult:
     """Every candidate of every segment that a template covers, put together in the best way."""
+    space = meter.space
     for stop in range(1, space.size + 1):
         for start in range(max(0, stop - space.longest), stop):
             candidates = space.candidates(start, stop)
@@ -73,7 +73,6 @@ def exhaustive(space: Space, meter: MeasurementCache) -> SearchResult:
 
 
 def paper_stage_one(
-    space: Space,
     operators: OperatorClasses,
     meter: MeasurementCache,
     initial: Scheme,
@@ -81,9 +80,9 @@ def paper_stage_one(
 ) -> Scheme:
     """Stage 1 as in the paper: improve a scheme by moves of its boundaries until none helps or the budget is spent.
 
-    A segment expands, seizes operators of a neighbour without a GEMM, or competes for those between two; each move is
-    measured, and taken back if it is slower. It concerns all alike places at once. See `MeasurementCache.gain` for
-    `tuned_fraction`.
+    A segment expands, seizes operators of a neighbour without a GEMM, or takes some from a neighbour with one
+    (compete). A move applies to the same place of every layer, and is kept only if it is faster. See
+    `MeasurementCache.gain` for `tuned_fraction`.
     """
     starts = {operators.classes[start] for start in initial.starts}
     # Nothing is measured twice, so a segment's gain stays as it is. A graph has hundreds, a move changes a few.
@@ -140,14 +139,14 @@ def _shifts(
 
 
 def _seize(operators: OperatorClasses, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
-    """A segment with a compute-intensive operator takes from one without."""
+    """A segment with a compute-intensive operator takes operators from a neighbour without."""
     return _shifts(
         operators, scheme, starts, lambda taker, giver: operators.heavy(taker) > 0 and operators.heavy(giver) == 0
     )
 
 
 def _compete(operators: OperatorClasses, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
-    """Two segments with compute-intensive operators contest those between; the one with a single such operator wins."""
+    """A segment with exactly one compute-intensive operator takes operators from a neighbour that also has some."""
     return _shifts(
         operators, scheme, starts, lambda taker, giver: operators.heavy(taker) == 1 and operators.heavy(giver) >= 1
     )

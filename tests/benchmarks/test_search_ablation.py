@@ -93,6 +93,22 @@ def test_everything_is_measured_once_and_in_pieces(tmp_path: Path, two_layers: f
     assert Table.from_json(written) == table
 
 
+def test_noisy_times_are_taken_again(tmp_path: Path, two_layers: fx.GraphModule) -> None:
+    class Noisy(Timer):
+        def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
+            times = super().__call__(match, configs)
+            return [math.nan if config == "c" * 7 else us for config, us in zip(configs, times, strict=True)]
+
+    store = Store(tmp_path, {})
+    table, taken = measured(two_layers, Noisy(), store, 100.0)
+    assert table is None
+    again = Timer()
+    table, _ = measured(two_layers, again, store, 100.0)
+    assert table is not None
+    assert {config for _, config in again.asked} == {"c" * 7}
+    assert len(again.asked) < taken
+
+
 def test_a_whole_model_is_one_table_with_its_layers_alike(tmp_path: Path, two_layers: fx.GraphModule) -> None:
     table, _ = measured(two_layers, Timer(), Store(tmp_path, {}), 100.0)
     assert table is not None

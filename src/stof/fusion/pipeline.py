@@ -231,7 +231,7 @@ def _searched(
 ) -> dict[int, FusionChoice]:
     """Run the search and return its choices."""
     first = [_range(place, choice) for place, choice in initial.items()]
-    found = two_stage(meter.space, meter, first, per_segment=search.per_segment, seed=search.seed)
+    found = two_stage(meter, first, per_segment=search.per_segment, seed=search.seed)
     stops = {segment.start: segment.stop for segment in found.scheme.segments}
     chosen = {
         place: FusionChoice(graph.matches(place, stops[place])[name], config, "measured faster")

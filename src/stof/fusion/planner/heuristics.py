@@ -23,7 +23,7 @@ FLOPS_PER_BYTE = 162.0
 # Bytes copied in a microsecond on an H200, measured (4.2 TB/s).
 BYTES_PER_US = 4.2e6
 # A GEMM with fewer operations (about 3 us on an H200; each byte of its operands counts as FLOPS_PER_BYTE operations)
-# spends most of its time in launch, memory latency and kernel end: see "Few rows" in docs/fusion.md.
+# spends most of its time in launch, memory latency and kernel end: see `benchmarks/notes/fusion.md`.
 FEW_FLOPS = 2e9
 # Operators in the longest segment that a template covers.
 MAX_OPS = 4

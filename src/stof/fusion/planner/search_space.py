@@ -1,8 +1,8 @@
 """The space of candidates that a search for a scheme explores, its budget, and a cache of measurements.
 
-What a scheme costs is what templates change: the sum over its segments of the best measured time of a template less the
-time of Inductor's code for the same segment. Segments that no template covers change nothing, for Inductor compiles
-them together whatever the scheme says.
+A scheme saves the sum, over its segments, of the time of Inductor's code less the best measured time of a template, or
+nothing where that is negative. Segments that no template covers save nothing, for Inductor compiles them together
+whatever the scheme says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.records.store import Candidate
 
-# Candidates of the segment from one place to another.
+# Start and stop of a segment, and candidates; None is Inductor's code.
 Wanted = tuple[int, int, Sequence[Candidate | None]]
 
 
@@ -55,14 +55,15 @@ class Space:
     Attributes:
         size: number of operators.
         key: equal for segments `start, stop` that cost the same.
-        candidates: the templates' configurations for a segment, defaults first; empty when no template covers it.
+        candidates: the templates' configurations for a segment, each template's recorded best or default first; empty
+            when no template covers it.
         measure: microseconds of a segment with each of some candidates, `math.inf` for one that does not run, nan for
             one whose time could not be told.
-        longest: operators in the longest segment that any template covers.
+        longest: upper bound on the operators of a covered segment.
         prepare: told which candidates of which segments will be measured next, so that they can be compiled together.
         floor: microseconds that a candidate takes at the least; 0 where nothing is known.
         label: a segment in words.
-        kind: equal for candidates that are much alike.
+        kind: kernel kind of a candidate; stage 2 alternates between kinds.
     """
 
     size: int
@@ -97,9 +98,9 @@ class Budget:
 class MeasurementCache:
     """Measure each (segment, candidate) at most once, and count measurements until the budget is exhausted.
 
-    `known` returns earlier measurements of a key, such as another process's. `searched` holds the keys whose
-    configurations stage 2 has sampled to its end, in this process or before. `noisy` holds candidates whose time was
-    disturbed by other work: they are neither chosen nor measured again, and not recorded as failures.
+    `known` returns earlier measurements of a key, such as another process's. `searched` holds the keys for
+    which stage 2 has finished, in this process or before. `noisy` holds candidates whose time was
+    disturbed by other work: this search neither chooses nor measures them again, and they are not stored.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class MeasurementCache:
     def gain(self, start: int, stop: int, tuned_fraction: float = 1.0) -> float:
         """Microseconds that a template saves in a segment, 0 when none covers it or is faster.
 
-        Measure the first template's default if nothing has been measured. While no other configuration was tried, that
+        Measure Inductor's code and the first candidate if they have no time. While no other was tried, the candidate's
         time counts times `tuned_fraction`: what tuning is expected to bring it down to.
         """
         candidates = self.space.candidates(start, stop)

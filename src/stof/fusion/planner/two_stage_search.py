@@ -1,11 +1,11 @@
 """The two-stage search for a scheme and its parameters.
 
-Stage 1 measures the default configuration of each kind of segment, and puts the segments together in the best way.
+Stage 1 measures each distinct segment with its first configuration; dynamic programming gives the best scheme of them.
 Stage 2 samples configurations of that scheme's segments, those with the lowest bound on their time first.
 
-After "Accelerating Sparse Transformer Inference on GPU" (arXiv 2506.06095), section on the search engine. Its stage 1
-moves single boundaries instead (`benchmarks/fusion/search_baselines.py`). Layers repeat, so those moves measure nearly
-every kind of segment too, but they cannot cross a valley between two schemes.
+After "Accelerating Sparse Transformer Inference on GPU" (arXiv 2506.06095), section on the search engine. The paper's
+stage 1 is a local search over boundaries (`benchmarks/fusion/search_baselines.py`), which can stop in a local optimum,
+and its stage 2 draws in proportion to gains (`sampling="reward"`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.search_space import MeasurementCache, Space
 from stof.fusion.records.store import Candidate
 
-# What tuning is hoped to leave of a default configuration's time: stage 1 keeps segments whose template loses by less.
+# Stage 2's scheme counts a segment's first configuration at this share of its time, since tuning may speed it up.
 TUNED_FRACTION = 0.8
-# How stage 2 divides its draws among segments: no draws at all, as many for each, or in proportion to recent gains, as
-# the paper does. On six models the last finds no more than "even" (docs/paper.md).
+# How stage 2 divides its draws among segments: "none", no draws; "even", as many for each; "reward", in proportion to
+# the gains of the last round, as the paper does: no better in the mean of six models (docs/paper.md).
 Sampling = Literal["none", "even", "reward"]
 
 
@@ -38,7 +38,6 @@ class SearchResult:
 
 
 def two_stage(
-    space: Space,
     meter: MeasurementCache,
     first: Iterable[range] = (),
     *,
@@ -51,12 +50,13 @@ def two_stage(
     After each stage the segments measured so far are put together in the best way, which costs no measurement:
     configurations found late may reverse a choice made early.
     """
-    stage_one(space, meter, first)
-    return second_stage(space, meter, per_segment=per_segment, seed=seed, sampling=sampling)
+    stage_one(meter, first)
+    return finish_search(meter, per_segment=per_segment, seed=seed, sampling=sampling)
 
 
-def stage_one(space: Space, meter: MeasurementCache, first: Iterable[range] = ()) -> None:
-    """Measure Inductor's code and the first template's default for one segment of each key, the longest first."""
+def stage_one(meter: MeasurementCache, first: Iterable[range] = ()) -> None:
+    """Measure Inductor's code and the first candidate of each distinct segment: those of `first`, then the longest."""
+    space = meter.space
     early = {space.key(segment.start, segment.stop) for segment in first}
     covered = sorted(_covered(space), key=lambda at: (space.key(*at) not in early, at[0] - at[1]))
     meter.prepare((start, stop, space.candidates(start, stop)[:1]) for start, stop in covered)
@@ -64,13 +64,13 @@ def stage_one(space: Space, meter: MeasurementCache, first: Iterable[range] = ()
         meter.gain(start, stop)
 
 
-def second_stage(
-    space: Space, meter: MeasurementCache, *, per_segment: int = 4, seed: int = 0, sampling: Sampling = "even"
+def finish_search(
+    meter: MeasurementCache, *, per_segment: int = 4, seed: int = 0, sampling: Sampling = "even"
 ) -> SearchResult:
-    """Stage 2 of `two_stage` on what the meter has, and the result."""
+    """Choose a scheme from what was measured, run stage 2 on it unless `sampling` is "none", return the result."""
     if sampling != "none":
         scheme = best_known_scheme(meter, tuned_fraction=TUNED_FRACTION)
-        stage_two(space, meter, scheme, per_segment=per_segment, seed=seed, sampling=sampling)
+        stage_two(meter, scheme, per_segment=per_segment, seed=seed, sampling=sampling)
     return search_result(meter, best_known_scheme(meter))
 
 
@@ -87,7 +87,8 @@ def _covered(space: Space) -> Iterator[tuple[int, int]]:
 def best_known_scheme(meter: MeasurementCache, tuned_fraction: float = 1.0) -> Scheme:
     """The scheme that saves most with the segments measured so far; nothing is measured.
 
-    Savings add up, so the best scheme of the first n operators is some segment after a best scheme of the rest.
+    By dynamic programming, which takes savings as additive: the best scheme of the first n operators is a last segment
+    after the best scheme of those before it.
     """
     space = meter.space
     saved, cut = [0.0], [0]
@@ -111,7 +112,6 @@ def search_result(meter: MeasurementCache, scheme: Scheme) -> SearchResult:
 
 
 def stage_two(
-    space: Space,
     meter: MeasurementCache,
     scheme: Scheme,
     *,
@@ -122,12 +122,14 @@ def stage_two(
 ) -> None:
     """Sample configurations of the scheme's segments into the meter.
 
-    A round draws `per_segment` times the number of segments, as many of each. If `sampling` is "reward", rounds after
-    the first draw in proportion to what each segment gained in the round before (times how often it occurs). See
-    `_drawn` for the order; what is fastest in one segment so far comes before all else in the others, for GEMMs of a
-    model are alike. Ends when nothing is left, when the budget is spent, or after `patience` rounds without
-    a gain. Segments in `meter.searched` are left as they are; those that were sampled to the end join them.
+    A round draws `per_segment` configurations of each distinct segment. If `sampling` is "reward", rounds after the
+    first draw as many in all, in proportion to what each segment gained in the round before (times how often it
+    occurs). `_drawn` gives the order, but the fastest configuration of one segment comes first in the others: GEMMs of
+    a model are alike. Ends when nothing is left, when the budget is spent, or after `patience` rounds without a gain.
+    Segments in `meter.searched` are left as they are. If the budget lasts, the sampled segments join them, except those
+    with a noisy time.
     """
+    space = meter.space
     chance = random.Random(seed)
     groups: dict[Hashable, range] = {}
     often: dict[Hashable, int] = {}
@@ -136,12 +138,13 @@ def stage_two(
         if space.candidates(segment.start, segment.stop) and key not in meter.searched:
             groups.setdefault(key, segment)
             often[key] = often.get(key, 0) + 1
-    # Drawn without replacement, in an order that is settled now.
+    # Drawn without replacement; each round moves the fastest configurations to the front.
     queues = {key: _drawn(space, s.start, s.stop, chance) for key, s in groups.items()}
     reward = dict.fromkeys(groups, 1.0)
     sampled, idle = set(groups), 0
     while groups and idle < patience and not meter.exhausted:
-        before = {key: meter.gain(s.start, s.stop) for key, s in groups.items()}
+        round_of = dict(groups)
+        before = {key: meter.gain(s.start, s.stop) for key, s in round_of.items()}
         fast = _fastest(meter, groups.values())
         left = {key: _in_order(queues[key], meter.untried(s.start, s.stop), fast) for key, s in groups.items()}
         shares = _shares(reward, per_segment * len(groups))
@@ -155,7 +158,7 @@ def stage_two(
             reward = {k: often[k] * (meter.gain(s.start, s.stop) - before[k]) for k, s in groups.items()}
         else:
             reward = dict.fromkeys(groups, 1.0)
-        gained = any(meter.gain(s.start, s.stop) > before[k] for k, s in groups.items())
+        gained = any(meter.gain(s.start, s.stop) > before[k] for k, s in round_of.items())
         idle = 0 if gained else idle + 1
     if not meter.exhausted:
         meter.searched |= sampled - {key for key, _ in meter.noisy}
@@ -194,7 +197,7 @@ def _fastest(meter: MeasurementCache, segments: Iterable[range]) -> set[str]:
 
 
 def _shares(reward: dict[Hashable, float], total: int) -> dict[Hashable, int]:
-    """`total` draws in proportion to rewards, evenly when there are none; each segment keeps one draw at least."""
+    """About `total` draws in proportion to rewards, evenly when there are none; each segment keeps one at least."""
     whole = sum(reward.values())
     even = {key: 1.0 / len(reward) for key in reward}
     share = {key: value / whole for key, value in reward.items()} if whole > 0 else even
