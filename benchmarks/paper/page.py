@@ -78,7 +78,7 @@ def tables(folder: Path) -> dict[str, list[str]]:
     files = [_read(path) for path in sorted(folder.glob("*-paper.json"))]
     if not files:
         raise ArgumentError(f"{folder} has no *-paper.json")
-    searches = [read_table(path)[0]["rows"] for path in sorted(folder.glob("*-search-*.json"))]
+    searches = [read_table(path)[0].get("rows", []) for path in sorted(folder.glob("h200-search-*.json"))]
     progress = [[file.gpu, *_progress(file.rows)] for file in files]
     found = {
         "file": [file.describe() for file in files],
@@ -265,7 +265,7 @@ def _searches(results: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
         line = [name]
         for share in SHARES:
             found = [row for rows in results for row in rows if (row["search"], row["share"]) == (name, share)]
-            part = [row["saved_us"] / row["best_us"] for row in found]
+            part = [row["saved_us"] / row["best_us"] for row in found if row["best_us"]]
             line.append(f"{fmean(part):.0%} ({min(part):.0%})" if part else NOT_MEASURED)
         lines.append(line)
     return _table(("search", *(f"{share:.0%} of measurements" for share in SHARES)), lines)

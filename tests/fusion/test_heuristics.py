@@ -14,7 +14,7 @@ from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.planner.heuristics import heuristic_choices, is_profitable
 from stof.fusion.planner.match import TemplateMatch, find_matches
 from stof.fusion.records.choices import TunedConfig
-from stof.fusion.templates.registry import KernelPolicy
+from stof.fusion.templates.registry import KernelPolicy, Template
 from tests.fusion.graphs import capture
 
 
@@ -77,6 +77,25 @@ def test_what_was_measured_before_a_norm_saves_one_pass_less(saved_us: float, no
 
     assert chosen(lambda x, w, r: F.layer_norm(F.linear(x, w) + r, (768,))) == [0] * normed
     assert chosen(lambda x, w, r: F.linear(x, w) + r) == [0] * (saved_us > 0)
+
+
+def test_a_record_that_names_the_default_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files name configurations; lists of candidates have the default as ""."""
+    x, w, r = (
+        torch.empty(size, dtype=torch.float16, device="meta") for size in ((4096, 3072), (768, 3072), (4096, 768))
+    )
+    gm = capture(lambda x, w, r: F.linear(x, w) + r, x, w, r)
+    known = {"linear 4096x768x3072 residual float16 twins": TunedConfig("128x128x64,6s,pingpong", 30.0, 31.0)}
+
+    def chosen() -> list[str]:
+        found = heuristic_choices(
+            recognize_operators(gm.graph), GraphOrder(gm.graph), KernelPolicy.REFERENCE, known.get
+        )
+        return [choice.config for choice in found.values()]
+
+    assert chosen() == [""]  # by rule, not by the record
+    monkeypatch.setattr(Template, "listed", lambda self, problem, config: "")
+    assert chosen() == ["128x128x64,6s,pingpong"]
 
 
 @pytest.mark.parametrize(("alone_us", "expected"), [(2.0, [0]), (5.0, [1])])

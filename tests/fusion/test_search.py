@@ -111,6 +111,26 @@ def test_stage_one_measures_one_segment_of_each_kind_the_given_and_the_longest_f
     ]
 
 
+def test_every_template_of_a_segment_is_tried_first() -> None:
+    """The first template's default is slow, the second one's is fast; both come before any configuration."""
+    times = {None: 20.0, ("a", ""): 26.0, ("b", ""): 10.0, ("a", "x"): 9.0}
+    asked: list[Candidate | None] = []
+
+    def measure(start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+        asked.extend(candidates)
+        return [times[candidate] for candidate in candidates]
+
+    listed = [candidate for candidate in times if candidate is not None]
+    space = Space(2, lambda i, j: (i, j), lambda i, j: listed if (i, j) == (0, 2) else [], measure, 2)
+    meter = MeasurementCache(space)
+    stage_one(meter)
+    assert asked == [None, ("a", ""), ("b", "")]
+    assert meter.known_gain(0, 2) == 10.0
+    assert meter.known_gain(0, 2, 0.8) == 12.0
+    assert two_stage(meter).chosen == {0: ("a", "x")}
+    assert meter.known_gain(0, 2, 0.8) == 11.0
+
+
 def test_segments_that_no_single_move_leads_to_are_found() -> None:
     """With the norm before it a GEMM is a little faster; with the activation behind it, much. Both share the GEMM."""
     tabled = Tabled("nCg" * 3, {"nC": {"": 18.0}, "Cg": {"": 9.0}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from stof.fusion.templates import (
     linear,
     linear_norm,
     norm_linear,
+    registry,
     rms_gated_linear,
     rms_linear,
 )
@@ -208,20 +210,21 @@ def test_candidates_and_defaults_fit(shape: GemmShape, capability: tuple[int, in
         assert configs(shape, dtype, capability), "there is always something to measure"
 
 
-@pytest.mark.parametrize(
-    ("shape", "chosen"),
-    [
-        # 192 tiles of 128 x 128 are two waves of 132, the last of them half empty; 132 taller ones are one.
-        (GemmShape("linear", 4096, 768, 3072, bias=True, residual=True), "192x128x64,5s,together"),
-        (GemmShape("linear_norm", 4096, 768, 768, norm="layer"), "192x128x64,5s,together"),
-        (GemmShape("linear", 4096, 1024, 4096), "128x128x64,6s,pingpong"),  # 256 of 264 places
-        (GemmShape("linear", 4096, 3072, 768), "128x128x64,6s,pingpong"),
-        (GemmShape("gated_linear", 4096, 384, 768), "128x128x64,5s,pingpong"),
-        (GemmShape("rotary_linear", 4096, 768, 768, head_dim=64, turned=768), "128x128x64,6s,pingpong"),
-    ],
-)
-def test_defaults_fill_the_last_wave(shape: GemmShape, chosen: str) -> None:
-    assert str(default(shape, torch.float16, (9, 0), 132)) == chosen
+def test_recorded_defaults_are_listed_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    shape = GemmShape("linear", 8192, 768, 3072, bias=True, residual=True, transposed=True)
+    template, problem = (
+        next(t for t in registry.TEMPLATES if t.name == "linear"),
+        registry.GemmProblem(shape, torch.float16, torch.device("cuda", 0)),
+    )
+    listed = template.configs(problem, registry.KernelPolicy.KERNELS)
+    assert template.listed(problem, "128x128x64,6s,pingpong") == "" == listed[0]
+    assert "128x128x64,6s,pingpong" not in listed
+    for config in listed[1:]:
+        assert template.listed(problem, config) == config
+    on_cpu = registry.GemmProblem(shape, torch.float16, torch.device("cpu"))
+    assert template.listed(on_cpu, "128x128x64,6s,pingpong") == "128x128x64,6s,pingpong"
 
 
 @given(

@@ -214,7 +214,7 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
         rows = call.batch * call.heads * call.q_len
         features = row_wise_features(rows, kept, (call.head_dim + call.value_dim) / 2)
         whole = features[0] * row_us + features[1] * key_us
-        return model.launch + ROW_START_US + max(whole, _longest_row_us(call, int(survey.kept.max())))
+        return model.launch + ROW_START_US + max(whole, _longest_row_us(call, math.ceil(float(survey.kept.max()))))
     if choice.kernel is None or choice.layout is None:
         return None
     if choice.implementation in ("block_wise", "hopper") and call.q_len <= DECODE_ROWS:

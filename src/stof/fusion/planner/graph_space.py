@@ -78,9 +78,8 @@ class GraphSpace:
 
     def _configs(self, match: TemplateMatch) -> list[str]:
         configs, tuned = match.template.configs(match.problem, self.policy), self.known(tuning_key(match, self.policy))
-        if tuned is None or tuned.config not in configs:
-            return configs
-        return [tuned.config, *(config for config in configs if config != tuned.config)]
+        first = "" if tuned is None else match.template.listed(match.problem, tuned.config)
+        return [first, *(config for config in configs if config != first)] if first in configs else configs
 
     def choices(self, times: Callable[[int, int], Mapping[Candidate | None, float]]) -> Choices:
         """Of each template and shape that has been measured, the fastest configuration."""

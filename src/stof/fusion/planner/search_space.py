@@ -189,25 +189,33 @@ class MeasurementCache:
     def gain(self, start: int, stop: int, tuned_fraction: float = 1.0) -> float:
         """Microseconds that a template saves in a segment, 0 when none covers it or is faster.
 
-        Measure Inductor's code and the first candidate if they have no time. While no other was tried, the candidate's
-        time counts times `tuned_fraction`: what tuning is expected to bring it down to.
+        Measure Inductor's code and each template's first candidate if they have no time. While no other was tried, the
+        best of these counts times `tuned_fraction`: what tuning is expected to bring it down to.
         """
-        candidates = self.space.candidates(start, stop)
-        if not candidates:
+        first = self.first_candidates(start, stop)
+        if not first:
             return 0.0
-        self.measure(start, stop, (None, candidates[0]))
+        self.measure(start, stop, (None, *first))
         return self.known_gain(start, stop, tuned_fraction)
+
+    def first_candidates(self, start: int, stop: int) -> list[Candidate]:
+        """Return the first candidate of each template of a segment."""
+        of_template: dict[str, Candidate] = {}
+        for candidate in self.space.candidates(start, stop):
+            of_template.setdefault(candidate[0], candidate)
+        return list(of_template.values())
 
     def known_gain(self, start: int, stop: int, tuned_fraction: float = 1.0) -> float:
         """Return `gain` from the times so far, without measuring."""
-        if not self.space.candidates(start, stop):
+        candidates = self.space.candidates(start, stop)
+        if not candidates:
             return 0.0
         known = self.measured(start, stop)
         tried = [taken for candidate, taken in known.items() if candidate is not None]
         if known.get(None, math.inf) == math.inf or not tried:
             return 0.0
-        best = min(tried) * (tuned_fraction if len(tried) == 1 and len(self.space.candidates(start, stop)) > 1 else 1.0)
-        return max(0.0, known[None] - best)
+        untuned = len(tried) <= len(self.first_candidates(start, stop)) < len(candidates)
+        return max(0.0, known[None] - min(tried) * (tuned_fraction if untuned else 1.0))
 
     def chosen(self, scheme: Scheme) -> dict[int, Candidate]:
         """The candidates that are faster than Inductor's code, by the first operator of their segments."""

@@ -1,6 +1,6 @@
 """The two-stage search for a scheme and its parameters.
 
-Stage 1 measures each distinct segment with its first configuration; dynamic programming gives the best scheme of them.
+Stage 1 measures each distinct segment in its first configurations; dynamic programming gives the best scheme of them.
 Stage 2 samples configurations of that scheme's segments, those with the lowest bound on their time first.
 
 After "Accelerating Sparse Transformer Inference on GPU" (arXiv 2506.06095), section on the search engine. The paper's
@@ -20,7 +20,7 @@ from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.search_space import MeasurementCache, Space
 from stof.fusion.records.store import Candidate
 
-# Stage 2's scheme counts a segment's first configuration at this share of its time, since tuning may speed it up.
+# Stage 2's scheme counts a segment's first configurations at this share of its time, since tuning may speed it up.
 TUNED_FRACTION = 0.8
 # How stage 2 divides its draws among segments: "none", no draws; "even", as many for each; "reward", in proportion to
 # the gains of the last round, as the paper does: no better in the mean of six models (docs/paper.md).
@@ -55,11 +55,14 @@ def two_stage(
 
 
 def stage_one(meter: MeasurementCache, first: Iterable[range] = ()) -> None:
-    """Measure Inductor's code and the first candidate of each distinct segment: those of `first`, then the longest."""
+    """Measure Inductor's code and each template's first candidate of each distinct segment.
+
+    Segments of `first` come first, then the longest.
+    """
     space = meter.space
     early = {space.key(segment.start, segment.stop) for segment in first}
     covered = sorted(_covered(space), key=lambda at: (space.key(*at) not in early, at[0] - at[1]))
-    meter.prepare((start, stop, space.candidates(start, stop)[:1]) for start, stop in covered)
+    meter.prepare((start, stop, meter.first_candidates(start, stop)) for start, stop in covered)
     for start, stop in covered:
         meter.gain(start, stop)
 

@@ -41,8 +41,6 @@ _SHARED_REST = 2048
 _ROWS_KEPT, _WEIGHT_KEPT = 2**24, 24 * 2**20
 # Depth from which wide tiles are the default for gated GEMMs.
 _DEEP = 2048
-# Of the work of 128 x 128 tiles, what taller ones may have to be the default; measured at 0.75.
-_FEWER_WAVES = 0.8
 # Of a chain: what lies between has room in a program's registers.
 MOST_INNER = 256
 
@@ -340,12 +338,7 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     pingpong = GemmConfig("pingpong", 128, 128, 64, stages=5)
     wide = GemmConfig("together", 128, 256, 64, stages=5)
     first = replace(pingpong, stages=6) if not shape.gated else wide if shape.k >= _DEEP else pingpong
-    # Tall tiles where they leave fewer multiprocessors idle at the end: 4096 rows of 768 columns are 132 of them in one
-    # wave, where 192 tiles of 128 x 128 take two. 2 to 17 % less on an H200 (search tables in `benchmarks/results`).
-    tall = GemmConfig("together", 192, 128, 64, stages=5)
-    fewer = _busiest(tall, shape, processors) < _FEWER_WAVES * _busiest(pingpong, shape, processors)
     return [
-        *([tall] if fewer and not shape.gated else []),
         first,
         pingpong,
         GemmConfig("tile", 128, 128, 64, warps=8, stages=3),
@@ -353,12 +346,6 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
         replace(tile, block_k=32, stages=3),
         replace(tile, block_k=32, stages=2),
     ]
-
-
-def _busiest(config: GemmConfig, shape: GemmShape, processors: int) -> int:
-    """Elements of the result that the multiprocessor with most tiles computes."""
-    tiles = -(-shape.m // config.block_m) * -(-shape.n // config.block_n)
-    return -(-tiles // processors) * config.block_m * config.block_n
 
 
 def _for_chains(shape: GemmShape, processors: int) -> list[GemmConfig]:

@@ -128,6 +128,12 @@ class Template:
         others = [str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual]
         return [*(default if usual is None else [""]), *others]
 
+    def listed(self, problem: GemmProblem, config: str) -> str:
+        """Return a recorded configuration under the name that `configs` has for it: "" for the default."""
+        if problem.device.type == "cuda" and config == str(self._default_config(problem)):
+            return ""
+        return config
+
     def _default_config(self, problem: GemmProblem) -> GemmConfig | None:
         """The default of the bucket's largest GEMM."""
         device = torch.cuda.get_device_properties(problem.device)
