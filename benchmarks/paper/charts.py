@@ -200,10 +200,10 @@ def table(rows: Iterable[Row]) -> list[tuple[str, ...]]:
 def regrets(rows: Iterable[Row]) -> list[tuple[str, str, str, str, str]]:
     """Of every selector: cells, mean and largest regret against the best measured, and where the largest is."""
     rows = [row for row in rows if row.figure == "selector" and row.us]
-    best = {(row.mask, row.length): row.us for row in rows if row.impl == "best measured" and row.us}
+    best = {(row.mask, row.batch, row.length): row.us for row in rows if row.impl == "best measured" and row.us}
     found = []
     for impl in dict.fromkeys(row.impl for row in rows if row.impl != "best measured"):
-        own = [(row.us / best[row.mask, row.length] - 1, row) for row in rows if row.impl == impl and row.us]
+        own = [(row.us / best[row.mask, row.batch, row.length] - 1, row) for row in rows if row.impl == impl and row.us]
         worst, at = max(own, key=lambda pair: pair[0])
         mean = sum(regret for regret, _ in own) / len(own)
         found.append((impl, str(len(own)), f"{mean:.1%}", f"{worst:.0%}", f"{at.mask}, {at.length}"))

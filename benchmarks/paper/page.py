@@ -251,9 +251,15 @@ def _operators(rows: Sequence[Row], gpu: str) -> list[str]:
 
 
 def _selector(rows: Sequence[Row], gpu: str) -> list[str]:
-    found = {choice: (count, mean, most) for choice, count, mean, most, _ in regrets(rows)}
-    wanted = (("STOF", selector.OURS), ("Eq. 1, phase two", f"Eq. 1, tau {selector.TAU:g}"))
-    lines = ((name, *found.get(impl, ("0", NOT_MEASURED, NOT_MEASURED))) for name, impl in wanted)
+    groups = {True: "unseen shapes", False: "others"}
+    wanted = (("STOF", selector.OURS), ("Eq. 1", f"Eq. 1, tau {selector.TAU:g}"))
+    lines = []
+    for unseen, shapes in groups.items():
+        found = {
+            choice: (count, mean, most)
+            for choice, count, mean, most, _ in regrets(row for row in rows if selector.is_unseen(row) is unseen)
+        }
+        lines += [(f"{name}, {shapes}", *found.get(impl, ("0", NOT_MEASURED, NOT_MEASURED))) for name, impl in wanted]
     return _table((gpu, "cells", "mean regret", "largest"), lines)
 
 

@@ -29,20 +29,36 @@ TAUS = (1.2, 1.0)
 _BLOCK = 16
 _WARPS_PER_SM = 64
 DENSITIES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6)
-# One for every length. Constants of tiles were fitted at other shapes, those of the row-wise kernel here too.
-SHAPES = tuple(
-    Shape(batch, heads, kv_heads, width, length, length)
-    for batch, heads, kv_heads, width, length in (
-        (16, 12, 12, 64, 128),
-        (8, 32, 8, 128, 256),
-        (8, 16, 16, 64, 512),
-        (4, 16, 4, 128, 1024),
-        (4, 16, 16, 64, 2048),
-        (1, 24, 8, 128, 4096),
-        (1, 16, 16, 64, 8192),
-        (1, 8, 8, 128, 16384),
-    )
+
+
+def _shapes(*sizes: tuple[int, int, int, int, int]) -> tuple[Shape, ...]:
+    """Shapes of `(batch, heads, key heads, width, length)`."""
+    return tuple(Shape(*size[:4], size[4], size[4]) for size in sizes)
+
+
+# One for every length. No constant of the cost model was set from the first; those of the row-wise kernel were from the
+# second, and no others.
+UNSEEN = _shapes(
+    (2, 8, 8, 64, 128),
+    (2, 16, 4, 128, 256),
+    (1, 32, 32, 64, 512),
+    (6, 20, 20, 64, 1024),
+    (2, 32, 8, 128, 2048),
+    (2, 20, 20, 64, 4096),
+    (1, 16, 4, 128, 8192),
+    (1, 8, 8, 64, 16384),
 )
+ROW_WISE_FITTED = _shapes(
+    (16, 12, 12, 64, 128),
+    (8, 32, 8, 128, 256),
+    (8, 16, 16, 64, 512),
+    (4, 16, 4, 128, 1024),
+    (4, 16, 16, 64, 2048),
+    (1, 24, 8, 128, 4096),
+    (1, 16, 16, 64, 8192),
+    (1, 8, 8, 128, 16384),
+)
+SHAPES = (*UNSEEN, *ROW_WISE_FITTED)
 # How many of the best estimates are timed, besides the choices of the rules.
 _TIMED = 10
 BEST, OURS = "best measured", "stof"
@@ -175,6 +191,14 @@ def mask_makers() -> dict[str, Callable[[int, torch.device], Mask]]:
 def row_name(name: str, shape: Shape) -> str:
     """The mask in rows, with what a row's key lacks of the shape: heads, key heads and their width."""
     return f"{name}, H{shape.heads}/{shape.kv_heads} D{shape.head_dim}"
+
+
+def is_unseen(row: Row) -> bool:
+    """Whether a row is of a shape that no constant of the cost model was set from."""
+    return any(
+        (row.batch, row.length) == (shape.batch, shape.q_len) and row.mask.endswith(row_name("", shape))
+        for shape in UNSEEN
+    )
 
 
 def _band(width: int, length: int, device: torch.device) -> Mask:
