@@ -1,12 +1,14 @@
 """Times the choices behind the CPU implementation, each checked against float64 first.
 
 Row-block heights, rows that share columns, what widths are rounded up to, and columns gathered at once, on masks of the
-benchmark grid at B1 H12 D64 S4096 in float32. Comments in `selection/select.py` and `kernels/cpu/` quote what
+benchmark grid at B1 H12 D64 S4096 in float32; and on random masks at S512, from how many rows on one call takes several
+row blocks. Comments in `selection/select.py` and `kernels/cpu/` quote what
 `python -m benchmarks.attention.cpu_constants` printed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +18,11 @@ from rich.console import Console
 import stof
 from benchmarks.attention.run import run_attention
 from benchmarks.cli.attention import results_table
+from benchmarks.paper.selector import random_mask
 from benchmarks.peers import PEERS, Call, Peer
 from stof.kernels.cpu import schedule
 from stof.testing.attention_check import AttentionProblem
-from stof.testing.mask_grid import Shape, grid_mask
+from stof.testing.mask_grid import GridMask, Shape, grid_mask
 from stof.tuning.machine import device_name
 
 CPU = torch.device("cpu")
@@ -35,12 +38,17 @@ WIDTHS: dict[str, dict[str, Any]] = {
 GATHERED: dict[str, dict[str, Any]] = {
     f"gather {most}": {"block_m": 64, "MAX_GATHERED_COLUMNS": most} for most in (0, 512, 1024, 2048)
 }
+TALL: Choices = {f"tall from {rows}": {"block_m": 64, "TALL_ROWS": rows} for rows in (128, 768)}
 RACES: dict[str, Choices] = {
     "longformer bigbird strided": GATHERED,
     "window512 longformer bigbird strided causal": HEIGHTS,
     "causal": SHARED,
     "window512": WIDTHS,
 }
+RANDOM = tuple(
+    GridMask(f"random {density:.0%}", partial(random_mask, device=CPU, density=density), dense_like=False)
+    for density in (0.02, 0.05, 0.2)
+)
 
 
 def prepare(choice: dict[str, Any], problem: AttentionProblem) -> Call:
@@ -60,20 +68,26 @@ def prepare(choice: dict[str, Any], problem: AttentionProblem) -> Call:
     return lambda: stof.attention(problem.q, problem.k, problem.v, plan)
 
 
+def race(masks: Sequence[GridMask], shape: str, choices: Choices, native: Sequence[str] = ()) -> None:
+    """Time the choices, and peers of the benchmark."""
+    peers = [Peer(name, "", lambda problem: None, partial(prepare, choice)) for name, choice in choices.items()]
+    rows = run_attention(
+        masks,
+        [Shape.parse(shape)],
+        [*peers, *(PEERS[name] for name in native)],
+        device=CPU,
+        dtype=torch.float32,
+        rounds=7,
+        report=lambda line: None,
+    )
+    Console(width=140).print(results_table(rows, f"{device_name(CPU)}, float32, ms per call"))
+
+
 def main() -> None:
+    race(RANDOM, "1,12,64,512", TALL, ["sdpa"])
     for masks, choices in RACES.items():
-        peers = [Peer(name, "", lambda problem: None, partial(prepare, choice)) for name, choice in choices.items()]
-        native = [PEERS["sdpa-native"]] if masks == "causal" else []
-        rows = run_attention(
-            [grid_mask(name) for name in masks.split()],
-            [Shape.parse("1,12,64,4096")],
-            peers + native,
-            device=CPU,
-            dtype=torch.float32,
-            rounds=7,
-            report=lambda line: None,
-        )
-        Console(width=140).print(results_table(rows, f"{device_name(CPU)}, float32, ms per call"))
+        native = ["sdpa-native"] if masks == "causal" else []
+        race([grid_mask(name) for name in masks.split()], "1,12,64,4096", choices, native)
 
 
 if __name__ == "__main__":
