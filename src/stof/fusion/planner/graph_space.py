@@ -91,7 +91,8 @@ class GraphSpace:
                 own = {c[1]: us for c, us in taken.items() if c is not None and c[0] == name and 0 < us < math.inf}
                 if own:
                     best = min(own, key=own.__getitem__)
-                    found[tuning_key(match, self.policy)] = TunedConfig(best, own[best], taken[None])
+                    config = match.template.named(match.problem, best)
+                    found[tuning_key(match, self.policy)] = TunedConfig(config, own[best], taken[None])
         return found
 
     def _segments(self) -> list[tuple[int, int]]:

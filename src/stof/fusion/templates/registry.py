@@ -134,6 +134,13 @@ class Template:
             return ""
         return config
 
+    def named(self, problem: GemmProblem, config: str) -> str:
+        """Return a configuration as records name it: also the default by its text, which versions may change."""
+        if config or problem.device.type != "cuda":
+            return config
+        usual = self._default_config(problem)
+        return "" if usual is None else str(usual)
+
     def _default_config(self, problem: GemmProblem) -> GemmConfig | None:
         """The default of the bucket's largest GEMM."""
         device = torch.cuda.get_device_properties(problem.device)
