@@ -39,7 +39,7 @@ GATHERED: dict[str, dict[str, Any]] = {
     f"gather {most}": {"block_m": 64, "MAX_GATHERED_COLUMNS": most} for most in (0, 512, 1024, 2048)
 }
 TALL: Choices = {f"tall from {rows}": {"block_m": 64, "TALL_ROWS": rows} for rows in (128, 768)}
-RACES: dict[str, Choices] = {
+COMPARISONS: dict[str, Choices] = {
     "longformer bigbird strided": GATHERED,
     "window512 longformer bigbird strided causal": HEIGHTS,
     "causal": SHARED,
@@ -68,13 +68,13 @@ def prepare(choice: dict[str, Any], problem: AttentionProblem) -> Call:
     return lambda: stof.attention(problem.q, problem.k, problem.v, plan)
 
 
-def race(masks: Sequence[GridMask], shape: str, choices: Choices, native: Sequence[str] = ()) -> None:
-    """Time the choices, and peers of the benchmark."""
-    peers = [Peer(name, "", lambda problem: None, partial(prepare, choice)) for name, choice in choices.items()]
+def time_choices(masks: Sequence[GridMask], shape: str, choices: Choices, peers: Sequence[str] = ()) -> None:
+    """Time the choices and some peers of the benchmark, and print a table."""
+    ours = [Peer(name, "", lambda problem: None, partial(prepare, choice)) for name, choice in choices.items()]
     rows = run_attention(
         masks,
         [Shape.parse(shape)],
-        [*peers, *(PEERS[name] for name in native)],
+        [*ours, *(PEERS[name] for name in peers)],
         device=CPU,
         dtype=torch.float32,
         rounds=7,
@@ -84,10 +84,10 @@ def race(masks: Sequence[GridMask], shape: str, choices: Choices, native: Sequen
 
 
 def main() -> None:
-    race(RANDOM, "1,12,64,512", TALL, ["sdpa"])
-    for masks, choices in RACES.items():
-        native = ["sdpa-native"] if masks == "causal" else []
-        race([grid_mask(name) for name in masks.split()], "1,12,64,4096", choices, native)
+    time_choices(RANDOM, "1,12,64,512", TALL, ["sdpa"])
+    for masks, choices in COMPARISONS.items():
+        peers = ["sdpa-native"] if masks == "causal" else []
+        time_choices([grid_mask(name) for name in masks.split()], "1,12,64,4096", choices, peers)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from stof.fusion.graph.scheme import MAX_COMPUTE_INTENSIVE, Scheme
 from stof.fusion.planner.search_space import MeasurementCache
@@ -25,17 +25,16 @@ class OperatorClasses:
     intensive: Sequence[bool]
     classes: Sequence[Hashable]
 
-    def scheme_of(self, starts: set[Hashable]) -> Scheme:
+    def scheme_of(self, boundary_classes: Set[Hashable]) -> Scheme:
         """The scheme with boundaries at all places of these classes."""
-        return Scheme.of(len(self.classes), (at for at in range(1, len(self.classes)) if self.classes[at] in starts))
+        return Scheme.of(len(self.classes), (at for at, one in enumerate(self.classes) if one in boundary_classes))
 
     def allows(self, scheme: Scheme) -> bool:
         """Whether no segment has more than `MAX_COMPUTE_INTENSIVE` compute-intensive operators."""
         before = (0, *accumulate(self.intensive))
-        edges = pairwise((0, *scheme.starts, scheme.size))
-        return all(before[stop] - before[start] <= MAX_COMPUTE_INTENSIVE for start, stop in edges)
+        return all(before[s.stop] - before[s.start] <= MAX_COMPUTE_INTENSIVE for s in scheme.segments)
 
-    def heavy(self, segment: range) -> int:
+    def count_intensive(self, segment: range) -> int:
         return sum(self.intensive[i] for i in segment)
 
 
@@ -84,8 +83,8 @@ def paper_stage_one(
     (compete). A move applies to the same place of every layer, and is kept only if it is faster. See
     `MeasurementCache.gain` for `tuned_fraction`.
     """
-    starts = {operators.classes[start] for start in initial.starts}
-    # Nothing is measured twice, so a segment's gain stays as it is. A graph has hundreds, a move changes a few.
+    boundaries = {operators.classes[place] for place in initial.starts}
+    # A segment is measured once, so its gain does not change. Of hundreds of segments, a move changes a few.
     gains: dict[range, float] = {}
 
     def total_of(scheme: Scheme) -> float:
@@ -95,36 +94,36 @@ def paper_stage_one(
         gains.update((segment, meter.gain(segment.start, segment.stop, tuned_fraction)) for segment in new)
         return sum(map(gains.__getitem__, scheme.segments))
 
-    best = operators.scheme_of(starts)
+    best = operators.scheme_of(boundaries)
     saved = total_of(best)
-    tried = {frozenset(starts)}
+    tried = {frozenset(boundaries)}
     improved = True
     while improved and not meter.exhausted:
         improved = False
         for rule in (_expand, _seize, _compete):
-            for move in rule(operators, best, starts):
+            for move in rule(operators, best, boundaries):
                 if frozenset(move) in tried:  # the same boundary of another layer, or a move taken back before
                     continue
                 tried.add(frozenset(move))
                 scheme = operators.scheme_of(move)
                 total = total_of(scheme)
                 if total > saved:
-                    best, saved, starts, improved = scheme, total, move, True
+                    best, saved, boundaries, improved = scheme, total, move, True
                     break  # moves of the old scheme are not moves of the new one
                 if meter.exhausted:
                     return best
     return best
 
 
-def _expand(operators: OperatorClasses, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+def _expand(operators: OperatorClasses, scheme: Scheme, boundaries: set[Hashable]) -> Iterator[set[Hashable]]:
     """Merge two or three neighbouring segments."""
     for count in (1, 2):
         for i in range(len(scheme.starts) - count + 1):
-            yield starts - {operators.classes[place] for place in scheme.starts[i : i + count]}
+            yield boundaries - {operators.classes[place] for place in scheme.starts[i : i + count]}
 
 
 def _shifts(
-    operators: OperatorClasses, scheme: Scheme, starts: set[Hashable], allowed: Callable[[range, range], bool]
+    operators: OperatorClasses, scheme: Scheme, boundaries: set[Hashable], allowed: Callable[[range, range], bool]
 ) -> Iterator[set[Hashable]]:
     """Give the operators at a boundary to the other segment; `allowed(taker, giver)` says between which."""
     for left, right in zip(scheme.segments, scheme.segments[1:], strict=False):
@@ -133,20 +132,26 @@ def _shifts(
                 continue
             for count in range(1, len(giver) + 1):
                 place = right.start + step * count
-                moved = starts - {operators.classes[right.start]}
+                moved = boundaries - {operators.classes[right.start]}
                 # The giver's last operator taken, the boundary is gone.
                 yield moved | ({operators.classes[place]} if left.start < place < right.stop else set())
 
 
-def _seize(operators: OperatorClasses, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+def _seize(operators: OperatorClasses, scheme: Scheme, boundaries: set[Hashable]) -> Iterator[set[Hashable]]:
     """A segment with a compute-intensive operator takes operators from a neighbour without."""
     return _shifts(
-        operators, scheme, starts, lambda taker, giver: operators.heavy(taker) > 0 and operators.heavy(giver) == 0
+        operators,
+        scheme,
+        boundaries,
+        lambda taker, giver: operators.count_intensive(taker) > 0 and operators.count_intensive(giver) == 0,
     )
 
 
-def _compete(operators: OperatorClasses, scheme: Scheme, starts: set[Hashable]) -> Iterator[set[Hashable]]:
+def _compete(operators: OperatorClasses, scheme: Scheme, boundaries: set[Hashable]) -> Iterator[set[Hashable]]:
     """A segment with exactly one compute-intensive operator takes operators from a neighbour that also has some."""
     return _shifts(
-        operators, scheme, starts, lambda taker, giver: operators.heavy(taker) == 1 and operators.heavy(giver) >= 1
+        operators,
+        scheme,
+        boundaries,
+        lambda taker, giver: operators.count_intensive(taker) == 1 and operators.count_intensive(giver) >= 1,
     )

@@ -30,33 +30,37 @@ _BLOCK = 16
 _WARPS_PER_SM = 64
 DENSITIES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6)
 
-
-def _shapes(*sizes: tuple[int, int, int, int, int]) -> tuple[Shape, ...]:
-    """Shapes of `(batch, heads, key heads, width, length)`."""
-    return tuple(Shape(*size[:4], size[4], size[4]) for size in sizes)
-
-
 # One for every length. No constant of the cost model was set from the first; those of the row-wise kernel were from the
 # second, and no others.
-UNSEEN = _shapes(
-    (2, 8, 8, 64, 128),
-    (2, 16, 4, 128, 256),
-    (1, 32, 32, 64, 512),
-    (6, 20, 20, 64, 1024),
-    (2, 32, 8, 128, 2048),
-    (2, 20, 20, 64, 4096),
-    (1, 16, 4, 128, 8192),
-    (1, 8, 8, 64, 16384),
+UNSEEN = tuple(
+    map(
+        Shape.parse,
+        (
+            "2,8,8,64,128,128",
+            "2,16,4,128,256,256",
+            "1,32,32,64,512,512",
+            "6,20,20,64,1024,1024",
+            "2,32,8,128,2048,2048",
+            "2,20,20,64,4096,4096",
+            "1,16,4,128,8192,8192",
+            "1,8,8,64,16384,16384",
+        ),
+    )
 )
-ROW_WISE_FITTED = _shapes(
-    (16, 12, 12, 64, 128),
-    (8, 32, 8, 128, 256),
-    (8, 16, 16, 64, 512),
-    (4, 16, 4, 128, 1024),
-    (4, 16, 16, 64, 2048),
-    (1, 24, 8, 128, 4096),
-    (1, 16, 16, 64, 8192),
-    (1, 8, 8, 128, 16384),
+ROW_WISE_FITTED = tuple(
+    map(
+        Shape.parse,
+        (
+            "16,12,12,64,128,128",
+            "8,32,8,128,256,256",
+            "8,16,16,64,512,512",
+            "4,16,4,128,1024,1024",
+            "4,16,16,64,2048,2048",
+            "1,24,8,128,4096,4096",
+            "1,16,16,64,8192,8192",
+            "1,8,8,128,16384,16384",
+        ),
+    )
 )
 SHAPES = (*UNSEEN, *ROW_WISE_FITTED)
 # How many of the best estimates are timed, besides the choices of the rules.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,22 @@ def test_tables_follow_the_rows(tmp_path: Path) -> None:
     assert found["overhead"][2:] == ["| all overhead | <3% | 3.0% |", "| analytical model | 0.5% | 1.0% |"]
     assert "| STOF | 22.6-412.8 | 20.5-41.0 |" in found["tuning"]
     assert "| bias + LayerNorm |  |  | 1.50-1.50x |" in found["operators"]
+
+
+def test_searches_are_compared_over_their_models(tmp_path: Path) -> None:
+    table = {"intensive": [True], "classes": ["0"], "longest": 1, "segments": []}
+    for model, saved, best in (("a", 8.0, 10.0), ("b", 1.0, 2.0), ("nothing to save", 0.0, 0.0)):
+        rows = [
+            {"search": name, "share": share, "saved_us": us, "best_us": best}
+            for name, share, us in (("exhaustive", 1.0, best), ("two stages", 0.1, saved))
+        ]
+        (tmp_path / f"h200-search-{model}.json").write_text(json.dumps({"case": model, "table": table, "rows": rows}))
+    (tmp_path / "h200-search-interrupted.json").write_text(json.dumps({"case": "", "table": table}))
+    assert lines(tmp_path, [])["search"] == [
+        "| 2 models | 10% of measurements | 20% of measurements |",
+        "|---|---|---|",
+        "| two stages | 65% (50%) | - |",
+    ]
 
 
 def test_cells_that_the_command_has_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

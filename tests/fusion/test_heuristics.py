@@ -94,7 +94,7 @@ def test_a_record_that_names_the_default_is_used(monkeypatch: pytest.MonkeyPatch
         return [choice.config for choice in found.values()]
 
     assert chosen() == [""]  # by rule, not by the record
-    monkeypatch.setattr(Template, "listed", lambda self, problem, config: "")
+    monkeypatch.setattr(Template, "as_candidate", lambda self, problem, config: "")
     assert chosen() == ["128x128x64,6s,pingpong"]
 
 

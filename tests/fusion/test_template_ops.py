@@ -219,14 +219,14 @@ def test_recorded_defaults_are_listed_as_such(monkeypatch: pytest.MonkeyPatch) -
         registry.GemmProblem(shape, torch.float16, torch.device("cuda", 0)),
     )
     listed = template.configs(problem, registry.KernelPolicy.KERNELS)
-    assert template.listed(problem, "128x128x64,6s,pingpong") == "" == listed[0]
+    assert template.as_candidate(problem, "128x128x64,6s,pingpong") == "" == listed[0]
     assert "128x128x64,6s,pingpong" not in listed
-    assert template.named(problem, "") == "128x128x64,6s,pingpong"
+    assert template.as_recorded(problem, "") == "128x128x64,6s,pingpong"
     for config in listed[1:]:
-        assert template.listed(problem, config) == template.named(problem, config) == config
+        assert template.as_candidate(problem, config) == template.as_recorded(problem, config) == config
     on_cpu = registry.GemmProblem(shape, torch.float16, torch.device("cpu"))
-    assert template.listed(on_cpu, "128x128x64,6s,pingpong") == "128x128x64,6s,pingpong"
-    assert template.named(on_cpu, "") == ""
+    assert template.as_candidate(on_cpu, "128x128x64,6s,pingpong") == "128x128x64,6s,pingpong"
+    assert template.as_recorded(on_cpu, "") == ""
 
 
 @given(

@@ -78,7 +78,9 @@ class GraphSpace:
 
     def _configs(self, match: TemplateMatch) -> list[str]:
         configs, tuned = match.template.configs(match.problem, self.policy), self.known(tuning_key(match, self.policy))
-        first = "" if tuned is None else match.template.listed(match.problem, tuned.config)
+        if tuned is None:
+            return configs
+        first = match.template.as_candidate(match.problem, tuned.config)
         return [first, *(config for config in configs if config != first)] if first in configs else configs
 
     def choices(self, times: Callable[[int, int], Mapping[Candidate | None, float]]) -> Choices:
@@ -91,7 +93,7 @@ class GraphSpace:
                 own = {c[1]: us for c, us in taken.items() if c is not None and c[0] == name and 0 < us < math.inf}
                 if own:
                     best = min(own, key=own.__getitem__)
-                    config = match.template.named(match.problem, best)
+                    config = match.template.as_recorded(match.problem, best)
                     found[tuning_key(match, self.policy)] = TunedConfig(config, own[best], taken[None])
         return found
 

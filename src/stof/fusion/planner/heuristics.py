@@ -159,7 +159,7 @@ def _choice_at(
                 continue
             following = first_reader(match, operators[at + length :])
             tuned, configs = known(tuning_key(match, policy)), match.template.configs(match.problem, policy)
-            if tuned is not None and match.template.listed(match.problem, tuned.config) in configs:
+            if tuned is not None and match.template.as_candidate(match.problem, tuned.config) in configs:
                 if _saved_us(match, tuned, following) > saved:
                     # The times hold for this bucket of rows alone.
                     rows = match.problem.shape.m

@@ -43,15 +43,14 @@ def two_stage(
     *,
     per_segment: int = 4,
     seed: int = 0,
-    sampling: Sampling = "even",
 ) -> SearchResult:
-    """Stage 1, then stage 2 on what it found, unless `sampling` is "none". `first`: segments to measure before others.
+    """Stage 1, then stage 2 on what it found. `first`: segments to measure before others.
 
     After each stage the segments measured so far are put together in the best way, which costs no measurement:
     configurations found late may reverse a choice made early.
     """
     stage_one(meter, first)
-    return finish_search(meter, per_segment=per_segment, seed=seed, sampling=sampling)
+    return finish_search(meter, per_segment=per_segment, seed=seed)
 
 
 def stage_one(meter: MeasurementCache, first: Iterable[range] = ()) -> None:

@@ -128,14 +128,14 @@ class Template:
         others = [str(c) for c in configs(problem.shape, problem.dtype, capability) if c != usual]
         return [*(default if usual is None else [""]), *others]
 
-    def listed(self, problem: GemmProblem, config: str) -> str:
-        """Return a recorded configuration under the name that `configs` has for it: "" for the default."""
+    def as_candidate(self, problem: GemmProblem, config: str) -> str:
+        """Return a recorded configuration as `configs` lists it: "" for the default."""
         if problem.device.type == "cuda" and config == str(self._default_config(problem)):
             return ""
         return config
 
-    def named(self, problem: GemmProblem, config: str) -> str:
-        """Return a configuration as records name it: also the default by its text, which versions may change."""
+    def as_recorded(self, problem: GemmProblem, config: str) -> str:
+        """Return a configuration for a record: the default by its text, since a later version may have another."""
         if config or problem.device.type != "cuda":
             return config
         usual = self._default_config(problem)
