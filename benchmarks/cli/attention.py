@@ -33,7 +33,7 @@ _MASKS = "full causal window512 longformer bigbird strided dilated"
 _IMPLS = {
     "cpu": "stof sdpa sdpa-native flex",
     "cuda": "stof sdpa sdpa-cudnn flash-2 flex flex-64 flex-autotuned "
-    "flash-3 flash-4 flash-4-64 flash-4-192 cudnn-flex",
+    "flash-3 flash-4 flash-4-64 flash-4-192 cudnn-flex flashinfer",
 }
 _FIGURES = ("density", "stof us", "its us", "speed-up", "TFLOP/s")
 _DECODE_IMPLS = "stof sdpa-sliced flex flash-4"

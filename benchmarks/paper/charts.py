@@ -28,6 +28,7 @@ _MODELS: dict[str, tuple[str, ...]] = {
     "torch.compile": ("native-compiled",),
     "best of SDPA and FlexAttention, compiled": SIX,
     "STOF": ("stof",),
+    "STOF tuned": ("stof-tuned",),
 }
 _ABLATION: dict[str, tuple[str, ...]] = {
     "PyTorch native": (NATIVE,),

@@ -56,6 +56,8 @@ ABLATION = ("stof", "native", "native-compiled", "stof-attention", "stof-fusion"
 _TIMED_US = 1e6
 _COMPILED = ("reduce-overhead-sdpa", "reduce-overhead-flex", "default-sdpa", "default-flex")
 _AUTOTUNED = ("max-autotune-sdpa", "max-autotune-flex")
+# How ours compile a model.
+WHOLE: dict[str, Any] = {"dynamic": False, "fold": True, "cuda_graphs": "whole"}
 
 
 def build(name: str, length: int, sizes: dict[str, Any]) -> nn.Module:
@@ -208,10 +210,10 @@ def subject_of(name: str, batch: int, length: int, device: torch.device, dtype: 
     with torch.no_grad():
         exact, plain = result(torch.float64), result(dtype)
     inputs = {n: x.to(dtype) if x.is_floating_point() else x for n, x in inputs.items()}
-    return Subject(name, length, mask, model, inputs, exact, lowest_cosine(_cosine(plain, exact)))
+    return Subject(name, length, mask, model, inputs, exact, lowest_cosine(cosine_to(plain, exact)))
 
 
-def _cosine(out: Tensor, exact: Tensor) -> float:
+def cosine_to(out: Tensor, exact: Tensor) -> float:
     return float(F.cosine_similarity(out.double().flatten(), exact.flatten(), 0))
 
 
@@ -220,11 +222,11 @@ def prepared(subject: Subject, impl: str) -> Callable[..., Any]:
     attention = partial(
         with_attention, subject.model, mask=subject.mask, length=subject.length, causal=subject.name in CAUSAL
     )
-    value, whole = subject.mask.mask(subject.length), {"dynamic": False, "fold": True, "cuda_graphs": "whole"}
+    value = subject.mask.mask(subject.length)
     if impl == "stof":
-        return stof.optimize(copy.deepcopy(subject.model), mask=value, **whole)
+        return stof.optimize(copy.deepcopy(subject.model), mask=value, **WHOLE)
     if impl == "stof-fusion":
-        return stof.optimize(attention("sdpa"), attention=False, **whole)
+        return stof.optimize(attention("sdpa"), attention=False, **WHOLE)
     compiled: Any
     if impl == "stof-attention":
         changed = copy.deepcopy(subject.model)
@@ -247,20 +249,20 @@ def _run(subject: Subject, row: Row, device: torch.device, timed: bool) -> Row:
         with torch.no_grad():
             call: Callable[[], Any] = partial(prepared(subject, row.impl), **subject.inputs)
             out = call()[0]
-            cosine = _cosine(out, subject.exact)
+            cosine = cosine_to(out, subject.exact)
             error = float((out.double() - subject.exact).abs().max() / subject.exact.abs().max())
             if not cosine >= subject.least:  # NaN is wrong as well
                 return replace(row, max_rel_err=error, note=f"wrong result, not timed: cosine {cosine:.6f}")
             if not timed:
                 return replace(row, max_rel_err=error)
-            return replace(row, ms=_wall_ms(call, device), max_rel_err=error)
+            return replace(row, ms=wall_ms(call, device), max_rel_err=error)
     except torch.OutOfMemoryError:
         return replace(row, note=NO_MEMORY)
     except Exception as failure:  # whatever a compiler or a model raises must not end the comparison
         return replace(row, note=first_line(failure))
 
 
-def _wall_ms(call: Callable[[], Any], device: torch.device) -> float:
+def wall_ms(call: Callable[[], Any], device: torch.device) -> float:
     """Median wall time of a call, results awaited."""
     from torch._inductor.async_compile import shutdown_compile_workers
 

@@ -30,39 +30,22 @@ _BLOCK = 16
 _WARPS_PER_SM = 64
 DENSITIES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6)
 
-# One for every length. No constant of the cost model was set from the first; those of the row-wise kernel were from the
-# second, and no others.
-UNSEEN = tuple(
+# One for every length. No constant of the cost model was set from any of them.
+SHAPES = tuple(
     map(
         Shape.parse,
         (
-            "2,8,8,64,128,128",
-            "2,16,4,128,256,256",
-            "1,32,32,64,512,512",
-            "6,20,20,64,1024,1024",
-            "2,32,8,128,2048,2048",
-            "2,20,20,64,4096,4096",
-            "1,16,4,128,8192,8192",
-            "1,8,8,64,16384,16384",
+            "4,10,10,64,128,128",
+            "3,24,8,128,256,256",
+            "12,8,8,64,512,512",
+            "2,40,8,128,1024,1024",
+            "3,12,12,64,2048,2048",
+            "1,40,10,128,4096,4096",
+            "1,12,12,64,8192,8192",
+            "1,12,4,128,16384,16384",
         ),
     )
 )
-ROW_WISE_FITTED = tuple(
-    map(
-        Shape.parse,
-        (
-            "16,12,12,64,128,128",
-            "8,32,8,128,256,256",
-            "8,16,16,64,512,512",
-            "4,16,4,128,1024,1024",
-            "4,16,16,64,2048,2048",
-            "1,24,8,128,4096,4096",
-            "1,16,16,64,8192,8192",
-            "1,8,8,128,16384,16384",
-        ),
-    )
-)
-SHAPES = (*UNSEEN, *ROW_WISE_FITTED)
 # How many of the best estimates are timed, besides the choices of the rules.
 _TIMED = 10
 BEST, OURS = "best measured", "stof"
@@ -197,14 +180,6 @@ def row_name(name: str, shape: Shape) -> str:
     return f"{name}, H{shape.heads}/{shape.kv_heads} D{shape.head_dim}"
 
 
-def is_unseen(row: Row) -> bool:
-    """Whether a row is of a shape that no constant of the cost model was set from."""
-    return any(
-        (row.batch, row.length) == (shape.batch, shape.q_len) and row.mask.endswith(row_name("", shape))
-        for shape in UNSEEN
-    )
-
-
 def _band(width: int, length: int, device: torch.device) -> Mask:
     del length, device
     return masks.sliding_window(width, width)
@@ -267,6 +242,9 @@ def _measure(
         row_wise = paper_pick("row_wise", listed, score)
         chosen = list(dict.fromkeys((*listed[:_TIMED], *filter(None, (*picked.values(), row_wise)))))
         times = {one.choice: one for one in measured(mask, shape, dtype, device, only=chosen, rounds=3 if timed else 1)}
+        for timed_one in times.values():
+            us, estimate_us = timed_one.measured_us, timed_one.estimate_us
+            report(f"    {timed_one.note or f'{us:.2f} us, estimate {estimate_us:.2f}'}: {timed_one.choice}")
         refused = {choice.layout_key: one.note for choice, one in times.items() if one.measured_us is None}
         # A wrong result stays in the table, without a time.
         refused = {key: note for key, note in refused.items() if not note.startswith("wrong")}

@@ -1,6 +1,6 @@
-"""Peers that need their own wheels: FlashAttention-3 and -4, and cuDNN frontend's FlexAttention.
+"""Peers that need their own wheels: FlashAttention-3 and -4, cuDNN frontend's FlexAttention, FlashInfer.
 
-All want `[B, S, H, D]`; their inputs are copied to that layout once, untimed.
+All want heads behind the sequence; their inputs are copied to that layout once, untimed.
 """
 
 from __future__ import annotations
@@ -133,6 +133,48 @@ def _prepare_cudnn_flex(problem: AttentionProblem) -> Call:
     return call
 
 
+_FLASHINFER_BLOCK = 64
+
+
+def _flashinfer_missing(problem: AttentionProblem) -> str | None:
+    if problem.shape.q_len % _FLASHINFER_BLOCK or problem.shape.kv_len % _FLASHINFER_BLOCK:
+        return f"flashinfer takes whole blocks of {_FLASHINFER_BLOCK} alone"
+    return _unusable(problem, "flashinfer.sparse", "flashinfer-python")
+
+
+def _prepare_flashinfer(problem: AttentionProblem) -> Call:
+    """It takes one sequence: those of a batch follow each other, with blocks on the diagonal of the sequences."""
+    shape, size = problem.shape, _FLASHINFER_BLOCK
+    blocks = problem.keep[0, 0].unflatten(1, (-1, size)).unflatten(0, (-1, size)).transpose(1, 2)
+    some = blocks.any(-1).any(-1)
+    inside, columns = blocks[some], some.nonzero()[:, 1].int()
+    sequences = torch.arange(shape.batch, dtype=torch.int32, device=problem.device)[:, None]
+    ends = some.sum(1).repeat(shape.batch).cumsum(0, dtype=torch.int32)
+    workspace = torch.empty(2**28, dtype=torch.uint8, device=problem.device)
+    wrapper = importlib.import_module("flashinfer.sparse").BlockSparseAttentionWrapper(workspace)
+    wrapper.plan(
+        torch.nn.functional.pad(ends, (1, 0)),
+        (columns + sequences * some.shape[1]).flatten(),
+        shape.batch * shape.q_len,
+        shape.batch * shape.kv_len,
+        size,
+        size,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        mask=None if bool(inside.all()) else inside.repeat(shape.batch, 1, 1),
+        q_data_type=problem.q.dtype,
+        o_data_type=problem.q.dtype,
+    )
+    q, k, v = (x.flatten(0, 1) for x in _sequence_major(problem))
+
+    def call() -> Tensor:
+        out: Tensor = wrapper.run(q, k, v)
+        return out.unflatten(0, (shape.batch, -1)).transpose(1, 2)
+
+    return call
+
+
 WHEEL_PEERS = (
     Peer("flash-3", "FlashAttention-3 by fa3-fwd: bfloat16, full and causal", _flash3_missing, _prepare_flash3),
     Peer(
@@ -158,5 +200,11 @@ WHEEL_PEERS = (
         "cuDNN frontend's FlexAttention with interval masks",
         _cudnn_missing,
         _prepare_cudnn_flex,
+    ),
+    Peer(
+        "flashinfer",
+        "FlashInfer's block-sparse kernel, blocks of 64x64 with masks inside; compiles with nvcc",
+        _flashinfer_missing,
+        _prepare_flashinfer,
     ),
 )

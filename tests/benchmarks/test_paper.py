@@ -270,6 +270,21 @@ def test_a_wrong_model_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.note.startswith("wrong result, not timed")
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_a_search_times_what_it_tuned_if_it_is_right(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = torch.ones(4).double()
+    subject = models.Subject("x", 4, paper_masks(CPU)["causal"], torch.nn.Identity(), {}, exact, 0.999)
+    monkeypatch.setattr(search, "subject_of", lambda *arguments: subject)
+    monkeypatch.setattr(search.stof, "optimize", lambda model, **options: lambda: (exact if right else -exact,))
+    monkeypatch.setattr(search, "wall_ms", lambda call, device: 3.0)
+    rows = search.cells(["bert-base"], CPU, torch.float32)[0].rows
+    found = search._measure(rows, lambda line: None, True, device=CPU, dtype=torch.float32)
+    tuned = next(row for row in found if row.impl == "stof-tuned")
+    assert (tuned.figure, tuned.ms) == ("11", 3.0 if right else None)
+    assert all((row.s is not None) is right for row in found if row is not tuned)
+    assert right or all(row.note.startswith("wrong result") for row in found)
+
+
 def test_seconds_of_a_search_go_to_the_innermost_phase() -> None:
     now = iter(range(100))
     watch = search.Stopwatch(clock=lambda: float(next(now)))

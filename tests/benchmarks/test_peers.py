@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -165,7 +166,7 @@ def test_flash4_is_told_the_mask(monkeypatch: pytest.MonkeyPatch, cute_masks: Mo
     assert wheels._flash4_arguments(problem("full", "1,1,1,8,64,128"), (128, 128)) == {"window_size": (None, None)}
 
 
-@pytest.mark.parametrize("name", ["sdpa-cudnn", "flash-2", "flash-4", "cudnn-flex"])
+@pytest.mark.parametrize("name", ["sdpa-cudnn", "flash-2", "flash-4", "cudnn-flex", "flashinfer"])
 def test_gpu_peers_refuse_the_cpu(name: str) -> None:
     assert PEERS[name].missing(problem("causal", dtype=torch.float16)) == "runs on CUDA devices only"
 
@@ -182,6 +183,37 @@ def test_peers_that_are_not_installed_are_named(name: str, package: str, monkeyp
     wheels._import_failure.cache_clear()
     assert reason is not None
     assert reason.startswith(f"{package} is not usable here: ModuleNotFoundError")
+
+
+@pytest.mark.parametrize("mask", ["bigbird", "full"])
+def test_flashinfer_is_told_the_mask(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of a batch follow each other, each with blocks of its own keys."""
+
+    class Wrapper:
+        def __init__(self, workspace: Tensor) -> None:
+            pass
+
+        def plan(self, indptr: Tensor, indices: Tensor, rows: int, columns: int, *sizes: int, **given: Any) -> None:
+            height, width, *_ = sizes
+            self.keep = torch.zeros(rows // height, columns // width, height, width, dtype=torch.bool)
+            inside = given["mask"]
+            assert (inside is None) is (mask == "full")
+            for row in range(rows // height):
+                for at in range(int(indptr[row]), int(indptr[row + 1])):
+                    self.keep[row, int(indices[at])] = True if inside is None else inside[at]
+            self.keep = self.keep.transpose(1, 2).reshape(rows, columns)
+
+        def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=self.keep, enable_gqa=True)
+            return out[0].transpose(0, 1)
+
+    module = ModuleType("flashinfer.sparse")
+    module.BlockSparseAttentionWrapper = Wrapper  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer.sparse", module)
+    given = problem(mask, "3,4,2,16,640,640")
+    torch.testing.assert_close(PEERS["flashinfer"].prepare(given)(), PEERS["sdpa"].prepare(given)())
+    assert PEERS["flashinfer"].missing(problem(mask, "1,1,8,100")) == "flashinfer takes whole blocks of 64 alone"
 
 
 def test_what_flash_3_serves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,15 +258,38 @@ def test_row_wise_by_rows_and_keys() -> None:
     few, many = (estimate(choice, call, counted([1] * 10, kept=kept), MODEL) for kept in (8, 800))
     assert few is not None
     assert many is not None
-    assert few == pytest.approx(3.5 + 12 * 640 * (2e-4 + 8 * 1.5e-4))
-    assert many == pytest.approx(3.5 + 12 * 640 * (2e-4 + 800 * 1.5e-4))
+    assert few == pytest.approx(3 + 12 * 640 * (2e-4 + 8 * 1.5e-4), rel=1e-3)
+    assert many == pytest.approx(3 + 12 * 640 * (2e-4 + 800 * 1.5e-4), rel=1e-3)
     wide = estimate(choice, call_of(q_len=640, head_dim=128), counted([1] * 10, kept=8), MODEL)
-    assert wide == pytest.approx(3.5 + 12 * 640 * (2 * 2e-4 + 2**0.8 * 8 * 1.5e-4))
+    assert wide == pytest.approx(3 + 12 * 640 * (2 * 2e-4 + 2**0.8 * 8 * 1.5e-4), rel=1e-3)
     # A single long row takes its keys in steps of 128, one after the other; a short one in steps of 4.
     alone = estimate(choice, call_of(q_len=1, heads=1, batch=1), counted([1], kept=4000), MODEL)
-    assert alone == pytest.approx(3.5 + 33 * 0.8 + 32 * 128 * 0.008)
+    assert alone == pytest.approx(3 + 32 * (0.95 + 128 * 0.008), rel=1e-2)
     short = estimate(choice, call_of(q_len=1, heads=1, batch=1), counted([1], kept=17), MODEL)
-    assert short == pytest.approx(3.5 + 6 * 0.8 + 5 * 4 * 0.008)
+    assert short == pytest.approx(3 + 5 * (0.95 + 4 * 0.008), rel=1e-3)
+    empty = estimate(choice, call_of(q_len=1, heads=1, batch=1), counted([1], kept=0), MODEL)
+    assert empty == pytest.approx(3 + 0.95 + 0.008, rel=1e-3)
+
+
+def test_a_last_wave_that_fills_no_multiprocessor_is_faster() -> None:
+    """Of Triton's programs, three at a time on a multiprocessor: alone there, each takes 0.6 of its time."""
+    slots = 3 * 132
+    for waves in (0.5, 1.0, 1.25, 2.0):
+        blocks = round(waves * slots)
+        call = call_of(q_len=64 * blocks, heads=1)
+        load, filled, _ = critical_load(choice_of(), call, counted([9] * blocks), MODEL, TIMES)
+        assert load[:2].tolist() == [math.ceil(waves), 9 * math.ceil(waves)]
+        assert filled == pytest.approx(waves / math.ceil(waves))
+
+
+@given(partial=tiles, heads=st.integers(1, 64), side=st.integers(1, 64))
+def test_no_slot_has_less_than_the_average(partial: list[int], heads: int, side: int) -> None:
+    """Also where heads run in groups, one after the other."""
+    call = call_of(q_len=64 * len(partial), heads=heads, kv_heads=heads)
+    load, filled, _ = critical_load(choice_of(side=side), call, counted(partial), MODEL, TIMES)
+    work = call.batch * heads * sum(TIMES.item + count for count in partial) / (3 * 132)
+    assert float(load @ TIMES.weights()) >= work * (1 - 1e-9)
+    assert 0 < filled <= 1 + 1e-9
 
 
 def test_partial_tiles_cost_less_where_there_are_no_full_ones() -> None:

@@ -16,13 +16,13 @@ from stof.calibration.constant_refinement import estimated, polish
 from stof.calibration.measure import Measured, call_of_row, survey_of
 from stof.selection import KernelChoice
 from stof.selection.cost_model import (
-    ROW_START_US,
     DeviceModel,
     KernelTimes,
     compaction_us,
     critical_load,
     estimate_tiles,
     kernel_key,
+    longest_row_us,
     row_wise_features,
 )
 from stof.selection.resources import occupancy
@@ -37,6 +37,7 @@ _SOLO = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _STARTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
 # A start looks much like a longer first item: one is taken only where the error is smaller by this factor.
 _CLEARLY = 0.85
+_FOLDS = 5
 
 
 def fit(rows: Sequence[Measured], base: DeviceModel) -> DeviceModel:
@@ -111,17 +112,19 @@ def _nonnegative(matrix: Tensor, target: Tensor) -> Tensor:
 
 
 def _fit_row_wise(rows: Sequence[Measured], model: DeviceModel) -> tuple[float, float]:
-    if not rows:
-        return model.row_wise
     features = []
     for row in rows:
-        shape = Shape.parse(row.shape)
-        us = max(row.us - model.launch - ROW_START_US, 0.1)
+        shape, call = Shape.parse(row.shape), call_of_row(row)
+        us = row.us - model.launch
         heads = shape.batch * shape.heads
-        found = row_wise_features(heads * shape.q_len, row.kept * heads, shape.head_dim)
-        features.append([one / us for one in found])
+        # A call that its longest row takes most of says nothing about the others.
+        if us > 2 * longest_row_us(call, math.ceil(row.longest_row or row.kept / shape.q_len)):
+            found = row_wise_features(heads * shape.q_len, row.kept * heads, shape.head_dim)
+            features.append([one / us for one in found])
+    if not features:
+        return model.row_wise
     matrix = torch.tensor(features, dtype=torch.float64)
-    row_us, key_us = _nonnegative(matrix, torch.ones(len(rows), dtype=torch.float64)).tolist()
+    row_us, key_us = _nonnegative(matrix, torch.ones(len(features), dtype=torch.float64)).tolist()
     return row_us, key_us
 
 
@@ -154,15 +157,20 @@ def regrets(rows: Sequence[Measured], model: DeviceModel) -> list[Regret]:
     return found
 
 
-def leave_one_out(rows: Sequence[Measured], base: DeviceModel) -> tuple[list[float], list[Regret]]:
-    """Relative errors of estimates, and regrets, of models fitted without the mask they are asked about."""
+def cross_validate(rows: Sequence[Measured], base: DeviceModel) -> tuple[list[float], list[Regret]]:
+    """Relative errors of estimates, and regrets, of models fitted without the masks they are asked about.
+
+    Masks are left out a fifth at a time.
+    """
     errors: list[float] = []
     found: list[Regret] = []
-    for mask in dict.fromkeys(row.mask for row in rows):
-        others = [row for row in rows if row.mask != mask]
-        # Without the base's own constants to choose from, which may know the mask.
+    names = list(dict.fromkeys(row.mask for row in rows))
+    for first in range(min(_FOLDS, len(names))):
+        asked = set(names[first::_FOLDS])
+        others = [row for row in rows if row.mask not in asked]
+        # Without the base's own constants to choose from, which may know the masks.
         model = polish(others, [fit(others, base)])
-        own = [row for row in rows if row.mask == mask]
+        own = [row for row in rows if row.mask in asked]
         off, picked = self_check(own, model)
         errors += off
         found += picked

@@ -38,6 +38,7 @@ class Measured:
         partial, full: tiles of each row block, what the model sees; by mask entry.
         kept: scores kept.
         compacted_keys: see `TileCounts`.
+        longest_row: keys of the row that keeps most; 0 where it was not noted.
     """
 
     mask: str
@@ -49,6 +50,7 @@ class Measured:
     full: list[list[int]]
     kept: float
     compacted_keys: int = 0
+    longest_row: int = 0
 
     @property
     def cell(self) -> tuple[str, str, str]:
@@ -169,13 +171,22 @@ def measure_cell(
         layout = choice.layout or LayoutConfig()
         assert plan.geometry is not None
         survey = plan.geometry.survey((layout,), choice.row_order)
-        counts, kept = survey.counts[layout], float(survey.kept.double().mean(0).sum())
+        counts, kept = survey.counts[layout], survey.kept.double()
         us = timings[text].gpu_us
         assert us is not None
         sizes = (shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.q_len, shape.kv_len)
         cell = (name, ",".join(map(str, sizes)), str(dtype).removeprefix("torch."))
         rows.append(
-            Measured(*cell, choice, us, counts.partial.tolist(), counts.full.tolist(), kept, counts.compacted_keys)
+            Measured(
+                *cell,
+                choice,
+                us,
+                partial=counts.partial.tolist(),
+                full=counts.full.tolist(),
+                kept=float(kept.mean(0).sum()),
+                compacted_keys=counts.compacted_keys,
+                longest_row=int(kept.max()),
+            )
         )
     return rows
 
@@ -200,6 +211,9 @@ def survey_of(row: Measured) -> Survey:
     layout = row.choice.layout or LayoutConfig()
     shape = Shape.parse(row.shape)
     kept = torch.full((1, shape.q_len), row.kept / shape.q_len)
+    if row.longest_row and shape.q_len > 1:
+        kept[:] = (row.kept - row.longest_row) / (shape.q_len - 1)
+        kept[0, 0] = row.longest_row
     return Survey({layout: counts}, kept, 1, 1)
 
 

@@ -81,9 +81,9 @@ def tune_device(
         return
     if not device or not measurements or output is not None:  # else only measured, to be fitted elsewhere
         fitted = polish(rows, [least_squares.fit(rows, base), base])
-        errors, left_out = least_squares.leave_one_out(rows, base)
+        errors, left_out = least_squares.cross_validate(rows, base)
         quality = {"fit": least_squares.summary(*least_squares.self_check(rows, fitted))}
-        quality["leave_one_mask_out"] = least_squares.summary(errors, left_out)
+        quality["cross_validation"] = least_squares.summary(errors, left_out)
         table_console().print(least_squares.regret_table(rows, fitted))
         for kind, line in quality.items():
             console.print(f"{kind}: {line}")

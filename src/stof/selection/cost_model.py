@@ -41,12 +41,12 @@ _BIAS_COST, _NARROW_BIAS_COST, _HOPPER_BIAS_COST = 1.45, 6.0, 1.6
 # layer (heads last; `python -m benchmarks kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were. Odd rows:
 # a guess.
 _SCATTERED_BIAS_COST = 3.0
-# Of the row-wise kernel: what a call takes besides its launch (a guess); the power of the head's width that the cost of
-# a key follows where programs fill the machine (random masks, an H200).
-ROW_START_US, _ROW_KEY_WIDTH = 0.5, 0.8
+# Of the row-wise kernel: the power of the head's width that the cost of a key follows where programs fill the machine
+# (random masks, an H200).
+_ROW_KEY_WIDTH = 0.8
 # The row-wise kernel's longest row, where programs are few: the latency of one step's loads, and each column of a step
-# (an H200: 17 keys at 128 tokens and 12 heads in 8.3 us, one query with 4096 keys and 32 heads in 88 us).
-_ROW_STEP_US, _ROW_COLUMN_US = 0.8, 0.008
+# (an H200; without a launch, one key a row takes 1 us, 17 keys 5, one query with 4096 keys and 32 heads 85).
+_ROW_STEP_US, _ROW_COLUMN_US = 0.95, 0.008
 # Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/attention/fp8.py` took 1123 us
 # under a full mask of 8192 tokens on an H200, the transposition of V included, where they rest on 1571.
 _FP8_TILE = 0.73
@@ -214,7 +214,7 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
         rows = call.batch * call.heads * call.q_len
         features = row_wise_features(rows, kept, (call.head_dim + call.value_dim) / 2)
         whole = features[0] * row_us + features[1] * key_us
-        return model.launch + ROW_START_US + max(whole, _longest_row_us(call, math.ceil(float(survey.kept.max()))))
+        return model.launch + overlapped(whole, longest_row_us(call, math.ceil(float(survey.kept.max()))))
     if choice.kernel is None or choice.layout is None:
         return None
     if choice.implementation in ("block_wise", "hopper") and call.q_len <= DECODE_ROWS:
@@ -227,11 +227,11 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
     return _GUESS_PENALTY * estimate_tiles(choice, call, survey, model, _with_scattered_bias(times, choice, call))
 
 
-def _longest_row_us(call: CallSpec, keys: int) -> float:
-    """What the row with most keys takes the row-wise kernel: its first loads, then step after step."""
+def longest_row_us(call: CallSpec, keys: int) -> float:
+    """What the row with most keys takes the row-wise kernel, step after step."""
     columns = default_config(max(call.head_dim, call.value_dim), keys, call.dtype.itemsize).cols
-    steps = math.ceil(keys / columns)
-    return _ROW_STEP_US * (1 + steps) + _ROW_COLUMN_US * columns * steps
+    steps = max(1, math.ceil(keys / columns))
+    return (_ROW_STEP_US + _ROW_COLUMN_US * columns) * steps
 
 
 def row_wise_features(rows: float, kept: float, head_dim: float) -> tuple[float, float]:
@@ -371,17 +371,22 @@ def critical_load(
     groups = call.batch * (call.kv_heads if kernel.pack else call.heads)
     copies = parts * (groups / masks)
     slots = model.multiprocessors * occupancy(choice, call, model.shared_bytes)
-    filled = min(1.0, float(copies.sum()) / slots)
     # Heads run in groups of `side`. Items are sorted longest first within a group only, so the longest item of the last
     # group starts late, unless all programs start at once.
     rounds = math.ceil(groups / (kernel.side or groups))
     late = max(0.0, 1 - slots / float(copies.sum())) * (rounds - 1) / rounds
     each = loads @ times.weights()
     average = (loads * copies[:, None]).sum(0) / slots
+    filled = min(1.0, float(copies.sum()) / slots)
     if choice.implementation in ON_HOPPER and rounds > 1:
         load = _without_late_starts(loads, times.weights(), copies, average, late, rounds, slots)
     else:
         load = average * late + last_slot(loads, each, copies / rounds, slots)
+    if choice.implementation not in ON_HOPPER:
+        load = max((load, average), key=lambda one: float(one @ times.weights())).clone()
+        # The share of the time in which slots are busy: in the last wave of programs many are not. On the Hopper
+        # kernel, whose thread blocks stay, this estimates worse.
+        filled = float(average @ times.weights()) / float(load @ times.weights())
     most = float(parts.max())
     # With several warpgroups, the Hopper kernel merges chunks in a binary tree. Elsewhere the last reads all others.
     in_pairs = choice.implementation in ON_HOPPER and layout.block_m > 64
