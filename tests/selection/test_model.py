@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,15 +270,26 @@ def test_row_wise_by_rows_and_keys() -> None:
     assert empty == pytest.approx(3 + 0.95 + 0.008, rel=1e-3)
 
 
-def test_a_last_wave_that_fills_no_multiprocessor_is_faster() -> None:
-    """Of Triton's programs, three at a time on a multiprocessor: alone there, each takes 0.6 of its time."""
-    slots = 3 * 132
-    for waves in (0.5, 1.0, 1.25, 2.0):
-        blocks = round(waves * slots)
-        call = call_of(q_len=64 * blocks, heads=1)
-        load, filled, _ = critical_load(choice_of(), call, counted([9] * blocks), MODEL, TIMES)
-        assert load[:2].tolist() == [math.ceil(waves), 9 * math.ceil(waves)]
-        assert filled == pytest.approx(waves / math.ceil(waves))
+@pytest.mark.parametrize(
+    ("programs", "waves", "filled"),
+    [
+        (100, 1, 1 / 3),  # alone on their multiprocessors
+        (133, 1, 2 / 3),  # one shares its
+        (264, 1, 2 / 3),
+        (265, 1, 1.0),  # three on one: that is the last to end
+        (396, 1, 1.0),
+        (400, 2, 4 / 6),  # a full wave, then one program
+        (600, 2, 5 / 6),
+        (792, 2, 1.0),
+    ],
+)
+def test_programs_share_multiprocessors(programs: int, waves: int, filled: float) -> None:
+    """Three of Triton's at a time on each of 132; where fewer do, they run faster."""
+    load, share, _ = critical_load(
+        choice_of(), call_of(q_len=64 * programs, heads=1), counted([9] * programs), MODEL, TIMES
+    )
+    assert load[:2].tolist() == [waves, 9 * waves]
+    assert share == pytest.approx(filled)
 
 
 @given(partial=tiles, heads=st.integers(1, 64), side=st.integers(1, 64))

@@ -377,16 +377,19 @@ def critical_load(
     late = max(0.0, 1 - slots / float(copies.sum())) * (rounds - 1) / rounds
     each = loads @ times.weights()
     average = (loads * copies[:, None]).sum(0) / slots
-    filled = min(1.0, float(copies.sum()) / slots)
+    # Of the multiprocessor that has most programs at a time, the share of its room that they take.
+    each_has = math.ceil(float(copies.sum()) / model.multiprocessors) * model.multiprocessors
+    filled = min(1.0, each_has / slots)
     if choice.implementation in ON_HOPPER and rounds > 1:
         load = _without_late_starts(loads, times.weights(), copies, average, late, rounds, slots)
     else:
         load = average * late + last_slot(loads, each, copies / rounds, slots)
     if choice.implementation not in ON_HOPPER:
         load = max((load, average), key=lambda one: float(one @ times.weights())).clone()
-        # The share of the time in which slots are busy: in the last wave of programs many are not. On the Hopper
-        # kernel, whose thread blocks stay, this estimates worse.
-        filled = float(average @ times.weights()) / float(load @ times.weights())
+        # In the last wave of programs many slots are idle. On the Hopper kernel, whose thread blocks stay, this
+        # estimates worse.
+        busy = float(average @ times.weights()) / float(load @ times.weights())
+        filled = min(1.0, busy * each_has / float(copies.sum()))
     most = float(parts.max())
     # With several warpgroups, the Hopper kernel merges chunks in a binary tree. Elsewhere the last reads all others.
     in_pairs = choice.implementation in ON_HOPPER and layout.block_m > 64
