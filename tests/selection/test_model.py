@@ -292,6 +292,25 @@ def test_programs_share_multiprocessors(programs: int, waves: int, filled: float
     assert share == pytest.approx(filled)
 
 
+def test_long_work_tiles_of_the_last_round_are_split() -> None:
+    """The Hopper kernel ends evenly where chunks are long enough; pairs of row blocks are not split."""
+    kernel = KernelChoice("hopper", LayoutConfig(128, 128), None, KernelConfig(4, 4))
+
+    def load(choice: KernelChoice, blocks: int, each: int) -> list[float]:
+        counts = TileCounts(torch.full((1, blocks), each), torch.ones(1, blocks, dtype=torch.int64))
+        assert choice.layout is not None
+        survey = Survey({choice.layout: counts}, torch.full((1, blocks * 128), 64), 1, 1)
+        call = call_of(q_len=blocks * 128, kv_len=8192, heads=1)
+        return [float(one) for one in critical_load(choice, call, survey, MODEL, TIMES)[0]]
+
+    assert load(kernel, 198, 40) == [1.5, 60, 1.5, 1, 1]
+    assert load(kernel, 198, 14) == [2, 28, 2, 0, 0]  # too few tiles
+    assert load(kernel, 132, 40) == [1, 40, 1, 0, 0]  # no second round
+    assert load(kernel, 33 * 132, 40)[3:] == [0, 0]  # it hardly matters
+    paired = replace(kernel, layout=LayoutConfig(64, 64), kernel=KernelConfig(4, 5, paired=True))
+    assert load(paired, 396, 20)[3:] == [0, 0]
+
+
 @given(partial=tiles, heads=st.integers(1, 64), side=st.integers(1, 64))
 def test_no_slot_has_less_than_the_average(partial: list[int], heads: int, side: int) -> None:
     """Also where heads run in groups, one after the other."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stof.kernels.common import parts_of
-from stof.kernels.hopper.tile_scheduler import LATE
+from stof.kernels.hopper.tile_scheduler import LATE, may_split_tail
 from stof.kernels.triton.row_lists import default_config
 from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
@@ -391,6 +391,12 @@ def critical_load(
         busy = float(average @ times.weights()) / float(load @ times.weights())
         filled = min(1.0, busy * each_has / float(copies.sum()))
     most = float(parts.max())
+    longest = float((tiles.flatten() / parts).max())
+    if choice.implementation in ON_HOPPER and not kernel.paired and may_split_tail(float(copies.sum()), slots, longest):
+        # The last work tiles are split, and each chunk is written and read back. The first ones are not.
+        even = average + torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64, device="cpu")
+        ends = (load, max((even, loads[int(each.argmax())]), key=lambda one: float(one @ times.weights())))
+        load = min(ends, key=lambda one: float(one @ times.weights())).clone()
     # With several warpgroups, the Hopper kernel merges chunks in a binary tree. Elsewhere the last reads all others.
     in_pairs = choice.implementation in ON_HOPPER and layout.block_m > 64
     load[4] += math.ceil(math.log2(most)) if in_pairs else most * (most > 1)

@@ -187,6 +187,11 @@ def _with_split_tail(rows: Tensor, group: Tensor, cost: Tensor, blocks: int, lis
     return torch.where(split[:, None], torch.stack(chunks, 1), rows), group
 
 
+def may_split_tail(work_tiles: float, blocks: float, longest: float) -> bool:
+    """Whether `split_tail` splits work tiles of up to `longest` tiles, where it gains."""
+    return blocks < work_tiles <= _MAX_ROUNDS * blocks and longest >= 2 * _MIN_TILES
+
+
 def split_tail(tiles: Tensor, cost: Tensor, fixed: Tensor, blocks: int) -> Tensor:
     """Split the last work tiles so that all thread blocks end at about the same time.
 
@@ -207,7 +212,8 @@ def split_tail(tiles: Tensor, cost: Tensor, fixed: Tensor, blocks: int) -> Tenso
     """
     number, nothing = torch.arange(len(tiles)), torch.zeros_like(tiles)
     plain = torch.stack([number, nothing, nothing, tiles])
-    if not blocks < len(tiles) <= _MAX_ROUNDS * blocks or not bool((tiles[blocks:] >= 2 * _MIN_TILES).any()):
+    longest = int(tiles[blocks:].max()) if len(tiles) > blocks else 0
+    if not may_split_tail(len(tiles), blocks, longest):
         return plain
     costs = cost.tolist()
     starts, unsplit_ends = _simulate(costs, blocks)
