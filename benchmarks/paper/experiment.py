@@ -25,13 +25,13 @@ from stof.tuning.machine import device_name, package_version
 _ATTENTION = ("kernels", "layout", "runtime", "selection")
 _MODELS = (*_ATTENTION, "fusion", "integrations")
 _PEERS = ("transformers", "flash-attn", "flash-attn-4", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend")
-# Baselines of the paper that no cell has.
+# Baselines of the paper, and peers, that no cell has.
 ABSENT = {
     "ByteTransformer": "no Python package; for older GPUs",
     "SPLAT": "no Python package",
     "FlashAttention-3": "its wheel has neither float16 nor windows",
     "FastVideo": "takes bfloat16 and whole blocks only",
-    "FlashInfer": "compiles with nvcc; not tried",
+    "FlashInfer": "compiles for minutes; in `python -m benchmarks attention`",
     "MCFuser": "needs a TVM of 2023",
     "Bolt": "needs a TVM of 2022",
 }

@@ -82,8 +82,9 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
             matrix = torch.cat([torch.stack(features), pull])
             target = torch.cat([torch.ones(len(measured), dtype=torch.float64), torch.full((5,), 0.02).double()])
             item, partial, full, merge, collect = _nonnegative(matrix, target).clamp(min=1e-3).tolist()
-            # A partial tile does all that a full one does; few measurements may say otherwise.
-            times = KernelTimes(item, max(partial, full / 2), full, merge, collect, solo, start_us)
+            # One does nearly all that the other does; few measurements may say otherwise.
+            partial, full = max(partial, full / 2), max(full, partial / 2)
+            times = KernelTimes(item, partial, full, merge, collect, solo, start_us)
         error = sum(
             (math.log(estimate_tiles(choice, call, counts, model, times)) - math.log(us)) ** 2
             for choice, call, counts, us, _ in cases
