@@ -46,7 +46,7 @@ class Row:
         mask, model: "" where there is none.
         impl: ours begin with `stof`.
         us, ms, s: GPU time of a call, wall time of a call, seconds of a search.
-        max_rel_err: largest error over the largest value of float64, for models 1 - cosine to float32.
+        max_rel_err: largest error over the largest value of float64.
         sources: digest of our sources that the time depends on.
     """
 

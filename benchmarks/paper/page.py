@@ -29,7 +29,7 @@ NOT_MEASURED = "-"
 PAPER_MASKS = ("causal", "sliding 32", "longformer", "bigbird")
 # Phases of a search that the paper counts as overhead.
 OVERHEAD = ("analytical model", "scheme encoding", "scheme decoding", "reward")
-_STOF, _TUNED = ("stof",), ("stof-tuned",)
+_STOF = ("stof",)
 _COMPILED = ("native-compiled",)
 # A marker, and the table, list or code line after it.
 _BLOCK = re.compile(r"^<!--(\w+)-->\n(?:\n(?:[|`-].*\n)+)?", flags=re.MULTILINE)
@@ -194,13 +194,12 @@ def _masks(rows: Sequence[Row], gpu: str) -> list[str]:
 
 def _models(rows: Sequence[Row], gpu: str) -> list[str]:
     published = {"bert-base": 1.5, "bert-large": 1.5, "gpt2": 1.2, "llama": 1.3, "t5": 1.1, "vit-base": 1.2}
-    every = cells([row for row in rows if row.model in published], "11")
-    planned = len(published) * len(models.SIZES)
+    every = cells(rows, "11")
+    planned = len(models.MODELS) * len(models.SIZES)
     timed = min((sum(i in times for i in SIX) for times in every if any(i in times for i in SIX)), default=len(SIX))
     best = "best of six" if timed == len(SIX) else f"best of {timed} of six"
     others = (("native", "", "", (NATIVE,)), ("torch.compile", "1.3x", "1.4x", _COMPILED), (best, "", "", SIX))
     lines = [(name, *theirs, _partial_mean(ratios(every, _STOF, impls), planned)) for name, *theirs, impls in others]
-    lines.append((f"{best}, tuned", "", "", _partial_mean(ratios(every, _TUNED, SIX), planned)))
     for name, speed in published.items():
         largest = cells([row for row in rows if row.model == name and row.batch == 16], "11")
         lines.append((name, f"{speed}x", "", _mean(ratios(largest, _STOF, _COMPILED))))

@@ -112,7 +112,7 @@ def cells(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> lis
 def _measure(
     wanted: Sequence[Row], report: Report, timed: bool, *, device: torch.device, dtype: torch.dtype
 ) -> list[Row]:
-    """One search, which gives the rows of all figures, whichever were wanted."""
+    """One search; its seconds and the tuned model's speed fill the wanted rows of all figures."""
     from torch._inductor.utils import fresh_inductor_cache
 
     first = wanted[0]

@@ -30,7 +30,7 @@ _BLOCK = 16
 _WARPS_PER_SM = 64
 DENSITIES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6)
 
-# One for every length. No constant of the cost model was set from any of them.
+# One for every length. No constant of the cost model was fitted to them: leave their measurements out of every fit.
 SHAPES = tuple(
     map(
         Shape.parse,
@@ -144,7 +144,7 @@ def random_documents(length: int, device: torch.device) -> Mask:
 
 
 def _generator() -> torch.Generator:
-    """Of the CPU: few draws make different masks on different devices."""
+    """Seed 0 on the CPU: the same mask on every device."""
     return torch.Generator("cpu").manual_seed(0)
 
 

@@ -82,7 +82,7 @@ def test_fit_of_the_row_wise_kernel() -> None:
     assert fitted.row_wise == pytest.approx(truth.row_wise, rel=1e-6)
 
 
-def test_masks_are_left_out_of_the_fit_that_they_test(measured: list[selector.Measured]) -> None:
+def test_shapes_are_left_out_of_the_fit_that_they_test(measured: list[selector.Measured]) -> None:
     some = [row for row in measured if row.mask in ("causal", "window", "longformer")]
     errors, regrets = fit.cross_validate(some, model_with(replace(TRUTH, item=4.0)))
     assert len(errors) == len(some)

@@ -1,4 +1,4 @@
-"""Fitting the cost model to measurements, and how far its estimates and picks are off; `polish.py` follows it."""
+"""Fitting the cost model to measurements, and how far its estimates and picks are off; `constant_refinement.py` follows it."""
 
 from __future__ import annotations
 
@@ -159,20 +159,19 @@ def regrets(rows: Sequence[Measured], model: DeviceModel) -> list[Regret]:
 
 
 def cross_validate(rows: Sequence[Measured], base: DeviceModel) -> tuple[list[float], list[Regret]]:
-    """Relative errors of estimates, and regrets, of models fitted without the masks they are asked about.
+    """Relative errors of estimates, and regrets, of models fitted without the shapes they are asked about.
 
-    Masks are left out a fifth at a time.
+    Shapes are left out a fifth at a time.
     """
     errors: list[float] = []
     found: list[Regret] = []
-    names = list(dict.fromkeys(row.mask for row in rows))
+    names = list(dict.fromkeys(row.shape for row in rows))
     for first in range(min(_FOLDS, len(names))):
         asked = set(names[first::_FOLDS])
-        others = [row for row in rows if row.mask not in asked]
-        # Without the base's own constants to choose from, which may know the masks.
+        others = [row for row in rows if row.shape not in asked]
+        # Without the base's own constants to choose from, which may know the shapes.
         model = polish(others, [fit(others, base)])
-        own = [row for row in rows if row.mask in asked]
-        off, picked = self_check(own, model)
+        off, picked = self_check([row for row in rows if row.shape in asked], model)
         errors += off
         found += picked
     return errors, found

@@ -222,7 +222,7 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
     times = _times(choice, call, model)
     if times is not None:
         return estimate_tiles(choice, call, survey, model, _with_scattered_bias(times, choice, call))
-    # A guess must not beat what was measured by being bold.
+    # Guessed constants are penalised, so that they seldom outrank measured ones.
     times = _costlier(guessed_times(choice, call), _bias_cost(choice, call) if call.has_bias else 1.0)
     return _GUESS_PENALTY * estimate_tiles(choice, call, survey, model, _with_scattered_bias(times, choice, call))
 
@@ -343,7 +343,7 @@ def widening_us(call: CallSpec, model: DeviceModel) -> float:
 
 
 def overlapped(compute_us: float, bytes_us: float) -> float:
-    """Time of two things that run at once and get in each other's way when they are alike: a soft maximum."""
+    """A smooth maximum of two times that overlap: above both where they are nearly equal."""
     return float((compute_us**8 + bytes_us**8) ** 0.125)
 
 
@@ -377,9 +377,9 @@ def critical_load(
     late = max(0.0, 1 - slots / float(copies.sum())) * (rounds - 1) / rounds
     each = loads @ times.weights()
     average = (loads * copies[:, None]).sum(0) / slots
-    # Of the multiprocessor that has most programs at a time, the share of its room that they take.
-    each_has = math.ceil(float(copies.sum()) / model.multiprocessors) * model.multiprocessors
-    filled = min(1.0, each_has / slots)
+    # Programs rounded up to as many on every multiprocessor: the one with most of them ends last.
+    programs = math.ceil(float(copies.sum()) / model.multiprocessors) * model.multiprocessors
+    filled = min(1.0, programs / slots)
     if choice.implementation in ON_HOPPER and rounds > 1:
         load = _without_late_starts(loads, times.weights(), copies, average, late, rounds, slots)
     else:
@@ -389,9 +389,9 @@ def critical_load(
         # In the last wave of programs many slots are idle. On the Hopper kernel, whose thread blocks stay, this
         # estimates worse.
         busy = float(average @ times.weights()) / float(load @ times.weights())
-        filled = min(1.0, busy * each_has / float(copies.sum()))
+        filled = min(1.0, busy * programs / float(copies.sum()))
     most = float(parts.max())
-    longest = float((tiles.flatten() / parts).max())
+    longest = float(torch.where(parts == 1, tiles.flatten(), 0).max())
     if choice.implementation in ON_HOPPER and not kernel.paired and may_split_tail(float(copies.sum()), slots, longest):
         # The last work tiles are split, and each chunk is written and read back. The first ones are not.
         even = average + torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64, device="cpu")
@@ -429,7 +429,7 @@ def _lazy_partial(choice: KernelChoice, call: CallSpec, survey: Survey) -> tuple
 def _without_late_starts(
     loads: Tensor, weights: Tensor, copies: Tensor, average: Tensor, late: float, rounds: int, slots: int
 ) -> Tensor:
-    """Estimate when the last thread block ends, with work tiles in the order of `tile_scheduler.work_list`."""
+    """The load of the thread block that ends last, with work tiles in the order of `tile_scheduler.work_list`."""
     each = loads @ weights
     share = float((each * copies).sum()) / slots
     early = (LATE * each > share / rounds) & (each > share / 8)
@@ -443,7 +443,7 @@ def _without_late_starts(
 
 
 def _per_job(counts: TileCounts, paired: bool) -> TileCounts:
-    """Tiles of each row block, or of each pair of them those that one computes, on average: both do at once."""
+    """Tiles of each row block; of paired row blocks, which run side by side, their average."""
     if not paired:
         return counts
 
