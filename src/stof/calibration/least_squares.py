@@ -1,4 +1,7 @@
-"""Fitting the cost model to measurements, and how far its estimates and picks are off; `constant_refinement.py` follows it."""
+"""Fitting the cost model to measurements, and how far its estimates and picks are off.
+
+`constant_refinement.py` follows it.
+"""
 
 from __future__ import annotations
 

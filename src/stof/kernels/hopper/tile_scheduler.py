@@ -188,7 +188,7 @@ def _with_split_tail(rows: Tensor, group: Tensor, cost: Tensor, blocks: int, lis
 
 
 def may_split_tail(work_tiles: float, blocks: float, longest: float) -> bool:
-    """Whether `split_tail` considers splitting: there are enough work tiles, and one of `longest` tiles is long enough."""
+    """Whether `split_tail` considers splitting: work tiles are enough, and one of `longest` tiles is long enough."""
     return blocks < work_tiles <= _MAX_ROUNDS * blocks and longest >= 2 * _MIN_TILES
 
 
