@@ -56,7 +56,7 @@ ABLATION = ("stof", "native", "native-compiled", "stof-attention", "stof-fusion"
 _TIMED_US = 1e6
 _COMPILED = ("reduce-overhead-sdpa", "reduce-overhead-flex", "default-sdpa", "default-flex")
 _AUTOTUNED = ("max-autotune-sdpa", "max-autotune-flex")
-# How ours compile a model.
+# Options of `stof.optimize` in every cell.
 WHOLE: dict[str, Any] = {"dynamic": False, "fold": True, "cuda_graphs": "whole"}
 
 
@@ -214,6 +214,7 @@ def subject_of(name: str, batch: int, length: int, device: torch.device, dtype: 
 
 
 def cosine_to(out: Tensor, exact: Tensor) -> float:
+    """Cosine between all elements of a result and those of float64's."""
     return float(F.cosine_similarity(out.double().flatten(), exact.flatten(), 0))
 
 

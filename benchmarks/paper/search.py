@@ -139,15 +139,10 @@ def _measure(
     seconds = watch.seconds | {"rest": total - sum(watch.seconds.values())}
     report("  " + ", ".join(f"{name} {s:.2f} s" for name, s in (seconds | {"total": total}).items()))
     report(f"  {TUNED}: {f'{ms:.3f} ms' if ms else 'not timed'}, {note}")
-    if not right:
-        return [replace(row, max_rel_err=error, note=note) for row in wanted]
+    took: dict[str, float] = {TOTAL: total} | {f"stof {name}": s for name, s in seconds.items()}
     found = []
     for row in wanted:
-        if row.figure == "11":
-            timed_row = replace(row, ms=ms)
-        elif row.figure == "13":
-            timed_row = replace(row, s=seconds.get(row.impl.removeprefix("stof "), 0.0))
-        else:
-            timed_row = replace(row, s=total)
-        found.append(replace(timed_row, max_rel_err=error, note=note))
+        if right:
+            row = replace(row, ms=ms) if row.impl == TUNED else replace(row, s=took.get(row.impl, 0.0))
+        found.append(replace(row, max_rel_err=error, note=note))
     return found

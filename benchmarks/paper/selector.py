@@ -242,9 +242,9 @@ def _measure(
         row_wise = paper_pick("row_wise", listed, score)
         chosen = list(dict.fromkeys((*listed[:_TIMED], *filter(None, (*picked.values(), row_wise)))))
         times = {one.choice: one for one in measured(mask, shape, dtype, device, only=chosen, rounds=3 if timed else 1)}
-        for timed_one in times.values():
-            us, estimate_us = timed_one.measured_us, timed_one.estimate_us
-            report(f"    {timed_one.note or f'{us:.2f} us, estimate {estimate_us:.2f}'}: {timed_one.choice}")
+        for alternative in times.values():
+            us, estimate_us = alternative.measured_us, alternative.estimate_us
+            report(f"    {alternative.note or f'{us:.2f} us, estimate {estimate_us:.2f}'}: {alternative.choice}")
         refused = {choice.layout_key: one.note for choice, one in times.items() if one.measured_us is None}
         # A wrong result stays in the table, without a time.
         refused = {key: note for key, note in refused.items() if not note.startswith("wrong")}

@@ -90,6 +90,22 @@ def test_shapes_are_left_out_of_the_fit_that_they_test(measured: list[selector.M
     assert "regret" in fit.summary(errors, regrets)
 
 
+def test_a_full_tile_costs_no_less_than_half_a_partial_one(measured: list[selector.Measured]) -> None:
+    """Where no measurement has a full tile, and the constants to start from are wrong."""
+    rows = [replace(row, full=[[0] * len(row.full[0])]) for row in measured if row.mask == "strided"]
+    fitted = fit.fit(rows, model_with(replace(TRUTH, full=1e-3)))
+    (times,) = fitted.kernels.values()
+    assert times.full >= times.partial / 2
+
+
+def test_the_longest_row_of_a_measurement_is_in_its_survey(measured: list[selector.Measured]) -> None:
+    row = replace(measured[0], kept=1000.0, longest_row=300)
+    kept = selector.survey_of(row).kept
+    assert float(kept.max()) == 300
+    assert float(kept.sum()) == pytest.approx(1000, rel=1e-5)
+    assert float(selector.survey_of(replace(row, longest_row=0)).kept.max()) < 300
+
+
 def test_measurements_survive_json(measured: list[selector.Measured]) -> None:
     assert selector.from_json(json.loads(json.dumps(selector.to_json(measured)))) == measured
 

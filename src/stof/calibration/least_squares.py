@@ -85,7 +85,8 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
             matrix = torch.cat([torch.stack(features), pull])
             target = torch.cat([torch.ones(len(measured), dtype=torch.float64), torch.full((5,), 0.02).double()])
             item, partial, full, merge, collect = _nonnegative(matrix, target).clamp(min=1e-3).tolist()
-            # One does nearly all that the other does; few measurements may say otherwise.
+            # Partial and full tiles do nearly the same work. Few measurements may say otherwise, so each costs at least
+            # half of the other.
             partial, full = max(partial, full / 2), max(full, partial / 2)
             times = KernelTimes(item, partial, full, merge, collect, solo, start_us)
         error = sum(
@@ -121,7 +122,7 @@ def _fit_row_wise(rows: Sequence[Measured], model: DeviceModel) -> tuple[float, 
         shape, call = Shape.parse(row.shape), call_of_row(row)
         us = row.us - model.launch
         heads = shape.batch * shape.heads
-        # A call that its longest row takes most of says nothing about the others.
+        # Where the longest row takes most of the time, the call says nothing about the cost of rows and keys.
         if us > 2 * longest_row_us(call, math.ceil(row.longest_row or row.kept / shape.q_len)):
             found = row_wise_features(heads * shape.q_len, row.kept * heads, shape.head_dim)
             features.append([one / us for one in found])

@@ -80,10 +80,10 @@ def tune_device(
         table_console().print(least_squares.regret_table(rows, base))
         return
     if not device or not measurements or output is not None:  # else only measured, to be fitted elsewhere
-        close = least_squares.fit(rows, base)
-        # Each stops where no single kernel's constants gain: nearer to where it began.
-        both = (polish(rows, [close, base]), polish(rows, [base, close]))
-        fitted = min(both, key=lambda model: sum(regret.share for regret in least_squares.regrets(rows, model)))
+        solved = least_squares.fit(rows, base)
+        # The refinement is greedy, so its result depends on where it starts: the better of two is taken.
+        refined = (polish(rows, [solved, base]), polish(rows, [base, solved]))
+        fitted = min(refined, key=lambda model: sum(regret.share for regret in least_squares.regrets(rows, model)))
         errors, left_out = least_squares.cross_validate(rows, base)
         quality = {"fit": least_squares.summary(*least_squares.self_check(rows, fitted))}
         quality["cross_validation"] = least_squares.summary(errors, left_out)
