@@ -278,7 +278,7 @@ def test_a_search_times_what_it_tuned_if_it_is_right(right: bool, monkeypatch: p
     monkeypatch.setattr(search.stof, "optimize", lambda model, **options: lambda: (exact if right else -exact,))
     monkeypatch.setattr(search, "wall_ms", lambda call, device: 3.0)
     rows = search.cells(["bert-base"], CPU, torch.float32)[0].rows
-    found = search._measure(rows, lambda line: None, True, device=CPU, dtype=torch.float32)
+    found, _ = search._search(rows, True, CPU, torch.float32)
     tuned = next(row for row in found if row.impl == "stof-tuned")
     assert (tuned.figure, tuned.ms) == ("11", 3.0 if right else None)
     assert all((row.s is not None) is right for row in found if row is not tuned)
