@@ -64,10 +64,10 @@ def draw(path: Path) -> list[Path]:
             )
             FigureCanvasAgg(figure)
             figure.suptitle(f"{title}\n{results.meta.get('device')}", fontsize=10)
-            axes = figure.subplots(-(-len(panels) // 3), min(3, len(panels)), squeeze=False).flat
+            axes = list(figure.subplots(-(-len(panels) // 3), min(3, len(panels)), squeeze=False).flat)
             for place, (heading, groups, bars) in zip(axes, panels, strict=False):
                 _panel(place, heading, groups, bars)
-            for place in list(axes)[len(panels) :]:
+            for place in axes[len(panels) :]:
                 place.set_visible(False)
             figure.legend(
                 *next(iter(figure.axes)).get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8
@@ -167,6 +167,8 @@ def bar_height(times: dict[str, float], impls: Sequence[str], speedup: bool = Tr
 
 
 def _panel(axes: Any, heading: str, groups: list[str], bars: dict[str, list[float | None]]) -> None:
+    from matplotlib.ticker import LogFormatter
+
     width = 0.84 / max(1, len(bars))
     for number, (label, heights) in enumerate(bars.items()):
         places = [i - 0.42 + (number + 0.5) * width for i in range(len(groups))]
@@ -174,8 +176,10 @@ def _panel(axes: Any, heading: str, groups: list[str], bars: dict[str, list[floa
         axes.bar(places, [height or math.nan for height in heights], width, label=label, color=colour)
     axes.set_title(heading, fontsize=9)
     axes.set_xticks(range(len(groups)), groups, rotation=60, fontsize=6)
-    axes.tick_params(axis="y", labelsize=7)
+    axes.tick_params(axis="y", which="both", labelsize=7)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())  # plain numbers, between powers of ten as well
+    axes.yaxis.set_minor_formatter(LogFormatter())
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 

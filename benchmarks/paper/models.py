@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -273,18 +274,23 @@ def wall_ms(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def cells(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> list[Cell]:
-    """The ablation of every model and size, then the other compiled ways, then those that compile longest."""
+    """The ablation and the other compiled ways of every model and size, then those ways that compile longest.
+
+    A model's two cells follow each other: their times are compared, so they should come from one machine.
+    """
     cases = [(name, *size) for size in SIZES for name in names]
     if device.type != "cuda":
         cases = [(name, 1, 64) for name in names if name in TINY]
-    listed = []
-    for impls, parts in ((ABLATION, ("fig11", "fig12")), (_COMPILED, ("fig11",)), (_AUTOTUNED, ("fig11", "autotune"))):
-        for name, batch, length in cases:
-            tokens = _VIT_TOKENS if name == "vit-base" else length
-            figures = ("11", "12") if "fig12" in parts else ("11",)
-            rows = tuple(Row(figure, MASK, name, batch, tokens, impl) for figure in figures for impl in impls)
-            listed.append(Cell(parts, rows, partial(_measure, device=device, dtype=dtype)))
-    return listed
+
+    def cell(case: tuple[str, int, int], impls: tuple[str, ...], *parts: str) -> Cell:
+        name, batch, length = case
+        tokens = _VIT_TOKENS if name == "vit-base" else length
+        figures = ("11", "12") if "fig12" in parts else ("11",)
+        rows = tuple(Row(figure, MASK, name, batch, tokens, impl) for figure in figures for impl in impls)
+        return Cell(parts, rows, partial(_measure, device=device, dtype=dtype))
+
+    main = [(cell(c, ABLATION, "fig11", "fig12"), cell(c, _COMPILED, "fig11")) for c in cases]
+    return [*itertools.chain(*main), *(cell(case, _AUTOTUNED, "fig11", "autotune") for case in cases)]
 
 
 def _measure(
