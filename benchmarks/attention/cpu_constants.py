@@ -1,8 +1,8 @@
 """Times the choices behind the CPU implementation, each checked against float64 first.
 
 Row-block heights, rows that share columns, what widths are rounded up to, and columns gathered at once, on masks of the
-benchmark grid at B1 H12 D64 S4096 in float32; and on random masks at S512, from how many rows on one call takes several
-row blocks. Comments in `selection/select.py` and `kernels/cpu/` quote what
+benchmark grid at B1 H12 D64 S4096 in float32; at S512, columns gathered at once again, and on random masks from how
+many rows on one call takes several row blocks. Comments in `selection/select.py` and `kernels/cpu/` quote what
 `python -m benchmarks.attention.cpu_constants` printed.
 """
 
@@ -47,7 +47,7 @@ COMPARISONS: dict[str, Choices] = {
 }
 RANDOM = tuple(
     GridMask(f"random {density:.0%}", partial(random_mask, device=CPU, density=density), dense_like=False)
-    for density in (0.02, 0.05, 0.2)
+    for density in (0.01, 0.02, 0.05, 0.2)
 )
 
 
@@ -84,7 +84,8 @@ def time_choices(masks: Sequence[GridMask], shape: str, choices: Choices, peers:
 
 
 def main() -> None:
-    time_choices(RANDOM, "1,12,64,512", TALL, ["sdpa"])
+    time_choices(RANDOM[1:], "1,12,64,512", TALL, ["sdpa"])
+    time_choices([grid_mask("bigbird"), *RANDOM[:1]], "1,12,64,512", GATHERED, ["sdpa"])
     for masks, choices in COMPARISONS.items():
         peers = ["sdpa-native"] if masks == "causal" else []
         time_choices([grid_mask(name) for name in masks.split()], "1,12,64,4096", choices, peers)

@@ -213,7 +213,7 @@ def _attend(
     if masked:
         offsets = {step[MASK_OFFSET]: None for step in steps}
         each = [masks.additive(step[MASK_OFFSET], height, count) for step in (steps if len(offsets) > 1 else steps[:1])]
-        added = torch.stack(each)[:, None]  # [n | 1, 1, height, columns]
+        added = (each[0][None] if len(each) == 1 else torch.stack(each))[:, None]  # [n | 1, 1, height, columns]
     if call.bias is not None:
         bias = _bias_part(call.bias, rows, steps, schedule).to(_bias_dtype(call.bias, q))
         added = bias if added is None else bias.masked_fill(added == -torch.inf, -torch.inf)
