@@ -1,7 +1,7 @@
 """Figures 11 and 12: whole models under the paper's BigBird mask, and what attention and fusion each contribute.
 
-Every implementation gets the same mask: in decoders the intersection with the causal one, none in cross-attention. Each
-is compared with the model in float64 before it is timed; a wrong one has no time.
+Every implementation gets the same mask: in decoders the intersection with the causal one; cross-attention has none.
+Each is compared with the model in float64 before it is timed; a wrong one has no time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
 TINY: dict[str, dict[str, Any]] = {"bert-base": _bert(1, 2)}
 CAUSAL = ("gpt2", "llama")
 ABLATION = ("stof", "native", "native-compiled", "stof-attention", "stof-fusion")
-# Wall time that is spent on timing an implementation.
+# Wall time that is spent on timing an implementation, in ten rounds at least.
 _TIMED_US = 1e6
 _COMPILED = ("reduce-overhead-sdpa", "reduce-overhead-flex", "default-sdpa", "default-flex")
 _AUTOTUNED = ("max-autotune-sdpa", "max-autotune-flex")
@@ -141,7 +141,7 @@ _ATTEND = {"native": _attend_native, "sdpa": _attend_sdpa, "flex": _attend_flex}
 def with_attention(model: nn.Module, kind: str, mask: WrittenMask, length: int, causal: bool) -> nn.Module:
     """A copy of the model whose self-attention runs as "native", "sdpa" or "flex" with the mask.
 
-    `causal`: models that are decoders as a whole; T5's decoder says so itself.
+    `causal`: models that are decoders as a whole; T5's decoder is recognized by its name.
     """
     from transformers import AttentionInterface
 
@@ -161,7 +161,7 @@ def with_attention(model: nn.Module, kind: str, mask: WrittenMask, length: int, 
                 forms[own] = _form(kind, mask, length, own, first.device, first.dtype)
             if kind == "flex":
                 part.paper_mask = forms[own]
-            else:  # CUDA graphs copy what is no buffer in every call
+            else:  # CUDA graphs copy tensors that are no buffers in every call
                 part.register_buffer("paper_mask", forms[own], persistent=False)
     return changed
 
@@ -184,7 +184,7 @@ def _form(kind: str, mask: WrittenMask, length: int, causal: bool, device: torch
 
 @dataclass(frozen=True)
 class Subject:
-    """A model ready to run: its inputs, float64's result, and the least cosine to it."""
+    """A model ready to run: its inputs, float64's result, and the lowest accepted cosine to it."""
 
     name: str
     length: int
@@ -232,7 +232,7 @@ def prepared(subject: Subject, impl: str) -> Callable[..., Any]:
     compiled: Any
     if impl == "stof-attention":
         changed = copy.deepcopy(subject.model)
-        stof.optimize(changed, mask=value, pack=False)
+        stof.optimize(changed, mask=value, pack=False)  # in place
         # One graph of the whole model, as ours have: Inductor's own leave out attention under masks with tensors.
         return CudaGraphRunner(torch.compile(changed, dynamic=False), changed)
     mode, _, kind = impl.rpartition("-")

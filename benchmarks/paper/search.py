@@ -1,7 +1,8 @@
 """Figure 13 and table 4: seconds that tuning a model takes, and what they go to; the model's speed then, for figure 11.
 
-Each search starts with empty caches, of kernels and of measurements, in a process of its own: kernels that a process
-has loaded stay in its memory, and an earlier search would make a later one shorter.
+Each search starts with empty caches of kernels and measurements, in a process of its own: kernels that a process has
+loaded stay in its memory, and an earlier search would make a later one shorter. What the package knows of the GPU is
+there, as for every user.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.paper.models import MASK, SIZES, TINY, WHOLE, cosine_to, subject
 from stof.fusion import pipeline
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.measure import segment_timer
+from stof.fusion.measure.model_comparison import ModelComparison
 from stof.fusion.measure.segment_timer import SegmentTimer
 from stof.fusion.planner import two_stage_search
 from stof.fusion.planner.graph_space import GraphSpace
@@ -36,8 +38,7 @@ from stof.integrations import torch_compile
 # Seconds that a search may take: a cell has to fit a run of 9 minutes.
 BUDGET_S = 240.0
 TOTAL, TUNED = "stof", "stof-tuned"
-# What the seconds of a search go to (the paper's names), and the functions that are that. Time in a function inside
-# another one counts for the inner one.
+# Phases of a search by the paper's names, and their functions. A call inside another one counts for the inner one.
 PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
     "analytical model": ((GraphSpace, "floor"), (pipeline, "heuristic_choices")),
     "scheme encoding": ((two_stage_search, "best_known_scheme"), (Scheme, "digest"), (pipeline, "merged_scheme")),
@@ -48,13 +49,13 @@ PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
         (segment_timer, "compiled_segment"),
         (torch_compile, "_inductor"),
     ),
-    "measuring": ((SegmentTimer, "__call__"),),
+    "measuring": ((SegmentTimer, "__call__"), (ModelComparison, "_decide")),
 }
 
 
 @dataclass
 class Stopwatch:
-    """Seconds by name, each of the innermost name only."""
+    """Seconds by name; those inside another name count for the inner one."""
 
     clock: Callable[[], float] = time.perf_counter
     seconds: dict[str, float] = field(default_factory=dict)
@@ -96,7 +97,7 @@ class Stopwatch:
 
 
 def cells(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> list[Cell]:
-    """A search for every model and size."""
+    """A search for every model and size of table 4, which has no ViT."""
     cases = [(name, *size) for size in SIZES for name in names if name != "vit-base"]
     if device.type != "cuda":
         cases = [(name, 1, 64) for name in names if name in TINY]
@@ -108,31 +109,29 @@ def cells(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> lis
             *(Row("13", MASK, name, batch, length, phase) for phase in phases),
             Row("11", MASK, name, batch, length, TUNED),
         )
-        listed.append(Cell(("fig13", "table4"), rows, partial(_measure, device=device, dtype=dtype)))
+        listed.append(Cell(("fig13", "table4"), rows, partial(_measure, rows, device=device, dtype=dtype)))
     return listed
 
 
 def _measure(
-    wanted: Sequence[Row], report: Report, timed: bool, *, device: torch.device, dtype: torch.dtype
+    rows: Sequence[Row], wanted: Sequence[Row], report: Report, timed: bool, *, device: torch.device, dtype: torch.dtype
 ) -> list[Row]:
-    """Search in a process of its own; the search's seconds and the tuned model's speed fill the rows of all figures."""
+    """Search in a process of its own. It fills all rows of a cell, whichever are wanted: they describe one search."""
     subject_of.cache_clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the other process
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        found, lines = pool.submit(_search, wanted, timed, device, dtype).result()
+        found, lines = pool.submit(_search, rows, timed, device, dtype).result()
     for line in lines:
         report(line)
     return found
 
 
-def _search(
-    wanted: Sequence[Row], timed: bool, device: torch.device, dtype: torch.dtype
-) -> tuple[list[Row], list[str]]:
-    """Return the rows with results, and lines about them."""
+def _search(rows: Sequence[Row], timed: bool, device: torch.device, dtype: torch.dtype) -> tuple[list[Row], list[str]]:
+    """Search, time the tuned model if its result is right, and return the rows with results, and lines about them."""
     from torch._inductor.utils import fresh_inductor_cache
 
-    first = wanted[0]
+    first = rows[0]
     subject = subject_of(first.model, first.batch, first.length, device, dtype)
     watch, reports = Stopwatch(), list[FusionReport]()
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder, fresh_inductor_cache():
@@ -159,7 +158,7 @@ def _search(
     ]
     took: dict[str, float] = {TOTAL: total} | {f"stof {name}": s for name, s in seconds.items()}
     found = []
-    for row in wanted:
+    for row in rows:
         if right:
             row = replace(row, ms=ms) if row.impl == TUNED else replace(row, s=took.get(row.impl, 0.0))
         found.append(replace(row, max_rel_err=error, note=note))

@@ -78,7 +78,7 @@ def test_tables_follow_the_rows(tmp_path: Path) -> None:
     assert "| best of 3 ways |  |  | 1.50x (1/21), lowest 1.50x |" in found["models"]
     assert "| fusion alone over attention alone, batch 1 | 1.195x | 1.50x (1/7) |" in found["ablation"]
     assert found["overhead"][2:] == ["| all overhead | <3% | 3.0% |", "| analytical model | 0.5% | 1.0% |"]
-    assert "| STOF | 22.6-412.8 | 20.5-41.0 |" in found["tuning"]
+    assert "| STOF | 22.6-412.8 | 20.5-41.0 (2/18) |" in found["tuning"]
     assert "| bias + LayerNorm |  |  | 1.50-1.50x |" in found["operators"]
 
 
