@@ -240,11 +240,14 @@ def test_shared_columns(name: str, dtype: torch.dtype) -> None:
 
 def test_the_shared_path_is_taken() -> None:
     """Guards the test above: its masks do reach the merging step."""
-    from stof.kernels.cpu.schedule import MERGE, make_schedule
+    from stof.kernels.cpu.schedule import COLUMNS, MASK_OFFSET, MERGE, make_schedule
 
-    for name in ("full", "prefix", "scattered"):
+    for name in ("prefix", "scattered"):
         layout = stof.plan(SHARED[name], 1100, 1230).layout
         assert int(make_schedule(layout).steps[:, MERGE].sum()) > 0, name
+    # The last tile's columns, fewer than a tile has, are shared as well: nothing is left to merge.
+    steps = make_schedule(stof.plan(SHARED["full"], 1100, 1230).layout).steps
+    assert steps[:, [COLUMNS, MASK_OFFSET, MERGE]].tolist() == [[1230, -1, 0]] * 2
 
 
 @pytest.mark.sampled(3)

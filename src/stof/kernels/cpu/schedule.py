@@ -214,7 +214,10 @@ def _parts(blocks: range, rows: int, block_m: int) -> list[range]:
 
 
 def _shared_columns(layout: Layout, pattern: int, blocks: range, taken: Tensor | None) -> Tensor | None:
-    """Bool `[kv_len]`, columns in full tiles of every one of these row blocks; None when too few to pay."""
+    """Bool `[kv_len]`, columns that every one of these row blocks keeps in full; None when too few to pay.
+
+    Of partial tiles only those count that have less than `block_n` columns, as at the end of the keys.
+    """
     start = pattern * layout.row_blocks
     pointers = layout.row_block_ptr[start + blocks.start : start + blocks.stop + 1].tolist()
     partial = layout.partial_count[start + blocks.start : start + blocks.stop].tolist()
@@ -225,6 +228,10 @@ def _shared_columns(layout: Layout, pattern: int, blocks: range, taken: Tensor |
     for n, held in enumerate(partial):
         tiles = torch.arange(pointers[n] + held, pointers[n + 1], device="cpu")
         counts[layout.tile_columns(tiles).flatten()] += 1
+        ends = torch.arange(pointers[n], pointers[n] + held, device="cpu")
+        ends = ends[(layout.tile_columns(ends) < 0).any(1)]
+        columns, rows = layout.tile_columns(ends), layout.q_len - blocks[n] * layout.config.block_m
+        counts[columns[(columns >= 0) & layout.tile_keep(ends)[:, :rows].all(1)]] += 1
     shared = counts == len(blocks)
     if taken is not None:
         shared &= ~taken
