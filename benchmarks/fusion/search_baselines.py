@@ -83,7 +83,7 @@ def paper_stage_one(
     (compete). A move applies to the same place of every layer, and is kept only if it is faster. See
     `MeasurementCache.gain` for `tuned_fraction`.
     """
-    boundaries = {operators.classes[start] for start in initial.starts}
+    boundaries = {operators.classes[first] for first in initial.starts}
     # A segment is measured once, so its gain does not change. Of hundreds of segments, a move changes a few.
     gains: dict[range, float] = {}
 
@@ -119,7 +119,7 @@ def _expand(operators: OperatorClasses, scheme: Scheme, boundaries: set[Hashable
     """Merge two or three neighbouring segments."""
     for count in (1, 2):
         for i in range(len(scheme.starts) - count + 1):
-            yield boundaries - {operators.classes[start] for start in scheme.starts[i : i + count]}
+            yield boundaries - {operators.classes[first] for first in scheme.starts[i : i + count]}
 
 
 def _shifts(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -161,7 +160,7 @@ def with_attention(model: nn.Module, kind: str, mask: WrittenMask, length: int, 
                 forms[own] = _form(kind, mask, length, own, first.device, first.dtype)
             if kind == "flex":
                 part.paper_mask = forms[own]
-            else:  # CUDA graphs copy tensors that are no buffers in every call
+            else:  # CUDA graphs copy in every call what is not a buffer
                 part.register_buffer("paper_mask", forms[own], persistent=False)
     return changed
 
@@ -289,8 +288,9 @@ def cells(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> lis
         rows = tuple(Row(figure, MASK, name, batch, tokens, impl) for figure in figures for impl in impls)
         return Cell(parts, rows, partial(_measure, device=device, dtype=dtype))
 
-    main = [(cell(c, ABLATION, "fig11", "fig12"), cell(c, _COMPILED, "fig11")) for c in cases]
-    return [*itertools.chain(*main), *(cell(case, _AUTOTUNED, "fig11", "autotune") for case in cases)]
+    kinds = ((ABLATION, "fig11", "fig12"), (_COMPILED, "fig11"))
+    main = [cell(case, *kind) for case in cases for kind in kinds]
+    return main + [cell(case, _AUTOTUNED, "fig11", "autotune") for case in cases]
 
 
 def _measure(

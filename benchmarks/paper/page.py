@@ -157,7 +157,11 @@ def _mean_and_lowest(values: Sequence[float]) -> str:
 
 def _partial_mean(values: Sequence[float], planned: int) -> str:
     """The mean, and of how many cells where some are not measured yet."""
-    return _mean(values) if len(values) in (0, planned) else f"{_mean(values)} ({len(values)}/{planned})"
+    return _mean(values) + _part(len(values), planned)
+
+
+def _part(measured: int, planned: int) -> str:
+    return "" if measured in (0, planned) else f" ({measured}/{planned})"
 
 
 def _range(values: Sequence[float], unit: str, digits: int) -> str:
@@ -235,10 +239,8 @@ def _overhead(rows: Sequence[Row], gpu: str) -> list[str]:
 
 def _tuning(rows: Sequence[Row], gpu: str) -> list[str]:
     seconds = [times["stof"] for times in cells(rows, "table4") if "stof" in times]
-    planned = _planned()["table4"]
-    part = f" ({len(seconds)}/{planned})" if len(seconds) not in (0, planned) else ""
     lines = (
-        ("STOF", "22.6-412.8", _range(seconds, "", 1) + part),
+        ("STOF", "22.6-412.8", _range(seconds, "", 1) + _part(len(seconds), _planned()["table4"])),
         ("MCFuser", "48.8-4264.3", "absent"),
         ("Bolt", "48.8-3848.6", "absent"),
     )

@@ -1,8 +1,7 @@
 """Figure 13 and table 4: seconds that tuning a model takes, and what they go to; the model's speed then, for figure 11.
 
-Each search starts with empty caches of kernels and measurements, in a process of its own: kernels that a process has
-loaded stay in its memory, and an earlier search would make a later one shorter. What the package knows of the GPU is
-there, as for every user.
+Each search runs in a process of its own, with empty caches of kernels and measurements: kernels stay in the memory of a
+process that has loaded them, so a second search there would be shorter. Choices that ship with the package are used.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from stof.integrations import torch_compile
 # Seconds that a search may take: a cell has to fit a run of 9 minutes.
 BUDGET_S = 240.0
 TOTAL, TUNED = "stof", "stof-tuned"
-# Phases of a search by the paper's names, and their functions. A call inside another one counts for the inner one.
+# Phases of a search by the paper's names, and their functions. The time of a nested call counts for the inner one only.
 PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
     "analytical model": ((GraphSpace, "floor"), (pipeline, "heuristic_choices")),
     "scheme encoding": ((two_stage_search, "best_known_scheme"), (Scheme, "digest"), (pipeline, "merged_scheme")),
@@ -55,7 +54,7 @@ PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
 
 @dataclass
 class Stopwatch:
-    """Seconds by name; those inside another name count for the inner one."""
+    """Seconds by phase; the time of a nested phase counts for the inner one only."""
 
     clock: Callable[[], float] = time.perf_counter
     seconds: dict[str, float] = field(default_factory=dict)

@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,24 @@ def test_a_search_times_what_it_tuned_if_it_is_right(right: bool, monkeypatch: p
     assert (tuned.figure, tuned.ms) == ("11", 3.0 if right else None)
     assert all((row.s is not None) is right for row in found if row is not tuned)
     assert right or all(row.note.startswith("wrong result") for row in found)
+
+
+def test_a_search_fills_all_rows_of_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a resumed run wants some of them: rows of two searches in one cell would not belong together."""
+    monkeypatch.setattr(search, "ProcessPoolExecutor", lambda *arguments: ThreadPoolExecutor(1))
+    monkeypatch.setattr(search, "_search", lambda rows, *arguments: ([replace(row, s=1.0) for row in rows], ["done"]))
+    (cell,), lines = search.cells(["bert-base"], CPU, torch.float32), list[str]()
+    found = cell.measure(cell.rows[:1], lines.append, True)
+    assert [replace(row, s=None) for row in found] == list(cell.rows)
+    assert lines == ["done"]
+
+
+def test_times_of_a_model_that_are_compared_are_measured_one_after_the_other() -> None:
+    listed = models.cells(["bert-base", "gpt2"], torch.device("cuda"), torch.float16)
+    one, other = listed[:2]
+    assert {(row.model, row.batch, row.length) for row in one.rows + other.rows} == {("bert-base", 1, 128)}
+    assert {"stof", "default-flex"} <= {row.impl for row in one.rows + other.rows}
+    assert ["autotune" in cell.parts for cell in listed] == [False] * 12 + [True] * 6
 
 
 def test_seconds_of_a_search_go_to_the_innermost_phase() -> None:

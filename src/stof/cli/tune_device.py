@@ -81,7 +81,7 @@ def tune_device(
         return
     if not device or not measurements or output is not None:  # else only measured, to be fitted elsewhere
         solved = least_squares.fit(rows, base)
-        # The refinement is greedy, so its result depends on where it starts: the better of two is taken.
+        # The refinement is greedy: its result depends on the initial constants, so the better of two runs is taken.
         refined = (polish(rows, [solved, base]), polish(rows, [base, solved]))
         fitted = min(refined, key=lambda model: sum(regret.share for regret in least_squares.regrets(rows, model)))
         errors, left_out = least_squares.cross_validate(rows, base)

@@ -23,7 +23,7 @@ SHARED_COLUMNS = 384
 
 # Neighbouring row blocks without shared full columns run as one masked call (of 1024 rows, at least `TALL_ROWS`) on the
 # union of their columns, if that is at most `TALL_WORK` times the scores of separate calls: scattered masks. Random 5 %
-# at 512 tokens takes 6.4 ms so, 11.8 in separate calls, and SDPA with the dense mask 5.7.
+# at 512 tokens takes 6.4 ms so, 9.7 in separate calls, and SDPA with the dense mask 6.7.
 TALL_ROWS, TALL_WORK = 128, 1.6
 
 # Above this many keys, tensors with one element per key leave out long ranges of keys that no tile contains. A range is
@@ -31,8 +31,8 @@ TALL_ROWS, TALL_WORK = 128, 1.6
 COMPACTED_FROM = 2**20
 SPAN = 256
 
-# Bounds the temporaries of one batch: output rows, and gathered key columns. Keys and values of 1024 columns exceed
-# L2 caches: bigbird at 512 tokens takes 7.0 ms so, 5.7 with 512 columns; longformer at 4096 tokens 58.8 and 62.7.
+# Bounds the temporaries of one batch: output rows, and gathered key columns. Bigbird at 512 tokens takes 5.7 ms with
+# 512 columns, 7.0 with 1024; longformer at 4096 tokens 62.7 and 58.8.
 MAX_ROWS = 2048
 MAX_GATHERED_COLUMNS = 512
 
@@ -216,7 +216,7 @@ def _parts(blocks: range, rows: int, block_m: int) -> list[range]:
 def _shared_columns(layout: Layout, pattern: int, blocks: range, taken: Tensor | None) -> Tensor | None:
     """Bool `[kv_len]`, columns that every one of these row blocks keeps in full; None when too few to pay.
 
-    Of partial tiles only those count that have less than `block_n` columns, as at the end of the keys.
+    Partial tiles count only if they have fewer than `block_n` columns, as the last one of a full mask may.
     """
     start = pattern * layout.row_blocks
     pointers = layout.row_block_ptr[start + blocks.start : start + blocks.stop + 1].tolist()
@@ -228,10 +228,12 @@ def _shared_columns(layout: Layout, pattern: int, blocks: range, taken: Tensor |
     for n, held in enumerate(partial):
         tiles = torch.arange(pointers[n] + held, pointers[n + 1], device="cpu")
         counts[layout.tile_columns(tiles).flatten()] += 1
-        ends = torch.arange(pointers[n], pointers[n] + held, device="cpu")
-        ends = ends[(layout.tile_columns(ends) < 0).any(1)]
-        columns, rows = layout.tile_columns(ends), layout.q_len - blocks[n] * layout.config.block_m
-        counts[columns[(columns >= 0) & layout.tile_keep(ends)[:, :rows].all(1)]] += 1
+        tiles = torch.arange(pointers[n], pointers[n] + held, device="cpu")
+        columns = layout.tile_columns(tiles)
+        short = (columns < 0).any(1)
+        rows = layout.q_len - blocks[n] * layout.config.block_m
+        kept = layout.tile_keep(tiles[short])[:, :rows].all(1)
+        counts[columns[short][kept & (columns[short] >= 0)]] += 1
     shared = counts == len(blocks)
     if taken is not None:
         shared &= ~taken
