@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from benchmarks.paper.experiment import Cell, Report, Row
 
-PARTS = ("fig9", "fig10", "order", "fig11", "fig12", "fig3", "fig4", "fig13", "table4", "selector")
+PARTS = ("fig9", "fig10", "order", "fig11", "fig12", "fig3", "fig4", "fig13", "table4", "selector", "unseen")
 _RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -136,6 +136,8 @@ def cells_of(parts: Sequence[str], models: str, device: torch.device, report: Re
         listed += search.cells(names, device, dtype)
     if "selector" in parts:
         listed += selector.cells(device, dtype)
+    if "unseen" in parts:
+        listed += selector.unseen_cells(device, dtype)
     return [cell for cell in listed if set(cell.parts) & set(parts)]
 
 

@@ -99,14 +99,14 @@ def cells(device: torch.device, dtype: torch.dtype, report: Report) -> list[Cell
     masks = paper_masks(device).values()
     sizes, grids = (SIZES, GRIDS) if device.type == "cuda" else (((1, 96),), ((8, 8, 1, 2, 16),))
     listed = [
-        _cell(("fig9", "fig10"), mask, Shape(batch, HEADS, HEADS, HEAD_DIM, length, length), device, dtype)
+        race_cell(("fig9", "fig10"), mask, Shape(batch, HEADS, HEADS, HEAD_DIM, length, length), device, dtype)
         for batch, length in sizes
         for mask in masks
     ]
     for height, width, batch, heads, head_dim in grids:
         shape = Shape(batch, heads, heads, head_dim, height * width, height * width)
         for mask in neighborhoods(height, width, device):
-            listed.append(_cell(("fig9", "fig10", "order"), mask, shape, device, dtype))
+            listed.append(race_cell(("fig9", "fig10", "order"), mask, shape, device, dtype))
     served = {row.impl for cell in listed for row in cell.rows}
     probe = _probe(next(iter(masks)), Shape(1, HEADS, HEADS, HEAD_DIM, 128, 128), device, dtype)
     for name in PEERS.keys() - served:
@@ -120,12 +120,29 @@ def _probe(mask: GridMask, shape: Shape, device: torch.device, dtype: torch.dtyp
     return AttentionProblem(mask, shape, nothing, nothing, nothing)
 
 
-def _cell(parts: tuple[str, ...], mask: GridMask, shape: Shape, device: torch.device, dtype: torch.dtype) -> Cell:
+def race_cell(
+    parts: tuple[str, ...],
+    mask: GridMask,
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    figure: str = "9",
+    label: str = "",
+    names: Sequence[str] = tuple(PEERS),
+) -> Cell:
+    """A cell of the implementations of `PEERS` that serve a mask and shape.
+
+    Args:
+        parts, figure: of the cell and its rows.
+        label: the mask in rows, its name by default.
+        names: of the implementations.
+    """
     probe = _probe(mask, shape, device, dtype)
     rows = tuple(
-        Row("9", mask.name, "", shape.batch, shape.q_len, name)
-        for name, contender in PEERS.items()
-        if contender.missing(probe) is None
+        Row(figure, label or mask.name, "", shape.batch, shape.q_len, name)
+        for name in names
+        if PEERS[name].missing(probe) is None
     )
 
     def measure(wanted: Sequence[Row], report: Report, timed: bool) -> list[Row]:

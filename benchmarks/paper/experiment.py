@@ -42,7 +42,8 @@ class Row:
     """One result; one of the times is given, none where `note` says why.
 
     Attributes:
-        figure: "3", "4", "9", "11", "12", "13", "table4" or "selector". Figures 9 and 10 are the same cells: "9".
+        figure: "3", "4", "9", "11", "12", "13", "table4", "selector" or "unseen". Figures 9 and 10 are the same cells,
+            "9".
         mask, model: "" where there is none.
         impl: ours begin with `stof`.
         us, ms, s: GPU time of a call, wall time of a call, seconds of a search.

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from benchmarks.paper.attention import race_cell
 from benchmarks.paper.experiment import Cell, Report, Row
+from benchmarks.peers.mask_formats import MaskMod, WrittenMask
 from stof import masks
 from stof.calibration.layout_alternatives import Alternative, estimated, measured
 from stof.calibration.measure import call_of
@@ -22,7 +25,7 @@ from stof.layout import Layout, LayoutConfig, build_layout
 from stof.masks import Mask
 from stof.selection.cost_model import load_model
 from stof.selection.resources import occupancy
-from stof.testing.mask_grid import GRID, Shape
+from stof.testing.mask_grid import GRID, GridMask, Shape
 
 TAU = 1.2  # in the paper; 1 in its published script
 TAUS = (1.2, 1.0)
@@ -49,6 +52,8 @@ SHAPES = tuple(
 # How many of the best estimates are timed, besides the choices of the rules.
 _TIMED = 10
 BEST, OURS = "best measured", "stof"
+# What `unseen_cells` times. Native attention, slower than SDPA, is left out.
+_RACED = ("stof", "flex", "sdpa", "sdpa-native", "sdpa-cudnn", "flash-2")
 
 
 def paper_choice(layout: Layout, tau: float = TAU) -> str:
@@ -209,6 +214,37 @@ def cells(device: torch.device, dtype: torch.dtype) -> list[Cell]:
     ]
     random.Random(0).shuffle(listed)
     return listed
+
+
+def unseen_cells(device: torch.device, dtype: torch.dtype) -> list[Cell]:
+    """The masks and shapes of `cells`, our choice against other libraries. On the CPU two masks at one tiny shape."""
+    shapes, names = SHAPES, list(mask_makers())
+    if device.type == "cpu":
+        shapes, names = (Shape(1, 2, 2, 16, 96, 96),), ["causal", "keys 5 %"]
+    listed = []
+    for shape in shapes:
+        for name in names:
+            mask, label = raced_mask(name, device), row_name(name, shape)
+            listed.append(
+                race_cell(("unseen",), mask, shape, device, dtype, figure="unseen", label=label, names=_RACED)
+            )
+    random.Random(0).shuffle(listed)
+    return listed
+
+
+def raced_mask(name: str, device: torch.device) -> GridMask:
+    """A mask of `mask_makers` as other libraries take it; for FlexAttention a look-up unless `GRID` has a function."""
+    if name in GRID:
+        return GRID[name]
+    make = mask_makers()[name]
+
+    def mod(length: int, device: torch.device) -> MaskMod:
+        keep = make(length, device).to_dense(length, device=device)[0, 0]
+        return lambda b, h, q, k: keep[q, k]
+
+    band = re.fullmatch(r"band (\d+)", name)
+    window = (int(band[1]) // 2, int(band[1]) // 2) if band else None
+    return WrittenMask(name, lambda length: make(length, device), dense_like=False, window=window, mod=mod)
 
 
 def _measure(

@@ -22,7 +22,7 @@ from benchmarks.paper.experiment import KEY, Cell, Row, missing, open_file, run
 from benchmarks.paper.masks import neighborhoods, paper_masks, random_scores, z_order
 from benchmarks.peers.mask_formats import mask_mod
 from benchmarks.results_io import read_results
-from stof import LayoutConfig
+from stof import LayoutConfig, masks
 from stof.calibration.layout_alternatives import Alternative
 from stof.errors import ArgumentError, MissingDependencyError
 from stof.kernels.config import KernelConfig
@@ -344,6 +344,26 @@ def test_the_papers_second_phase() -> None:
     assert len(selector.mask_makers()) * len(selector.SHAPES) >= 200
     for name, make in selector.mask_makers().items():
         assert make(256, CPU).to_dense(256).shape[-2:] == (256, 256), name
+
+
+@pytest.mark.parametrize("name", selector.mask_makers())
+def test_other_libraries_get_the_same_unseen_masks(name: str) -> None:
+    mask = selector.raced_mask(name, CPU)
+    keep, places = mask.mask(160).to_dense(160)[0, 0], torch.arange(160)
+    got = mask_mod(mask, 160, 160, CPU)(places[0], places[0], places[:, None], places[None])
+    assert torch.equal(got.expand(160, 160), keep)
+    assert torch.equal(keep, selector.mask_makers()[name](160, CPU).to_dense(160)[0, 0])
+    if mask.window is not None:
+        left, right = (160 if side is None else side for side in mask.window)
+        assert torch.equal(keep, masks.sliding_window(left, right).to_dense(160)[0, 0])
+
+
+def test_unseen_masks_are_raced_at_every_shape() -> None:
+    listed = selector.unseen_cells(torch.device("meta"), torch.float16)
+    assert len(listed) == len(selector.mask_makers()) * len(selector.SHAPES) >= 200
+    assert {row.figure for cell in listed for row in cell.rows} == {"unseen"}
+    assert len({(row.mask, row.batch, row.length) for cell in listed for row in cell.rows}) == len(listed)
+    assert all({"stof", "flex", "sdpa"} <= {row.impl for row in cell.rows} for cell in listed)
 
 
 def test_selectors_choose_among_the_measured_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
