@@ -129,19 +129,19 @@ def race_cell(
     *,
     figure: str = "9",
     label: str = "",
-    names: Sequence[str] = tuple(PEERS),
+    names: Sequence[str] = (),
 ) -> Cell:
     """A cell of the implementations of `PEERS` that serve a mask and shape.
 
     Args:
         parts, figure: of the cell and its rows.
         label: the mask in rows, its name by default.
-        names: of the implementations.
+        names: of the implementations, all by default.
     """
     probe = _probe(mask, shape, device, dtype)
     rows = tuple(
         Row(figure, label or mask.name, "", shape.batch, shape.q_len, name)
-        for name in names
+        for name in names or PEERS
         if PEERS[name].missing(probe) is None
     )
 

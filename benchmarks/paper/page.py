@@ -113,11 +113,11 @@ def _planned() -> dict[str, int]:
         "9": len(paper_masks(torch.device("cpu"))) * len(attention.SIZES),
         "11": len(models.MODELS) * sizes,
         "12": len(models.MODELS) * sizes,
-        "13": searched,
         "table4": searched,
         "3": operators.count("3") * sizes,
         "4": operators.count("4") * sizes,
         "selector": len(selector.mask_makers()) * len(selector.SHAPES),
+        "unseen": len(selector.mask_makers()) * len(selector.SHAPES),
     }
 
 
@@ -267,6 +267,13 @@ def _selector(rows: Sequence[Row], gpu: str) -> list[str]:
     return _table((gpu, "cells", "mean regret", "largest"), lines)
 
 
+def _unseen(rows: Sequence[Row], gpu: str) -> list[str]:
+    found = ratios(cells(rows, "unseen"), _STOF, [name for name in selector.RACED if name not in _STOF])
+    lowest = f"{min(found):.2f}x" if found else NOT_MEASURED
+    line = ("STOF over the fastest", str(len(found)), _mean(found), lowest)
+    return _table((gpu, "cells", "mean", "lowest"), [line])
+
+
 def _searches(results: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
     """Savings of each search over those of the exhaustive one: mean and minimum over the models."""
     results = [rows for rows in results if rows[0]["best_us"]]  # models with something to save
@@ -292,4 +299,5 @@ _TABLES: dict[str, tuple[Callable[[Sequence[Row], str], list[str]], tuple[str, .
     "tuning": (_tuning, ("table4",)),
     "operators": (_operators, ("3", "4")),
     "selector": (_selector, ("selector",)),
+    "unseen": (_unseen, ("unseen",)),
 }

@@ -53,7 +53,7 @@ SHAPES = tuple(
 _TIMED = 10
 BEST, OURS = "best measured", "stof"
 # What `unseen_cells` times. Native attention, slower than SDPA, is left out.
-_RACED = ("stof", "flex", "sdpa", "sdpa-native", "sdpa-cudnn", "flash-2")
+RACED = ("stof", "flex", "sdpa", "sdpa-native", "sdpa-cudnn", "flash-2")
 
 
 def paper_choice(layout: Layout, tau: float = TAU) -> str:
@@ -225,9 +225,7 @@ def unseen_cells(device: torch.device, dtype: torch.dtype) -> list[Cell]:
     for shape in shapes:
         for name in names:
             mask, label = raced_mask(name, device), row_name(name, shape)
-            listed.append(
-                race_cell(("unseen",), mask, shape, device, dtype, figure="unseen", label=label, names=_RACED)
-            )
+            listed.append(race_cell(("unseen",), mask, shape, device, dtype, figure="unseen", label=label, names=RACED))
     random.Random(0).shuffle(listed)
     return listed
 

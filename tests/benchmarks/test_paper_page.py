@@ -63,13 +63,16 @@ def test_tables_follow_the_rows(tmp_path: Path) -> None:
         *both("table4", "gpt2", 1, {"stof": 20.5}),
         *both("4", "bias + LayerNorm", 1, {"native": 3.0, "stof": 2.0}),
         *both("selector", "", 1, {"best measured": 2.0, "stof": 3.0}),
+        *both("unseen", "", 1, {"flex": 5.0, "sdpa": 4.0, "stof": 2.0}),
+        *both("unseen", "", 2, {"flex": 1.0, "stof": 2.0}),
     ]
     found = lines(tmp_path, rows)
-    assert found["measured"][2] == "| H200 | 3/108 | 1/21 | 1/21 | 1/18 | 2/18 | 0/3 | 1/6 | 1/248 |"
+    assert found["measured"][2] == "| H200 | 3/108 | 1/21 | 1/21 | 2/18 | 0/3 | 1/6 | 1/248 | 2/248 |"
     assert found["selector"][2:] == [
         "| STOF | 1 | 50.0% | 50% |",
         "| Eq. 1 | 0 | - | - |",
     ]
+    assert found["unseen"][2] == "| STOF over the fastest | 2 | 1.00x | 0.50x |"
     assert "| FlexAttention | 1.8x | 1.6x | 4.00x |" in found["attention"]
     assert "| FlexAttention, 16x4096 |  | 4.9x | 2.00x |" in found["attention"]
     assert "| FlashAttention-2, 16x4096 |  | 4.8x | - |" in found["attention"]
@@ -105,8 +108,8 @@ def test_cells_that_the_command_has_are_counted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(models, "SIZES", ((1, 128),))
     monkeypatch.setattr(selector, "SHAPES", selector.SHAPES[:1])
     found = page._planned()
-    assert found.pop("selector") == len(selector.mask_makers())
-    assert found == {"9": 6, "11": 7, "12": 7, "13": 6, "table4": 6, "3": 1, "4": 2}
+    assert found.pop("selector") == found.pop("unseen") == len(selector.mask_makers())
+    assert found == {"9": 6, "11": 7, "12": 7, "table4": 6, "3": 1, "4": 2}
 
 
 def test_charts_only_writes_the_page_of_a_recorded_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
