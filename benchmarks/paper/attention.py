@@ -14,6 +14,7 @@ from benchmarks.attention import run as race
 from benchmarks.paper.experiment import NO_MEMORY, Cell, Report, Row
 from benchmarks.paper.masks import neighborhoods, paper_masks
 from benchmarks.peers import Call, Peer, peer
+from benchmarks.peers.interface import always
 from stof.testing.attention_check import AttentionProblem
 from stof.testing.mask_grid import GridMask, Shape
 
@@ -80,15 +81,10 @@ def _flash(problem: AttentionProblem) -> Call:
     return call
 
 
-def _any(problem: AttentionProblem) -> str | None:
-    del problem
-    return None
-
-
 # By the names that rows have. The figures show the fastest of SDPA's.
 PEERS: dict[str, Peer] = {
-    "native": Peer("native", "matmul, mask, softmax, matmul", _any, _native),
-    "native-compiled": Peer("native-compiled", "the same by torch.compile(dynamic=False)", _any, _native_compiled),
+    "native": Peer("native", "matmul, mask, softmax, matmul", always, _native),
+    "native-compiled": Peer("native-compiled", "the same by torch.compile(dynamic=False)", always, _native_compiled),
     "flash-2": Peer("flash-2", "FlashAttention-2, causal and windows", _window_missing, _flash),
     **{name: peer(name) for name in ("sdpa", "sdpa-native", "sdpa-cudnn", "flex", "stof")},
 }

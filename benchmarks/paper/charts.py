@@ -188,7 +188,7 @@ def table(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     """A line for each cell with a time of ours: figure, mask or model, size, our time, the best other, their ratio."""
     cells: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        if row.figure not in ("13", "table4", "12"):
+        if row.figure not in ("12", "13", "table4", "selector"):
             cells.setdefault((row.figure, row.model or row.mask, _by_size(row)), {})[row.impl] = row
     lines = []
     for at, found in cells.items():

@@ -11,14 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stof
-from benchmarks.peers.interface import Call, Peer
+from benchmarks.peers.interface import Call, Peer, always
 from benchmarks.peers.mask_formats import mask_mod
 from stof.testing.attention_check import AttentionProblem
-
-
-def _always(problem: AttentionProblem) -> str | None:
-    del problem
-    return None
 
 
 def _prepare_stof(problem: AttentionProblem) -> Call:
@@ -159,10 +154,8 @@ def _prepare_flex(problem: AttentionProblem, block: int = 128, mode: str | None 
 
 
 TORCH_PEERS = (
-    Peer("stof", "stof.attention with a ready plan", _always, _prepare_stof),
-    Peer(
-        "sdpa", "scaled_dot_product_attention with the dense mask, PyTorch's choice of kernel", _always, _prepare_sdpa
-    ),
+    Peer("stof", "stof.attention with a ready plan", always, _prepare_stof),
+    Peer("sdpa", "scaled_dot_product_attention with the dense mask, PyTorch's choice of kernel", always, _prepare_sdpa),
     Peer(
         "sdpa-native",
         "scaled_dot_product_attention without a mask tensor (full; causal by is_causal)",

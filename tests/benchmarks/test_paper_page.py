@@ -30,18 +30,26 @@ def test_page_has_the_tables_of_the_result_files() -> None:
     assert page.with_tables(text, RESULTS) == text
 
 
-def test_each_table_is_of_the_gpu_with_most_cells(tmp_path: Path) -> None:
-    def row(figure: str, batch: int) -> Row:
-        return Row(figure, "bigbird", "", batch, 128, "stof", us=1.0)
+def test_each_table_is_of_the_gpu_with_most_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(figure: str, batch: int, impl: str = "stof") -> Row:
+        return Row(figure, "bigbird", "", batch, 128, impl, us=1.0)
 
-    write_results(tmp_path / "a-paper.json", {"device": "NVIDIA A"}, [row("9", 1), row("9", 8), row("12", 1)])
-    write_results(tmp_path / "b-paper.json", {"device": "NVIDIA B 80GB"}, [row("9", 1), row("12", 1), row("12", 8)])
+    parts = ("stof-attention", "stof-fusion")
+    first = [row("9", 1), row("9", 8), *(row("12", 1, part) for part in parts), row("12", 8, parts[1])]
+    second = [row("9", 1), *(row("12", batch, part) for part in parts for batch in (1, 8))]
+    write_results(tmp_path / "a-paper.json", {"device": "NVIDIA B 80GB"}, second)
+    write_results(tmp_path / "b-paper.json", {"device": "NVIDIA A"}, first)
     found = page.tables(tmp_path)
-    assert found["attention"][0] == "| the paper's masks, STOF over | 4090 | A100 | A |"
+    assert found["measured"][2:] == [
+        "| B | 1/108 | 0/21 | 2/21 | 0/18 | 0/3 | 0/6 | 0/248 | 0/248 |",
+        "| A | 2/108 | 0/21 | 1/21 | 0/18 | 0/3 | 0/6 | 0/248 | 0/248 |",
+    ]
+    assert found["attention"][0] == "| STOF over | 4090 | A100 | A |"
     assert found["masks"][0].startswith("| A, native = 1 | ")
     assert found["ablation"][0] == "| speed-up | A100 | B |"
-    assert [line[:18] for line in found["measured"][2:]] == ["| A | 2/108 | 0/21", "| B | 1/108 | 0/21"]
     assert [line.split()[1] for line in found["file"]] == ["`a-paper.json`", "`b-paper.json`"]
+    monkeypatch.setattr(page, "_planned", lambda: {"9": 1, "table4": 1})
+    assert page.tables(tmp_path)["attention"][0] == "| STOF over | 4090 | A100 | B |"  # which has all
     with pytest.raises(ArgumentError, match="has no"):
         page.tables(RESULTS.parent)
 
@@ -70,12 +78,12 @@ def test_tables_follow_the_rows(tmp_path: Path) -> None:
     assert found["measured"][2] == "| H200 | 3/108 | 1/21 | 1/21 | 2/18 | 0/3 | 1/6 | 1/248 | 2/248 |"
     assert found["selector"][2:] == [
         "| STOF | 1 | 50.0% | 50% |",
-        "| Eq. 1 | 0 | - | - |",
+        "| the paper's rules | 0 | - | - |",
     ]
     assert found["unseen"][2] == "| STOF over the fastest | 2 | 1.00x | 0.50x |"
-    assert "| FlexAttention | 1.8x | 1.6x | 4.00x |" in found["attention"]
-    assert "| FlexAttention, 16x4096 |  | 4.9x | 2.00x |" in found["attention"]
-    assert "| FlashAttention-2, 16x4096 |  | 4.8x | - |" in found["attention"]
+    assert "| FlexAttention, 4 masks | 1.8x | 1.6x | 4.00x |" in found["attention"]
+    assert "| FlexAttention, 4 masks, 16x4096 |  | 4.9x | 2.00x |" in found["attention"]
+    assert "| FlashAttention-2, 4 masks, 16x4096 |  | 4.8x | - |" in found["attention"]
     assert "| bigbird | - | - | - | 2.00 | 8.00 |" in found["masks"]
     assert "| t5 | 1.1x |  | 1.50x |" in found["models"]
     assert "| best of 3 ways |  |  | 1.50x (1/21), lowest 1.50x |" in found["models"]

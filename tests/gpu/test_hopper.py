@@ -299,10 +299,9 @@ def test_random_masks_and_shapes(data: st.DataObject) -> None:
             x[(~keep.any(2)[:, :, :, None]).expand_as(x)] = torch.nan
     try:
         out, lse = stof.attention(q, k, v, keep, return_lse=True, implementation="hopper", **options)
-    except UnsupportedError as error:
+    except UnsupportedError:
         assert not alike, "one copy of the keys, with zeros for those unseen, serves all heads"
-        assert UNSEEN in str(error)
-        assert not bool(keep.any(2).all())
+        assert not bool(keep.any(2).all()), "only keys that no query sees make a mask unfit"
         keep = readable(keep)
         out, lse = stof.attention(q, k, v, keep, return_lse=True, implementation="hopper", **options)
     assert_attention(out, lse, q, *clean, keep, **options)
