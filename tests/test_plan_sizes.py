@@ -105,6 +105,28 @@ def test_per_head_of_one_function_is_that_function() -> None:
         assert_attention(out, lse, q, k, v, expected(by_head, 1, 2))
 
 
+def test_an_unsized_plan_keeps_the_values_of_tensors_without_versions() -> None:
+    q, k, v = make_inputs(heads=3, q_len=LENGTH, kv_len=LENGTH).qkv
+    with torch.inference_mode():
+        keep = torch.rand(LENGTH, LENGTH) < 0.5
+        before = keep.clone()
+        plan = stof.plan(masks.from_dense(keep) & masks.from_function(by_head), LENGTH)
+        keep.fill_(True)
+        for heads in (3, 2):
+            x = q[:, :heads], k[:, :heads], v[:, :heads]
+            out, lse = stof.attention(*x, plan, return_lse=True)
+            assert_attention(out, lse, *x, before & expected(by_head, 1, heads))
+
+
+def test_an_unsized_plan_is_not_extended_after_its_tensors_changed() -> None:
+    columns = torch.tensor([0, 9])
+    plan = stof.plan(masks.vertical_slash(columns, torch.tensor([0])) | masks.from_function(by_head), LENGTH)
+    assert plan.extended(8).q_len == LENGTH + 8
+    columns += 1
+    with pytest.raises(MaskError, match="changed in place"):
+        plan.extended(8)
+
+
 def test_an_unsized_plan_has_no_layout(tmp_path: Path) -> None:
     plan = stof.plan(masks.from_function(by_head), LENGTH)
     for use in (plan.statistics, plan.to_dense, lambda: plan.save(tmp_path / "p"), lambda: plan.to("cpu")):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from stof import masks
 from stof.errors import ShapeError, UnsupportedError
 from tests.integrations import models
 
@@ -79,3 +80,22 @@ def test_windows_without_a_mask() -> None:
         layer(states, positions, None)
     with torch.no_grad():
         layer(states[:, :6], (positions[0][:, :6], positions[1][:, :6]), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=["bool", "float"])
+def test_a_sparse_mask_needs_the_positions_of_queries(dtype: torch.dtype) -> None:
+    """Of scores for some tokens of a cache nobody says which tokens they are."""
+    model, ids = hf.enable(models.llama()), torch.randint(3, 60, (1, 12))
+    seen = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    scores = seen if dtype == torch.bool else torch.where(seen, 0.0, -torch.inf)
+    with torch.no_grad(), hf.sparsify(model, masks.sliding_window(3)):
+        want = model(ids).logits
+        torch.testing.assert_close(model(ids, attention_mask=scores).logits, want)
+        for length in (8, 11):
+            cache = transformers.DynamicCache()
+            model(ids[:, :length], attention_mask=scores[..., :length, :length], past_key_values=cache)
+            with pytest.raises(UnsupportedError, match="4-D attention_mask does not say"):
+                model(ids[:, length:], attention_mask=scores[..., length:, :], past_key_values=cache)
+            cache = transformers.DynamicCache()
+            model(ids[:, :length], past_key_values=cache)
+            torch.testing.assert_close(model(ids[:, length:], past_key_values=cache).logits, want[:, length:])

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from stof.errors import MaskError, MaskFunctionError, ShapeError
 from stof.layout.build.build import build_layout
 from stof.masks import Index, Mask, elementwise, functions
 from stof.masks.gpu_program import programs_of
+from stof.testing import assert_attention, make_inputs
 
 B, H, Q, K = 2, 3, 11, 14
 GENERATOR = torch.Generator().manual_seed(0)
@@ -203,6 +205,32 @@ def test_block_masks_depend_on_what_their_lists_have() -> None:
         masks.from_block_mask(create_block_mask(causal, B, H, 32, 32, device="cpu")).dims(3, H)
 
 
+def test_functions_may_read_their_own_tables_in_python() -> None:
+    widths = torch.tensor([4, 2])
+
+    def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q - kv < widths.tolist()[0]) & (kv < len(widths.nonzero()) + q) & (kv >= int(widths.numpy()[1]))
+
+    at = torch.arange(16)
+    want = (at[:, None] - at < 4) & (at < 2 + at[:, None]) & (at >= 2)
+    assert torch.equal(masks.from_function(fn).to_dense(16)[0, 0], want)
+
+
+def test_cleared_functions_are_traced_again() -> None:
+    by_head = False
+
+    def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q - kv <= h) & (kv <= q) if by_head else kv <= q
+
+    q, k, v = make_inputs(heads=3, q_len=32, kv_len=32).qkv
+    stof.attention(q, k, v, fn)
+    by_head = True
+    stof.plan_cache.clear()
+    out, lse = stof.attention(q, k, v, fn, return_lse=True)
+    distance = torch.arange(32)[:, None] - torch.arange(32)
+    assert_attention(out, lse, q, k, v, (distance <= torch.arange(3).view(1, 3, 1, 1)) & (distance >= 0))
+
+
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
@@ -211,8 +239,13 @@ def test_block_masks_depend_on_what_their_lists_have() -> None:
         (lambda b, h, q, kv: kv < [5, 9][int(b)], "decides in Python"),
         (lambda b, h, q, kv: kv < h.item(), "decides in Python"),
         (lambda b, h, q, kv: (q >= kv) if torch.equal(q, kv) else (q < kv), "decides in Python"),
-        (lambda b, h, q, kv: kv < torch.tensor(q.tolist()), "raised RuntimeError"),
-        (lambda b, h, q, kv: kv < int(b.numpy().max()) + q, "raised RuntimeError"),
+        (lambda b, h, q, kv: kv < torch.tensor(q.tolist()), "decides in Python"),
+        (lambda b, h, q, kv: kv < int(b.numpy().max()) + q, "decides in Python"),
+        (lambda b, h, q, kv: kv < [5, 9, 3, 7][h.tolist()], "decides in Python"),
+        (lambda b, h, q, kv: kv < int(np.asarray(h)) + q, "decides in Python"),
+        (lambda b, h, q, kv: kv < len(h.nonzero()) + q, "decides in Python"),
+        (lambda b, h, q, kv: kv < torch.ones(1).repeat_interleave(h + 1).numel() + q, "decides in Python"),
+        (lambda b, h, q, kv: kv < len(torch.arange(9)[h > torch.arange(9)]) + q, "decides in Python"),
         (lambda b, h, q, kv: TABLE[q >= kv].sum() > 0, "raised RuntimeError"),
         (lambda b, h, q, kv: (TABLE > 3)[None], r"returned shape \[1, 14\] for one score"),
         (lambda b, h, q, kv: (TABLE > 3)[None] & (q >= kv), r"returned shape \[1, 14\] for one score"),

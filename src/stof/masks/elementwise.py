@@ -35,6 +35,11 @@ _UNTAGGED = {
 }  # fmt: skip
 # Operators that take from a tensor only its dtype and device.
 _NEW = {_aten.new_empty, _aten.new_empty_strided, _aten.new_full, _aten.new_ones, _aten.new_zeros}
+# Methods that give values of a tensor to Python without an operator that a dispatch mode would see.
+_READS = {
+    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage,
+}  # fmt: skip
+_DECIDES = "the value of an index decides in Python (if, and, or, not, int(), .item(), .tolist(), .numpy(), a size)"
 # Operators that look each element up in a table of one dimension: positions of the elements and of the table.
 _LOOKUPS = {_aten.isin.Tensor_Tensor: (0, 1), _aten.bucketize.Tensor: (0, 1), _aten.searchsorted.Tensor: (1, 0)}
 
@@ -66,7 +71,7 @@ def traits_of(fn: MaskFunction, at: Sequence[Tensor]) -> Traits:
     """
     single = tuple(index.clone() for index in at)
     trace = _Trace(single, broadcast=False)
-    with torch.no_grad(), trace, _Indexing():
+    with torch.no_grad(), trace, _Indexing(trace):
         keep = fn(*single)
     _check_result(fn, keep)
     obstacle: str | None
@@ -131,7 +136,7 @@ class _Trace(TorchDispatchMode):
 
     def is_element(self, result: Tensor) -> bool:
         """Whether a tensor of the broadcast call has one value for each score."""
-        return result.ndim <= 4 and (self._tracked(result) or result.numel() == 1)
+        return result.ndim <= 4 and (self.tracks(result) or result.numel() == 1)
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -139,10 +144,12 @@ class _Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         packet = getattr(func, "overloadpacket", None)
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        tracked = [x for x in tensors if self._tracked(x)]
+        tracked = [x for x in tensors if self.tracks(x)]
         if not tracked or packet in _NEW:
             return func(*args, **kwargs)
         if not self._broadcast:
+            if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) and not _takes_entries(func, args):
+                raise RuntimeError(_DECIDES)
             if _pointwise(func) or func in _LOOKUPS:
                 _check_promotion(str(func), tensors, tracked)
         elif not self._elementwise(func, args, kwargs, tensors):
@@ -151,7 +158,7 @@ class _Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         results = pytree.tree_leaves(out)
         if not all(isinstance(x, Tensor) for x in results):
-            raise RuntimeError("the value of an index decides in Python (if, and, or, not, int(), .item())")
+            raise RuntimeError(_DECIDES)
         of_values = packet not in (_aten.zeros_like, _aten.ones_like)
         used = frozenset[int]().union(*(self.used_by(x) for x in tracked)) if of_values else frozenset[int]()
         for x in (*results, *(tensors if is_mutable(func) else ())):
@@ -163,7 +170,8 @@ class _Trace(TorchDispatchMode):
         self._used[_storage(x)] = used
         self.elements[used] = max(self.elements.get(used, 1), x.numel())
 
-    def _tracked(self, x: Tensor) -> bool:
+    def tracks(self, x: Tensor) -> bool:
+        """Whether a tensor depends on the indices."""
         return _storage(x) in self._used
 
     def _elementwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
@@ -172,20 +180,20 @@ class _Trace(TorchDispatchMode):
             return self._table(*args)
         if func in _LOOKUPS:
             values, table = (args[n] for n in _LOOKUPS[func])
-            return self._tracked(values) and not self._tracked(table) and table.ndim == 1
+            return self.tracks(values) and not self.tracks(table) and table.ndim == 1
         if not _pointwise(func):
             return False
-        if is_mutable(func) and ("out" in kwargs or not self._tracked(args[0]) or _storage(args[0]) in self._indices):
+        if is_mutable(func) and ("out" in kwargs or not self.tracks(args[0]) or _storage(args[0]) in self._indices):
             return False
-        return all(self._tracked(x) or _single(x) for x in tensors)
+        return all(self.tracks(x) or _single(x) for x in tensors)
 
     def _table(self, table: Tensor, picks: Sequence[Tensor | None]) -> bool:
         """Whether indexing takes single entries out of a table that does not depend on the indices."""
         return (
-            not self._tracked(table)
+            not self.tracks(table)
             and len(picks) == table.ndim
             and all(x is not None and x.dtype in (torch.int64, torch.int32) for x in picks)
-            and all(self._tracked(x) or _single(x) for x in picks if x is not None)
+            and all(self.tracks(x) or _single(x) for x in picks if x is not None)
         )
 
 
@@ -206,6 +214,11 @@ def _check_promotion(name: str, operands: list[Tensor], tracked: list[Tensor]) -
     if single != many and (single, many) != (torch.int32, torch.int64):
         dtypes = " and ".join(dict.fromkeys(str(x.dtype) for x in operands))
         raise RuntimeError(f"{name} of {dtypes} computes in {single} for one score, in {many} for many; use one dtype")
+
+
+def _takes_entries(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator indexes by positions, so that its result's shape does not depend on values."""
+    return func is _aten.index.Tensor and all(x is None or x.dtype not in (torch.bool, torch.uint8) for x in args[1])
 
 
 def _pointwise(func: Any) -> bool:
@@ -243,12 +256,21 @@ class _Indexing(TorchFunctionMode):
 
     PyTorch reads such an index as a Python int, which has no meaning under vmap. `isin`, which vmap has no rule for, is
     written with operators that it has rules for.
+
+    Args:
+        trace: refuses reads of the values it follows.
     """
+
+    def __init__(self, trace: _Trace | None = None) -> None:
+        super().__init__()
+        self._trace = trace
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._trace is not None and func in _READS and self._trace.tracks(args[0]):
+            raise RuntimeError(_DECIDES)
         if func is Tensor.__getitem__:
             items = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(map(_is_position, items)):

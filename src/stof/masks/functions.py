@@ -47,6 +47,11 @@ class _Known:
 _KNOWN = WeakIdKeyDictionary()
 
 
+def forget_functions() -> None:
+    """Trace and compare every mask function again at its next use: what it reads may have changed."""
+    _KNOWN.clear()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class FunctionMask(Mask):
     """A user's `(b, h, q_idx, kv_idx) -> bool` function.

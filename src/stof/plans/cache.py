@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from stof.masks.functions import forget_functions
 from stof.plans.plan import Plan
 from stof.runtime.locks import ForkSafeLock
 
@@ -60,6 +61,8 @@ class PlanCache:
                     self._plans.pop(held_key, None)
 
     def clear(self) -> None:
+        """Drop all plans, and what is known of mask functions."""
+        forget_functions()
         with self._lock:
             self._plans.clear()
             self._hits = self._misses = 0

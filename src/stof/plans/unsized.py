@@ -64,7 +64,9 @@ class UnsizedPlan(Plan):
 
     def extended(self, rows: int, mask: Mask | None = None) -> Plan:
         check_rows(rows)
-        mask = self._mask if mask is None else mask
+        if mask is None:
+            self._check_unchanged()
+            mask = self._mask
         lengths = (self.q_len + rows, self.kv_len + rows)
         return UnsizedPlan(mask, lengths, self.device, (self.batch, self.heads), self._make)
 

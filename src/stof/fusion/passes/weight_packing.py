@@ -43,8 +43,9 @@ class Packing:
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is rows `start .. stop - 1` of a parameter it shares with its neighbours.
 
-    `weight` and `bias` are views, to be read; write to them under `torch.no_grad()`. State dicts hold "weight" and
-    "bias" as those of `nn.Linear` do.
+    `weight` and `bias` are views, to be read; write to them in place under `torch.no_grad()`. Assigning to
+    `weight.data` changes the view alone, without an error. State dicts hold "weight" and "bias" as those of
+    `nn.Linear` do.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, start: int, stop: int) -> None:

@@ -58,7 +58,7 @@ def attention_forward(
     sparse = sparse_mask_of(module)
     mask = _as_model_mask(module, query, key, attention_mask, is_causal)
     if sparse is not None:
-        _check_self_attention(module, mask, query.shape[2], key.shape[2])
+        _check_self_attention(module, mask, attention_mask, query.shape[2], key.shape[2])
     compiling = torch.compiler.is_compiling()
     one_query = query.shape[2] == 1 and sparse is None and softcap is None and s_aux is None
     if one_query and is_full(mask.mask):
@@ -81,7 +81,16 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_self_attention(module: nn.Module, mask: ModelMask, q_len: int, kv_len: int) -> None:
+def _check_self_attention(
+    module: nn.Module, mask: ModelMask, given: ModelMask | Tensor | None, q_len: int, kv_len: int
+) -> None:
+    if given is not mask and q_len < kv_len:
+        what = "no attention_mask" if given is None else "a 4-D attention_mask"
+        raise UnsupportedError(
+            f"a sparse mask needs to know where the queries stand, and {what} does not say which {q_len} of {kv_len} "
+            "tokens they are (a cache holds the others); give the model a 2-D attention_mask, one value per token",
+            {},
+        )
     if isinstance(mask.q_offset, Tensor):
         raise UnsupportedError(
             "a sparse mask needs to know where the queries stand, and compiled code with a static cache only has a "
