@@ -327,6 +327,10 @@ def test_plans_take_one_kind_of_mask() -> None:
     plan = stof.dynamic_plan(example("vertical_slash"), 90, heads=2)
     with pytest.raises(PlanMismatchError, match="takes masks like"):
         plan.update(example("block_topk"))
+    words = torch.full((40, 2), -1, dtype=torch.int32)
+    bit_plan = stof.dynamic_plan(masks.from_bits(words, 64), 40, 64)
+    with pytest.raises(PlanMismatchError, match="takes masks like"):
+        bit_plan.update(masks.from_bits(words, 40))  # other bits count
     with pytest.raises(MaskError, match="a dynamic plan takes"):
         stof.dynamic_plan(masks.causal(), 90)
     with pytest.raises(ArgumentError, match="density"):

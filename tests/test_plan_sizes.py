@@ -118,6 +118,19 @@ def test_an_unsized_plan_keeps_the_values_of_tensors_without_versions() -> None:
             assert_attention(out, lse, *x, before & expected(by_head, 1, heads))
 
 
+def test_an_extended_plan_keeps_the_values_of_tensors_without_versions() -> None:
+    q, k, v = make_inputs(heads=3, q_len=LENGTH, kv_len=LENGTH).qkv
+    with torch.inference_mode():
+        for first, full in ((masks.from_function(by_head), False), (masks.causal(), True)):
+            keep = torch.rand(LENGTH, LENGTH) < 0.5
+            before = keep & (full | expected(by_head, 1, 3))
+            mask = masks.from_dense(keep)
+            plan = stof.plan(first, LENGTH - 8).extended(8, mask if full else mask & first)
+            keep.fill_(True)
+            out, lse = stof.attention(q, k, v, plan, return_lse=True)
+            assert_attention(out, lse, q, k, v, before)
+
+
 def test_an_unsized_plan_is_not_extended_after_its_tensors_changed() -> None:
     columns = torch.tensor([0, 9])
     plan = stof.plan(masks.vertical_slash(columns, torch.tensor([0])) | masks.from_function(by_head), LENGTH)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stof import masks
-from stof.errors import ShapeError, UnsupportedError
+from stof.errors import ArgumentError, ShapeError, UnsupportedError
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -99,3 +99,18 @@ def test_a_sparse_mask_needs_the_positions_of_queries(dtype: torch.dtype) -> Non
             cache = transformers.DynamicCache()
             model(ids[:, :length], past_key_values=cache)
             torch.testing.assert_close(model(ids[:, length:], past_key_values=cache).logits, want[:, length:])
+
+
+def test_sparse_masks_are_removed_in_order() -> None:
+    model, ids = hf.enable(models.llama()), torch.randint(3, 60, (1, 8))
+    with torch.no_grad():
+        plain = model(ids).logits
+    first = hf.sparsify(model, masks.sliding_window(3))
+    second = hf.sparsify(model, masks.sliding_window(5))
+    with pytest.raises(ArgumentError, match="has a newer sparse mask"):
+        first.remove()
+    second.remove()
+    first.remove()
+    first.remove()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain)

@@ -216,6 +216,25 @@ def test_functions_may_read_their_own_tables_in_python() -> None:
     assert torch.equal(masks.from_function(fn).to_dense(16)[0, 0], want)
 
 
+@torch.jit.script
+def scripted_width(h: Tensor) -> Tensor:
+    return h * 5 + 1
+
+
+def test_constant_selections_and_scripted_functions() -> None:
+    table, chosen = torch.tensor([[1, 7], [6, 7], [11, 7]]), torch.tensor([True, False])
+    at = torch.arange(16)
+    distance = at[:, None] - at
+    want = (distance < torch.tensor([1, 6, 11]).view(3, 1, 1)) & (distance >= 0)
+    fns: tuple[Any, ...] = (
+        lambda b, h, q, kv: (q - kv < table[h, chosen].sum()) & (kv <= q),
+        lambda b, h, q, kv: (q - kv < table[h][chosen].sum()) & (kv <= q),
+        lambda b, h, q, kv: (q - kv < scripted_width(h)) & (kv <= q),
+    )
+    for fn in fns:
+        assert torch.equal(stof.plan(fn, 16, heads=3, batch=1).to_dense()[0], want)
+
+
 def test_cleared_functions_are_traced_again() -> None:
     by_head = False
 
@@ -244,6 +263,9 @@ def test_cleared_functions_are_traced_again() -> None:
         (lambda b, h, q, kv: kv < [5, 9, 3, 7][h.tolist()], "decides in Python"),
         (lambda b, h, q, kv: kv < int(np.asarray(h)) + q, "decides in Python"),
         (lambda b, h, q, kv: kv < len(h.nonzero()) + q, "decides in Python"),
+        (lambda b, h, q, kv: kv < torch.tensor([5, h + 9])[1] + q, "decides in Python"),
+        (lambda b, h, q, kv: kv < torch.as_tensor([h * 5])[0] + q, "decides in Python"),
+        (lambda b, h, q, kv: kv < DOC.new_tensor([h])[0] + q, "decides in Python"),
         (lambda b, h, q, kv: kv < torch.ones(1).repeat_interleave(h + 1).numel() + q, "decides in Python"),
         (lambda b, h, q, kv: kv < len(torch.arange(9)[h > torch.arange(9)]) + q, "decides in Python"),
         (lambda b, h, q, kv: TABLE[q >= kv].sum() > 0, "raised RuntimeError"),

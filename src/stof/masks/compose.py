@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import operator
@@ -42,6 +43,10 @@ class Mask(BaseMask):
         if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**31:
             raise MaskError(f"a query offset is an int between 0 and 2**31 - 1, got {shown(offset)}")
         return self if offset == 0 else QueryOffset(self, offset)
+
+    def frozen(self) -> Mask:
+        """The mask; or, where nothing tells whether its tensors change (inference mode), one with copies of them."""
+        return copy.deepcopy(self) if self.versions is None else self
 
     def __and__(self, other: Mask) -> Mask:
         return And.of(self, _combined(other))

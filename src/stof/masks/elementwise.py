@@ -35,10 +35,10 @@ _UNTAGGED = {
 }  # fmt: skip
 # Operators that take from a tensor only its dtype and device.
 _NEW = {_aten.new_empty, _aten.new_empty_strided, _aten.new_full, _aten.new_ones, _aten.new_zeros}
-# Methods that give values of a tensor to Python without an operator that a dispatch mode would see.
-_READS = {
-    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage,
-}  # fmt: skip
+# Functions that give values of a tensor to Python, or read tensors in Python's lists, without an operator that a
+# dispatch mode would see.
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.map_}
+_MAKES = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 _DECIDES = "the value of an index decides in Python (if, and, or, not, int(), .item(), .tolist(), .numpy(), a size)"
 # Operators that look each element up in a table of one dimension: positions of the elements and of the table.
 _LOOKUPS = {_aten.isin.Tensor_Tensor: (0, 1), _aten.bucketize.Tensor: (0, 1), _aten.searchsorted.Tensor: (1, 0)}
@@ -148,7 +148,7 @@ class _Trace(TorchDispatchMode):
         if not tracked or packet in _NEW:
             return func(*args, **kwargs)
         if not self._broadcast:
-            if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) and not _takes_entries(func, args):
+            if any(self.tracks(x) for x in _counted(func, args, tensors)):
                 raise RuntimeError(_DECIDES)
             if _pointwise(func) or func in _LOOKUPS:
                 _check_promotion(str(func), tensors, tracked)
@@ -216,9 +216,13 @@ def _check_promotion(name: str, operands: list[Tensor], tracked: list[Tensor]) -
         raise RuntimeError(f"{name} of {dtypes} computes in {single} for one score, in {many} for many; use one dtype")
 
 
-def _takes_entries(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator indexes by positions, so that its result's shape does not depend on values."""
-    return func is _aten.index.Tensor and all(x is None or x.dtype not in (torch.bool, torch.uint8) for x in args[1])
+def _counted(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> list[Tensor]:
+    """Operands of an operator whose values decide the shape of its result."""
+    if func is _aten.index.Tensor:
+        return [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
+    if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
+        return []
+    return [args[1]] if func is _aten.masked_select.default else tensors
 
 
 def _pointwise(func: Any) -> bool:
@@ -269,8 +273,10 @@ class _Indexing(TorchFunctionMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._trace is not None and func in _READS and self._trace.tracks(args[0]):
-            raise RuntimeError(_DECIDES)
+        if self._trace is not None and (func in _READS or func in _MAKES):
+            given = [] if func in _MAKES and isinstance(args[0], Tensor) and func is not Tensor.new_tensor else args
+            if any(isinstance(x, Tensor) and self._trace.tracks(x) for x in pytree.tree_leaves((given, kwargs))):
+                raise RuntimeError(_DECIDES)
         if func is Tensor.__getitem__:
             items = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(map(_is_position, items)):

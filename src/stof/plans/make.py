@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Hashable
 
@@ -43,8 +42,7 @@ def make_plan(
     check_lengths(q_len, kv_len)
     if config is not None and not isinstance(config, LayoutConfig):
         raise ArgumentError(f"config is a stof.LayoutConfig or None, got {shown(config)}")
-    if mask.versions is None:
-        mask = copy.deepcopy(mask)  # layouts may be built later, and nothing tells whether tensors have changed by then
+    mask = mask.frozen()
     if batch is None and (mask.batch != 1 or not mask.depends_on_batch):
         batch = mask.batch
     if heads is None and (mask.heads != 1 or not mask.depends_on_heads):

@@ -49,7 +49,11 @@ def mask_signature(mask: Mask) -> Hashable:
     """What masks of one plan have in common."""
     core, offset = core_of(mask)
     shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in mask_tensors(mask))
-    settings = (core.k, core.block_size, core.causal) if isinstance(core, BlockTopK) else ()
+    settings: tuple[int, ...] = ()
+    if isinstance(core, BlockTopK):
+        settings = (core.k, core.block_size, core.causal)
+    elif isinstance(core, BitMask):
+        settings = (core.kv_len,)
     return (type(core), offset, shapes, settings)
 
 

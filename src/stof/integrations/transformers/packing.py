@@ -90,7 +90,8 @@ def pack(
         hidden = packed.unpack(model(**packed.model_inputs()).last_hidden_state)   # [B, S, D], zeros at padding
 
     Results equal those of the padded batch for right padding; sequences padded on the left get positions from 0,
-    as they would alone. Reads the lengths on the host.
+    as they would alone. A sparse mask of `sparsify` counts positions from the start of the row, so with one that does
+    not depend on distances alone, such as `sink_tokens`, results differ. Reads the lengths on the host.
 
     Args:
         input_ids: int `[B, S]`.

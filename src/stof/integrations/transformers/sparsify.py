@@ -40,7 +40,15 @@ class Sparsified:
             _set(module, mask)
 
     def remove(self) -> None:
-        """Put back the masks that were set before; a second call changes nothing."""
+        """Put back the masks that were set before; a second call changes nothing.
+
+        Raises:
+            ArgumentError: a layer has a mask that was set later.
+        """
+        for name, module, own in zip(self.layers, self._modules, self.masks, strict=False):
+            now = sparse_mask_of(module)
+            if now is not None and now is not own:
+                raise ArgumentError(f"layer {name} has a newer sparse mask, {now!r}; remove that one first")
         for module, before in zip(self._modules, self._before, strict=True):
             _set(module, before)
         self._modules, self._before = [], []
@@ -60,8 +68,9 @@ class Sparsified:
 def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
     """Give the self-attention layers of a model a sparse mask: each sees what its own mask AND this one keep.
 
-    The model's causal, padding or window mask stays in force; cross-attention is left alone. In generation with a
-    cache, positions count from the start of the sequence. The mask lives on the layers until it is replaced or
+    The model's causal, padding or window mask stays in force; cross-attention is left alone. Positions count from the
+    start of the row, cached tokens, padding on the left and earlier sequences of a packed row included; random blocks
+    are drawn among as many keys as a cache holds. The mask lives on the layers until it is replaced or
     removed, for instance with `sparsify(model, None)`:
 
         with sparsify(model, masks.longformer(64, 64)):
