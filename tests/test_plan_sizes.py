@@ -118,6 +118,25 @@ def test_an_unsized_plan_keeps_the_values_of_tensors_without_versions() -> None:
             assert_attention(out, lse, *x, before & expected(by_head, 1, heads))
 
 
+def test_functions_are_not_copied_with_the_tensors_of_a_mask() -> None:
+    class Near:
+        def __deepcopy__(self, memo: object) -> object:
+            raise TypeError("cannot be copied")
+
+        def __call__(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            return (q - kv).abs() <= h
+
+    fn = Near()
+    with torch.inference_mode():
+        keep = torch.rand(LENGTH, LENGTH) < 0.5
+        mask = ~(masks.from_dense(keep) & masks.from_function(fn)).with_query_offset(0)
+        frozen = mask.frozen()
+        assert frozen.functions == mask.functions == (fn,)
+        want = mask.to_dense(LENGTH, heads=2)
+        keep.fill_(True)
+        assert torch.equal(frozen.to_dense(LENGTH, heads=2), want)
+
+
 def test_an_extended_plan_keeps_the_values_of_tensors_without_versions() -> None:
     q, k, v = make_inputs(heads=3, q_len=LENGTH, kv_len=LENGTH).qkv
     with torch.inference_mode():

@@ -161,7 +161,12 @@ def _mean(values: Sequence[float], unit: str = "x") -> str:
 
 
 def _mean_and_lowest(values: Sequence[float]) -> str:
-    return f"{_mean(values)} (lowest {min(values):.2f}x)" if values else NOT_MEASURED
+    return f"{_mean(values)} ({_lowest(values)})" if values else NOT_MEASURED
+
+
+def _lowest(values: Sequence[float]) -> str:
+    """In three digits: 0.995 is slower, and must not read as 1.00."""
+    return f"lowest {min(values):.3g}x"
 
 
 def _partial_mean(values: Sequence[float], planned: int) -> str:
@@ -179,8 +184,8 @@ def _range(values: Sequence[float], unit: str, digits: int) -> str:
 
 def _attention(files: Sequence[_File]) -> list[str]:
     """A column of every GPU that has all cells; of the fullest where none has."""
-    planned, measured = _planned()["9"], {file.gpu: len(_ours(file.rows, "9")) for file in files}
-    shown = [file for file in files if measured[file.gpu] == planned] or [_fullest(files, ("9",))]
+    planned = _planned()["9"]
+    shown = [file for file in files if len(_ours(file.rows, "9")) == planned] or [_fullest(files, ("9",))]
     published = (("1.8x", "1.6x"), ("", "4.9x"), ("", "4.8x"), ("", ""), ("", ""))
     columns = [_attention_of(file.rows) for file in shown]
     labels = columns[0].keys()
@@ -225,7 +230,7 @@ def _models(rows: Sequence[Row], gpu: str) -> list[str]:
     best = ratios(compared, _STOF, ways)
     others = (("native", "", "", (NATIVE,)), ("native, compiled", "1.3x", "1.4x", _COMPILED))
     lines = [(name, *theirs, _partial_mean(ratios(every, _STOF, impls), planned)) for name, *theirs, impls in others]
-    lowest = f", lowest {min(best):.2f}x" if best else ""
+    lowest = f", {_lowest(best)}" if best else ""
     lines.append((f"best of {timed} ways", "", "", _partial_mean(best, planned) + lowest))
     for name, speed in published.items():
         largest = cells([row for row in rows if row.model == name and row.batch == 16], "11")
@@ -288,7 +293,7 @@ def _selector(rows: Sequence[Row], gpu: str) -> list[str]:
 
 def _unseen(rows: Sequence[Row], gpu: str) -> list[str]:
     found = ratios(cells(rows, "unseen"), _STOF, [name for name in selector.RACED if name not in _STOF])
-    lowest = f"{min(found):.2f}x" if found else NOT_MEASURED
+    lowest = f"{min(found):.3g}x" if found else NOT_MEASURED
     line = ("STOF over the fastest", str(len(found)), _mean(found), lowest)
     return _table((gpu, "cells", "mean", "lowest"), [line])
 

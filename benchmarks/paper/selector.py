@@ -53,7 +53,7 @@ SHAPES = tuple(
 # How many of the best estimates are timed, besides the choices of the rules.
 _TIMED = 10
 BEST, OURS = "best measured", "stof"
-# What `unseen_cells` times. Native attention would need memory for all scores; compiled, it is at most 8 % faster than
+# What `unseen_cells` times. Native attention would need memory for all scores; compiled, it is up to 9 % faster than
 # the fastest of these, at 256 tokens and fewer (figure 9).
 RACED = ("stof", "flex", "sdpa", "sdpa-native", "sdpa-cudnn", "flash-2")
 

@@ -105,12 +105,13 @@ def test_sparse_masks_are_removed_in_order() -> None:
     model, ids = hf.enable(models.llama()), torch.randint(3, 60, (1, 8))
     with torch.no_grad():
         plain = model(ids).logits
-    first = hf.sparsify(model, masks.sliding_window(3))
-    second = hf.sparsify(model, masks.sliding_window(5))
-    with pytest.raises(ArgumentError, match="has a newer sparse mask"):
+    window = masks.sliding_window(3)
+    for other in (masks.sliding_window(5), window):
+        first, second = hf.sparsify(model, window), hf.sparsify(model, other)
+        with pytest.raises(ArgumentError, match="has a newer sparse mask"):
+            first.remove()
+        second.remove()
         first.remove()
-    second.remove()
-    first.remove()
-    first.remove()
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, plain)
+        first.remove()
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, plain)

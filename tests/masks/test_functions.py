@@ -230,6 +230,8 @@ def test_constant_selections_and_scripted_functions() -> None:
         lambda b, h, q, kv: (q - kv < table[h, chosen].sum()) & (kv <= q),
         lambda b, h, q, kv: (q - kv < table[h][chosen].sum()) & (kv <= q),
         lambda b, h, q, kv: (q - kv < scripted_width(h)) & (kv <= q),
+        lambda b, h, q, kv: (q - kv < torch.tensor(data=[1, 6, 11])[h]) & (kv <= q),
+        lambda b, h, q, kv: (q - kv < h.new_tensor([1])[0] + torch.as_tensor(h * 5)) & (kv <= q),
     )
     for fn in fns:
         assert torch.equal(stof.plan(fn, 16, heads=3, batch=1).to_dense()[0], want)
@@ -265,6 +267,7 @@ def test_cleared_functions_are_traced_again() -> None:
         (lambda b, h, q, kv: kv < len(h.nonzero()) + q, "decides in Python"),
         (lambda b, h, q, kv: kv < torch.tensor([5, h + 9])[1] + q, "decides in Python"),
         (lambda b, h, q, kv: kv < torch.as_tensor([h * 5])[0] + q, "decides in Python"),
+        (lambda b, h, q, kv: kv < torch.tensor(data=[h])[0] + q, "decides in Python"),
         (lambda b, h, q, kv: kv < DOC.new_tensor([h])[0] + q, "decides in Python"),
         (lambda b, h, q, kv: kv < torch.ones(1).repeat_interleave(h + 1).numel() + q, "decides in Python"),
         (lambda b, h, q, kv: kv < len(torch.arange(9)[h > torch.arange(9)]) + q, "decides in Python"),

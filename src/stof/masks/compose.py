@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -46,7 +46,14 @@ class Mask(BaseMask):
 
     def frozen(self) -> Mask:
         """The mask; or, where nothing tells whether its tensors change (inference mode), one with copies of them."""
-        return copy.deepcopy(self) if self.versions is None else self
+        if self.versions is not None:
+            return self
+        return copy.deepcopy(self, {id(fn): fn for fn in self.functions})
+
+    @property
+    def functions(self) -> tuple[Callable[..., Tensor], ...]:
+        """The user's functions in the mask."""
+        return ()
 
     def __and__(self, other: Mask) -> Mask:
         return And.of(self, _combined(other))
@@ -104,6 +111,10 @@ class Composite(Mask):
     def check(self, q_len: int, kv_len: int) -> None:
         for mask in self.masks:
             mask.check(q_len, kv_len)
+
+    @property
+    def functions(self) -> tuple[Callable[..., Tensor], ...]:
+        return tuple(fn for mask in self.masks for fn in mask.functions)
 
     @property
     def versions(self) -> tuple[int, ...] | None:

@@ -148,7 +148,7 @@ class _Trace(TorchDispatchMode):
         if not tracked or packet in _NEW:
             return func(*args, **kwargs)
         if not self._broadcast:
-            if any(self.tracks(x) for x in _counted(func, args, tensors)):
+            if any(self.tracks(x) for x in _deciding_shape(func, args, tensors)):
                 raise RuntimeError(_DECIDES)
             if _pointwise(func) or func in _LOOKUPS:
                 _check_promotion(str(func), tensors, tracked)
@@ -216,7 +216,7 @@ def _check_promotion(name: str, operands: list[Tensor], tracked: list[Tensor]) -
         raise RuntimeError(f"{name} of {dtypes} computes in {single} for one score, in {many} for many; use one dtype")
 
 
-def _counted(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> list[Tensor]:
+def _deciding_shape(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> list[Tensor]:
     """Operands of an operator whose values decide the shape of its result."""
     if func is _aten.index.Tensor:
         return [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
@@ -274,8 +274,10 @@ class _Indexing(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._trace is not None and (func in _READS or func in _MAKES):
-            given = [] if func in _MAKES and isinstance(args[0], Tensor) and func is not Tensor.new_tensor else args
-            if any(isinstance(x, Tensor) and self._trace.tracks(x) for x in pytree.tree_leaves((given, kwargs))):
+            given = [*args, *kwargs.values()]
+            if func in _MAKES:  # those read lists; tensors are copied by operators
+                given = [x for x in given if not isinstance(x, Tensor)]
+            if any(isinstance(x, Tensor) and self._trace.tracks(x) for x in pytree.tree_leaves(given)):
                 raise RuntimeError(_DECIDES)
         if func is Tensor.__getitem__:
             items = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -72,6 +72,10 @@ class FunctionMask(Mask):
     depends_on_sizes = True
 
     @property
+    def functions(self) -> tuple[MaskFunction, ...]:
+        return (self.fn,)
+
+    @property
     def depends_on_batch(self) -> bool:
         """Whether the result may depend on the batch entry; True when that cannot be told."""
         return self._uses(0)

@@ -352,7 +352,8 @@ class Plan(Numbered):
                 raise ArgumentError("this plan was made of a layout alone; give its mask to extended()")
             self._check_unchanged()
             mask = origin.mask
-        mask = mask.frozen()
+        else:
+            mask = mask.frozen()
         mask.check(self.q_len + rows, self.kv_len + rows)
         sizes = (self.mask_batch, self.mask_heads) if origin is None else (origin.batch, origin.heads)
         lengths = (self.q_len + rows, self.kv_len + rows)

@@ -66,7 +66,9 @@ class UnsizedPlan(Plan):
         check_rows(rows)
         if mask is None:
             self._check_unchanged()
-        mask = self._mask if mask is None else mask.frozen()
+            mask = self._mask
+        else:
+            mask = mask.frozen()
         lengths = (self.q_len + rows, self.kv_len + rows)
         return UnsizedPlan(mask, lengths, self.device, (self.batch, self.heads), self._make)
 

@@ -17,6 +17,8 @@ NAME = "stof"
 
 _ATTRIBUTE = "_stof_sparse_mask"
 _HOOK = "_stof_sparse_hook"
+# By whom a mask was set: an object for each `Sparsified`.
+_OWNER = "_stof_sparse_owner"
 # How transformers calls attention over another sequence in class, attribute and module names.
 _CROSS = ("cross", "encdec", "encoder_attn", "encoder_decoder_attention")
 
@@ -35,9 +37,10 @@ class Sparsified:
         self.layers = tuple(name for name, _ in modules)
         self.masks = tuple(masks)
         self._modules = [module for _, module in modules]
-        self._before = [sparse_mask_of(module) for module in self._modules]
+        self._before = [(sparse_mask_of(module), getattr(module, _OWNER, None)) for module in self._modules]
+        self._owner = object()
         for module, mask in zip(self._modules, masks, strict=True):
-            _set(module, mask)
+            _set(module, mask, self._owner)
 
     def remove(self) -> None:
         """Put back the masks that were set before; a second call changes nothing.
@@ -45,12 +48,14 @@ class Sparsified:
         Raises:
             ArgumentError: a layer has a mask that was set later.
         """
-        for name, module, own in zip(self.layers, self._modules, self.masks, strict=False):
-            now = sparse_mask_of(module)
-            if now is not None and now is not own:
-                raise ArgumentError(f"layer {name} has a newer sparse mask, {now!r}; remove that one first")
+        for module in self._modules:
+            if getattr(module, _OWNER, self._owner) is not self._owner:
+                newer = sparse_mask_of(module)
+                raise ArgumentError(
+                    f"{type(module).__name__} has a newer sparse mask, {newer!r}; remove that one first"
+                )
         for module, before in zip(self._modules, self._before, strict=True):
-            _set(module, before)
+            _set(module, *before)
         self._modules, self._before = [], []
 
     def __enter__(self) -> Sparsified:
@@ -178,17 +183,19 @@ def _check_implementation(module: nn.Module, name: str) -> None:
         )
 
 
-def _set(module: nn.Module, mask: Mask | None) -> None:
+def _set(module: nn.Module, mask: Mask | None, owner: object) -> None:
     """Set or remove, with a hook that refuses to run where the mask would be ignored."""
     hook = getattr(module, _HOOK, None)
     if hook is not None:
         hook.remove()
         delattr(module, _HOOK)
     if mask is None:
-        if hasattr(module, _ATTRIBUTE):
-            delattr(module, _ATTRIBUTE)
+        for name in (_ATTRIBUTE, _OWNER):
+            if hasattr(module, name):
+                delattr(module, name)
         return
     setattr(module, _ATTRIBUTE, mask)
+    setattr(module, _OWNER, owner)
     setattr(module, _HOOK, module.register_forward_pre_hook(_guard))
 
 
