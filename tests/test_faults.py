@@ -163,6 +163,9 @@ class Sized:
         lock.release()
         return self.size
 
+    def mask_bytes(self) -> int:
+        return 0
+
 
 def test_plans_that_grow_count_with_their_new_size_and_are_measured_without_the_lock() -> None:
     cache: PlanCache = PlanCache(max_entries=4, max_bytes=10)

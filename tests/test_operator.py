@@ -21,6 +21,7 @@ import stof
 from stof import masks
 from stof.errors import DtypeError, MaskError, UnsupportedError
 from stof.layout import LayoutConfig
+from stof.masks import Mask
 from stof.masks.base import numbered_mask
 from stof.operators import NUMBERED, masked_attention_op, varying_attention_op
 from stof.selection import IMPLEMENTATIONS
@@ -173,12 +174,15 @@ def test_compile_with_what_is_no_mask_yet(name: str) -> None:
 
 def test_compiled_code_sees_changes_of_a_dense_mask() -> None:
     keep = KEEP.clone()
-    mask = masks.from_dense(keep)
+    mask, attend = masks.from_dense(keep), lambda q, k, v, given: stof.attention(q, k, v, given)
     inputs = make_inputs().qkv
-    compiled = torch.compile(lambda q, k, v: stof.attention(q, k, v, mask), backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*inputs), stof.attention(*inputs, masks.causal()))
-    keep.fill_(True)
-    torch.testing.assert_close(compiled(*inputs), stof.attention(*inputs))
+    of_tensor, of_mask = (torch.compile(attend, backend="eager", fullgraph=True) for _ in range(2))
+    causal = stof.attention(*inputs, masks.causal())
+    torch.testing.assert_close(of_tensor(*inputs, keep), causal)
+    torch.testing.assert_close(of_mask(*inputs, mask), causal)
+    keep.data.fill_(True)
+    torch.testing.assert_close(of_tensor(*inputs, keep), stof.attention(*inputs))
+    torch.testing.assert_close(of_mask(*inputs, mask), causal)  # it keeps the values it was made of
 
 
 def test_compiled_code_survives_equal_masks_that_come_and_go() -> None:
@@ -421,12 +425,12 @@ def test_threads_name_one_tensor_alike() -> None:
     keep = KEEP.clone()
     barrier = threading.Barrier(8)
 
-    def key(_: int) -> str:
+    def made(_: int) -> Mask:
         barrier.wait()
-        return masks.from_dense(keep).key
+        return masks.from_dense(keep)
 
     with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(key, range(8)))) == 1
+        assert len(set(pool.map(made, range(8)))) == 1
 
 
 def test_output_keeps_the_memory_order_of_q() -> None:

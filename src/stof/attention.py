@@ -12,7 +12,7 @@ from stof.kernels.implementation import Options
 from stof.kernels.quantization import Scales
 from stof.layout import LayoutConfig
 from stof.masks import Mask
-from stof.masks.tensors import DenseMask, as_mask
+from stof.masks.tensors import DenseMask, as_mask, dense_view, is_function_or_block_mask
 from stof.operators import (
     NUMBERED,
     PLAN,
@@ -23,12 +23,13 @@ from stof.operators import (
     masked_attention_op,
     plan_of,
     refuse_derivatives,
-    run_call,
     run_empty,
+    run_under,
     varying_attention_op,
 )
 from stof.plans.make import make_plan
 from stof.plans.plan import Plan
+from stof.plans.refilled import refilled_plan
 from stof.runtime.private import is_exporting, is_plain
 from stof.selection import Explanation
 from stof.validation import (
@@ -173,6 +174,12 @@ def attention(
         UnsupportedError: no implementation can run the call; lists every reason.
     """
     own: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
+    if torch.compiler.is_dynamo_compiling() and not is_exporting() and is_function_or_block_mask(mask_or_plan):
+        torch._dynamo.graph_break("give stof.attention a mask that was made outside of compiled code by from_function")
+        return torch.compiler.disable(attention)(
+            q, k, v, mask_or_plan, scale=scale, bias=bias, softcap=softcap, sinks=sinks, scales=scales,
+            return_lse=return_lse, implementation=implementation,
+        )  # fmt: skip
     compiling = torch.compiler.is_compiling()
     plain = not compiling and is_plain(q, k, v, bias, sinks, *own)
     # The key holds no scales that are not tensors in a list: the checks refuse them.
@@ -208,7 +215,7 @@ def attention(
         out, lse = run_empty(q, k, v, mask_or_plan, implementation)
     else:
         options = Options(factor, cap, bias, sinks, own)
-        out, lse = run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, given)
+        out, lse = run_under(q, k, v, mask_or_plan, options, implementation, given)
     return (out, lse) if return_lse else out
 
 
@@ -219,20 +226,22 @@ class _Handle(NamedTuple):
         key: the key of a mask that text alone rebuilds, else `PLAN`, `NUMBERED`, `TENSOR` or that of an `Intersection`.
         number: of the living plan or mask, else 0.
         keep: bool tensor, the mask itself.
-        changes: whether the mask has tensors, which may be written to: a CUDA graph would not see it.
+        may_change: whether the mask reads what may be written to: a CUDA graph would not see it.
+        mask: kept alive until the operator has looked it up by its number.
     """
 
     key: str
     number: int = 0
     keep: Tensor | None = None
-    changes: bool = False
+    may_change: bool = False
+    mask: Mask | None = None
 
 
 def _handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
     if isinstance(mask_or_plan, str):
         return _Handle(mask_or_plan)  # the operator parses it: compilers cannot trace the parser
     if isinstance(mask_or_plan, Intersection):
-        return _Handle(mask_or_plan.handle, mask_or_plan.number, None, mask_or_plan.holds_tensors)
+        return _Handle(mask_or_plan.handle, mask_or_plan.number, None, mask_or_plan.may_change)
     exporting = is_exporting()
     if isinstance(mask_or_plan, Plan):
         mask_or_plan.check_call(q, k)
@@ -241,12 +250,14 @@ def _handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
     traced = exporting or torch.compiler.is_compiling()
     if traced and isinstance(mask_or_plan, Tensor):
         return _Handle(TENSOR, 0, mask_or_plan)  # a mask made of it here would not outlive the trace
-    if traced and (callable(mask_or_plan) or hasattr(mask_or_plan, "mask_mod")):
+    if traced and is_function_or_block_mask(mask_or_plan):
         # Nor would one made of a function, which may close over tensors of the trace: the operator refuses it.
         return _Handle("<a function>")
     if not exporting:
-        mask = as_mask(mask_or_plan)
-        return _Handle(NUMBERED, mask.number, None, mask.holds_tensors) if mask.number else _Handle(mask.key)
+        mask = dense_view(mask_or_plan) if isinstance(mask_or_plan, Tensor) else as_mask(mask_or_plan)
+        if not mask.number:
+            return _Handle(mask.key)
+        return _Handle(NUMBERED, mask.number, None, mask.may_change, None if traced else mask)
     # A number means nothing to the process that loads the program, which takes named patterns and tensors.
     found = mask_or_plan.mask if isinstance(mask_or_plan, Plan) else as_mask(mask_or_plan)
     if isinstance(found, DenseMask):
@@ -260,7 +271,7 @@ def _is_constant(handle: _Handle) -> bool:
         return True
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    return handle.keep is None and not handle.changes and has_static_value(handle.number)
+    return handle.keep is None and not handle.may_change and has_static_value(handle.number)
 
 
 def explain(
@@ -282,8 +293,12 @@ def explain(
     """
     check_tensors(q, k, v)
     bias = check_bias(bias, q, k.shape[2])
+    options = Options(1.0, check_softcap(softcap), bias, sinks)
+    if isinstance(mask_or_plan, Tensor) and mask_or_plan.is_cuda and q.is_cuda:
+        with refilled_plan(mask_or_plan.to(q.device), q, k, fill=False) as plan:
+            return Explanation(plan.candidates(call_spec(plan, q, k, v, options)), None)
     found = plan_of(mask_or_plan, q, k)
-    call = call_spec(found, q, k, v, Options(1.0, check_softcap(softcap), bias, sinks))
+    call = call_spec(found, q, k, v, options)
     return Explanation(found.candidates(call), found.better_token_order(call))
 
 

@@ -20,9 +20,10 @@ from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
 from stof.masks import Mask, full
 from stof.masks.base import numbered_mask
 from stof.masks.parse import mask_by_key
-from stof.masks.tensors import as_mask
+from stof.masks.tensors import DenseMask, as_mask
 from stof.plans.make import make_sized_plan
 from stof.plans.plan import Plan
+from stof.plans.refilled import refilled_plan
 from stof.runtime.memory import outside_graph_pool, refuse_values
 from stof.runtime.private import is_exporting, takes_derivatives
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
@@ -56,9 +57,9 @@ class Intersection(NamedTuple):
         return next(mask.number for mask in self.masks if mask.number)
 
     @property
-    def holds_tensors(self) -> bool:
-        """Whether one of the masks holds a tensor, which may be written to."""
-        return any(mask.holds_tensors for mask in self.masks)
+    def may_change(self) -> bool:
+        """Whether one of the masks reads what may be written to."""
+        return any(mask.may_change for mask in self.masks)
 
     @property
     def handle(self) -> str:
@@ -137,6 +138,26 @@ def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
             _mask_of(mask_or_plan), q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device
         )
     return mask_or_plan.for_call(q, k)
+
+
+def run_under(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_or_plan: Any,
+    options: Options,
+    implementation: str | None,
+    given: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:
+    """`run_call` under a mask or plan, or under a bool tensor on the call's GPU, which is read there."""
+    if isinstance(mask_or_plan, DenseMask) and not mask_or_plan.copied:
+        mask_or_plan = mask_or_plan.keep
+    if isinstance(mask_or_plan, Tensor):
+        refuse_values(q.device, also_own=True)
+    if isinstance(mask_or_plan, Tensor) and mask_or_plan.is_cuda and q.is_cuda:
+        with refilled_plan(mask_or_plan.to(q.device), q, k) as plan:
+            return run_call(q, k, v, plan, options, implementation, given)
+    return run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, given)
 
 
 def run_call(
@@ -313,7 +334,6 @@ def _masked_attention(
     if mask == PLAN:
         found = Plan.by_number(number)
     elif mask == TENSOR:
-        refuse_values(q.device, also_own=True)
         found = keep
     else:
         found = _numbered(number, mask) if mask.startswith(NUMBERED) else mask_by_key(mask)
@@ -322,7 +342,7 @@ def _masked_attention(
     scales = tuple(s for s in (q_scale, k_scale, v_scale) if s is not None)
     given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales)
     options = Options(scale, softcap, bias, sinks, scales)
-    return run_call(q, k, v, plan_of(found, q, k), options, implementation, given)
+    return run_under(q, k, v, found, options, implementation, given)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *others: Any) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ class CudaGraphRunner:
     def _changed(self, key: Hashable) -> bool:
         """Whether the model is another than in the call before, or a mask than when it was recorded."""
         weights, attributes = self._weights.changed(), self._attributes.changed()
-        return weights or attributes or any(mask.versions != then for mask, then in self._masks.get(key, ()))
+        return weights or attributes or any(mask.frozen() != then for mask, then in self._masks.get(key, ()))
 
     def _second(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replay | None:
         """A new recording; None, for good, if there cannot be one."""

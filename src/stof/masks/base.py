@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from stof.errors import MaskError, ShapeError, shown
 from stof.masks.bounds import TileBounds
@@ -34,12 +32,12 @@ class BaseMask(ABC):
         key: the repr, which identifies the value: it is what equality and hashing use.
         number: of masks that `varies` tells of, the same for equal living ones, else 0. Compiled code is told masks by
             it: Dynamo makes a number that changes an input of its graph, but compiles anew for every text.
-        holds_tensors: whether what it keeps can change, in place.
+        may_change: whether it reads tensors or Python values that others may write to; see `frozen`.
     """
 
     key: str
     number: int
-    holds_tensors: bool
+    may_change: bool
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", repr(self))  # the dataclasses are frozen
@@ -49,7 +47,7 @@ class BaseMask(ABC):
                 # Equal masks keep the first of them alive, so that its key is found while any of them lives.
                 object.__setattr__(self, "_first", first)
         object.__setattr__(self, "number", self._numbered() if self.varies else 0)
-        object.__setattr__(self, "holds_tensors", self.versions != ())
+        object.__setattr__(self, "may_change", self._reads_others())
 
     def _numbered(self) -> int:
         number = int.from_bytes(hashlib.blake2b(self.key.encode(), digest_size=7).digest()) or 1
@@ -122,10 +120,25 @@ class BaseMask(ABC):
         """Whether heads may have different masks; True where that cannot be told."""
         return self.heads != 1 or self.depends_on_sizes
 
-    @property
-    def versions(self) -> tuple[int, ...] | None:
-        """In-place versions of the tensors held; None when changes cannot be seen, so plans are not cached."""
-        return ()
+    def _reads_others(self) -> bool:
+        """The attribute `may_change`."""
+        return False
+
+    def frozen(self) -> Self:
+        """The mask at the present values of all that it reads; itself if nothing can change.
+
+        Frozen masks are equal while these values are. Plans are made of frozen masks. On a GPU, comparing tensors with
+        those of the last call waits for the device.
+        """
+        return self
+
+    def copies(self) -> list[Tensor]:
+        """Tensors that the mask keeps for itself: what plans add to memory besides their layouts."""
+        return []
+
+    def changed(self) -> bool:
+        """Whether a frozen mask would now keep other scores: a function cannot be copied as tensors are."""
+        return False
 
     @property
     def depends_on_sizes(self) -> bool:
@@ -193,6 +206,8 @@ class BaseMask(ABC):
         """
         kv_len = q_len if kv_len is None else kv_len
         check_lengths(q_len, kv_len)
+        if self.may_change:
+            return self.frozen().to_dense(q_len, kv_len, batch=batch, heads=heads, device=device)
         self.check(q_len, kv_len)
         batch = self.batch if batch is None else batch
         heads = self.heads if heads is None else heads
@@ -236,25 +251,6 @@ def numbered(values: Sequence[object]) -> Tensor:
     """int64 `[len(values)]` on the CPU: equal values get equal numbers, counted from 0."""
     seen: dict[object, int] = {}
     return torch.tensor([seen.setdefault(value, len(seen)) for value in values], dtype=torch.int64, device="cpu")
-
-
-_NUMBERS = WeakIdKeyDictionary()
-
-
-def identity(value: object) -> int:
-    """A random number for an object that has no value of its own (a tensor, a function), the same while it lives.
-
-    Random, not counted: a key or a handle that another process saved must not name an object of this one.
-    """
-    try:
-        number = _NUMBERS.get(value)
-        if number is None:
-            number = _NUMBERS.setdefault(value, secrets.randbits(60))
-    except TypeError:
-        raise MaskError(
-            f"{type(value).__name__} objects cannot be told apart over time (no weak references); wrap it in a function"
-        ) from None
-    return int(number)
 
 
 def numbered_mask(number: int) -> Mask:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import itertools
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -43,17 +41,6 @@ class Mask(BaseMask):
         if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**31:
             raise MaskError(f"a query offset is an int between 0 and 2**31 - 1, got {shown(offset)}")
         return self if offset == 0 else QueryOffset(self, offset)
-
-    def frozen(self) -> Mask:
-        """The mask; or, where nothing tells whether its tensors change (inference mode), one with copies of them."""
-        if self.versions is not None:
-            return self
-        return copy.deepcopy(self, {id(fn): fn for fn in self.functions})
-
-    @property
-    def functions(self) -> tuple[Callable[..., Tensor], ...]:
-        """The user's functions in the mask."""
-        return ()
 
     def __and__(self, other: Mask) -> Mask:
         return And.of(self, _combined(other))
@@ -112,14 +99,21 @@ class Composite(Mask):
         for mask in self.masks:
             mask.check(q_len, kv_len)
 
-    @property
-    def functions(self) -> tuple[Callable[..., Tensor], ...]:
-        return tuple(fn for mask in self.masks for fn in mask.functions)
+    def _reads_others(self) -> bool:
+        return any(mask.may_change for mask in self.masks)
 
-    @property
-    def versions(self) -> tuple[int, ...] | None:
-        parts = [mask.versions for mask in self.masks]
-        return None if None in parts else tuple(itertools.chain.from_iterable(p for p in parts if p))
+    def frozen(self) -> Self:
+        return self._with_parts([mask.frozen() for mask in self.masks]) if self.may_change else self
+
+    def _with_parts(self, masks: Sequence[Mask]) -> Self:
+        """The same mask of other parts."""
+        return replace(self, masks=tuple(masks))  # type: ignore[type-var]  # subclasses are dataclasses
+
+    def copies(self) -> list[Tensor]:
+        return [tensor for mask in self.masks for tensor in mask.copies()]
+
+    def changed(self) -> bool:
+        return any(mask.changed() for mask in self.masks)
 
     @property
     def grows(self) -> bool:
@@ -200,6 +194,9 @@ class Wrapped(Composite):
     @property
     def masks(self) -> tuple[Mask, ...]:  # type: ignore[override]
         return (self.mask,)
+
+    def _with_parts(self, masks: Sequence[Mask]) -> Self:
+        return replace(self, mask=masks[0])
 
     def _operand(self) -> str:
         """The inner mask's repr, in parentheses where a postfix or prefix operator needs them."""

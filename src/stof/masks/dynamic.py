@@ -7,18 +7,18 @@ device, without asking the host.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from stof.errors import DeviceError, DtypeError, MaskError, ShapeError, shown
-from stof.masks.base import identity
 from stof.masks.bounds import TileBounds
 from stof.masks.compose import Mask
 from stof.masks.index import Index
 from stof.masks.patterns import _integer
-from stof.runtime.private import version_of
+from stof.masks.snapshots import identity, snapshot
 
 # What can be wrong with the numbers in a mask's tensors: bits that a device sets and the host reads.
 OUT_OF_RANGE, NOT_ASCENDING, NOT_A_NUMBER = 1, 2, 4
@@ -35,7 +35,13 @@ def described(bits: int) -> str:
 
 
 class RuntimeMask(Mask):
-    """A mask whose tensors a model computes."""
+    """A mask whose tensors a model computes.
+
+    Attributes:
+        copied: whether the tensors are copies, which nobody writes to.
+    """
+
+    copied: bool
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
@@ -57,11 +63,17 @@ class RuntimeMask(Mask):
     def heads(self) -> int:
         return max(int(t.shape[1]) for t in self.tensors())
 
-    @property
-    def versions(self) -> tuple[int, ...] | None:
-        if any(t.is_inference() for t in self.tensors()):
-            return None
-        return tuple(version_of(t) for t in self.tensors())
+    def _reads_others(self) -> bool:
+        return not self.copied
+
+    def frozen(self) -> Self:
+        if self.copied:
+            return self
+        copies = {name: snapshot(x, captured=True) for name, x in self.__dict__.items() if isinstance(x, Tensor)}
+        return replace(self, **copies, copied=True)  # type: ignore[type-var]  # subclasses are dataclasses
+
+    def copies(self) -> list[Tensor]:
+        return list(self.tensors()) if self.copied else []
 
     def check(self, q_len: int, kv_len: int) -> None:
         """Sizes, then the numbers themselves, for which the host waits.
@@ -93,6 +105,7 @@ class VerticalSlash(RuntimeMask):
 
     vertical: Tensor
     slash: Tensor
+    copied: bool = False
 
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(t.view((1,) * (3 - t.ndim) + tuple(t.shape)) for t in (self.vertical, self.slash))
@@ -152,7 +165,7 @@ def vertical_slash(vertical_idx: Tensor, slash_idx: Tensor) -> Mask:
         vertical_idx: int32 or int64 `[n]`, `[H, n]` or `[B, H, n]`, ascending, -1 in unused places at the end.
         slash_idx: the same for distances, `[m]`, `[H, m]` or `[B, H, m]`; 0 is the query's own position.
 
-    The tensors are held, not copied; two masks are equal when they hold the same, unchanged tensors. Their numbers are
+    The tensors are held, and read whenever a plan is made or looked up, or a dynamic plan updated. Their numbers are
     checked when a plan is built (`MaskError`), or by `DynamicPlan.check`. Source: MInference (arXiv 2407.02490),
     section 3.2, the vertical-slash pattern, kept exactly instead of rounded to blocks.
 
@@ -183,6 +196,7 @@ class BitMask(RuntimeMask):
 
     words: Tensor
     kv_len: int
+    copied: bool = False
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.words.view((1,) * (4 - self.words.ndim) + tuple(self.words.shape)),)
@@ -216,7 +230,7 @@ def from_bits(words: Tensor, kv_len: int) -> Mask:
         words: int32 `[Sq, ceil(kv_len / 32)]`, `[H, ...]` or `[B | 1, H | 1, ...]`; bits past `kv_len` do not count.
         kv_len: number of keys.
 
-    The tensor is held, not copied. Two masks are equal when they hold the same, unchanged tensor.
+    The tensor is held, and read whenever a plan is made or looked up, or a dynamic plan updated.
 
     Raises:
         DtypeError, MaskError, ShapeError: words of another kind, or of another length than `kv_len` asks for.
@@ -240,6 +254,7 @@ class BlockTopK(RuntimeMask):
     k: int
     block_size: int
     causal: bool
+    copied: bool = False
 
     def tile_bounds(self, index: Index) -> TileBounds:
         """Queries of a causal mask see no later keys; which others, only the scores say."""
@@ -294,8 +309,9 @@ def block_topk(block_scores: Tensor, k: int, *, block_size: int = 64, causal: bo
         block_size: queries and keys in a block: 16, 32, 64 or 128.
         causal: rank only blocks that start no later than the query block does, and drop keys after the query.
 
-    The tensor is held, not copied; NaN scores are reported when a plan is built (`MaskError`), or by
-    `DynamicPlan.check`. Source: the top-k block selection of Quest (arXiv 2406.10774), section 3.3, for query blocks.
+    The tensor is held, and read whenever a plan is made or looked up, or a dynamic plan updated. NaN scores are
+    reported when a plan is built (`MaskError`), or by `DynamicPlan.check`. Source: the top-k block selection of Quest
+    (arXiv 2406.10774), section 3.3, for query blocks.
 
     Raises:
         DtypeError, MaskError: scores of another kind, or a `k` or block size outside what is accepted.

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from stof.errors import MaskFunctionError
+from stof.masks.snapshots import copy_of, same_bits
 from stof.runtime.private import TorchDispatchMode, is_mutable, pytree, storage_id, vmap_enabled
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -35,13 +38,27 @@ _UNTAGGED = {
 }  # fmt: skip
 # Operators that take from a tensor only its dtype and device.
 _NEW = {_aten.new_empty, _aten.new_empty_strided, _aten.new_full, _aten.new_ones, _aten.new_zeros}
-# Functions that give values of a tensor to Python, or read tensors in Python's lists, without an operator that a
-# dispatch mode would see.
-_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.map_}
-_MAKES = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
-_DECIDES = "the value of an index decides in Python (if, and, or, not, int(), .item(), .tolist(), .numpy(), a size)"
+_DECIDES = "the value of an index decides in Python (if, and, or, not, int(), .item(), .tolist(), its text, a size)"
 # Operators that look each element up in a table of one dimension: positions of the elements and of the table.
 _LOOKUPS = {_aten.isin.Tensor_Tensor: (0, 1), _aten.bucketize.Tensor: (0, 1), _aten.searchsorted.Tensor: (1, 0)}
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What a mask function did in a call for one score: functions that do the same compute the same mask.
+
+    Python code of a function sees no values of indices (`_refuse_reads`). So the operators that it runs, their
+    constants and the tensors that it reads decide all scores, wherever they come from: closures, globals, attributes.
+
+    Attributes:
+        operations: each operator that depends on an index, in order, with its constants.
+        tensors: copies of what the operators read besides.
+        number: names the record in keys of masks; random.
+    """
+
+    operations: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    number: int = field(default_factory=lambda: secrets.randbits(60))
 
 
 @dataclass(frozen=True)
@@ -52,11 +69,13 @@ class Traits:
         obstacle: why the function may not be called on broadcast tensors; None if it may.
         used: which of the four indices reach the result, by their positions; may name too many, never too few.
         elements: most elements of a tensor in a single call, by the indices that the tensor depends on.
+        record: of the single call.
     """
 
     obstacle: str | None
     used: frozenset[int]
     elements: dict[frozenset[int], int]
+    record: Record
 
 
 def traits_of(fn: MaskFunction, at: Sequence[Tensor]) -> Traits:
@@ -67,13 +86,10 @@ def traits_of(fn: MaskFunction, at: Sequence[Tensor]) -> Traits:
         at: four int64 tensors without dimensions, the score to trace at.
 
     Raises:
-        MaskFunctionError: the function returns anything but one bool in a tensor.
+        MaskFunctionError: the function returns anything but one bool in a tensor, or reads an index in Python.
     """
-    single = tuple(index.clone() for index in at)
-    trace = _Trace(single, broadcast=False)
-    with torch.no_grad(), trace, _Indexing(trace):
-        keep = fn(*single)
-    _check_result(fn, keep)
+    trace, keep = _traced_once(fn, at, None)
+    _refuse_reads(fn, at, trace.elements)
     obstacle: str | None
     wide = tuple(index.expand([2 if n == d else 1 for d in range(4)]).clone() for n, index in enumerate(at))
     wide_trace = _Trace(wide, broadcast=True)
@@ -86,7 +102,37 @@ def traits_of(fn: MaskFunction, at: Sequence[Tensor]) -> Traits:
         obstacle = wide_trace.obstacle
         if obstacle is None and not wide_trace.is_element(result):
             obstacle = f"a result of shape {list(result.shape)} that does not come from the indices"
-    return Traits(obstacle, trace.used_by(keep), trace.elements)
+    return Traits(obstacle, trace.used_by(keep), trace.elements, trace.record())
+
+
+def record_of(fn: MaskFunction, at: Sequence[Tensor], last: Record) -> Record:
+    """The record of a single call; `last` itself if the function did the same."""
+    trace, _ = _traced_once(fn, at, last)
+    return trace.record()
+
+
+def _traced_once(fn: MaskFunction, at: Sequence[Tensor], last: Record | None) -> tuple[_Trace, Tensor]:
+    single = tuple(index.clone() for index in at)
+    trace = _Trace(single, broadcast=False, last=last)
+    with torch.no_grad(), trace, _Indexing():
+        keep = fn(*single)
+    _check_result(fn, keep)
+    trace.note_result(keep)
+    return trace, keep
+
+
+def _refuse_reads(fn: MaskFunction, at: Sequence[Tensor], elements: dict[frozenset[int], int]) -> None:
+    """Raise if Python code reads an index: with all four of them batched, `torch.vmap` has no value to give.
+
+    Each is batched twice at the same score, because a function may only take some positions.
+    """
+    twice = [index.expand([2 if n == d else 1 for d in range(4)]) for n, index in enumerate(at)]
+    try:
+        under_vmap(fn, (twice[0], twice[1], twice[2], twice[3]), elements)
+    except MaskFunctionError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"under torch.vmap, where no value of an index decides in Python: {error}") from error
 
 
 def function_name(fn: MaskFunction) -> str:
@@ -117,19 +163,63 @@ class _Trace(TorchDispatchMode):
     Args:
         indices: the four index tensors.
         broadcast: whether they are broadcast: then stop at the first operator that is not elementwise.
+        last: an earlier record, to which the tensors that are read are compared.
     """
 
-    def __init__(self, indices: Sequence[Tensor], broadcast: bool) -> None:
+    def __init__(self, indices: Sequence[Tensor], broadcast: bool, last: Record | None = None) -> None:
         super().__init__()
+        self._last = last
+        self._operations: list[str] = []
+        self._read: list[Tensor] = []  # copies
+        self._read_numbers: dict[int, int] = {}
         self.obstacle: str | None = None
         self.elements: dict[frozenset[int], int] = {}
         self._broadcast = broadcast
         # Indices that tensors depend on, by storage, which views and tensors written in place share.
         self._used: dict[int, frozenset[int]] = {}
-        self._held: list[Tensor] = []  # keeps storages, and so their addresses, in use
+        self._slots: dict[int, int] = {}
+        self._held: list[Tensor] = []  # keeps storages and tensors, and so their addresses, in use
         for n, index in enumerate(indices):
             self._note(index, frozenset([n]))
         self._indices = set(self._used)
+
+    def record(self) -> Record:
+        """What the function did; `last` if it did the same."""
+        last = self._last
+        operations, read = tuple(self._operations), tuple(self._read)
+        if last is None or last.operations != operations or len(last.tensors) != len(read):
+            return Record(operations, read)
+        return last if all(map(operator.is_, read, last.tensors)) else Record(operations, read)
+
+    def note_result(self, keep: Tensor) -> None:
+        """Record which tensor the function returned."""
+        self._operations.append(self._described(keep))
+
+    def _described(self, value: Any) -> str:
+        """A text for an argument of an operator: equal texts, equal values."""
+        if isinstance(value, Tensor):
+            strided = _is_strided(value)
+            at = f"{tuple(value.shape)}{value.stride()}{value.dtype}" if strided else str(value.layout)
+            if self.tracks(value):
+                return f"%{self._slots[_storage(value)]}+{value.storage_offset() if strided else 0}{at}"
+            return f"^{self._number_of(value)}{at}"
+        if isinstance(value, (list, tuple)):
+            return f"[{','.join(map(self._described, value))}]"
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{name}={self._described(one)}' for name, one in value.items())}}}"
+        return repr(value)
+
+    def _number_of(self, value: Tensor) -> int:
+        """The position of a tensor that is read in the list of their copies."""
+        number = self._read_numbers.get(id(value))
+        if number is None:
+            number = self._read_numbers[id(value)] = len(self._read)
+            before = () if self._last is None else self._last.tensors[number : number + 1]
+            same = [copy for copy in before if same_bits(value, copy)]
+            # A sparse tensor never equals its copy.
+            self._read.append(same[0] if same else copy_of(value) if _is_strided(value) else value)
+            self._held.append(value)
+        return number
 
     def used_by(self, result: Tensor) -> frozenset[int]:
         return self._used.get(_storage(result), frozenset())
@@ -148,10 +238,9 @@ class _Trace(TorchDispatchMode):
         if not tracked or packet in _NEW:
             return func(*args, **kwargs)
         if not self._broadcast:
-            if any(self.tracks(x) for x in _deciding_shape(func, args, tensors)):
-                raise RuntimeError(_DECIDES)
             if _pointwise(func) or func in _LOOKUPS:
                 _check_promotion(str(func), tensors, tracked)
+            self._operations.append(f"{func}{self._described(args)}{self._described(kwargs) if kwargs else ''}")
         elif not self._elementwise(func, args, kwargs, tensors):
             self.obstacle = str(func)
             raise _ObstacleError
@@ -168,6 +257,7 @@ class _Trace(TorchDispatchMode):
     def _note(self, x: Tensor, used: frozenset[int]) -> None:
         self._held.append(x)
         self._used[_storage(x)] = used
+        self._slots.setdefault(_storage(x), len(self._slots))
         self.elements[used] = max(self.elements.get(used, 1), x.numel())
 
     def tracks(self, x: Tensor) -> bool:
@@ -216,20 +306,15 @@ def _check_promotion(name: str, operands: list[Tensor], tracked: list[Tensor]) -
         raise RuntimeError(f"{name} of {dtypes} computes in {single} for one score, in {many} for many; use one dtype")
 
 
-def _deciding_shape(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> list[Tensor]:
-    """Operands of an operator whose values decide the shape of its result."""
-    if func is _aten.index.Tensor:
-        return [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
-    if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
-        return []
-    return [args[1]] if func is _aten.masked_select.default else tensors
-
-
 def _pointwise(func: Any) -> bool:
     tags = getattr(func, "tags", ())
     return torch.Tag.nondeterministic_seeded not in tags and (
         torch.Tag.pointwise in tags or getattr(func, "overloadpacket", None) in _UNTAGGED
     )
+
+
+def _is_strided(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested
 
 
 def _storage(x: Tensor) -> int:
@@ -261,24 +346,15 @@ class _Indexing(TorchFunctionMode):
     PyTorch reads such an index as a Python int, which has no meaning under vmap. `isin`, which vmap has no rule for, is
     written with operators that it has rules for.
 
-    Args:
-        trace: refuses reads of the values it follows.
+    The text of a tensor is refused: it shows values under vmap too.
     """
-
-    def __init__(self, trace: _Trace | None = None) -> None:
-        super().__init__()
-        self._trace = trace
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._trace is not None and (func in _READS or func in _MAKES):
-            given = [*args, *kwargs.values()]
-            if func in _MAKES:  # those read lists; tensors are copied by operators
-                given = [x for x in given if not isinstance(x, Tensor)]
-            if any(isinstance(x, Tensor) and self._trace.tracks(x) for x in pytree.tree_leaves(given)):
-                raise RuntimeError(_DECIDES)
+        if func is Tensor.__repr__:
+            raise RuntimeError(_DECIDES)
         if func is Tensor.__getitem__:
             items = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(map(_is_position, items)):

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import CodeType, FunctionType
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stof.errors import MaskError, MaskFunctionError, ShapeError
-from stof.masks.base import identity
 from stof.masks.bounds import Range, TileBounds
 from stof.masks.compose import Mask
-from stof.masks.elementwise import Indices, MaskFunction, Traits, function_name, shape_of, traits_of, under_vmap
+from stof.masks.elementwise import (
+    Indices,
+    MaskFunction,
+    Record,
+    Traits,
+    function_name,
+    record_of,
+    shape_of,
+    traits_of,
+    under_vmap,
+)
 from stof.masks.index import Index
+from stof.masks.snapshots import identity, same_bits
+from stof.runtime.memory import in_capture
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +46,7 @@ class _Known:
 
     Attributes:
         traits: found by tracing it.
+        at: the score it was traced at.
         elementwise: whether to call it on broadcast tensors; else under vmap.
         closed_form: whether to run it on ranges.
         compared: which of its evaluations were compared with single calls: on ranges or tensors, and the logarithms of
@@ -38,6 +54,7 @@ class _Known:
     """
 
     traits: Traits
+    at: list[Tensor]
     elementwise: bool
     closed_form: bool
     compared: set[tuple[bool, int, int]] = field(default_factory=set)
@@ -58,11 +75,27 @@ class FunctionMask(Mask):
 
     It means what it returns for single scores. It is called on broadcast index tensors where that is the same, else
     under `torch.vmap`.
+
+    Attributes:
+        record: what the function did when the mask was frozen, else None.
     """
 
     fn: MaskFunction
     q_len: int | None = None
     kv_len: int | None = None
+    record: Record | None = None
+
+    def _reads_others(self) -> bool:
+        return self.record is None and reads_state(self.fn)
+
+    def frozen(self) -> Self:
+        return replace(self, record=current_record(self.fn)) if self.may_change else self
+
+    def copies(self) -> list[Tensor]:
+        return [] if self.record is None else list(self.record.tensors)
+
+    def changed(self) -> bool:
+        return self.record is not None and current_record(self.fn, self.record) is not self.record
 
     def check(self, q_len: int, kv_len: int) -> None:
         for name, own, given in (("q_len", self.q_len, q_len), ("kv_len", self.kv_len, kv_len)):
@@ -70,10 +103,6 @@ class FunctionMask(Mask):
                 raise ShapeError(f"the mask was made for {name} {own}, the call has {given}")
 
     depends_on_sizes = True
-
-    @property
-    def functions(self) -> tuple[MaskFunction, ...]:
-        return (self.fn,)
 
     @property
     def depends_on_batch(self) -> bool:
@@ -86,17 +115,7 @@ class FunctionMask(Mask):
         return self._uses(1)
 
     def _uses(self, index: int, device: torch.device | str = "cpu") -> bool:
-        known = _KNOWN.get(self.fn)
-        if known is None:
-            # The tensors that the function reads may be on another device.
-            places = [torch.device(device), torch.device("cpu"), torch.accelerator.current_accelerator(True)]
-            for place in dict.fromkeys(places):
-                if place is not None:
-                    try:
-                        known = self._traced([torch.zeros((), dtype=torch.int64, device=place)] * 4)
-                        break
-                    except MaskFunctionError:  # evaluating it will say so again
-                        continue
+        known = _known(self.fn, device)
         return known is None or index in known.traits.used
 
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
@@ -126,18 +145,6 @@ class FunctionMask(Mask):
             )
         return keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
 
-    def _traced(self, at: list[Tensor]) -> _Known:
-        """What is known of the function, found in two calls at one score if nothing is."""
-        known: _Known | None = _KNOWN.get(self.fn)
-        if known is None:
-            with _errors_of(self.fn):
-                traits = traits_of(self.fn, at)
-            made = _Known(traits, elementwise=traits.obstacle is None, closed_form=traits.obstacle is None)
-            known = _KNOWN.setdefault(self.fn, made)
-            if made is known and not made.elementwise:
-                _warn_slow(self.fn, made.traits.obstacle or "")
-        return known
-
     def _compared(self, index: Index) -> _Known:
         """What is known of the function, after comparing some random scores with single calls.
 
@@ -151,7 +158,7 @@ class FunctionMask(Mask):
         if known is not None and (key in known.compared or (True, *key[1:]) in known.compared):
             return known
         at = _samples(index)
-        known = self._traced([x.flatten()[0] for x in at])
+        known = _traced(self.fn, [x.flatten()[0] for x in at])
         with _errors_of(self.fn):
             expected = under_vmap(self.fn, at, known.traits.elements)
         if known.elementwise and not self._broadcast_agrees(at, expected):
@@ -177,9 +184,83 @@ class FunctionMask(Mask):
             return False
         return not bool(((kept.empty & expected) | (kept.full & ~expected)).any())
 
-    def __repr__(self) -> str:
+    def _name(self) -> str:
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
-        return f"from_function(<{name} #{identity(self.fn)}>)"
+        return f"{name} #{identity(self.fn)}" + ("" if self.record is None else f".{self.record.number}")
+
+    def __repr__(self) -> str:
+        return f"from_function(<{self._name()}>)"
+
+
+def _known(fn: MaskFunction, device: torch.device | str = "cpu") -> _Known | None:
+    """What is known of a function, traced at score 0 if nothing is; None where that raises."""
+    known: _Known | None = _KNOWN.get(fn)
+    if known is None:
+        # The tensors that the function reads may be on another device.
+        places = [torch.device(device), torch.device("cpu"), torch.accelerator.current_accelerator(True)]
+        for place in dict.fromkeys(places):
+            if place is not None:
+                try:
+                    return _traced(fn, [torch.zeros((), dtype=torch.int64, device=place)] * 4)
+                except MaskFunctionError:  # evaluating it will say so again
+                    continue
+    return known
+
+
+def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
+    """What is known of a function, traced at one score if nothing is."""
+    known: _Known | None = _KNOWN.get(fn)
+    if known is None:
+        with _errors_of(fn):
+            traits = traits_of(fn, at)
+        made = _Known(traits, at, elementwise=traits.obstacle is None, closed_form=traits.obstacle is None)
+        known = _KNOWN.setdefault(fn, made)
+        if made is known and not made.elementwise:
+            _warn_slow(fn, made.traits.obstacle or "")
+    return known
+
+
+def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
+    """What a function does now: its last record, or `last`, if it does the same again.
+
+    While a CUDA graph is captured, the last record is returned unseen: whoever captures checks it.
+    """
+    known = _known(fn)
+    if known is None:
+        return Record((), ())  # nobody knows what it does: equal to no other
+    if last is None:
+        last = known.traits.record
+    if in_capture() or not reads_state(fn):
+        return last
+    with contextlib.suppress(Exception):  # it takes other positions now, and is traced anew
+        if (record := record_of(fn, known.at, last)) is last:
+            return last
+        if _do_the_same(record, known.traits.record):
+            return known.traits.record
+    _KNOWN.pop(fn, None)
+    known = _known(fn)
+    return Record((), ()) if known is None else known.traits.record
+
+
+def _do_the_same(a: Record, b: Record) -> bool:
+    same = a.operations == b.operations and len(a.tensors) == len(b.tensors)
+    return same and all(same_bits(x, y) for x, y in zip(a.tensors, b.tensors, strict=True))
+
+
+def reads_state(fn: MaskFunction) -> bool:
+    """Whether a function may read more than its arguments and `torch`: what else it reads may change."""
+    if type(fn) is not FunctionType or fn.__defaults__ or fn.__kwdefaults__:
+        return True
+    names = _names_of(fn.__code__)
+    return names is None or any(fn.__globals__.get(name, torch) is not torch for name in names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of(code: CodeType) -> tuple[str, ...] | None:
+    """Names of globals and attributes in a function's code; None if it has a closure, imports or inner functions."""
+    inner = any(isinstance(constant, CodeType) for constant in code.co_consts)
+    imports = any(step.opname.startswith("IMPORT") for step in dis.get_instructions(code))
+    return None if inner or imports or code.co_freevars else code.co_names
 
 
 def _warn_slow(fn: MaskFunction, reason: str) -> None:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from stof.errors import MaskError, ShapeError
-from stof.masks.base import identity
 from stof.masks.compose import Mask, Wrapped
 from stof.masks.index import Index
-from stof.runtime.private import version_of
+from stof.masks.snapshots import identity, snapshot
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -24,13 +23,6 @@ class Reordered(Wrapped):
     @property
     def row_orders(self) -> tuple[str, ...]:
         return ()  # those of the inner mask are for its own order
-
-    @property
-    def versions(self) -> tuple[int, ...] | None:
-        own = [order for order in (self.rows, self.columns) if order is not None]
-        if self.mask.versions is None or any(order.is_inference() for order in own):
-            return None
-        return (*self.mask.versions, *(version_of(order) for order in own))
 
     def check(self, q_len: int, kv_len: int) -> None:
         for name, order, length in (("q_len", self.rows, q_len), ("kv_len", self.columns, kv_len)):
@@ -58,7 +50,7 @@ def reordered(mask: Mask, rows: Tensor | None = None, columns: Tensor | None = N
 
     Args:
         mask: what to keep, by original positions.
-        rows, columns: permutations, int64 `[q_len]` and `[kv_len]`; None keeps an order. Held, not copied.
+        rows, columns: permutations, int64 `[q_len]` and `[kv_len]`; None keeps an order. Copied.
 
     Raises:
         MaskError: not a permutation.
@@ -71,4 +63,6 @@ def reordered(mask: Mask, rows: Tensor | None = None, columns: Tensor | None = N
             raise MaskError(f"{name} of reordered() is an int64 tensor of one dimension, got {given}")
         if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
             raise MaskError(f"{name} of reordered() is not a permutation of 0 .. {len(order) - 1}")
-    return mask if rows is None and columns is None else Reordered(mask, rows, columns)
+    if rows is None and columns is None:
+        return mask
+    return Reordered(mask, *(None if order is None else snapshot(order) for order in (rows, columns)))

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stof.errors import DeviceError, DtypeError, MaskError, ShapeError
-from stof.masks.base import foreign_layout, identity
+from stof.masks.base import foreign_layout
 from stof.masks.bounds import TileBounds
 from stof.masks.compose import Mask
-from stof.masks.functions import FunctionMask, from_function
+from stof.masks.functions import FunctionMask, current_record, from_function
 from stof.masks.index import Index
 from stof.masks.parse import PATTERNS, parse
 from stof.masks.patterns import full
-from stof.runtime.private import version_of
+from stof.masks.snapshots import identity, snapshot
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseMask(Mask):
-    """A bool tensor `[Sq|1, Skv]` up to `[B|1, H|1, Sq|1, Skv]`; the very object is kept, its identity is its value."""
+    """A bool tensor `[Sq|1, Skv]` up to `[B|1, H|1, Sq|1, Skv]`.
+
+    Attributes:
+        copied: whether the tensor is a copy, which nobody writes to; else it is read when a dynamic plan is filled.
+    """
 
     keep: Tensor
+    copied: bool = False
 
     @property
     def batch(self) -> int:
@@ -34,9 +40,14 @@ class DenseMask(Mask):
     def heads(self) -> int:
         return int(self.keep.shape[-3]) if self.keep.ndim > 2 else 1
 
-    @property
-    def versions(self) -> tuple[int, ...] | None:
-        return None if self.keep.is_inference() else (version_of(self.keep),)
+    def _reads_others(self) -> bool:
+        return not self.copied
+
+    def copies(self) -> list[Tensor]:
+        return [self.keep] if self.copied else []
+
+    def frozen(self) -> DenseMask:
+        return self if self.copied else DenseMask(snapshot(self.keep, captured=True), copied=True)
 
     def check(self, q_len: int, kv_len: int) -> None:
         rows, columns = self.keep.shape[-2:]
@@ -80,13 +91,19 @@ def from_dense(keep: Tensor) -> Mask:
     """A mask from a bool tensor `[Sq|1, Skv]`, `[H, Sq|1, Skv]` or `[B|1, H|1, Sq|1, Skv]`; true = seen.
 
     One row stands for all: padding as `[B, 1, 1, Skv]`, say, which `padding(lengths)` says without a tensor to read.
-    The tensor is held, not copied. Two masks are equal when they hold the same, unchanged tensor.
+    The mask has the values of this moment: they are copied. Masks of one tensor are equal while its values are the
+    same; comparing them with the last copy waits for the device on a GPU.
 
     Raises:
         DtypeError: not a bool tensor (additive float masks belong in `bias`).
         MaskError: fewer than 2 or more than 4 dimensions, or not a strided tensor.
         DeviceError: a meta tensor, which holds no values.
     """
+    return DenseMask(snapshot(dense_view(keep).keep), copied=True)
+
+
+def dense_view(keep: Tensor) -> DenseMask:
+    """A mask that reads a bool tensor when it is used; checks and errors as of `from_dense`."""
     if not isinstance(keep, Tensor):
         raise MaskError(f"from_dense() takes a torch.Tensor, got {type(keep).__name__}")
     kind = foreign_layout(keep)
@@ -113,7 +130,8 @@ def from_dense(keep: Tensor) -> Mask:
 def from_block_mask(block_mask: Any) -> Mask:
     """A mask from FlexAttention's `BlockMask`: its `mask_mod`, its lengths, batch and heads.
 
-    The exact element mask is taken (`mask_mod`), so a coarse BLOCK_SIZE loses nothing.
+    The exact element mask is taken (`mask_mod`), so a coarse BLOCK_SIZE loses nothing. Lists and `mask_mod` are read
+    when a plan is made or looked up, as those of `from_function` are.
 
     Raises:
         MaskError: not a `BlockMask`.
@@ -124,12 +142,19 @@ def from_block_mask(block_mask: Any) -> Mask:
         raise MaskError(
             f"from_block_mask() takes torch.nn.attention.flex_attention.BlockMask, got {type(block_mask).__name__}"
         )
-    return BlockMaskMask(mask_mod, int(lengths[0]), int(lengths[1]), block_mask)
+    return BlockMaskMask(mask_mod, int(lengths[0]), int(lengths[1]), block_mask=block_mask)
+
+
+_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMaskMask(FunctionMask):
-    """A `BlockMask`: kept where both its block lists and its `mask_mod` keep, as FlexAttention computes."""
+    """A `BlockMask`: kept where both its block lists and its `mask_mod` keep, as FlexAttention computes.
+
+    Attributes:
+        block_mask: a frozen mask has a copy, whose lists nobody writes to.
+    """
 
     block_mask: Any = None
 
@@ -141,13 +166,23 @@ class BlockMaskMask(FunctionMask):
     def heads(self) -> int:
         return int(self.block_mask.kv_num_blocks.shape[-2]) if self.block_mask.kv_num_blocks.ndim > 1 else 1
 
-    @property
-    def versions(self) -> tuple[int, ...] | None:
-        block_mask = self.block_mask
-        lists: list[Tensor | None] = [block_mask.kv_num_blocks, block_mask.kv_indices]
-        lists += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
-        own = [x for x in lists if x is not None]
-        return None if any(x.is_inference() for x in own) else tuple(version_of(x) for x in own)
+    def _reads_others(self) -> bool:
+        return self.record is None
+
+    def copies(self) -> list[Tensor]:
+        lists = [getattr(self.block_mask, name) for name in _LISTS]
+        return super().copies() + ([] if self.record is None else [blocks for blocks in lists if blocks is not None])
+
+    def frozen(self) -> BlockMaskMask:
+        if self.record is not None:
+            return self
+        block_mask = copy.copy(self.block_mask)
+        for name in _LISTS:
+            if (blocks := getattr(block_mask, name)) is not None:
+                setattr(block_mask, name, snapshot(blocks, captured=True))
+        now = from_block_mask(block_mask)  # others may have assigned another function or other lists
+        assert isinstance(now, BlockMaskMask)
+        return replace(now, record=current_record(now.fn))
 
     @property
     def depends_on_batch(self) -> bool:
@@ -184,9 +219,12 @@ class BlockMaskMask(FunctionMask):
         return full.to(index.device)[at] | (partial.to(index.device)[at] & super().evaluate(index))
 
     def __repr__(self) -> str:
-        # Either may be exchanged: the lists change in place, the function is assigned.
-        own = f"#{identity(self.block_mask)} #{identity(self.fn)}"
-        return f"from_block_mask(<{self.q_len}x{self.kv_len} {own}>)"
+        if self.record is None:
+            # Other lists and another function may be assigned.
+            return f"from_block_mask(<{self.q_len}x{self.kv_len} #{identity(self.block_mask)} #{identity(self.fn)}>)"
+        lists = [getattr(self.block_mask, name) for name in _LISTS]
+        numbers = " ".join(f"#{identity(blocks)}" for blocks in lists if blocks is not None)
+        return f"from_block_mask(<{self.q_len}x{self.kv_len} {self.block_mask.BLOCK_SIZE} {numbers} {self._name()}>)"
 
 
 def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
@@ -198,6 +236,11 @@ def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
     # One spare block swallows the unused slots.
     target = torch.where(slots < counts[..., None], indices.long(), blocks)
     return out.scatter_(-1, target, True)[..., :-1]
+
+
+def is_function_or_block_mask(value: Any) -> bool:
+    """Whether `as_mask` calls a user's function for this value."""
+    return (callable(value) or hasattr(value, "mask_mod")) and not isinstance(value, Mask | Tensor)
 
 
 def as_mask(value: Any) -> Mask:

@@ -41,8 +41,8 @@ class PlanCache:
             return found
 
     def put(self, key: Hashable, plan: Plan) -> None:
-        """Keep `plan` unless it alone exceeds the bound."""
-        if plan.bytes() > self._max_bytes:
+        """Keep `plan` unless its layouts alone exceed the bound; the latest is kept even if its mask exceeds it."""
+        if plan.bytes() - plan.mask_bytes() > self._max_bytes:
             return
         with self._lock:
             if key in self._plans:
@@ -56,7 +56,7 @@ class PlanCache:
             held_plans = list(self._plans.items())
         for held_key, held in reversed(held_plans):
             total += held.bytes()
-            if total > self._max_bytes:
+            if total > self._max_bytes and held is not plan:
                 with self._lock:
                     self._plans.pop(held_key, None)
 

@@ -17,13 +17,13 @@ from stof.layout.survey import Survey
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
 from stof.masks.dynamic import described
-from stof.masks.tensors import as_mask
+from stof.masks.tensors import DenseMask, as_mask, dense_view
 from stof.plans.buffers import OVERFLOW, WorkBuffers
 from stof.plans.calls import call_sizes_of
 from stof.plans.mask_buffers import BLOCK, fill_buffers, make_buffers, mask_signature, mask_tensors
 from stof.plans.plan import Plan
 from stof.runtime import streams
-from stof.runtime.memory import record_streams, tensors_on_host
+from stof.runtime.memory import capturing, record_streams, tensors_on_host
 from stof.runtime.streams import Update
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
 from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit
@@ -64,7 +64,7 @@ class DynamicPlan(Plan):
         if device.type == "cuda":
             with tensors_on_host():
                 self._buffers = make_buffers(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
-        self.update(mask)
+        self._take(mask)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies have memory of their own, filled from the present mask."""
@@ -90,13 +90,22 @@ class DynamicPlan(Plan):
 
         Raises:
             PlanMismatchError: a mask of another kind, or tensors of other shapes.
-            MaskError: elsewhere than on a GPU, indices or scores that mean nothing; on a GPU `check` reports them.
+            MaskError: elsewhere than on a GPU, indices or scores that mean nothing; on a GPU `check` reports them. The
+                same mask of `from_dense` again, or one while a CUDA graph is captured: it has a copy of its tensor.
         """
-        mask = as_mask(mask)
+        mask = _runtime_mask(mask)
+        if isinstance(mask, DenseMask) and mask.copied and (mask is self._mask or capturing(self.device)):
+            raise MaskError(
+                "masks.from_dense copied its tensor, so this update would not see what was or will be written to it; "
+                "give the bool tensor itself"
+            )
         if mask_signature(mask) != mask_signature(self._mask):
             raise PlanMismatchError(
                 f"this plan takes masks like {self._mask!r}, got {mask!r}; make another with stof.dynamic_plan"
             )
+        self._take(mask, stream)
+
+    def _take(self, mask: Mask, stream: torch.cuda.Stream | None = None) -> None:
         if self._buffers is None:
             mask.check(self.q_len, self.kv_len)  # one that means nothing leaves the plan as it was
             self._layout = None
@@ -104,23 +113,30 @@ class DynamicPlan(Plan):
             self._calls.clear()
         else:
             with torch.cuda.device(self.device):
-                capturing = torch.cuda.is_current_stream_capturing()
-                self._captured = self._captured or capturing
+                in_graph = torch.cuda.is_current_stream_capturing()
+                self._captured = self._captured or in_graph
                 current = streams.stream_id()
                 if stream is None:
-                    self._fill(self._buffers, mask, capturing, current)
-                    self._updates[capturing] = Update() if capturing else Update.here()
+                    self._fill(self._buffers, mask, in_graph, current)
+                    self._updates[in_graph] = Update() if in_graph else Update.here()
                 else:
                     stream.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(stream):
-                        self._fill(self._buffers, mask, capturing, current)
-                        self._updates[capturing] = Update.here()
+                        self._fill(self._buffers, mask, in_graph, current)
+                        self._updates[in_graph] = Update.here()
                     for tensor in mask_tensors(mask):
                         # Their memory may be given to others when the current stream has passed this point.
                         tensor.record_stream(stream)
-                    if self._replayed and not capturing:
-                        self._updates[capturing].join()  # replays of attention ask nobody
+                    if self._replayed and not in_graph:
+                        self._updates[in_graph].join()  # replays of attention ask nobody
         self._mask, self.geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
+
+    def forget_mask(self) -> None:
+        """Keep the shape of the present mask, a bool tensor on a GPU, and let go of its memory: lists are filled."""
+        assert isinstance(self._mask, DenseMask)
+        keep = self._mask.keep
+        self._mask = DenseMask(keep.new_zeros(()).expand(keep.shape))
+        self.geometry = self._origin = self._geometry_of(self._mask, (self.q_len, self.kv_len), self.device)
 
     def _fill(self, buffers: WorkBuffers, mask: Mask, capturing: bool, ordered: int) -> None:
         """Launch what writes the lists, behind what writes and reads them; see `Update.wait_for_calls`."""
@@ -296,6 +312,11 @@ class DynamicPlan(Plan):
         return f"DynamicPlan({self._mask!r}, q_len={self.q_len}, kv_len={self.kv_len}, device={str(self.device)!r})"
 
 
+def _runtime_mask(mask: Mask | Tensor) -> Mask:
+    """A mask; of a bool tensor one that reads it at each update."""
+    return dense_view(mask) if isinstance(mask, Tensor) else as_mask(mask)
+
+
 class _BufferGeometry(Geometry):
     """What the selector asks of buffers: as many tiles as can be told before the mask is known."""
 
@@ -338,7 +359,7 @@ def dynamic_plan(
         ShapeError: the mask does not fit the lengths, batch or heads.
         ArgumentError: a density outside 0 to 1, or more room than a plan can hold.
     """
-    mask = as_mask(mask)
+    mask = _runtime_mask(mask)
     kv_len = q_len if kv_len is None else kv_len
     check_lengths(q_len, kv_len)
     check_sizes(batch, heads)

@@ -16,8 +16,8 @@ from stof.masks.base import check_lengths, check_sizes
 from stof.plans.cache import PlanCache
 from stof.plans.plan import Plan
 from stof.plans.unsized import UnsizedPlan
-from stof.plans.used_masks import note_mask
-from stof.runtime.memory import refuse_capture, refuse_values
+from stof.plans.used_masks import present
+from stof.runtime.memory import refuse_capture
 from stof.selection import MaskGeometry
 
 # Calls of cached plans that are part of CUDA graphs. Replays read their memory, and nothing tells when a graph has
@@ -42,7 +42,7 @@ def make_plan(
     check_lengths(q_len, kv_len)
     if config is not None and not isinstance(config, LayoutConfig):
         raise ArgumentError(f"config is a stof.LayoutConfig or None, got {shown(config)}")
-    mask = mask.frozen()
+    mask = present(mask, device)
     if batch is None and (mask.batch != 1 or not mask.depends_on_batch):
         batch = mask.batch
     if heads is None and (mask.heads != 1 or not mask.depends_on_heads):
@@ -81,14 +81,11 @@ def make_sized_plan(
         raise DeviceError("a plan needs a device that holds data, got meta; give the device the calls will run on")
     check_sizes(batch, heads)
     key: Hashable = None
-    versions = mask.versions
-    if versions:
-        refuse_values(device)
-    note_mask(mask)
-    if versions is not None and row_order is None:
+    mask = present(mask, device)
+    if row_order is None:
         # The sizes matter only to masks that must be asked whether they depend on them.
         sizes = (batch, heads) if mask.depends_on_sizes else mask.dims(batch, heads)
-        key = (mask.key, versions, q_len, kv_len, sizes, str(device), config)
+        key = (mask.key, q_len, kv_len, sizes, str(device), config)
         found = plan_cache.get(key)
         if found is not None:
             return found

@@ -27,7 +27,7 @@ from stof.masks import Mask
 from stof.plans.calls import CallSizes, call_sizes_of, check_fit, check_rows
 from stof.plans.file import read_plan, write_plan
 from stof.plans.numbers import Numbered
-from stof.plans.used_masks import note_mask
+from stof.plans.used_masks import present
 from stof.runtime.memory import capturing, outside_graph_pool, refuse_capture, tensors_on_host
 from stof.selection import (
     IMPLEMENTATIONS,
@@ -54,9 +54,6 @@ from stof.validation import usable_device
 Decisions = dict[tuple[CallSpec, str | None], KernelChoice]
 # Bound calls that one plan stores: shapes and strides rarely vary under one pair of lengths.
 _MOST_CALLS = 64
-# Stands for the tensor versions of a mask that was changed before its plan was copied. No tensor has version -1, so the
-# copy counts as changed too.
-_CHANGED = (-1,)
 
 
 def call_key(
@@ -120,7 +117,6 @@ class Plan(Numbered):
         self.fixed = layout.config if layout is not None and device.type == "cuda" else None
         self.geometry: Geometry | None = geometry if layout is None else LayoutGeometry(layout)
         self._origin = geometry
-        self._versions: tuple[int, ...] | None = None if geometry is None else geometry.mask.versions
         self._layout = layout
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
         self._prepared: dict[KernelChoice, Any] = {}
@@ -135,14 +131,10 @@ class Plan(Numbered):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickles and copies, without stored calls and without the number by which compiled code finds it."""
-        # The tensors of a copy count their versions from 0 again.
-        versions = self._versions if self.mask is None or self._changed() else "unchanged"
-        return self.__dict__ | {"number": 0, "_first": None, "_versions": versions, "_calls": {}, "_in_graphs": set()}
+        return self.__dict__ | {"number": 0, "_first": None, "_calls": {}, "_in_graphs": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.mask is not None:
-            self._versions = self.mask.versions if state["_versions"] == "unchanged" else _CHANGED
         self._take_number()
 
     def __eq__(self, other: object) -> bool:
@@ -239,7 +231,7 @@ class Plan(Numbered):
 
     def better_token_order(self, call: CallSpec) -> TokenOrder | None:
         """Return an order of the tokens that computes less, see `stof.explain`; None without the plan's mask."""
-        if self._origin is None or self._changed() or self.fixed is not None:
+        if self._origin is None or self._origin.mask.changed() or self.fixed is not None:
             return None
         return better_token_order(
             self._origin, call, self.device, layout=None if self.device.type == "cuda" else self.layout
@@ -317,14 +309,11 @@ class Plan(Numbered):
         self._check_unchanged()
         return self.geometry.build(config, row_order)
 
-    def _changed(self) -> bool:
-        return self.mask is not None and self.mask.versions != self._versions
-
     def _check_unchanged(self) -> None:
-        """Raise if the mask's tensors were written to after the plan was made: its layouts would differ."""
-        if self._changed():
+        """Raise if the mask's functions do other than when the plan was made: its layouts would differ."""
+        if self.mask is not None and self.mask.changed():
             raise MaskError(
-                "the tensors of this plan's mask were changed in place after the plan was made; make another plan, or "
+                "what a mask function of this plan reads was changed after the plan was made; make another plan, or "
                 "use stof.dynamic_plan for masks that change"
             )
 
@@ -342,7 +331,7 @@ class Plan(Numbered):
 
         Raises:
             ArgumentError: fewer than 0 rows, or a plan read from a file without a mask given.
-            MaskError: the tensors of the plan's own mask were changed since.
+            MaskError: what a function of the plan's own mask reads was changed since.
             ShapeError: the mask does not fit the new lengths.
         """
         check_rows(rows)
@@ -353,7 +342,7 @@ class Plan(Numbered):
             self._check_unchanged()
             mask = origin.mask
         else:
-            mask = mask.frozen()
+            mask = present(mask, self.device)
         mask.check(self.q_len + rows, self.kv_len + rows)
         sizes = (self.mask_batch, self.mask_heads) if origin is None else (origin.batch, origin.heads)
         lengths = (self.q_len + rows, self.kv_len + rows)
@@ -361,7 +350,6 @@ class Plan(Numbered):
 
         own = self.mask_text if origin is None and "<" not in self.mask_text else origin and origin.mask.key
         if mask.key != own or self.permuted_rows:  # another number of rows needs another row order
-            note_mask(mask)
             refuse_capture(self.device)
             return Plan.of_mask(geometry, self.fixed)
         grown = functools.partial(
@@ -384,13 +372,18 @@ class Plan(Numbered):
         return statistics(self.layout)
 
     def bytes(self) -> int:
-        """Return the bytes of all layouts and of everything prepared from them."""
+        """Return the bytes of all layouts, of everything prepared from them, and of tensors that the mask holds."""
         # list() copies: another thread may add an entry meanwhile.
         layouts = list(self._layouts.values()) + ([] if self._layout is None else [self._layout])
         tensors = [tensor for layout in layouts for tensor in layout.tensors().values()]
         for prepared in list(self._prepared.values()):
             tensors += tensors_of(prepared)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in tensors) + self.mask_bytes()
+
+    def mask_bytes(self) -> int:
+        """Return the bytes of the tensors that the mask holds."""
+        copies = [] if self.mask is None else self.mask.copies()
+        return sum(copy.untyped_storage().nbytes() for copy in copies)
 
     def to_dense(self) -> Tensor:
         """Return the mask as a tensor, bool `[mask_batch, mask_heads, q_len, kv_len]`."""

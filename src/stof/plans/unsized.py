@@ -14,6 +14,7 @@ from stof.layout import Layout
 from stof.masks import Mask
 from stof.plans.calls import CallSizes, check_rows
 from stof.plans.plan import Plan
+from stof.plans.used_masks import present
 
 
 class UnsizedPlan(Plan):
@@ -33,7 +34,6 @@ class UnsizedPlan(Plan):
         self._mask, self._make = mask, make
         self._plans: dict[tuple[int, int], Plan] = {}
         super().__init__(repr(mask), lengths, (0, 0), device, call_sizes=call_sizes)
-        self._versions = mask.versions
 
     @property
     def mask(self) -> Mask:
@@ -68,7 +68,7 @@ class UnsizedPlan(Plan):
             self._check_unchanged()
             mask = self._mask
         else:
-            mask = mask.frozen()
+            mask = present(mask, self.device)
         lengths = (self.q_len + rows, self.kv_len + rows)
         return UnsizedPlan(mask, lengths, self.device, (self.batch, self.heads), self._make)
 

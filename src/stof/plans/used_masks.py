@@ -1,4 +1,4 @@
-"""Which masks a stretch of code uses: a captured CUDA graph replays under the values that their tensors had."""
+"""Which masks a stretch of code uses: a captured CUDA graph replays under the values that they had."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stof.masks import Mask
+import torch
 
-# A mask, and the versions of its tensors.
-UsedMask = tuple[Mask, tuple[int, ...]]
+from stof.masks import Mask
+from stof.runtime.memory import refuse_values
+
+# A mask that may change, and the frozen mask that it was.
+UsedMask = tuple[Mask, Mask]
 _USED = threading.local()
 
 
 @contextmanager
 def noting_masks() -> Iterator[list[UsedMask]]:
-    """Note the masks with tensors in them under which this thread calls attention."""
+    """Note the masks that may change under which this thread calls attention."""
     before, _USED.masks = getattr(_USED, "masks", None), []
     try:
         yield _USED.masks
@@ -23,7 +26,16 @@ def noting_masks() -> Iterator[list[UsedMask]]:
         _USED.masks = before
 
 
-def note_mask(mask: Mask) -> None:
-    """Note that a mask is used, where anyone wants to know."""
-    if (used := getattr(_USED, "masks", None)) is not None and (versions := mask.versions):
-        used.append((mask, versions))
+def present(mask: Mask, device: torch.device) -> Mask:
+    """The frozen mask of one that may change; both are noted where anyone wants to know.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured on this device, whose owner does not check masks.
+    """
+    if not mask.may_change:
+        return mask
+    refuse_values(device)
+    frozen = mask.frozen()
+    if (used := getattr(_USED, "masks", None)) is not None:
+        used.append((mask, frozen))
+    return frozen

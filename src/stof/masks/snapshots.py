@@ -1,0 +1,91 @@
+"""Copies of tensors that masks keep: a tensor's identity or version does not prove its values.
+
+PyTorch does not count writes by CUDA graphs, by compiled code that reuses a tensor object, or through `.data` and
+`.numpy()`. So masks copy the tensors they are made of, and compare a tensor with its copy where they read it again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stof.errors import MaskError
+from stof.runtime.locks import ForkSafeLock
+from stof.runtime.memory import in_capture
+
+_NUMBERS = WeakIdKeyDictionary()
+# By the number of the tensor that was copied.
+_SNAPSHOTS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+_LOCK = ForkSafeLock()
+
+
+def identity(value: object) -> int:
+    """A random number for an object that has no value of its own (a tensor, a function), the same while it lives.
+
+    Random, not counted: a key or a handle that another process saved must not name an object of this one.
+    """
+    try:
+        number = _NUMBERS.get(value)
+        if number is None:
+            number = _NUMBERS.setdefault(value, secrets.randbits(60))
+    except TypeError:
+        raise MaskError(
+            f"{type(value).__name__} objects cannot be told apart over time (no weak references); wrap it in a function"
+        ) from None
+    return int(number)
+
+
+def snapshot(tensor: Tensor, *, captured: bool = False) -> Tensor:
+    """A copy of a strided tensor's present values; the same copy while they stay equal and somebody holds it.
+
+    On a GPU the comparison waits for the device, so there is none while a CUDA graph is captured.
+
+    Args:
+        tensor: what to copy.
+        captured: during a capture return the last copy; whoever captures checks the values later.
+    """
+    number, capturing = identity(tensor), in_capture()
+    with _LOCK:  # threads that copy one tensor get one copy
+        last = _SNAPSHOTS.get(number)
+        if last is not None and ((captured and capturing) or (not capturing and same_bits(tensor, last))):
+            return last
+        copy = _SNAPSHOTS[number] = copy_of(tensor)
+    return copy
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy without gradients; dimensions that were expanded stay expanded."""
+    return _compact(tensor.detach()).clone().expand(tensor.shape)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same type, shape, dtype, device and bits; NaN equals NaN."""
+    if type(a) is not type(b) and not isinstance(a, torch.nn.Parameter):
+        return False
+    if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout) or a.layout != torch.strided:
+        return False
+    if _expanded(a) == _expanded(b):
+        a, b = _compact(a), _compact(b)
+    return torch.equal(_words(a), _words(b))
+
+
+def _expanded(tensor: Tensor) -> list[int]:
+    return [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """A view of the elements that lie in memory once."""
+    for dim in _expanded(tensor):
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The memory of a tensor in the widest integers that divide it: bool tensors compare 8 times as fast so."""
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    aligned = data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0
+    return data.view(torch.int64) if aligned else data
