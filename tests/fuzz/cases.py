@@ -263,10 +263,12 @@ class _Drawing:
         return [*lines, f"mask = stof.plan(mask, {own}{sizes}, device=device).extended({rows})"], call
 
     def _written(self, term: Term, lines: list[str], call: list[str]) -> tuple[list[str], list[str]]:
-        """A dense mask that is written to between two calls."""
+        """A bool tensor that is written to between two calls, if PyTorch counts it or not; masks keep its values."""
         assert self.case.keep is not None
-        self.case.keep = ~self.case.keep
-        return lines, [*call, f"{term.writable}.logical_not_()", *call]
+        if lines == [f"mask = {term.writable}"]:
+            self.case.keep = ~self.case.keep
+        write = self.draw.choice(["{0}.logical_not_()", "{0}.data.logical_not_()", "{0}.data = ~{0}"])
+        return lines, [*call, write.format(term.writable), *call]
 
     def _dynamic(self, term: Term, lines: list[str], call: list[str]) -> tuple[list[str], list[str]]:
         lines = [*lines, f"mask = stof.dynamic_plan(mask, {self.lengths}, {self.both}, device=device)"]

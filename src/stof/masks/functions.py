@@ -45,6 +45,7 @@ class _Known:
     """What is known of a mask function.
 
     Attributes:
+        code: of the function, which tools that reload modules assign.
         traits: found by tracing it.
         at: the score it was traced at.
         elementwise: whether to call it on broadcast tensors; else under vmap.
@@ -53,6 +54,7 @@ class _Known:
             the lengths.
     """
 
+    code: CodeType | None
     traits: Traits
     at: list[Tensor]
     elementwise: bool
@@ -151,7 +153,7 @@ class FunctionMask(Mask):
         `index` holds tensors or ranges of queries and keys. Scores are compared at first, and again for lengths of
         another power of two.
         """
-        known: _Known | None = _KNOWN.get(self.fn)
+        known = _known_before(self.fn)
         ranges = isinstance(index.q, Range)
         key = (ranges, index.q_len.bit_length(), index.kv_len.bit_length())
         # Scores compared in ranges will do for tensors too.
@@ -186,15 +188,31 @@ class FunctionMask(Mask):
 
     def _name(self) -> str:
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
-        return f"{name} #{identity(self.fn)}" + ("" if self.record is None else f".{self.record.number}")
+        state = "" if self.record is None else f".{self.record.number}"
+        if not reads_state(self.fn):  # tools that reload modules assign the code of functions
+            state = f".{identity(self.fn.__code__)}"
+        return f"{name} #{identity(self.fn)}{state}"
 
     def __repr__(self) -> str:
         return f"from_function(<{self._name()}>)"
 
 
+def _code_of(fn: MaskFunction) -> CodeType | None:
+    return getattr(fn, "__code__", None)
+
+
+def _known_before(fn: MaskFunction) -> _Known | None:
+    """What is known of a function, if it was traced."""
+    known: _Known | None = _KNOWN.get(fn)
+    if known is not None and known.code is not _code_of(fn):
+        _KNOWN.pop(fn, None)
+        return None
+    return known
+
+
 def _known(fn: MaskFunction, device: torch.device | str = "cpu") -> _Known | None:
     """What is known of a function, traced at score 0 if nothing is; None where that raises."""
-    known: _Known | None = _KNOWN.get(fn)
+    known = _known_before(fn)
     if known is None:
         # The tensors that the function reads may be on another device.
         places = [torch.device(device), torch.device("cpu"), torch.accelerator.current_accelerator(True)]
@@ -209,11 +227,13 @@ def _known(fn: MaskFunction, device: torch.device | str = "cpu") -> _Known | Non
 
 def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
     """What is known of a function, traced at one score if nothing is."""
-    known: _Known | None = _KNOWN.get(fn)
+    known = _known_before(fn)
     if known is None:
         with _errors_of(fn):
             traits = traits_of(fn, at)
-        made = _Known(traits, at, elementwise=traits.obstacle is None, closed_form=traits.obstacle is None)
+        made = _Known(
+            _code_of(fn), traits, at, elementwise=traits.obstacle is None, closed_form=traits.obstacle is None
+        )
         known = _KNOWN.setdefault(fn, made)
         if made is known and not made.elementwise:
             _warn_slow(fn, made.traits.obstacle or "")
