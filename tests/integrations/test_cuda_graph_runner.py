@@ -215,9 +215,9 @@ def test_replays_know_the_masks_and_attributes_they_were_made_under() -> None:
 
 
 def test_replays_know_the_values_of_masks_that_are_tensors() -> None:
-    """In attributes and elsewhere: written in place, they are other masks."""
-    keep = torch.ones(6, 6, dtype=torch.bool)
-    inside, outside = masks.from_dense(keep), masks.from_dense(keep.clone())
+    """In attributes and elsewhere: written in place, counted by PyTorch or not, they are other masks."""
+    keep, words = torch.ones(6, 6, dtype=torch.bool), torch.full((6, 1), 63, dtype=torch.int32)
+    inside, outside = masks.from_function(lambda b, h, q, kv: keep[q, kv]), masks.from_bits(words, 6)
 
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -238,9 +238,9 @@ def test_replays_know_the_values_of_masks_that_are_tensors() -> None:
     calls = CudaGraphRunner(module, module, recorder=recorder, device_type="cpu")
     x = torch.randn(1, 1, 6, 4)
     with torch.no_grad():
-        for number, mask in enumerate((None, inside, outside)):
-            if mask is not None:
-                mask.keep[:, :3] = False
+        writes = [lambda: None, lambda: keep.data[:, :3].fill_(False), lambda: words.data.fill_(56)]
+        for number, write in enumerate(writes):
+            write()
             for _ in range(4):
                 torch.testing.assert_close(calls(x), module(x), rtol=0, atol=0)
             assert recorder.made == number + 1

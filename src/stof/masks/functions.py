@@ -80,12 +80,22 @@ class FunctionMask(Mask):
 
     Attributes:
         record: what the function did when the mask was frozen, else None.
+        name: part of the key.
     """
 
     fn: MaskFunction
     q_len: int | None = None
     kv_len: int | None = None
     record: Record | None = None
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
+        state = "" if self.record is None else f".{self.record.number}"
+        if not reads_state(self.fn):  # tools that reload modules assign the code of functions
+            state = f".{identity(self.fn.__code__)}"
+        object.__setattr__(self, "name", f"{name} #{identity(self.fn)}{state}")  # the dataclass is frozen
+        super().__post_init__()
 
     def _reads_others(self) -> bool:
         return self.record is None and reads_state(self.fn)
@@ -186,15 +196,8 @@ class FunctionMask(Mask):
             return False
         return not bool(((kept.empty & expected) | (kept.full & ~expected)).any())
 
-    def _name(self) -> str:
-        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
-        state = "" if self.record is None else f".{self.record.number}"
-        if not reads_state(self.fn):  # tools that reload modules assign the code of functions
-            state = f".{identity(self.fn.__code__)}"
-        return f"{name} #{identity(self.fn)}{state}"
-
     def __repr__(self) -> str:
-        return f"from_function(<{self._name()}>)"
+        return f"from_function(<{self.name}>)"
 
 
 def _code_of(fn: MaskFunction) -> CodeType | None:

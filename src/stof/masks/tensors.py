@@ -224,7 +224,7 @@ class BlockMaskMask(FunctionMask):
             return f"from_block_mask(<{self.q_len}x{self.kv_len} #{identity(self.block_mask)} #{identity(self.fn)}>)"
         lists = [getattr(self.block_mask, name) for name in _LISTS]
         numbers = " ".join(f"#{identity(blocks)}" for blocks in lists if blocks is not None)
-        return f"from_block_mask(<{self.q_len}x{self.kv_len} {self.block_mask.BLOCK_SIZE} {numbers} {self._name()}>)"
+        return f"from_block_mask(<{self.q_len}x{self.kv_len} {self.block_mask.BLOCK_SIZE} {numbers} {self.name}>)"
 
 
 def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
