@@ -163,9 +163,6 @@ class Sized:
         lock.release()
         return self.size
 
-    def mask_bytes(self) -> int:
-        return 0
-
 
 def test_plans_that_grow_count_with_their_new_size_and_are_measured_without_the_lock() -> None:
     cache: PlanCache = PlanCache(max_entries=4, max_bytes=10)
@@ -178,7 +175,7 @@ def test_plans_that_grow_count_with_their_new_size_and_are_measured_without_the_
     assert [*cache._plans] == [2, 3], "the least recently used go first"
     assert cache.info().bytes == 9
     cache.put(4, Sized(11, cache))
-    assert [*cache._plans] == [2, 3], "larger than the bound"
+    assert [*cache._plans] == [4], "the latest stays"
     for n in range(5, 10):
         cache.put(n, Sized(0, cache))
     assert len(cache._plans) == 4

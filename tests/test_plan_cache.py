@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import weakref
 from collections.abc import Callable
@@ -141,9 +142,28 @@ def test_cache_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         stof.plan(masks.sliding_window(n), 100)
         assert cache.info().bytes <= 3 * size
     assert 1 <= cache.info().entries <= 3
-    before = cache.info()
-    stof.plan(masks.sliding_window(3), 3000)  # alone above the bound: not kept, and pushes nothing out
-    assert cache.info().entries == before.entries
+    large = stof.plan(masks.sliding_window(3), 3000)  # alone above the bound: nothing else is kept
+    assert stof.plan(masks.sliding_window(3), 3000) is large
+    assert cache.info().entries == 1
+    stof.plan(masks.sliding_window(0), 100)
+    assert cache.info().bytes == size
+
+
+def test_cache_counts_what_masks_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server makes new bool tensors in every step."""
+    cache = cache_of(100, 10 * 256 * 256, monkeypatch)
+    x = torch.randn(1, 1, 256, 8)
+    copies = []
+    for n in range(40):
+        keep = (torch.arange(256)[:, None] - torch.arange(256)).abs() <= n
+        stof.attention(x, x, x, keep)
+        plan = next(reversed(cache._plans.values()))
+        assert plan.mask is not None
+        copies.append(weakref.ref(plan.mask.copies()[0]))
+    del plan
+    gc.collect()
+    assert sum(copy() is not None for copy in copies) < 10
+    assert cache.info().bytes <= 10 * 256 * 256
 
 
 def test_cache_counts_what_plans_grow_by(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,39 @@ def launch(
 
 
 @app.command(cls=CheckedCommand)
+def direct(
+    dtype: _Dtype = "",
+    device: _Device = "",
+    lengths: Annotated[str, typer.Option(help="Tokens, separated by spaces; default by device.")] = "",
+    heads: Annotated[int, typer.Option(min=1)] = 16,
+    head_dim: Annotated[int, typer.Option(min=16)] = 64,
+    output: _Output = None,
+) -> None:
+    """Time eager attention under a bool tensor that is read in every call, beside plans and SDPA."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from benchmarks.attention.direct_masks import direct_rows
+    from benchmarks.results_io import provenance, write_json
+    from stof.tuning.machine import device_name
+
+    must_be_writable(output)
+    where, precision = _place(device, dtype)
+    wanted = integers("--lengths", lengths or ("1024 4096 8192" if where.type == "cuda" else "512 2048"))
+    table = Table("mask", "tokens", "given as", "us", "host us", title=f"Eager calls on {device_name(where)}")
+    rows = []
+    for row in direct_rows(where, precision, wanted, heads, head_dim):
+        rows.append(row)
+        table.add_row(
+            row.mask, str(row.length), row.how, f"{row.us:.0f}", "" if row.host_us is None else f"{row.host_us:.0f}"
+        )
+        if output is not None:
+            write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
+    table_console().print(table)
+
+
+@app.command(cls=CheckedCommand)
 def build(
     device: _Device = "",
     length: Annotated[int | None, typer.Option(min=256, help="Tokens of the masks made at run time.")] = None,

@@ -56,7 +56,8 @@ def plan(
 ) -> Plan:
     """Compile a mask once, to run it many times.
 
-    Plans of equal masks, lengths and device are cached (128 plans, 256 MiB, least recently used dropped).
+    A plan keeps the values that the mask's tensors have now. Plans of equal masks, lengths and device are cached (128
+    plans, 256 MiB with the tensors of their masks, least recently used dropped).
 
     Args:
         mask: a mask from `stof.masks`, a bool tensor, a FlexAttention `BlockMask`, a function or text.
@@ -147,7 +148,7 @@ def attention(
         k: keys `[B, Hkv, Skv, D]`, same dtype and device; `H` is a multiple of `Hkv`.
         v: values `[B, Hkv, Skv, Dv]`.
         mask_or_plan: what each query sees: a mask (compiled and cached by value), a plan from `stof.plan`, a bool
-            tensor, a FlexAttention `BlockMask`, a mask function, text, or None for everything.
+            tensor (read in every call), a FlexAttention `BlockMask`, a mask function, text, or None for everything.
         scale: factor on the scores, default `1 / sqrt(D)`.
         bias: added to the scores, broadcastable to `[B, H, Sq, Skv]` (T5 position bias, ALiBi).
         softcap: scores become `softcap * tanh(score / softcap)` before the bias is added.

@@ -15,6 +15,7 @@ from stof import masks
 from stof.errors import MaskError
 from stof.layout import bitmaps as bits
 from stof.masks import Mask
+from stof.masks.tensors import dense_view
 from stof.testing import assert_attention, make_inputs
 from tests.gpu.test_triton import random_inputs
 
@@ -51,7 +52,7 @@ def mask_of(kind: str, tensors: tuple[Tensor, ...]) -> Mask:
             return masks.block_topk(tensors[0], 5, causal=True)
         case "bits":
             return masks.from_bits(tensors[0], LENGTH)
-    return masks.from_dense(tensors[0])
+    return dense_view(tensors[0])
 
 
 def check(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> None:

@@ -22,9 +22,17 @@ class CacheInfo:
 
 
 class PlanCache:
-    """Least recently used plans, bounded in number and in bytes; safe to use from several threads."""
+    """Least recently used plans, bounded in number and in bytes; safe to use from several threads.
 
-    def __init__(self, max_entries: int, max_bytes: int) -> None:
+    Args:
+        max_entries, max_bytes: the bounds.
+        parent: a cache that clears this one too.
+    """
+
+    def __init__(self, max_entries: int, max_bytes: int, parent: PlanCache | None = None) -> None:
+        self._children: list[PlanCache] = []
+        if parent is not None:
+            parent._children.append(self)
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._lock = ForkSafeLock()
@@ -41,9 +49,7 @@ class PlanCache:
             return found
 
     def put(self, key: Hashable, plan: Plan) -> None:
-        """Keep `plan` unless its layouts alone exceed the bound; the latest is kept even if its mask exceeds it."""
-        if plan.bytes() - plan.mask_bytes() > self._max_bytes:
-            return
+        """Keep `plan`, and drop the least recently used ones beyond the bounds; the latest stays whatever its size."""
         with self._lock:
             if key in self._plans:
                 return
@@ -63,6 +69,8 @@ class PlanCache:
     def clear(self) -> None:
         """Drop all plans, and what is known of mask functions."""
         forget_functions()
+        for cache in self._children:
+            cache.clear()
         with self._lock:
             self._plans.clear()
             self._hits = self._misses = 0

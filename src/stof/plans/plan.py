@@ -378,12 +378,9 @@ class Plan(Numbered):
         tensors = [tensor for layout in layouts for tensor in layout.tensors().values()]
         for prepared in list(self._prepared.values()):
             tensors += tensors_of(prepared)
-        return sum(t.numel() * t.element_size() for t in tensors) + self.mask_bytes()
-
-    def mask_bytes(self) -> int:
-        """Return the bytes of the tensors that the mask holds."""
         copies = [] if self.mask is None else self.mask.copies()
-        return sum(copy.untyped_storage().nbytes() for copy in copies)
+        held = sum(copy.untyped_storage().nbytes() for copy in copies)
+        return held + sum(t.numel() * t.element_size() for t in tensors)
 
     def to_dense(self) -> Tensor:
         """Return the mask as a tensor, bool `[mask_batch, mask_heads, q_len, kv_len]`."""

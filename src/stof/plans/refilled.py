@@ -5,20 +5,19 @@ Calls under tensors of one shape share a dynamic plan, which each of them refill
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from stof.masks.tensors import dense_view
+from stof.plans.cache import PlanCache
 from stof.plans.dynamic import DynamicPlan
+from stof.plans.make import plan_cache
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.memory import outside_graph_pool
 
-# Plans kept, and their bytes; the latest is kept in any case.
-_MOST_PLANS, _MOST_BYTES = 16, 2**28
-_PLANS: OrderedDict[Hashable, DynamicPlan] = OrderedDict()
+refilled_plans = PlanCache(max_entries=16, max_bytes=2**28, parent=plan_cache)
 _LOCK = ForkSafeLock(reentrant=True)
 
 
@@ -39,25 +38,14 @@ def refilled_plan(keep: Tensor, q: Tensor, k: Tensor, *, fill: bool = True) -> I
     mask = dense_view(keep)
     key = (keep.shape, q.shape[:3], k.shape[2], q.device)
     with _LOCK:
-        plan = _PLANS.pop(key, None)
+        plan = refilled_plans.get(key)
         if plan is None:
             mask.check(q.shape[2], k.shape[2])
             sizes = (q.shape[2], k.shape[2]), (q.shape[0], q.shape[1])
             plan = outside_graph_pool(q.device, lambda: DynamicPlan(mask, *sizes, q.device, None))
-        elif fill:
+            refilled_plans.put(key, plan)
+        assert isinstance(plan, DynamicPlan)
+        if fill:
             plan.update(keep)
         plan.forget_mask()
-        _PLANS[key] = plan
-        _drop_oldest()
         yield plan
-
-
-def forget_refilled_plans() -> None:
-    """Drop all plans."""
-    with _LOCK:
-        _PLANS.clear()
-
-
-def _drop_oldest() -> None:
-    while len(_PLANS) > 1 and (len(_PLANS) > _MOST_PLANS or sum(p.bytes() for p in _PLANS.values()) > _MOST_BYTES):
-        _PLANS.popitem(last=False)

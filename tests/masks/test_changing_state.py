@@ -1,0 +1,302 @@
+"""What masks read may change between calls, wherever it is kept and whoever writes to it: results follow."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
+
+import stof
+from stof import masks
+from stof.errors import MaskFunctionError
+from stof.testing import assert_attention, make_inputs
+
+LENGTH, HEADS = 40, 2
+INPUTS = make_inputs(batch=1, heads=HEADS, q_len=LENGTH, kv_len=LENGTH, head_dim=16).qkv
+AT = torch.arange(LENGTH)
+GLOBAL: Any = 0
+
+# A mask function, and what sets the width of its window.
+Changing = tuple[Callable[..., Tensor], Callable[[int], object]]
+
+
+def window(q: Tensor, kv: Tensor, width: Any) -> Tensor:
+    return (q >= kv) & (q - kv < width)
+
+
+def keep_of(width: int) -> Tensor:
+    return window(AT[:, None], AT, width)
+
+
+def closure() -> Changing:
+    width: Any = 1
+
+    def assign(to: int) -> None:
+        nonlocal width
+        width = to
+
+    return lambda b, h, q, kv: window(q, kv, width), assign
+
+
+def closure_of_a_helper() -> Changing:
+    width: Any = 1
+
+    def helper(q: Tensor, kv: Tensor) -> Tensor:
+        return window(q, kv, width)
+
+    def assign(to: int) -> None:
+        nonlocal width
+        width = to
+
+    return lambda b, h, q, kv: helper(q, kv), assign
+
+
+def global_name() -> Changing:
+    def assign(to: int) -> None:
+        global GLOBAL
+        GLOBAL = to
+
+    return lambda b, h, q, kv: (q >= kv) & (q - kv < GLOBAL), assign
+
+
+def default() -> Changing:
+    def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, width: int = 1) -> Tensor:
+        return window(q, kv, width)
+
+    return fn, lambda to: setattr(fn, "__defaults__", (to,))
+
+
+def keyword_default() -> Changing:
+    def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, width: int = 1) -> Tensor:
+        return window(q, kv, width)
+
+    return fn, lambda to: fn.__kwdefaults__.update(width=to)
+
+
+def code() -> Changing:
+    def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q >= kv
+
+    def assign(to: int) -> None:
+        source = f"lambda b, h, q, kv: (q >= kv) & (q - kv < {to})"
+        fn.__code__ = eval(source).__code__
+
+    return fn, assign
+
+
+def item_of_a_list() -> Changing:
+    values = [1]
+    return lambda b, h, q, kv: window(q, kv, values[0]), lambda to: values.__setitem__(0, to)
+
+
+def partial_of_a_dict() -> Changing:
+    values = {"width": 1}
+    fn = functools.partial(lambda values, b, h, q, kv: window(q, kv, values["width"]), values)
+    return fn, lambda to: values.update(width=to)
+
+
+def nested_attribute() -> Changing:
+    config = SimpleNamespace(attention=SimpleNamespace(width=1))
+    return lambda b, h, q, kv: window(q, kv, config.attention.width), lambda to: setattr(config.attention, "width", to)
+
+
+def bound_method() -> Changing:
+    class Window:
+        width = 1
+
+        def mask(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return window(q, kv, self.width)
+
+    held = Window()
+    mask = held.mask  # bound methods are made anew when they are asked for
+    return mask, lambda to: setattr(Window, "width", to)
+
+
+def callable_object() -> Changing:
+    class Window:
+        def __init__(self) -> None:
+            self.widths = (1, 2)
+
+        @property
+        def width(self) -> int:
+            return self.widths[0]
+
+        def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return window(q, kv, self.width)
+
+    held = Window()
+    return held, lambda to: setattr(held, "widths", (to, 2))
+
+
+def buffer_of_a_module() -> Changing:
+    module = nn.Module()
+    module.register_buffer("width", torch.tensor([1]))
+    return lambda b, h, q, kv: window(q, kv, module.width[0]), lambda to: module.width.fill_(to)  # type: ignore
+
+
+def array() -> Changing:
+    values = np.array([1])
+    return lambda b, h, q, kv: window(q, kv, int(values[0])), lambda to: values.__setitem__(0, to)
+
+
+def memory_of_an_array() -> Changing:
+    values = np.array([1])
+    tensor = torch.from_numpy(values)
+    return lambda b, h, q, kv: window(q, kv, tensor[0]), lambda to: values.__setitem__(0, to)
+
+
+def written(write: Callable[[Tensor, int], object]) -> Callable[[], Changing]:
+    def make() -> Changing:
+        width = torch.tensor([1])
+        return lambda b, h, q, kv: window(q, kv, width[0]), lambda to: write(width, to)
+
+    return make
+
+
+def table(write: Callable[[Tensor, Tensor], object]) -> Callable[[], Changing]:
+    def make() -> Changing:
+        keep = keep_of(1)
+        return lambda b, h, q, kv: keep[q, kv], lambda to: write(keep, keep_of(to))
+
+    return make
+
+
+def reduced() -> Changing:
+    """Not elementwise: evaluated under vmap."""
+    offsets = torch.arange(3)
+    return lambda b, h, q, kv: ((q - offsets) == kv).any(), lambda to: offsets.copy_(torch.arange(3).clamp(max=to - 1))
+
+
+STATES: dict[str, Callable[[], Changing]] = {
+    **{f.__name__: f for f in (
+        closure, closure_of_a_helper, global_name, default, keyword_default, code, item_of_a_list, partial_of_a_dict,
+        nested_attribute, bound_method, callable_object, buffer_of_a_module, array, memory_of_an_array,
+    )},
+    "counted write": written(lambda width, to: width.fill_(to)),
+    "write through .data": written(lambda width, to: width.data.fill_(to)),
+    "write through a NumPy view": written(lambda width, to: width.numpy().fill(to)),
+    "assigned .data": written(lambda width, to: setattr(width, "data", torch.tensor([to]))),
+    "table": table(lambda keep, to: keep.copy_(to)),
+    "table, assigned .data": table(lambda keep, to: setattr(keep, "data", to)),
+}  # fmt: skip
+GIVEN: dict[str, Callable[[Any], Any]] = {
+    "function": lambda fn: fn,
+    "mask": masks.from_function,
+    "composed": lambda fn: masks.from_function(fn) & masks.causal(),
+    "block mask": lambda fn: create_block_mask(
+        lambda b, h, q, kv: fn(b, h, q, kv) | (q < 0), None, None, LENGTH, LENGTH, device="cpu"
+    ),
+}
+
+
+def drawn(draw: random.Random) -> int:
+    return draw.randint(1, 3)
+
+
+@pytest.mark.parametrize(("state", "given"), [(s, g) for s in STATES for g in GIVEN if s != "code" or g == "function"])
+def test_functions_follow_what_they_read(state: str, given: str) -> None:
+    draw = random.Random(f"{state} {given}")
+    fn, change = STATES[state]()
+    change(3)  # the block lists of a BlockMask stay as they are: the widest window
+    mask = GIVEN[given](fn)
+    for _ in range(4):
+        width = drawn(draw)
+        change(width)
+        out, lse = stof.attention(*INPUTS, mask, return_lse=True)
+        assert_attention(out, lse, *INPUTS, keep_of(width))
+
+
+def test_reduced_functions_follow_what_they_read() -> None:
+    fn, change = reduced()
+    for width in (1, 3, 2):
+        change(width)
+        out, lse = stof.attention(*INPUTS, fn, return_lse=True)
+        assert_attention(out, lse, *INPUTS, keep_of(width))
+
+
+@pytest.mark.parametrize("state", ["closure", "nested_attribute", "counted write", "assigned .data", "table"])
+def test_compiled_code_follows_what_functions_read(state: str) -> None:
+    torch._dynamo.reset()
+    fn, change = STATES[state]()
+    mask = masks.from_function(fn)
+    compiled = torch.compile(lambda q, k, v: stof.attention(q, k, v, mask), backend="aot_eager", fullgraph=True)
+    draw = random.Random(state)
+    for _ in range(4):
+        width = drawn(draw)
+        change(width)
+        assert_attention(compiled(*INPUTS), None, *INPUTS, keep_of(width))
+
+
+@pytest.mark.parametrize("write", ["copy_", "data.copy_", "assign"])
+def test_masks_of_index_lists_follow_their_tensors(write: str) -> None:
+    columns, distances = torch.tensor([0, 7, 20]), torch.tensor([0, 1, 5])
+    scores = torch.randn(3, 3)
+    words = torch.randint(-(2**31), 2**31, (LENGTH, 2)).int()
+    cases: list[tuple[Any, list[Tensor], list[Tensor]]] = [
+        (masks.vertical_slash(columns, distances), [columns, distances], [columns + 1, distances + 2]),
+        (masks.block_topk(scores, 1, block_size=16), [scores], [-scores]),
+        (masks.from_bits(words, LENGTH) | masks.causal(), [words], [~words]),
+    ]
+    for mask, tensors, others in cases:
+        before = mask.to_dense(LENGTH)
+        assert_attention(stof.attention(*INPUTS, mask), None, *INPUTS, before)
+        for old, new in zip(tensors, others, strict=True):
+            if write == "assign":
+                old.data = new
+            else:
+                (old.data if write == "data.copy_" else old).copy_(new)
+        after = mask.to_dense(LENGTH)
+        assert not torch.equal(before, after)
+        assert_attention(stof.attention(*INPUTS, mask), None, *INPUTS, after)
+
+
+def test_block_lists_and_functions_that_are_assigned() -> None:
+    block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu")
+    q, k, v = make_inputs(batch=1, heads=1, q_len=256, kv_len=256, head_dim=16).qkv
+    at = torch.arange(256)
+    causal = at[:, None] >= at
+    assert_attention(stof.attention(q, k, v, block_mask), None, q, k, v, causal)
+    block_mask.mask_mod = lambda b, h, q, kv: q - kv >= 3
+    block_mask.full_kv_num_blocks = torch.zeros_like(block_mask.full_kv_num_blocks)
+    rows = block_mask.kv_num_blocks[0, 0].repeat_interleave(128)
+    assert rows.tolist() == [1] * 256
+    near = (at[:, None] // 128 == at // 128) & (at[:, None] - at >= 3)
+    assert_attention(stof.attention(q, k, v, block_mask), None, q, k, v, near)
+
+
+READS: dict[str, Callable[..., Any]] = {
+    "LongTensor": lambda b, h, q, kv: q - kv < torch.LongTensor([h])[0] + 1,
+    "Tensor": lambda b, h, q, kv: q - kv < torch.Tensor([h])[0] + 1,
+    "new": lambda b, h, q, kv: q - kv < AT.new([h])[0] + 1,
+    "sparse": lambda b, h, q, kv: (
+        torch.sparse_coo_tensor([[h]], [1.0], (4,), check_invariants=True).to_dense().argmax() > q - kv
+    ),
+    "text": lambda b, h, q, kv: (q >= kv) if "1" in repr(h) else (q < kv),
+    "formatted": lambda b, h, q, kv: (q >= kv) if f"{b}" == "0" else (q < kv),
+    "NumPy": lambda b, h, q, kv: q - kv < int(np.asarray(h)) + 1,
+    "DLPack": lambda b, h, q, kv: q - kv < int(np.from_dlpack(kv)),
+    "split": lambda b, h, q, kv: q - kv < len(AT.tensor_split(h)[0]),
+    "storage": lambda b, h, q, kv: q - kv < h.untyped_storage()[0],
+    "pickle": lambda b, h, q, kv: q - kv < int(__import__("pickle").loads(__import__("pickle").dumps(h))),
+    "list index": lambda b, h, q, kv: q - kv < [1, 2, 3][q % 3],
+    "allclose": lambda b, h, q, kv: (q >= kv) if torch.allclose(kv, torch.tensor(0)) else (q < kv),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_functions_that_read_an_index_in_python_are_refused(read: str) -> None:
+    for call in (
+        lambda: stof.attention(*INPUTS, READS[read]),
+        lambda: stof.plan(READS[read], LENGTH, batch=1, heads=1),
+        lambda: masks.from_function(READS[read]).to_dense(LENGTH),
+    ):
+        with pytest.raises(MaskFunctionError, match="decides in Python"):
+            call()
