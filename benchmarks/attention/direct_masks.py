@@ -51,7 +51,7 @@ def direct_rows(
             table = keep.clone()
             given = {
                 "plan": stof.plan(keep, length, device=device),
-                "masks.from_dense(tensor), kept": masks.from_dense(keep),
+                "masks.from_dense(tensor)": masks.from_dense(keep),
                 "bool tensor": keep,
                 "mask function that reads a tensor": _lookup(table),
             }

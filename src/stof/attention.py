@@ -23,13 +23,12 @@ from stof.operators import (
     masked_attention_op,
     plan_of,
     refuse_derivatives,
+    run_call,
     run_empty,
-    run_under,
     varying_attention_op,
 )
 from stof.plans.make import make_plan
 from stof.plans.plan import Plan
-from stof.plans.refilled import refilled_plan
 from stof.runtime.private import is_exporting, is_plain
 from stof.selection import Explanation
 from stof.validation import (
@@ -216,7 +215,7 @@ def attention(
         out, lse = run_empty(q, k, v, mask_or_plan, implementation)
     else:
         options = Options(factor, cap, bias, sinks, own)
-        out, lse = run_under(q, k, v, mask_or_plan, options, implementation, given)
+        out, lse = run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, given)
     return (out, lse) if return_lse else out
 
 
@@ -294,12 +293,8 @@ def explain(
     """
     check_tensors(q, k, v)
     bias = check_bias(bias, q, k.shape[2])
-    options = Options(1.0, check_softcap(softcap), bias, sinks)
-    if isinstance(mask_or_plan, Tensor) and mask_or_plan.is_cuda and q.is_cuda:
-        with refilled_plan(mask_or_plan.to(q.device), q, k, fill=False) as plan:
-            return Explanation(plan.candidates(call_spec(plan, q, k, v, options)), None)
     found = plan_of(mask_or_plan, q, k)
-    call = call_spec(found, q, k, v, options)
+    call = call_spec(found, q, k, v, Options(1.0, check_softcap(softcap), bias, sinks))
     return Explanation(found.candidates(call), found.better_token_order(call))
 
 

@@ -20,10 +20,9 @@ from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
 from stof.masks import Mask, full
 from stof.masks.base import numbered_mask
 from stof.masks.parse import mask_by_key
-from stof.masks.tensors import DenseMask, as_mask
+from stof.masks.tensors import as_mask
 from stof.plans.make import make_sized_plan
 from stof.plans.plan import Plan
-from stof.plans.refilled import refilled_plan
 from stof.runtime.memory import outside_graph_pool, refuse_values
 from stof.runtime.private import is_exporting, takes_derivatives
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
@@ -133,31 +132,13 @@ def _mask_of(given: Any) -> Mask:
 
 def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
     """Return the plan of a call: the given one if it fits, else the mask's from the cache, made if it is missing."""
+    if isinstance(mask_or_plan, Tensor):
+        refuse_values(q.device, also_own=True)
     if not isinstance(mask_or_plan, Plan):
         return make_sized_plan(
             _mask_of(mask_or_plan), q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device
         )
     return mask_or_plan.for_call(q, k)
-
-
-def run_under(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_or_plan: Any,
-    options: Options,
-    implementation: str | None,
-    given: tuple[Any, ...],
-) -> tuple[Tensor, Tensor]:
-    """`run_call` under a mask or plan, or under a bool tensor on the call's GPU, which is read there."""
-    if isinstance(mask_or_plan, DenseMask) and not mask_or_plan.copied:
-        mask_or_plan = mask_or_plan.keep
-    if isinstance(mask_or_plan, Tensor):
-        refuse_values(q.device, also_own=True)
-    if isinstance(mask_or_plan, Tensor) and mask_or_plan.is_cuda and q.is_cuda:
-        with refilled_plan(mask_or_plan.to(q.device), q, k) as plan:
-            return run_call(q, k, v, plan, options, implementation, given)
-    return run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, given)
 
 
 def run_call(
@@ -342,7 +323,7 @@ def _masked_attention(
     scales = tuple(s for s in (q_scale, k_scale, v_scale) if s is not None)
     given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales)
     options = Options(scale, softcap, bias, sinks, scales)
-    return run_under(q, k, v, found, options, implementation, given)
+    return run_call(q, k, v, plan_of(found, q, k), options, implementation, given)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *others: Any) -> tuple[Tensor, Tensor]:

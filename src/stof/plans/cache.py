@@ -22,17 +22,9 @@ class CacheInfo:
 
 
 class PlanCache:
-    """Least recently used plans, bounded in number and in bytes; safe to use from several threads.
+    """Least recently used plans, bounded in number and in bytes; safe to use from several threads."""
 
-    Args:
-        max_entries, max_bytes: the bounds.
-        parent: a cache that clears this one too.
-    """
-
-    def __init__(self, max_entries: int, max_bytes: int, parent: PlanCache | None = None) -> None:
-        self._children: list[PlanCache] = []
-        if parent is not None:
-            parent._children.append(self)
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._lock = ForkSafeLock()
@@ -69,8 +61,6 @@ class PlanCache:
     def clear(self) -> None:
         """Drop all plans, and what is known of mask functions."""
         forget_functions()
-        for cache in self._children:
-            cache.clear()
         with self._lock:
             self._plans.clear()
             self._hits = self._misses = 0

@@ -23,7 +23,7 @@ from stof.plans.calls import call_sizes_of
 from stof.plans.mask_buffers import BLOCK, fill_buffers, make_buffers, mask_signature, mask_tensors
 from stof.plans.plan import Plan
 from stof.runtime import streams
-from stof.runtime.memory import capturing, record_streams, tensors_on_host
+from stof.runtime.memory import in_capture, record_streams, tensors_on_host
 from stof.runtime.streams import Update
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
 from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit
@@ -94,7 +94,7 @@ class DynamicPlan(Plan):
                 same mask of `from_dense` again, or one while a CUDA graph is captured: it has a copy of its tensor.
         """
         mask = _runtime_mask(mask)
-        if isinstance(mask, DenseMask) and mask.copied and (mask is self._mask or capturing(self.device)):
+        if isinstance(mask, DenseMask) and mask.copied and (mask is self._mask or in_capture()):
             raise MaskError(
                 "masks.from_dense copied its tensor, so this update would not see what was or will be written to it; "
                 "give the bool tensor itself"
@@ -113,30 +113,23 @@ class DynamicPlan(Plan):
             self._calls.clear()
         else:
             with torch.cuda.device(self.device):
-                in_graph = torch.cuda.is_current_stream_capturing()
-                self._captured = self._captured or in_graph
+                capturing = torch.cuda.is_current_stream_capturing()
+                self._captured = self._captured or capturing
                 current = streams.stream_id()
                 if stream is None:
-                    self._fill(self._buffers, mask, in_graph, current)
-                    self._updates[in_graph] = Update() if in_graph else Update.here()
+                    self._fill(self._buffers, mask, capturing, current)
+                    self._updates[capturing] = Update() if capturing else Update.here()
                 else:
                     stream.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(stream):
-                        self._fill(self._buffers, mask, in_graph, current)
-                        self._updates[in_graph] = Update.here()
+                        self._fill(self._buffers, mask, capturing, current)
+                        self._updates[capturing] = Update.here()
                     for tensor in mask_tensors(mask):
                         # Their memory may be given to others when the current stream has passed this point.
                         tensor.record_stream(stream)
-                    if self._replayed and not in_graph:
-                        self._updates[in_graph].join()  # replays of attention ask nobody
+                    if self._replayed and not capturing:
+                        self._updates[capturing].join()  # replays of attention ask nobody
         self._mask, self.geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
-
-    def forget_mask(self) -> None:
-        """Keep the shape of the present mask, a bool tensor on a GPU, and let go of its memory: lists are filled."""
-        assert isinstance(self._mask, DenseMask)
-        keep = self._mask.keep
-        self._mask = DenseMask(keep.new_zeros(()).expand(keep.shape))
-        self.geometry = self._origin = self._geometry_of(self._mask, (self.q_len, self.kv_len), self.device)
 
     def _fill(self, buffers: WorkBuffers, mask: Mask, capturing: bool, ordered: int) -> None:
         """Launch what writes the lists, behind what writes and reads them; see `Update.wait_for_calls`."""
