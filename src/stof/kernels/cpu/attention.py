@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -19,10 +18,8 @@ from stof.kernels.cpu.schedule import (
     COLUMNS,
     EMPTY_ROWS,
     FIRST_COLUMN,
-    GROUP,
     MASK_OFFSET,
     MERGE,
-    PATTERN,
     ROW_START,
     ROW_STOP,
     Schedule,
@@ -36,7 +33,11 @@ _EXPANDED_MASKS = 4
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One (batch, head) range that shares a pattern; heads of one key head are folded into rows."""
+    """One (batch, head) range that shares a pattern; heads of one key head are folded into rows.
+
+    Attributes:
+        checked: whether to compute rows again that PyTorch's fused attention may have taken for rows without keys.
+    """
 
     q: Tensor  # [b, h, Sq, D]
     k: Tensor  # [b, hkv, Skv, D]
@@ -46,14 +47,25 @@ class _Call:
     bias: Tensor | None  # [b | 1, h | 1, Sq | 1, Skv | 1]
     scale: float
     softcap: float
+    checked: bool = False
+
+    def part(self, batches: slice, heads: slice) -> _Call:
+        """The call of some sequences and some of its heads, which are whole groups or within one group."""
+        group = self.q.shape[1] // self.k.shape[1]
+        kv_heads = slice(heads.start // group, -(-heads.stop // group))
+        return replace(
+            self,
+            q=self.q[batches, heads],
+            k=self.k[batches, kv_heads],
+            v=self.v[batches, kv_heads],
+            out=self.out[batches, heads],
+            lse=self.lse[batches, heads],
+            bias=None if self.bias is None else _narrow(self.bias, batches, heads),
+        )
 
     def sequence(self, b: int) -> _Call:
         """The call of one sequence of the batch."""
-        one = slice(b, b + 1)
-        bias = self.bias if self.bias is None or self.bias.shape[0] == 1 else self.bias[one]
-        return replace(
-            self, q=self.q[one], k=self.k[one], v=self.v[one], out=self.out[one], lse=self.lse[one], bias=bias
-        )
+        return self.part(slice(b, b + 1), slice(0, self.q.shape[1]))
 
 
 def row_block_attention(
@@ -77,28 +89,9 @@ def row_block_attention(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty(batch, heads, q_len, dtype=lse_dtype, device=q.device)
-    batches_of: dict[int, list[list[Step]]] = {}
-    for _, members in groupby(schedule.steps.tolist(), key=lambda step: step[GROUP]):
-        steps = list(members)
-        batches_of.setdefault(steps[0][PATTERN], []).append(steps)
-    group = heads // k.shape[1]
-    pattern_of = schedule.pattern_of.expand(batch, heads).tolist()
-    masks = _MaskReader(schedule, q.dtype)
-    for batches, head_range, pattern in pattern_ranges(pattern_of, group):
-        kv_range = slice(head_range.start // group, -(-head_range.stop // group))
-        call = _Call(
-            q=q[batches, head_range],
-            k=k[batches, kv_range],
-            v=v[batches, kv_range],
-            out=out[batches, head_range],
-            lse=lse[batches, head_range],
-            bias=None if bias is None else _narrow(bias, batches, head_range),
-            scale=scale,
-            softcap=softcap,
-        )
-        order = schedule.rows[pattern] if schedule.rows.numel() else None
-        for steps in batches_of[pattern]:
-            _run_batch(call, steps, schedule, masks, order)
+    whole = _Call(q=q, k=k, v=v, out=out, lse=lse, bias=bias, scale=scale, softcap=softcap)
+    if not _run(whole, schedule) and not _scores_are_finite(whole):
+        _run(replace(whole, checked=True), schedule)
     if sinks is not None:
         # softmax over keys and sink = softmax over keys * sigmoid(lse - sink)
         share = torch.sigmoid(lse - sinks.to(lse_dtype).view(1, heads, 1))
@@ -107,41 +100,75 @@ def row_block_attention(
     return out, lse
 
 
+def _run(whole: _Call, schedule: Schedule) -> bool:
+    """Write all rows of a call's `out` and `lse`; return whether no score is lost."""
+    batch, heads, *_ = whole.q.shape
+    group = heads // whole.k.shape[1]
+    pattern_of = schedule.pattern_of.expand(batch, heads).tolist()
+    masks = _MaskReader(schedule, whole.q.dtype)
+    ranges = pattern_ranges(pattern_of, group)
+    for batches, head_range, pattern in ranges:
+        call = whole if len(ranges) == 1 else whole.part(batches, head_range)
+        order = schedule.rows[pattern] if schedule.rows.numel() else None
+        for steps in schedule.batches_of[pattern]:
+            if not _run_batch(call, steps, schedule, masks, order):
+                return False
+    return _none_lost(whole.lse)
+
+
+def _none_lost(lse: Tensor) -> bool:
+    """Whether all rows of a fused call have finite scores, or see no key.
+
+    PyTorch's fused attention gives an output and a log-sum-exp of exactly 0 to rows whose scores are all NaN or minus
+    infinity, as if they saw no key, and a log-sum-exp of infinity or NaN to others with NaN or infinite scores.
+    """
+    return bool(lse.all()) and lse.amax().item() < torch.inf
+
+
+def _scores_are_finite(call: _Call) -> bool:
+    """Whether no score of a call can overflow, from the largest values of its inputs."""
+    largest = [float(x.abs().amax()) for x in (call.q, call.k)]
+    highest = 0.0 if call.bias is None else float(call.bias.amax())
+    bound = largest[0] * largest[1] * call.q.shape[-1] * max(1.0, abs(call.scale)) + highest
+    return bound < torch.finfo(call.lse.dtype).max / 2  # false for NaN
+
+
 def _narrow(bias: Tensor, batches: slice, heads: slice) -> Tensor:
     bias = bias if bias.shape[0] == 1 else bias[batches]
     return bias if bias.shape[1] == 1 else bias[:, heads]
 
 
-def _run_batch(call: _Call, steps: list[Step], schedule: Schedule, masks: _MaskReader, order: Tensor | None) -> None:
-    """Compute steps of equal size and write their rows of `call.out` and `call.lse`.
+def _run_batch(call: _Call, steps: list[Step], schedule: Schedule, masks: _MaskReader, order: Tensor | None) -> bool:
+    """Compute steps of equal size and write their rows of `call.out` and `call.lse`; return whether no score is lost.
 
     A fused call has one batch dimension: it holds the sequences, or the steps of one sequence, whichever are more.
     """
     sequences = call.q.shape[0]
     if len(steps) == 1 or sequences >= len(steps):
-        for step in steps:
-            _compute(call, _Rows([step], order), [step], schedule, masks)
-        return
+        return all(_compute(call, _Rows([step], order), [step], schedule, masks) for step in steps)
     rows = _Rows(steps, order)
-    for b in range(sequences):
-        _compute(call.sequence(b), rows, steps, schedule, masks)
+    return all(_compute(call.sequence(b), rows, steps, schedule, masks) for b in range(sequences))
 
 
-def _compute(call: _Call, rows: _Rows, steps: list[Step], schedule: Schedule, masks: _MaskReader) -> None:
+def _compute(call: _Call, rows: _Rows, steps: list[Step], schedule: Schedule, masks: _MaskReader) -> bool:
+    """Compute one batch of steps; return False where a merge would hide from `call.lse` that scores are lost."""
     first = steps[0]
+    none_lost = True
     if not first[COLUMNS]:
         rows.put(call.out, torch.zeros((), dtype=call.out.dtype, device="cpu"))
         rows.put(call.lse, torch.full((), -torch.inf, dtype=call.lse.dtype, device="cpu"))
-        return
+        return True
     out, lse = _attend(call, rows, steps, schedule, masks)
     if first[MERGE]:
         before, lse_before = rows.take(call.out), rows.take(call.lse)
+        none_lost = call.checked or (_none_lost(lse) and _none_lost(lse_before))
         # A bias can empty both parts: -inf - -inf is NaN.
         weight = torch.sigmoid(lse - lse_before).masked_fill_(lse == -torch.inf, 0.0)
         out = torch.lerp(before, out, weight[..., None].to(out.dtype))
         lse = torch.logaddexp(lse, lse_before)
     rows.put(call.out, out)
     rows.put(call.lse, lse)
+    return none_lost
 
 
 class _Rows:
@@ -232,6 +259,11 @@ def _attend(
             # The fused operator reports 0 for rows whose scores are all -inf, and NaN where their query is NaN.
             empty = (added == -torch.inf).all(-1)
             out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
+        if call.checked and not _none_lost(lse):
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v)) if swap else (q, k, v)
+            lost = (lse == 0) | ~(lse < torch.inf)
+            plain_out, plain_lse = _plain(q, k, v, added, call.scale, 0.0)
+            out, lse = torch.where(lost[..., None], plain_out, out), torch.where(lost, plain_lse, lse)
     else:
         out, lse = _plain(q, k, v, added, call.scale, call.softcap)
     return out.reshape(batch, heads, height, -1), lse.reshape(batch, heads, height)

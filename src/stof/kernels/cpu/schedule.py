@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,6 +77,15 @@ class Schedule:
     mask_bytes: Tensor
     pattern_of: Tensor
     rows: Tensor
+
+    @functools.cached_property
+    def batches_of(self) -> dict[int, list[list[Step]]]:
+        """The steps of each pattern, in batches."""
+        batches: dict[int, list[list[Step]]] = {}
+        for _, members in itertools.groupby(self.steps.tolist(), key=lambda step: step[GROUP]):
+            steps = list(members)
+            batches.setdefault(steps[0][PATTERN], []).append(steps)
+        return batches
 
     def tensors(self) -> list[Tensor]:
         return [self.steps, self.columns, self.mask_bytes, self.pattern_of, self.rows]
