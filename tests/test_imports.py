@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("selection",),
     ("validation", "plans"),
     ("operators",),
+    ("flop_formula",),
     ("attention",),
     ("fusion", "drawing"),
     ("integrations",),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import KernelError
+from stof.flop_formula import register_flops
 from stof.kernels.implementation import Options
 from stof.kernels.quantization import Scales
 from stof.layout import LayoutConfig
@@ -22,7 +23,7 @@ from stof.operators import (
     is_empty,
     masked_attention_op,
     plan_of,
-    refuse_derivatives,
+    refuse_transforms,
     run_call,
     run_empty,
     varying_attention_op,
@@ -193,6 +194,9 @@ def attention(
                 return found if return_lse else found[0]
             except KernelError:
                 pass  # another alignment needs another compilation, which failed; below the next candidate serves
+    if not plain and not compiling:
+        refuse_transforms(q, k, v, bias, sinks, *own)
+        register_flops()
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v)
     factor = check_scale(scale, q.shape[-1])
@@ -202,8 +206,6 @@ def attention(
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
     if not plain or q.is_meta:
-        if not compiling:
-            refuse_derivatives()
         # Planning and choosing are no graph code: the operator does both when it runs.
         handle = _handle_of(mask_or_plan, q, k)
         tensors = own or (None, None, None)

@@ -24,7 +24,7 @@ from stof.masks.tensors import as_mask
 from stof.plans.make import make_sized_plan
 from stof.plans.plan import Plan
 from stof.runtime.memory import outside_graph_pool, refuse_values
-from stof.runtime.private import is_exporting, takes_derivatives
+from stof.runtime.private import is_exporting, is_jit_tracing, takes_derivatives
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
 from stof.validation import check_bias, check_sinks
 
@@ -115,6 +115,15 @@ def _numbered(number: int, handle: str) -> Mask:
         # Where an equal mask lives already, such as a plan's, that one: `made` is freed with this call, and its entry.
         found = _INTERSECTIONS[number, handle] = numbered_mask(made.number)
     return found
+
+
+def named(mask: str, number: int, keep: Tensor | None) -> Any:
+    """The plan, mask or bool tensor that these arguments of the operators name; errors as of the operators."""
+    if mask == PLAN:
+        return Plan.by_number(number)
+    if mask == TENSOR:
+        return keep
+    return _numbered(number, mask) if mask.startswith(NUMBERED) else mask_by_key(mask)
 
 
 def _named(text: str) -> Mask:
@@ -311,13 +320,7 @@ def _masked_attention(
         ArgumentError, MaskError: the plan or mask with this number or key is gone, or is another process's.
         UnsupportedError: `mask` is `TENSOR` while a CUDA graph is captured; replays would use the present values.
     """
-    found: Any
-    if mask == PLAN:
-        found = Plan.by_number(number)
-    elif mask == TENSOR:
-        found = keep
-    else:
-        found = _numbered(number, mask) if mask.startswith(NUMBERED) else mask_by_key(mask)
+    found = named(mask, number, keep)
     if is_empty(q, k):
         return run_empty(q, k, v, found, implementation)
     scales = tuple(s for s in (q_scale, k_scale, v_scale) if s is not None)
@@ -370,13 +373,21 @@ def _no_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     )
 
 
-def refuse_derivatives() -> None:
-    """Refuse calls under torch.func's `grad` or `jvp`; PyTorch's own message there would not name attention.
+def refuse_transforms(*tensors: Tensor | None) -> None:
+    """Refuse calls whose result PyTorch would take for something else; its own messages would not name attention.
 
     Raises:
-        UnsupportedError: one of them is active.
+        UnsupportedError: `torch.jit.trace` or `torch.fx.symbolic_trace` runs, torch.func's `grad` or `jvp`, or a tensor
+            has a tangent of `torch.autograd.forward_ad`.
     """
-    if takes_derivatives():
+    if is_jit_tracing() or any(isinstance(x, torch.fx.Proxy) for x in tensors):
+        tracer = "torch.jit.trace" if is_jit_tracing() else "torch.fx.symbolic_trace"
+        raise UnsupportedError(
+            f"{tracer} would record the steps of one call, which are wrong for others; use torch.export or "
+            "torch.compile, which keep stof.attention as one operator",
+            {},
+        )
+    if takes_derivatives(*tensors):
         _no_backward(None)
 
 

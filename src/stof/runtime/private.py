@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils import _device
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
     "FORWARD_HOOKS",
@@ -37,6 +37,7 @@ __all__ = [
     "TorchDispatchMode",
     "copy_all",
     "copy_sources",
+    "dispatch_modes",
     "efficient_attention_cuda",
     "encode_tensor_map",
     "end_failed_capture",
@@ -49,6 +50,7 @@ __all__ = [
     "init_triton_cache",
     "is_exporting",
     "is_intercepted",
+    "is_jit_tracing",
     "is_mutable",
     "is_plain",
     "launcher_of",
@@ -76,28 +78,46 @@ _PLAIN = (Tensor, nn.Parameter)
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether an implementation may be called straight, past the operator and its host time.
 
-    The operator must be seen by autograd when an input requires a gradient, and by whoever wraps tensors or intercepts
-    operators (fake tensors, functorch transforms, tracing). PyTorch's dispatcher also negates tensors that are only
+    Only if nobody but this call looks at its tensors: plain tensors that need no gradient, and no mode, functorch
+    transform, level of forward-mode derivatives or trace. PyTorch's dispatcher also negates tensors that are only
     marked as negated (`z.conj().imag`), whose memory kernels would read as it is.
 
-    `torch._C._len_torch_dispatch_stack`, `torch._C._functorch.peek_interpreter_stack`: PyTorch tells by no public name
-    whether anyone intercepts operators. Without them every eager call would take the operator.
+    `torch._C._len_torch_dispatch_stack`, `_len_torch_function_stack`, `_is_tracing`, `forward_ad._current_level`,
+    `torch._C._functorch.peek_interpreter_stack`: PyTorch tells by no public name whether anyone intercepts operators.
+    Without them every eager call would take the operator.
     """
     grad = torch.is_grad_enabled()
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad) or tensor.is_neg()):
             return False
-    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
+    return not is_intercepted() and not torch._C._is_tracing()
 
 
-def takes_derivatives() -> bool:
-    """Whether torch.func's `grad` or `jvp` runs.
+def is_jit_tracing() -> bool:
+    """Whether `torch.jit.trace` runs; the public function has no name that type checkers see."""
+    return torch._C._is_tracing()
 
-    `peek_interpreter_stack`, `TransformType`: without them, PyTorch's own error there is about its autograd functions.
+
+def dispatch_modes() -> list[Any]:
+    """The modes that look at each operator now.
+
+    `_get_current_dispatch_mode_stack`: without it, a FlopCounterMode made before the first call counts no attention.
+    """
+    return list(_get_current_dispatch_mode_stack())
+
+
+def takes_derivatives(*tensors: Tensor | None) -> bool:
+    """Whether torch.func's `grad` or `jvp` runs, or a tensor has a tangent of forward-mode derivatives.
+
+    `peek_interpreter_stack`, `TransformType`, `_current_level`: without them, PyTorch's own error there is about its
+    autograd functions.
     """
     level = torch._C._functorch.peek_interpreter_stack()
     kinds = torch._C._functorch.TransformType
-    return level is not None and level.key() in (kinds.Grad, kinds.Jvp)
+    if level is not None and level.key() in (kinds.Grad, kinds.Jvp):
+        return True
+    dual = forward_ad._current_level >= 0
+    return dual and any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def is_exporting() -> bool:
@@ -314,9 +334,12 @@ def is_intercepted() -> bool:
 
     `torch.set_default_device` is a mode as well, and changes nothing for tensors that are there.
     """
-    modes = torch._C._len_torch_function_stack() - (_device.CURRENT_DEVICE is not None)
-    watched = modes > 0 or torch._C._len_torch_dispatch_stack() > 0
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0 or watched
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > (_device.CURRENT_DEVICE is not None)
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -1,0 +1,60 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for attention: two products over the scores that are kept."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from stof.operators import masked_attention_op, named, plan_of, varying_attention_op
+from stof.runtime.private import FakeTensor, dispatch_modes
+
+
+def attention_flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: str,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    implementation: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    number: int = 0,
+    keep: Tensor | None = None,
+    *,
+    out_val: Any = None,
+) -> int:
+    """`2 * kept scores * (D + Dv)`, as FlashAttention is counted; arguments of the operators in `stof.operators`.
+
+    The mask's plan counts the kept scores. Fake and meta tensors have no plan, so all scores count there.
+    """
+    del bias, sinks, scale, softcap, implementation, q_scale, k_scale, v_scale, out_val
+    share = 1.0
+    if 0 not in q.shape and 0 not in k.shape and not isinstance(q, FakeTensor) and not q.is_meta:
+        share = plan_of(named(mask, number, keep), q, k).statistics().density
+    batch, heads, q_len, head_dim = q.shape
+    return round(2 * share * batch * heads * q_len * k.shape[2] * (head_dim + v.shape[3]))
+
+
+def register_flops() -> None:
+    """Register the formula with PyTorch and with the counters that run, if there are any.
+
+    `torch.utils.flop_counter` takes long to import, so a program that does not count does not import it here.
+    """
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    operators = [op._opoverload.overloadpacket for op in (masked_attention_op, varying_attention_op)]
+    missing = [op for op in operators if op not in module.flop_registry]
+    if missing:
+        module.register_flop_formula(missing, get_raw=True)(attention_flops)
+    for mode in dispatch_modes():
+        counter = getattr(mode, "counter", None)
+        if isinstance(counter, module.FlopCounterMode):  # it copied PyTorch's formulas when it was made
+            for op in operators:
+                counter.flop_registry.setdefault(op, attention_flops)
