@@ -14,6 +14,8 @@ _NAME = "attention_mask"
 # GPT-2 flattens masks of fewer than four dimensions.
 _HARMLESS_ATTRIBUTES = {"ndim", "view"}
 _HARMLESS_CALLS = {"isinstance", "warn_if_padding_and_no_attention_mask"}
+# Statements of a function's body that every call runs.
+_ALWAYS = ast.Assign | ast.Expr | ast.Return
 # Methods that masks of stof have.
 _METHODS = {"to", "contiguous", "get", "update", "append"}
 
@@ -98,16 +100,14 @@ def computes_with_masks_it_makes(model: type) -> bool:
     tree = None if function is None else syntax_tree(function)
     if tree is None:
         return False
-    made = {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and any(_creates(_called(one)) for one in ast.walk(node.value) if isinstance(one, ast.Call))
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    always = [node for node in tree.body[0].body if isinstance(node, ast.Assign | ast.Expr | ast.Return)]  # type: ignore[attr-defined]
-    return any(_computes(one, made, methods=False) for node in always for one in ast.walk(node))
+    made: set[str] = set()
+    for statement in tree.body[0].body:  # type: ignore[attr-defined]
+        if isinstance(statement, _ALWAYS) and any(_computes(node, made, methods=False) for node in ast.walk(statement)):
+            return True
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Assign) and any(_creates(_called(one)) for one in _calls(node)):
+                made.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return False
 
 
 @functools.lru_cache(maxsize=1024)
@@ -132,6 +132,10 @@ def _forward_of(kind: type) -> FunctionType | None:
     return function if isinstance(function, FunctionType) else None
 
 
+def _calls(tree: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
 def _creates(name: str) -> bool:
     return name.startswith("create_") and "mask" in name
 
@@ -144,8 +148,8 @@ def _mask_parameters(tree: ast.Module) -> set[str]:
 def _always_called(tree: ast.Module, layer: type) -> Iterator[ast.Module]:
     """Sources of the layer's methods that statements outside conditions hand a mask to."""
     masks = _mask_parameters(tree)
-    always = [node for node in tree.body[0].body if isinstance(node, ast.Assign | ast.Expr | ast.Return)]  # type: ignore[attr-defined]
-    for call in (one for node in always for one in ast.walk(node) if isinstance(one, ast.Call)):
+    always = [node for node in tree.body[0].body if isinstance(node, _ALWAYS)]  # type: ignore[attr-defined]
+    for call in (call for node in always for call in _calls(node)):
         handed = (*call.args, *(word.value for word in call.keywords))
         if ast.unparse(call.func).startswith("self.") and any(_is_mask(value, masks) for value in handed):
             method = inspect.getattr_static(layer, _called(call), None)

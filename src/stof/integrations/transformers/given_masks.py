@@ -45,8 +45,8 @@ def check_padding(
     length, seen = given.shape[1], q_offset + q_length
     if not seen <= length <= max(seen, kv_offset + kv_length):
         raise ShapeError(
-            f"attention_mask has {length} tokens and attention sees {seen}, those in the cache included; "
-            "give one value per token"
+            f"attention_mask has {length} tokens and attention sees {seen}, those in the cache included; give one "
+            "value per token; a mask [B, Sq, Skv], which some models flatten, needs a dimension of heads: mask[:, None]"
         )
 
 

@@ -128,9 +128,10 @@ def check_can_serve(model: object) -> None:
 
 def not_served(names: str) -> str:
     return (
-        f"{names} does not run its attention through transformers' attention interface, so stof cannot serve it; use "
-        "its own attention (attn_implementation=None), or a model whose attention layers call the interface, such as "
-        "BERT or LLaMA; stof.integrations.transformers.sparsify gives those any sparse mask"
+        f"{names} has attention that stof cannot serve: layers that do not call transformers' attention interface, or "
+        "code that computes with the masks; use its own attention (attn_implementation=None), or a model whose "
+        "attention layers call the interface, such as BERT or LLaMA; stof.integrations.transformers.sparsify gives "
+        "those any sparse mask"
     )
 
 
