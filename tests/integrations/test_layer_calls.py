@@ -84,7 +84,7 @@ class _Adapter(nn.Module):
 class _Callable:
     def __init__(self, layer: nn.Module) -> None:
         self.before = layer.forward
-        layer.forward = self  # type: ignore[assignment]
+        layer.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.before(*args, **kwargs)
@@ -142,12 +142,14 @@ def test_a_forward_that_leaves_attention_out_is_refused() -> None:
         with pytest.raises(UnsupportedError, match=message):
             refuses(model)
     assert model.config._attn_implementation != "stof"
+    model.set_attn_implementation("eager")
     replacement = vars(layer).pop("forward")
     hf.enable(model)
     layer.forward = replacement
     with pytest.raises(UnsupportedError, match=message):
         hf.sparsify(model, masks.causal())
     hf.sparsify(model, None)
+    assert hf.disable(model).config._attn_implementation == "eager"
 
 
 def _after_sparsify(layer: Any) -> None:

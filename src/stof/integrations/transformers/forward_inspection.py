@@ -102,7 +102,7 @@ def computes_with_masks_it_makes(model: type) -> bool:
         return False
     made: set[str] = set()
     for statement in tree.body[0].body:  # type: ignore[attr-defined]
-        if isinstance(statement, _ALWAYS) and any(_computes(node, made, methods=False) for node in ast.walk(statement)):
+        if isinstance(statement, _ALWAYS) and any(_is_handed_to_torch(call, made) for call in _calls(statement)):
             return True
         for node in ast.walk(statement):
             if isinstance(node, ast.Assign) and any(_creates(_called(one)) for one in _calls(node)):
@@ -121,7 +121,7 @@ def computes_with_its_mask(layer: type) -> bool:
     if tree is None:
         return False
     return any(
-        _computes(node, _mask_parameters(part), methods=True)
+        _computes(node, _mask_parameters(part))
         for part in (tree, *_always_called(tree, layer))
         for node in ast.walk(part)
     )
@@ -165,19 +165,25 @@ def _is_mask(node: ast.AST, masks: set[str]) -> bool:
     return isinstance(node, ast.Name) and node.id in masks
 
 
-def _computes(node: ast.AST, masks: set[str], *, methods: bool) -> bool:
-    """Whether an expression is an operation on a mask; `methods`: also other operations than calls of torch."""
+def _computes(node: ast.AST, masks: set[str]) -> bool:
+    """Whether an expression is an operation on a mask that needs a tensor."""
     match node:
-        case ast.Call(func=ast.Attribute(value=value, attr=attr)) if methods and _is_mask(value, masks):
+        case ast.Call(func=ast.Attribute(value=value, attr=attr)) if _is_mask(value, masks):
             return attr not in _METHODS
-        case ast.Call() if ast.unparse(node.func).split(".")[0] in ("torch", "F", "nn"):
-            handed = [*node.args, *(word.value for word in node.keywords)]
-            handed += [one for value in handed if isinstance(value, ast.List | ast.Tuple) for one in value.elts]
-            return any(_is_mask(value, masks) for value in handed)
+        case ast.Call():
+            return _is_handed_to_torch(node, masks)
         case ast.Subscript(slice=ast.Slice() | ast.Tuple()):
-            return methods and _is_mask(node.value, masks)
+            return _is_mask(node.value, masks)
         case ast.BinOp():
-            return methods and (_is_mask(node.left, masks) or _is_mask(node.right, masks))
+            return _is_mask(node.left, masks) or _is_mask(node.right, masks)
         case ast.UnaryOp(op=ast.Invert()):
-            return methods and _is_mask(node.operand, masks)
+            return _is_mask(node.operand, masks)
     return False
+
+
+def _is_handed_to_torch(call: ast.Call, masks: set[str]) -> bool:
+    """Whether a function of PyTorch is called with a mask, or with a list of masks."""
+    handed = [*call.args, *(word.value for word in call.keywords)]
+    handed += [one for value in handed if isinstance(value, ast.List | ast.Tuple) for one in value.elts]
+    module = ast.unparse(call.func).split(".")[0]
+    return module in ("torch", "F", "nn") and any(_is_mask(value, masks) for value in handed)

@@ -50,15 +50,17 @@ def check_served(model: nn.Module, implementation: str | None = None) -> None:
     Raises:
         UnsupportedError: naming these parts and layers.
     """
+    parts = [part for part in _parts(model) if implementation in (None, part.config._attn_implementation)]
+    if not parts and implementation is not None:
+        return
     check_forwards(model)
-    refused: dict[str, list[str]] = {}
-    for part in model.modules():
-        if not isinstance(part, PreTrainedModel):
-            continue
-        if implementation in (None, part.config._attn_implementation) and (layers := _unserved_layers(part)):
-            refused[type(part).__name__] = layers
+    refused = {type(part).__name__: layers for part in parts if (layers := _unserved_layers(part))}
     if refused:
         raise UnsupportedError(not_served(", ".join(refused)), refused)
+
+
+def _parts(model: nn.Module) -> list[PreTrainedModel]:
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
 def _unserved_layers(part: PreTrainedModel) -> list[str]:
@@ -66,21 +68,21 @@ def _unserved_layers(part: PreTrainedModel) -> list[str]:
     model: Any = type(part)
     if computes_with_masks_it_makes(model):
         return [f"{model.__name__} (computes with the masks of its layers)"]
-    layers = [(name, module) for name, module in part.named_modules() if "Attention" in type(module).__name__]
-    serve = any(calls_interface(kind) for kind in {type(module) for module in part.modules()})
-    if layers and not serve:
-        return sorted({type(module).__name__ for _, module in layers})
+    kinds = {type(module) for module in part.modules()}
+    if not any(map(calls_interface, kinds)):
+        return _attention(kinds)
     if not makes_masks(model):
         return []
-    # What the part makes are stof's masks, for layers that are not those of a model within it.
-    inner = [(name, module) for name, module in _without_inner_models(part) if not is_cross_attention(name, module)]
-    callers = [module for _, module in inner if calls_interface(type(module))]
-    kinds = {type(module).__name__ for _, module in inner if "Attention" in type(module).__name__}
-    if kinds and not callers:
-        return sorted(kinds)
-    return sorted(
-        f"{kind.__name__} (computes with its mask)" for kind in set(map(type, callers)) if computes_with_its_mask(kind)
-    )
+    # The masks it makes are stof's, for its layers, but not for those of other models within it.
+    kinds = {type(layer) for name, layer in _without_inner_models(part) if not is_cross_attention(name, layer)}
+    callers: set[Any] = set(filter(calls_interface, kinds))
+    if not callers:
+        return _attention(kinds)
+    return sorted(f"{kind.__name__} (computes with its mask)" for kind in callers if computes_with_its_mask(kind))
+
+
+def _attention(kinds: set[type[nn.Module]]) -> list[str]:
+    return sorted(kind.__name__ for kind in kinds if "Attention" in kind.__name__)
 
 
 def _without_inner_models(part: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -234,10 +236,6 @@ def check_when_set() -> None:
     checked_build._stof_checks = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = checked_build
     PreTrainedModel.set_attn_implementation = checked_choice
-
-
-def _parts(model: nn.Module) -> list[PreTrainedModel]:
-    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
 def _watch_weights(model: nn.Module) -> None:
