@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stof import masks
-from stof.errors import ArgumentError, ShapeError, UnsupportedError
+from stof.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -32,6 +32,25 @@ def test_masks_of_the_wrong_shape(name: str, wrong: str, dtype: torch.dtype) -> 
     for mask in (torch.ones(WRONG[wrong]), torch.zeros(WRONG[wrong])):
         with torch.no_grad(), pytest.raises(ShapeError, match=r"attention.mask"):
             model(ids, attention_mask=mask.to(dtype))
+
+
+@pytest.mark.parametrize("build", [models.bert, models.llama, models.mistral, models.gpt2, models.t5])
+def test_integers_for_every_score(build: Any) -> None:
+    """0 and 1 may mean seen or not, or be added to scores: the caller says which."""
+    model, ids = hf.enable(build()), torch.randint(3, 60, (2, 8))
+    call = {"input_ids": ids} | ({"decoder_input_ids": ids} if build is models.t5 else {})
+    keep = torch.rand(2, 1, 8, 8) < 0.7
+    keep |= torch.eye(8, dtype=torch.bool)
+    with torch.no_grad():
+        additive = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
+        want = model(**call, attention_mask=additive)[0]
+        torch.testing.assert_close(model(**call, attention_mask=keep)[0], want, atol=1e-5, rtol=1e-5)
+        for dtype in (torch.int64, torch.int32, torch.uint8):
+            with pytest.raises(DtypeError, match=rf"attention_mask.*{dtype}.*mask\.bool\(\)"):
+                model(**call, attention_mask=keep.to(dtype))
+        for dtype in (torch.int64, torch.bool, torch.float32):
+            with pytest.raises(ShapeError, match=r"attention_mask.*mask\[:, None\]"):
+                model(**call, attention_mask=keep[:, 0].to(dtype))
 
 
 def test_lengths_count_the_tokens_in_the_cache() -> None:

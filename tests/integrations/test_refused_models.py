@@ -16,7 +16,7 @@ from tests.integrations import models
 hf = pytest.importorskip("stof.integrations.transformers")
 import transformers  # noqa: E402
 
-from stof.integrations.transformers.served import calls_interface  # noqa: E402
+from stof.integrations.transformers.layer_code import calls_interface  # noqa: E402
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48,
@@ -97,6 +97,127 @@ def test_a_choice_of_keys_by_the_layer_is_not_left_out() -> None:
                     model(ids)
             else:
                 torch.testing.assert_close(model(ids).last_hidden_state, expected, atol=1e-4, rtol=1e-4)
+
+
+def _minimax() -> Any:
+    return transformers.MiniMaxM3VLTextModel(
+        transformers.MiniMaxM3VLTextConfig(
+            **SIZES | {"num_hidden_layers": 2}, num_key_value_heads=2, head_dim=8, num_local_experts=2,
+            num_experts_per_tok=1, index_n_heads=2, index_head_dim=8, index_block_size=4, index_topk_blocks=2,
+            layer_types=["full_attention", "minimax_m3_sparse"], pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        )
+    ).eval()  # fmt: skip
+
+
+def _put_in(model: Any) -> None:
+    layer = model.layers[1].self_attn
+    model.layers[1].self_attn = model.layers[0].self_attn
+    hf.enable(model)
+    model.layers[1].self_attn = layer
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda model: model.set_attn_implementation({"": "stof"}),
+        lambda model: setattr(model.config, "_attn_implementation", "stof"),
+        _put_in,
+    ],
+    ids=["dictionary", "assigned", "put in"],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_choice_of_keys_is_refused_however_stof_was_set(choose: Callable[[Any], None], compiled: bool) -> None:
+    torch.compiler.reset()
+    model = _minimax()
+    choose(model)
+    if compiled:
+        model.layers[1].self_attn.compile(backend="eager")
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="hands block_indices"):
+        model(torch.randint(3, 60, (1, 24)))
+
+
+_DSA = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    "n_routed_experts": 2, "num_experts_per_tok": 1, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4,
+}  # fmt: skip
+_VISION = {key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+_T5GEMMA2 = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+# Models whose attention calls the interface, or a part of them, and is refused for what it does to its mask.
+UNSERVED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "GIT": ("GitSelfAttention", lambda: transformers.GitConfig(
+        **SIZES, vision_config={"image_size": 28, "patch_size": 14, **_VISION}
+    )),
+    "T5Gemma 2": ("T5Gemma2Decoder", lambda: transformers.T5Gemma2Config(
+        encoder={"text_config": _T5GEMMA2, "vision_config": {"image_size": 28, "patch_size": 14, **_VISION}},
+        decoder=_T5GEMMA2,
+    )),
+    "Doge": ("DogeAttention", lambda: transformers.DogeConfig(**SIZES, num_key_value_heads=2)),
+    "HY-V4": ("HYV4Attention", lambda: transformers.HYV4Config(**SIZES, **_DSA, pad_token_id=0)),
+    "DeepSeek-V3.2": ("DeepseekV32Attention", lambda: transformers.DeepseekV32Config(**SIZES, **_DSA)),
+    "DeepSeek-V4": ("DeepseekV4Attention", lambda: transformers.DeepseekV4Config(**SIZES, n_routed_experts=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_models_that_compute_with_their_masks(name: str) -> None:
+    layers, config = UNSERVED[name]
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config())
+        if name != "GIT":  # transformers itself has a table of its layers, which raises a KeyError
+            with pytest.raises(UnsupportedError, match=rf"(?s)cannot serve.*{layers}"):
+                transformers.AutoModel.from_config(config(), attn_implementation="stof")
+    before = [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
+    for refused in (hf.enable, lambda m: m.set_attn_implementation("stof")):
+        with pytest.raises(UnsupportedError, match=layers):
+            refused(model)
+    assert [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")] == before
+
+
+def test_a_refused_dictionary_of_implementations_leaves_the_model_as_it_was() -> None:
+    model = transformers.GitForCausalLM(UNSERVED["GIT"][1]())
+    before = [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
+    with pytest.raises(UnsupportedError, match="GitModel"):
+        model.set_attn_implementation({"": "stof"})
+    assert [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")] == before
+
+
+def test_a_mask_without_what_a_tensor_has_is_an_error_of_stof() -> None:
+    """Doge asks its mask for its dtype; here no check came before."""
+    model = transformers.DogeModel(UNSERVED["Doge"][1]()).eval()
+    model.config._attn_implementation = "stof"
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"stof mask, not a tensor.*\.dtype"):
+        model(torch.randint(3, 60, (1, 8)))
+
+
+@pytest.mark.parametrize(
+    "build", [models.gpt2, models.bert, models.t5, lambda: _opt()], ids=["gpt2", "bert", "t5", "opt"]
+)
+def test_attention_weights_are_refused(build: Callable[[], Any], tmp_path: Any) -> None:
+    """Some models do not tell their layers that weights are asked for."""
+    model, ids = build(), torch.randint(3, 60, (1, 8))
+    call = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="stof").eval()
+    for served in (hf.enable(model), loaded):
+        with torch.no_grad(), pytest.raises(UnsupportedError, match="output_attentions=True"):
+            served(**call, output_attentions=True)
+        with torch.no_grad():
+            served(**call)
+    with torch.no_grad():
+        assert hf.disable(model)(**call, output_attentions=False) is not None
+        model.set_attn_implementation("eager")
+        assert model(**call, output_attentions=True)[-1] is not None
+    asking = type(model)(type(model.config)(**model.config.to_dict() | {"output_attentions": True}))
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="output_attentions=True"):
+        hf.enable(asking.eval())(**call)
+
+
+def _opt() -> Any:
+    config = transformers.OPTConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=1, ffn_dim=48, num_attention_heads=4, word_embed_proj_dim=32,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config).eval()
 
 
 class _Choosy(transformers.models.llama.modeling_llama.LlamaAttention):

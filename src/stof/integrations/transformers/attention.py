@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from stof.attention import attention
 from stof.errors import ShapeError, UnsupportedError
 from stof.integrations.transformers.given_masks import check_scores, check_window
+from stof.integrations.transformers.layer_mask import mask_of_call
 from stof.integrations.transformers.model_mask import ModelMask
-from stof.integrations.transformers.served import refuse_unread
-from stof.integrations.transformers.sparsify import sparse_mask_of
+from stof.integrations.transformers.served import refuse_attention_weights, refuse_unread
 from stof.masks import causal, from_dense
 from stof.operators import FULL, is_full
 
@@ -51,11 +51,12 @@ def attention_forward(
             a layer's own choice of keys, sequence boundaries (`cu_seq_lens_*`), a paged cache.
         ShapeError: a mask tensor that is not 4-D, or a mask made for other lengths.
     """
-    _refuse_what_no_kernel_returns(dropout, kwargs.get("output_attentions"))
+    _refuse_dropout(dropout)
+    refuse_attention_weights(kwargs.get("output_attentions"))
     refuse_unread(module, kwargs)
     if attention_mask is None:
         check_window(kwargs.get("sliding_window"), key.shape[2])
-    sparse = sparse_mask_of(module)
+    sparse = mask_of_call(module)
     mask = _as_model_mask(module, query, key, attention_mask, is_causal)
     if sparse is not None:
         _check_self_attention(module, mask, attention_mask, query.shape[2], key.shape[2])
@@ -104,17 +105,11 @@ def _check_self_attention(
         )
 
 
-def _refuse_what_no_kernel_returns(dropout: float, output_attentions: bool | None) -> None:
+def _refuse_dropout(dropout: float) -> None:
     if dropout:
         raise UnsupportedError(
             f"stof attention has no dropout, and the layer asks for {dropout}; call model.eval(), or set the attention "
             'dropout of the configuration to 0, or train with model.set_attn_implementation("sdpa")',
-            {},
-        )
-    if output_attentions:
-        raise UnsupportedError(
-            "stof attention never holds the attention weights, so output_attentions=True has nothing to return; "
-            'call model.set_attn_implementation("eager") to inspect them',
             {},
         )
 

@@ -1,15 +1,23 @@
-"""What a model of transformers does with its `attention_mask`, read from the source of its `forward`."""
+"""What models and layers of transformers do with their attention masks, read from the source of their `forward`."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
-import textwrap
+from collections.abc import Iterator
+from types import FunctionType
+
+from stof.integrations.transformers.layer_code import methods, names_in, syntax_tree
 
 _NAME = "attention_mask"
 # GPT-2 flattens masks of fewer than four dimensions.
 _HARMLESS_ATTRIBUTES = {"ndim", "view"}
 _HARMLESS_CALLS = {"isinstance", "warn_if_padding_and_no_attention_mask"}
+# Statements of a function's body that every call runs.
+_ALWAYS = ast.Assign | ast.Expr | ast.Return
+# Methods that masks of stof have.
+_METHODS = {"to", "contiguous", "get", "update", "append"}
 
 
 def hands_mask_on(model: type) -> bool:
@@ -20,10 +28,9 @@ def hands_mask_on(model: type) -> bool:
     function = getattr(model, "forward", None)
     if function is None or not {"input_ids", _NAME, "position_ids"} <= set(inspect.signature(function).parameters):
         return False
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return False  # written at run time: nothing is known
+    tree = syntax_tree(function)
+    if tree is None:
+        return False
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     others = {node.id for node in names if node.id.startswith("create_") and not _makes_masks(node.id)}
     if others - {"create_bidirectional_mask"}:  # that one is for the encoder's
@@ -75,3 +82,108 @@ def _handed_on(tree: ast.AST) -> set[ast.AST]:
             case ast.NamedExpr() | ast.Assign():  # under another name, to tell masks that are there already
                 found.add(node.value)
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def makes_masks(model: type) -> bool:
+    """Whether a model's code has transformers make the masks of its layers, as the attention implementation says."""
+    return any(_creates(name) for function in methods(model) for name in names_in(function.__code__))
+
+
+@functools.lru_cache(maxsize=1024)
+def computes_with_masks_it_makes(model: type) -> bool:
+    """Whether every call of `model.forward` hands masks made by transformers to operators of torch (T5Gemma 2).
+
+    Other uses are left to `ModelMask`, which refuses them: conditions may never hold.
+    """
+    function = _forward_of(model)
+    tree = None if function is None else syntax_tree(function)
+    if tree is None:
+        return False
+    made: set[str] = set()
+    for statement in tree.body[0].body:  # type: ignore[attr-defined]
+        if isinstance(statement, _ALWAYS) and any(_is_handed_to_torch(call, made) for call in _calls(statement)):
+            return True
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Assign) and any(_creates(_called(one)) for one in _calls(node)):
+                made.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def computes_with_its_mask(layer: type) -> bool:
+    """Whether a layer's code computes with its mask, which needs a tensor (DeepSeek-V4, Doge).
+
+    Read are `forward` and the methods that each call of it hands the mask to.
+    """
+    function = _forward_of(layer)
+    tree = None if function is None else syntax_tree(function)
+    if tree is None:
+        return False
+    return any(
+        _computes(node, _mask_parameters(part))
+        for part in (tree, *_always_called(tree, layer))
+        for node in ast.walk(part)
+    )
+
+
+def _forward_of(kind: type) -> FunctionType | None:
+    function = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    return function if isinstance(function, FunctionType) else None
+
+
+def _calls(tree: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def _creates(name: str) -> bool:
+    return name.startswith("create_") and "mask" in name
+
+
+def _mask_parameters(tree: ast.Module) -> set[str]:
+    arguments = tree.body[0].args  # type: ignore[attr-defined]
+    return {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs) if "mask" in argument.arg}
+
+
+def _always_called(tree: ast.Module, layer: type) -> Iterator[ast.Module]:
+    """Sources of the layer's methods that statements outside conditions hand a mask to."""
+    masks = _mask_parameters(tree)
+    always = [node for node in tree.body[0].body if isinstance(node, _ALWAYS)]  # type: ignore[attr-defined]
+    for call in (call for node in always for call in _calls(node)):
+        handed = (*call.args, *(word.value for word in call.keywords))
+        if ast.unparse(call.func).startswith("self.") and any(_is_mask(value, masks) for value in handed):
+            method = inspect.getattr_static(layer, _called(call), None)
+            source = syntax_tree(method) if isinstance(method, FunctionType) else None
+            if source is not None:
+                yield source
+
+
+def _is_mask(node: ast.AST, masks: set[str]) -> bool:
+    """A mask, or an entry of a dictionary of masks."""
+    if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice | ast.Tuple):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in masks
+
+
+def _computes(node: ast.AST, masks: set[str]) -> bool:
+    """Whether an expression is an operation on a mask that needs a tensor."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=value, attr=attr)) if _is_mask(value, masks):
+            return attr not in _METHODS
+        case ast.Call():
+            return _is_handed_to_torch(node, masks)
+        case ast.Subscript(slice=ast.Slice() | ast.Tuple()):
+            return _is_mask(node.value, masks)
+        case ast.BinOp():
+            return _is_mask(node.left, masks) or _is_mask(node.right, masks)
+        case ast.UnaryOp(op=ast.Invert()):
+            return _is_mask(node.operand, masks)
+    return False
+
+
+def _is_handed_to_torch(call: ast.Call, masks: set[str]) -> bool:
+    """Whether a function of PyTorch is called with a mask, or with a list of masks."""
+    handed = [*call.args, *(word.value for word in call.keywords)]
+    handed += [one for value in handed if isinstance(value, ast.List | ast.Tuple) for one in value.elts]
+    module = ast.unparse(call.func).split(".")[0]
+    return module in ("torch", "F", "nn") and any(_is_mask(value, masks) for value in handed)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from stof.errors import ShapeError, UnsupportedError
+from stof.errors import DtypeError, ShapeError, UnsupportedError
 from stof.integrations.transformers.model_mask import ModelMask
 
 
@@ -30,7 +31,8 @@ def check_padding(
     if isinstance(given, Tensor) and given.ndim != 2:
         raise ShapeError(
             f"attention_mask is [B, tokens], or [B, heads or 1, Sq, Skv] for every score, got {list(given.shape)}; "
-            "give a 3-D mask a dimension of heads with mask[:, None]"
+            "write mask[:, None] to give a bool or additive float mask [B, Sq, Skv] a dimension of heads, "
+            "or mask.bool()[:, None] for one of 0 and 1"
         )
     if given.shape[0] != batch:
         raise ShapeError(
@@ -43,8 +45,8 @@ def check_padding(
     length, seen = given.shape[1], q_offset + q_length
     if not seen <= length <= max(seen, kv_offset + kv_length):
         raise ShapeError(
-            f"attention_mask has {length} tokens and attention sees {seen}, those in the cache included; "
-            "give one value per token"
+            f"attention_mask has {length} tokens and attention sees {seen}, those in the cache included; give one "
+            "value per token; a mask [B, Sq, Skv], which some models flatten, needs a dimension of heads: mask[:, None]"
         )
 
 
@@ -53,12 +55,18 @@ def check_scores(given: Tensor, batch: int, heads: int, q_length: int, kv_length
 
     Raises:
         ShapeError: naming the shape that is accepted.
+        DtypeError: integers, which may stand for bool or for additive values.
     """
     sizes = (batch, heads, q_length, kv_length)
     if given.ndim != 4 or any(got != 1 and got != want for got, want in zip(given.shape, sizes, strict=True)):
         raise ShapeError(
             f"an attention mask tensor of a layer is [B, heads or 1, Sq, Skv], here {list(sizes)} with 1 for what is "
             f"shared, got {list(given.shape)}; 2-D padding masks are for the model, not its layers"
+        )
+    if given.dtype != torch.bool and not given.is_floating_point():
+        raise DtypeError(
+            "attention_mask [B, heads or 1, Sq, Skv] is bool (true = attended to) or an additive float mask, got "
+            f"{given.dtype}; pass mask.bool() if it holds 0 and 1"
         )
 
 

@@ -45,6 +45,10 @@ class _Later(Wrapped):
         return f"<{self.mask!r} from query {self.q_offset} and key {self.kv_offset}>"
 
 
+class _NotATensorError(UnsupportedError, AttributeError):
+    """An `AttributeError`, as Python asks of attributes that are missing, and one of stof's errors."""
+
+
 class ModelMask:
     """The mask of one forward pass, made once and shared by all layers; the first layer builds plans (not if compiled).
 
@@ -129,7 +133,7 @@ class ModelMask:
         return f"ModelMask({self.mask!r}, shape={self.shape}{extra})"
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(_not_a_tensor(f"asked for .{name}"))
+        raise _NotATensorError(_not_a_tensor(f"asked for .{name}"), {})
 
     def __getitem__(self, item: object) -> NoReturn:
         _refuse("indexed it")

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
-import textwrap
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from stof.errors import ArgumentError, UnsupportedError
+from stof.integrations.transformers.forward_inspection import (
+    computes_with_its_mask,
+    computes_with_masks_it_makes,
+    makes_masks,
+)
+from stof.integrations.transformers.layer_code import calls_interface, methods, syntax_tree, uses_interface
+from stof.integrations.transformers.self_attention import is_cross_attention
 
 # What layers hand to the attention function that `attention_forward` reads, or that its mask says already.
 _READ = {
@@ -26,7 +31,8 @@ _REFUSED = {
     "cu_seq_lens_k": "give position_ids that begin anew at every sequence, or stof's pack(), and leave cu_seq_lens out",
     "cache": 'generate without continuous batching, or call model.set_attn_implementation("sdpa")',
 }
-_UNREAD = "_stof_unread"
+_NAME = "stof"
+_WEIGHTS_HOOK = "_stof_weights_hook"
 
 
 def check_module(model: object) -> None:
@@ -35,26 +41,77 @@ def check_module(model: object) -> None:
         raise ArgumentError(f"the model is a torch.nn.Module, got {type(model).__name__}")
 
 
-def check_served(model: nn.Module) -> None:
-    """Refuse a model with a part whose attention layers never call the attention interface.
+def check_served(model: nn.Module, implementation: str | None = None) -> None:
+    """Refuse a model with a part whose attention layers stof cannot serve.
+
+    Args:
+        implementation: check only the parts that are set to this attention implementation; None checks all.
 
     Raises:
         UnsupportedError: naming these parts and layers.
     """
-    refused: dict[str, list[str]] = {}
-    for part in model.modules():
-        if not isinstance(part, PreTrainedModel):
-            continue
-        kinds = {type(module) for module in part.modules()}
-        layers = sorted(kind.__name__ for kind in kinds if "Attention" in kind.__name__)
-        if layers and not any(map(calls_interface, kinds)):
-            refused[type(part).__name__] = layers
+    parts = [part for part in _parts(model) if implementation in (None, part.config._attn_implementation)]
+    if not parts and implementation is not None:
+        return
+    check_forwards(model)
+    refused = {type(part).__name__: layers for part in parts if (layers := _unserved_layers(part))}
     if refused:
         raise UnsupportedError(not_served(", ".join(refused)), refused)
-    unread = {kind: _unread(kind) for kind in {type(module) for module in model.modules()} if calls_interface(kind)}
-    for module in model.modules():
-        if unread.get(type(module)):
-            setattr(module, _UNREAD, unread[type(module)])
+
+
+def _parts(model: nn.Module) -> list[PreTrainedModel]:
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+
+
+def _unserved_layers(part: PreTrainedModel) -> list[str]:
+    """Classes of a part that stof cannot serve: attention code of their own, or computations with stof's masks."""
+    model: Any = type(part)
+    if computes_with_masks_it_makes(model):
+        return [f"{model.__name__} (computes with the masks of its layers)"]
+    kinds = {type(module) for module in part.modules()}
+    if not any(map(calls_interface, kinds)):
+        return _attention(kinds)
+    if not makes_masks(model):
+        return []
+    # The masks it makes are stof's, for its layers, but not for those of other models within it.
+    kinds = {type(layer) for name, layer in _without_inner_models(part) if not is_cross_attention(name, layer)}
+    callers: set[Any] = set(filter(calls_interface, kinds))
+    if not callers:
+        return _attention(kinds)
+    return sorted(f"{kind.__name__} (computes with its mask)" for kind in callers if computes_with_its_mask(kind))
+
+
+def _attention(kinds: set[type[nn.Module]]) -> list[str]:
+    return sorted(kind.__name__ for kind in kinds if "Attention" in kind.__name__)
+
+
+def _without_inner_models(part: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Modules of a part and their names, those of other models within it left out."""
+    for child_name, child in part.named_children():
+        if not isinstance(child, PreTrainedModel):
+            full = f"{name}.{child_name}" if name else child_name
+            yield full, child
+            yield from _without_inner_models(child, full)
+
+
+def check_forwards(model: nn.Module) -> None:
+    """Refuse layers whose `forward` was replaced on the instance by code that never reaches the attention interface.
+
+    Raises:
+        UnsupportedError: naming the layers and what replaced their `forward`.
+    """
+    replaced = {
+        name or type(module).__name__: vars(module)["forward"]
+        for name, module in model.named_modules()
+        if "forward" in vars(module) and calls_interface(type(module)) and not calls_interface(module)
+    }
+    if replaced:
+        raise UnsupportedError(
+            f"{', '.join(replaced)}: the layer's forward was replaced on the instance by code that never reaches "
+            "transformers' attention interface, so stof cannot serve it and a mask of stof would change nothing; "
+            "remove the replacement (del layer.forward), or let it call the layer's own forward",
+            {name: [f"forward is {getattr(new, '__qualname__', repr(new))}"] for name, new in replaced.items()},
+        )
 
 
 def check_can_serve(model: object) -> None:
@@ -73,9 +130,10 @@ def check_can_serve(model: object) -> None:
 
 def not_served(names: str) -> str:
     return (
-        f"{names} does not run its attention through transformers' attention interface, so stof cannot serve it; use "
-        "its own attention (attn_implementation=None), or a model whose attention layers call the interface, such as "
-        "BERT or LLaMA; stof.integrations.transformers.sparsify gives those any sparse mask"
+        f"{names} has attention that stof cannot serve: layers that do not call transformers' attention interface, or "
+        "code that computes with the masks; use its own attention (attn_implementation=None), or a model whose "
+        "attention layers call the interface, such as BERT or LLaMA; stof.integrations.transformers.sparsify gives "
+        "those any sparse mask"
     )
 
 
@@ -84,7 +142,7 @@ def refuse_unread(module: nn.Module, given: dict[str, Any]) -> None:
     for name, advice in _REFUSED.items():
         if given.get(name) is not None:
             raise UnsupportedError(f"stof attention does not read {name}, which changes the result; {advice}", {})
-    found = [name for name in getattr(module, _UNREAD, ()) if given.get(name) is not None]
+    found = [name for name in _unread(type(module)) if given.get(name) is not None]
     if found:
         raise UnsupportedError(
             f"{type(module).__name__} hands {', '.join(found)} to its attention function, which stof does not read and "
@@ -93,44 +151,23 @@ def refuse_unread(module: nn.Module, given: dict[str, Any]) -> None:
         )
 
 
-def calls_interface(layer: type[nn.Module]) -> bool:
-    """Whether a method of a layer's class uses transformers' table of attention functions."""
-    return any(_uses_interface(function) for function in _methods(layer))
-
-
-def _methods(layer: type[nn.Module]) -> Iterator[FunctionType]:
-    for kind in layer.__mro__:
-        if kind in (nn.Module, PreTrainedModel) or not issubclass(kind, nn.Module):
-            continue
-        for value in vars(kind).values():
-            function = inspect.unwrap(value) if callable(value) else None
-            if isinstance(function, FunctionType):
-                yield function
-
-
-def _uses_interface(function: FunctionType) -> bool:
-    known = function.__globals__
-    return any(
-        name == "ALL_ATTENTION_FUNCTIONS" or isinstance(known.get(name), AttentionInterface)
-        for name in _names(function.__code__)
-    )
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
+# Dynamo takes what it returns as a constant: it cannot trace how sources are read.
+@torch.compiler.assume_constant_result
 def _unread(layer: type[nn.Module]) -> tuple[str, ...]:
     """Names a layer hands to its attention function, in so many words, that stof does not read."""
+    kind: Any = layer  # mypy does not take modules for hashable
+    return _unread_by(kind, kind.forward)
+
+
+# Classes may be patched, so `forward` is a part of the key.
+@functools.lru_cache(maxsize=4096)
+def _unread_by(layer: Any, forward: object) -> tuple[str, ...]:
+    del forward
     found: set[str] = set()
-    for function in filter(_uses_interface, _methods(layer)):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError):
-            continue  # written at run time: nothing is known
+    for function in filter(uses_interface, methods(layer)):
+        tree = syntax_tree(function)
+        if tree is None:
+            continue
         interfaces = _interfaces(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in interfaces:
@@ -150,22 +187,58 @@ def _interfaces(tree: ast.AST) -> set[str]:
     return found
 
 
-def check_when_loaded(name: str) -> None:
-    """Have models checked when they are built with, or set to, the attention implementation `name`."""
+def refuse_attention_weights(asked: object) -> None:
+    """Refuse `output_attentions=True`."""
+    if asked:
+        raise UnsupportedError(
+            "stof attention never holds the attention weights, so output_attentions=True has nothing to return; "
+            'call model.set_attn_implementation("eager") to inspect them',
+            {},
+        )
 
-    def check_before(method: str, wanted: Callable[..., Any]) -> None:
-        own = getattr(PreTrainedModel, method)
-        if hasattr(own, "_stof_checks"):
-            return
 
-        @functools.wraps(own)
-        def checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-            if wanted(self, *args, **kwargs) == name:
-                check_served(self)
-            return own(self, *args, **kwargs)
+def _refuse_weights_of_a_call(part: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+    """A hook: models take `output_attentions` away from what they hand to their layers, and return none."""
+    del args
+    config: Any = part.config
+    if config._attn_implementation == _NAME:
+        refuse_attention_weights(kwargs.get("output_attentions", getattr(config, "output_attentions", False)))
 
-        checked._stof_checks = True  # type: ignore[attr-defined]
-        setattr(PreTrainedModel, method, checked)
 
-    check_before("post_init", lambda self, *args, **kwargs: self.config._attn_implementation)
-    check_before("set_attn_implementation", lambda self, attn_implementation, *args, **kwargs: attn_implementation)
+def check_when_set() -> None:
+    """Have models checked when they are built with stof's attention implementation, or set to it."""
+    build, choose = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
+    if hasattr(build, "_stof_checks"):
+        return
+
+    @functools.wraps(build)
+    def checked_build(self: PreTrainedModel) -> Any:
+        check_served(self, _NAME)
+        out = build(self)
+        _watch_weights(self)
+        return out
+
+    @functools.wraps(choose)
+    def checked_choice(self: PreTrainedModel, attn_implementation: str | dict[str, str], *args: Any, **kw: Any) -> Any:
+        if attn_implementation == _NAME:
+            check_served(self)
+        before = [(part.config, part.config._attn_implementation) for part in _parts(self)]
+        out = choose(self, attn_implementation, *args, **kw)
+        try:
+            check_served(self, _NAME)
+        except UnsupportedError:
+            for config, implementation in before:
+                config._attn_implementation = {"": implementation}  # those of inner configurations stay
+            raise
+        _watch_weights(self)
+        return out
+
+    checked_build._stof_checks = True  # type: ignore[attr-defined]
+    PreTrainedModel.post_init = checked_build
+    PreTrainedModel.set_attn_implementation = checked_choice
+
+
+def _watch_weights(model: nn.Module) -> None:
+    for part in _parts(model):
+        if part.config._attn_implementation == _NAME and not hasattr(part, _WEIGHTS_HOOK):
+            setattr(part, _WEIGHTS_HOOK, part.register_forward_pre_hook(_refuse_weights_of_a_call, with_kwargs=True))

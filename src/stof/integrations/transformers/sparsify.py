@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
 
 from torch import nn
 
 from stof.errors import ArgumentError, MaskError, StofError
-from stof.integrations.transformers.served import calls_interface, check_module
+from stof.integrations.transformers.layer_code import calls_interface
+from stof.integrations.transformers.layer_mask import (
+    AttentionLayer,
+    attention_layer,
+    check_implementation,
+    owner_of,
+    set_mask,
+    sparse_mask_of,
+)
+from stof.integrations.transformers.self_attention import is_cross_attention
+from stof.integrations.transformers.served import check_forwards, check_module
 from stof.masks import PATTERNS, Mask
 from stof.masks.tensors import as_mask
-
-NAME = "stof"
-
-_ATTRIBUTE = "_stof_sparse_mask"
-_HOOK = "_stof_sparse_hook"
-# By whom a mask was set: an object for each `Sparsified`.
-_OWNER = "_stof_sparse_owner"
-# How transformers calls attention over another sequence in class, attribute and module names.
-_CROSS = ("cross", "encdec", "encoder_attn", "encoder_decoder_attention")
 
 PerLayer = Mask | str | Mapping[int, Mask | None] | Callable[[int], Mask | None] | None
 
@@ -33,14 +33,14 @@ class Sparsified:
         masks: the mask of each of them; None where a layer keeps only the model's own.
     """
 
-    def __init__(self, modules: list[tuple[str, nn.Module]], masks: list[Mask | None]) -> None:
-        self.layers = tuple(name for name, _ in modules)
+    def __init__(self, layers: list[AttentionLayer], masks: list[Mask | None]) -> None:
+        self.layers = tuple(layer.name for layer in layers)
         self.masks = tuple(masks)
-        self._modules = [module for _, module in modules]
-        self._before = [(sparse_mask_of(module), getattr(module, _OWNER, None)) for module in self._modules]
+        self._layers = layers
+        self._before = [(sparse_mask_of(layer.module), owner_of(layer.module)) for layer in layers]
         self._owner = object()
-        for module, mask in zip(self._modules, masks, strict=True):
-            _set(module, mask, self._owner)
+        for layer, mask in zip(layers, masks, strict=True):
+            set_mask(layer, mask, self._owner)
 
     def remove(self) -> None:
         """Put back the masks that were set before; a second call changes nothing.
@@ -48,15 +48,15 @@ class Sparsified:
         Raises:
             ArgumentError: a layer has a mask that was set later.
         """
-        for module in self._modules:
-            if getattr(module, _OWNER, self._owner) is not self._owner:
-                newer = sparse_mask_of(module)
+        for layer in self._layers:
+            if owner_of(layer.module) not in (None, self._owner):
+                newer = sparse_mask_of(layer.module)
                 raise ArgumentError(
-                    f"{type(module).__name__} has a newer sparse mask, {newer!r}; remove that one first"
+                    f"{type(layer.module).__name__} has a newer sparse mask, {newer!r}; remove that one first"
                 )
-        for module, before in zip(self._modules, self._before, strict=True):
-            _set(module, *before)
-        self._modules, self._before = [], []
+        for layer, before in zip(self._layers, self._before, strict=True):
+            set_mask(layer, *before)
+        self._layers, self._before = [], []
 
     def __enter__(self) -> Sparsified:
         return self
@@ -92,31 +92,29 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
 
     Raises:
         ArgumentError: no self-attention layer, another attention implementation, or a layer number out of range.
+        UnsupportedError: the `forward` of a layer was replaced on the instance, and never reaches stof's attention.
         MaskError: something that is no mask.
     """
     check_module(model)
-    found = layer_masks(model, mask)
-    modules = _self_attention(model)
     if mask is not None:
-        for name, module in modules:
-            _check_implementation(module, name)
-    return Sparsified(modules, found)
+        check_forwards(model)
+    found = layer_masks(model, mask)
+    layers = _self_attention(model)
+    if mask is not None:
+        for layer in layers:
+            check_implementation(layer.module, layer.name)
+    return Sparsified(layers, found)
 
 
 def layer_masks(model: nn.Module, mask: PerLayer) -> list[Mask | None]:
     """The mask of each self-attention layer, as `sparsify` would set it, which also raises so; nothing is changed."""
-    names = [name for name, _ in _self_attention(model)]
+    names = [layer.name for layer in _self_attention(model)]
     if not names:
         raise ArgumentError(
             f"{type(model).__name__} has no self-attention layer that runs through transformers' attention interface; "
             "sparsify() takes a model whose set_attn_implementation() works"
         )
     return _per_layer(mask, names)
-
-
-def sparse_mask_of(module: nn.Module) -> Mask | None:
-    """The sparse mask set on an attention layer."""
-    return getattr(module, _ATTRIBUTE, None)
 
 
 def _per_layer(mask: PerLayer, names: list[str]) -> list[Mask | None]:
@@ -155,50 +153,12 @@ def _checked(mask: object) -> Mask | None:
     )
 
 
-def _self_attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that call the attention interface, in model order, without those over another sequence."""
-    return [(name, module) for name, module in model.named_modules() if _attends(module) and not _crosses(name, module)]
-
-
-def _attends(module: nn.Module) -> bool:
-    config = getattr(module, "config", None)
-    return hasattr(config, "_attn_implementation") and hasattr(module, "is_causal") and calls_interface(type(module))
-
-
-def _crosses(name: str, module: nn.Module) -> bool:
-    if getattr(module, "is_cross_attention", False):
-        return True
-    # The layer's own name and its parent's: "decoder.block.0.layer.1.EncDecAttention", "layer.0.crossattention.self".
-    words = [type(module).__name__, *name.split(".")[-2:]]
-    return any(mark in word.lower() for word in words for mark in _CROSS)
-
-
-def _check_implementation(module: nn.Module, name: str) -> None:
-    config: Any = module.config
-    if config._attn_implementation != NAME:
-        raise ArgumentError(
-            f"layer {name} has a stof mask and runs attn_implementation={config._attn_implementation!r}, which would "
-            f"ignore it; call stof.integrations.transformers.enable(model), "
-            "or remove the mask with sparsify(model, None)"
-        )
-
-
-def _set(module: nn.Module, mask: Mask | None, owner: object) -> None:
-    """Set or remove, with a hook that refuses to run where the mask would be ignored."""
-    hook = getattr(module, _HOOK, None)
-    if hook is not None:
-        hook.remove()
-        delattr(module, _HOOK)
-    if mask is None:
-        for name in (_ATTRIBUTE, _OWNER):
-            if hasattr(module, name):
-                delattr(module, name)
-        return
-    setattr(module, _ATTRIBUTE, mask)
-    setattr(module, _OWNER, owner)
-    setattr(module, _HOOK, module.register_forward_pre_hook(_guard))
-
-
-def _guard(module: nn.Module, args: object) -> None:
-    del args
-    _check_implementation(module, type(module).__name__)
+def _self_attention(model: nn.Module) -> list[AttentionLayer]:
+    """Layers that call the attention interface, in model order, without those that attend to another sequence."""
+    return [
+        attention_layer(model, name)
+        for name, module in model.named_modules()
+        if hasattr(getattr(module, "config", None), "_attn_implementation")
+        and calls_interface(module)
+        and not is_cross_attention(name, module)
+    ]

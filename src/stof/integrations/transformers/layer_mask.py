@@ -1,0 +1,172 @@
+"""The sparse mask of an attention layer, with hooks that refuse calls in which it would be left out."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from stof.errors import ArgumentError, UnsupportedError
+from stof.integrations.transformers.self_attention import attends_to_another_sequence, key_argument
+from stof.masks import Mask
+
+NAME = "stof"
+
+_MASK = "_stof_sparse_mask"
+_USE = "_stof_sparse_use"
+
+
+class AttentionLayer(NamedTuple):
+    """An attention layer of a model.
+
+    Attributes:
+        name: of the module in its model.
+        module: the layer itself.
+        block: the member of a list of modules that it is a part of, such as a decoder layer; None if there is none.
+            The block's forward pass includes the layer's, whatever replaced its code. Of other parents this is unknown.
+    """
+
+    name: str
+    module: nn.Module
+    block: nn.Module | None
+
+
+def attention_layer(model: nn.Module, name: str) -> AttentionLayer:
+    """The layer of this name."""
+    parents = name.split(".")[:-1]
+    while parents and not parents[-1].isdigit():
+        parents.pop()
+    block = model.get_submodule(".".join(parents)) if parents else None
+    return AttentionLayer(name, model.get_submodule(name), block)
+
+
+class _Use:
+    """What the calls of a layer do with its sparse mask.
+
+    Attributes:
+        name: of the layer in its model.
+        owner: by whom the mask was set: an object for each `Sparsified`.
+        hooks: handles of the hooks that check the calls.
+        cross: whether the current call attends to another sequence, which has no sparse mask.
+        called: whether stof's attention was called; one value for all threads, as compiled code sets it.
+        threads: the threads whose current call did, so that calls at the same time do not mix; not in compiled code.
+    """
+
+    __slots__ = ("called", "cross", "hooks", "keys", "name", "owner", "threads")
+
+    def __init__(self, layer: AttentionLayer, owner: object) -> None:
+        self.name = layer.name or type(layer.module).__name__
+        self.owner = owner
+        self.hooks: list[Any] = []
+        self.keys = key_argument(type(layer.module))
+        self.cross = False
+        self.called = True
+        self.threads: set[int] = set()
+
+    def begin(self) -> None:
+        self.called = False
+        if not torch.compiler.is_compiling():
+            self.threads.discard(threading.get_ident())
+
+    def mark(self) -> None:
+        self.called = True
+        if not torch.compiler.is_compiling():
+            self.threads.add(threading.get_ident())
+
+    def was_called(self) -> bool:
+        return self.called or (not torch.compiler.is_compiling() and threading.get_ident() in self.threads)
+
+
+def sparse_mask_of(layer: nn.Module) -> Mask | None:
+    """The sparse mask set on an attention layer."""
+    return getattr(layer, _MASK, None)
+
+
+def owner_of(layer: nn.Module) -> object:
+    """By whom the sparse mask was set; None without one."""
+    use = getattr(layer, _USE, None)
+    return None if use is None else use.owner
+
+
+def mask_of_call(layer: nn.Module) -> Mask | None:
+    """The sparse mask for the current call of a layer, whose attention function asks for it."""
+    mask = sparse_mask_of(layer)
+    if mask is None:
+        return None
+    use: _Use = getattr(layer, _USE)
+    use.mark()
+    return None if use.cross else mask
+
+
+def set_mask(layer: AttentionLayer, mask: Mask | None, owner: object) -> None:
+    """Set or remove the sparse mask of a layer."""
+    use = getattr(layer.module, _USE, None)
+    if use is not None:
+        for hook in use.hooks:
+            hook.remove()
+        delattr(layer.module, _MASK)
+        delattr(layer.module, _USE)
+    if mask is None:
+        return
+    use = _Use(layer, owner)
+    setattr(layer.module, _MASK, mask)
+    setattr(layer.module, _USE, use)
+    use.hooks = [
+        layer.module.register_forward_pre_hook(_begin, with_kwargs=True),
+        layer.module.register_forward_hook(_check),
+    ]
+    if layer.block is not None:
+        use.hooks += [
+            layer.block.register_forward_pre_hook(functools.partial(_begin_block, use)),
+            layer.block.register_forward_hook(functools.partial(_check_block, use)),
+        ]
+
+
+def check_implementation(layer: nn.Module, name: str) -> None:
+    """Refuse a layer with a mask that runs another attention.
+
+    Raises:
+        ArgumentError: naming the layer and its implementation.
+    """
+    config: Any = layer.config
+    if config._attn_implementation != NAME:
+        raise ArgumentError(
+            f"layer {name} has a stof mask and runs attn_implementation={config._attn_implementation!r}, which would "
+            f"ignore it; call stof.integrations.transformers.enable(model), "
+            "or remove the mask with sparsify(model, None)"
+        )
+
+
+def _begin(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    use: _Use = getattr(layer, _USE)
+    check_implementation(layer, use.name)
+    use.cross = use.keys is not None and attends_to_another_sequence(use.name, use.keys, args, kwargs)
+    use.begin()
+
+
+def _check(layer: nn.Module, args: object, output: object) -> None:
+    del args, output
+    _refuse_if_left_out(getattr(layer, _USE))
+
+
+def _begin_block(use: _Use, block: nn.Module, args: object) -> None:
+    del block, args
+    use.begin()
+
+
+def _check_block(use: _Use, block: nn.Module, args: object, output: object) -> None:
+    del block, args, output
+    _refuse_if_left_out(use)
+
+
+def _refuse_if_left_out(use: _Use) -> None:
+    if not use.was_called():
+        raise UnsupportedError(
+            f"layer {use.name} has a sparse mask, and its forward pass never called stof's attention, so the mask was "
+            "left out: some code replaced the layer, its forward or the forward of the module around it; let that code "
+            "call the layer's own forward, or remove the mask with sparsify(model, None)",
+            {},
+        )
