@@ -285,14 +285,15 @@ class PerHead(Composite):
         return numbered(pairs).view(self.batch, len(self.masks))
 
     def evaluate(self, index: Index) -> Tensor:
-        kept = {mask: mask.evaluate(index) for mask in dict.fromkeys(self.masks)}
+        heads = index.h.flatten().tolist()
+        kept = {mask: mask.evaluate(index) for mask in dict.fromkeys(self.masks[h] for h in heads)}
         sizes = [(t.shape[0], 1, *t.shape[2:]) for t in kept.values()]
         shape = torch.broadcast_shapes(*sizes, index.q.shape, index.kv.shape)
         rows = []
-        for place, h in enumerate(index.h.flatten().tolist()):
-            own = kept[self.masks[h]]
-            own = own if own.shape[1] == 1 else own[:, place : place + 1]  # a function that looks at the head
-            rows.append(own.expand(shape[0], 1, *shape[2:]))
+        for place, h in enumerate(heads):
+            keep = kept[self.masks[h]]
+            keep = keep if keep.shape[1] == 1 else keep[:, place : place + 1]  # a function that looks at the head
+            rows.append(keep.expand(shape[0], 1, *shape[2:]))
         return torch.cat(rows, dim=1)
 
     def __repr__(self) -> str:

@@ -134,7 +134,7 @@ def from_block_mask(block_mask: Any) -> Mask:
     when a plan is made or looked up, as those of `from_function` are.
 
     Raises:
-        MaskError: not a `BlockMask`.
+        MaskError: not a `BlockMask`, or a slice of one.
     """
     mask_mod = getattr(block_mask, "mask_mod", None)
     lengths = getattr(block_mask, "seq_lengths", None)
@@ -142,7 +142,14 @@ def from_block_mask(block_mask: Any) -> Mask:
         raise MaskError(
             f"from_block_mask() takes torch.nn.attention.flex_attention.BlockMask, got {type(block_mask).__name__}"
         )
-    return BlockMaskMask(mask_mod, int(lengths[0]), int(lengths[1]), block_mask=block_mask)
+    q_len, kv_len = map(int, lengths)
+    blocks, rows = block_mask.kv_num_blocks.shape[-1], block_mask.BLOCK_SIZE[0]
+    if blocks * rows < q_len:
+        raise MaskError(
+            f"the BlockMask has lists for {blocks} blocks of {rows} queries and was made for {q_len}: it is a slice. Give "
+            "its mask_mod the position of the first query, or give masks.from_function(mask_mod).with_query_offset(n)"
+        )
+    return BlockMaskMask(mask_mod, q_len, kv_len, block_mask=block_mask)
 
 
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
