@@ -29,6 +29,7 @@ from stof.integrations.transformers.attention import attention_forward
 from stof.integrations.transformers.forward_inspection import hands_mask_on
 from stof.integrations.transformers.masks import make_mask
 from stof.integrations.transformers.model_mask import ModelMask
+from stof.integrations.transformers.packed_calls import watch
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_loaded, not_served
 from stof.integrations.transformers.sparsify import NAME, Sparsified, layer_masks, sparsify
@@ -136,7 +137,7 @@ def register() -> None:
         )
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
-    check_when_loaded(NAME)
+    check_when_loaded(NAME, watch)
 
 
 register()

@@ -150,8 +150,8 @@ def _interfaces(tree: ast.AST) -> set[str]:
     return found
 
 
-def check_when_loaded(name: str) -> None:
-    """Have models checked when they are built with, or set to, the attention implementation `name`."""
+def check_when_loaded(name: str, watch: Callable[[PreTrainedModel], None]) -> None:
+    """Have models checked, and then watched, when they are built with, or set to, the implementation `name`."""
 
     def check_before(method: str, wanted: Callable[..., Any]) -> None:
         own = getattr(PreTrainedModel, method)
@@ -162,6 +162,7 @@ def check_when_loaded(name: str) -> None:
         def checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             if wanted(self, *args, **kwargs) == name:
                 check_served(self)
+                watch(self)
             return own(self, *args, **kwargs)
 
         checked._stof_checks = True  # type: ignore[attr-defined]

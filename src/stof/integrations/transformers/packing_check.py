@@ -1,0 +1,216 @@
+"""Whether a model keeps the sequences of a packed row apart: found out by running it, once for each kind of call.
+
+A packed mask separates sequences within attention. Recurrent and convolution layers, embeddings that read their
+neighbours, and positions counted from the start of the row know nothing of it. The check calls the model with one short
+sequence repeated in a row. The embeddings of one copy are NaN: a NaN in another copy's outputs shows a leak of any
+size. The first and the last copy are equal, so their outputs are equal too, but for rounding: otherwise a token's
+output depends on its place in the row.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stof.integrations.transformers.model_mask import ModelMask
+from stof.masks import documents
+from stof.runtime.private import without_hooks
+
+# Tokens of a copy, and the longest row checked: layers that fill up, such as experts of limited capacity, show there.
+_COPY, _LONGEST = 4, 512
+# Tokens of the row checked for compiled code, whose rows may have any length.
+TRACED_WIDTH = 4 * _COPY
+# Where a model remembers the calls that passed. A copy of the model takes it along.
+PASSED = "_stof_packing_checked"
+_LOCK = threading.RLock()  # a check exchanges the hooks and modes of the model's modules
+
+
+class Argument(NamedTuple):
+    """An argument of a model's call, as far as it matters: compiled code has no values.
+
+    Attributes:
+        kind: "mask", a packed mask; "positions"; "tokens", a tensor with one entry per token; "value".
+        sizes: for positions, the sizes before the last; for tokens, the sizes after the first two.
+    """
+
+    name: str
+    kind: str
+    dtype: torch.dtype | None = None
+    sizes: tuple[int, ...] = ()
+    device: torch.device | None = None
+    value: Any = None
+
+
+class Verdict(NamedTuple):
+    """Whether the model keeps sequences apart, None if that cannot be said; and why not."""
+
+    apart: bool | None
+    reason: str = ""
+
+
+def describe(given: Mapping[str, Any], rows: int, width: int, *, with_tensors: bool) -> tuple[Argument, ...]:
+    """What `check` needs of a call's arguments; caches are left out, and so are tensors of indices.
+
+    Args:
+        rows, width: sizes of the tensors with one entry per token.
+        with_tensors: keep float tensors that do not belong to tokens (the states of an encoder); not in compiled code.
+    """
+    out = []
+    for name, value in given.items():
+        if isinstance(value, ModelMask):
+            out.append(Argument(name, "mask"))
+        elif isinstance(value, Tensor):
+            if name == "position_ids" and value.ndim > 1 and value.shape[-1] == width:
+                out.append(Argument(name, "positions", value.dtype, tuple(value.shape[:-1]), value.device))
+            elif value.ndim > 1 and value.shape[0] == rows and value.shape[1] == width:
+                out.append(Argument(name, "tokens", value.dtype, tuple(value.shape[2:]), value.device))
+            elif with_tensors and value.is_floating_point():
+                out.append(Argument(name, "value", value=value))
+        elif isinstance(value, bool | int | float | str):
+            out.append(Argument(name, "value", value=value))
+    return tuple(out)
+
+
+def check(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: int) -> Verdict:
+    """Whether a model keeps packed sequences apart in calls with these arguments; rows of `width` tokens or fewer."""
+    width = max(4, 1 << min(width, _LONGEST).bit_length() - 1)
+    passed: set[Any] = module.__dict__.setdefault(PASSED, set())
+    key = (width, frozenset(argument.name for argument in arguments))
+    if key in passed:
+        return Verdict(True)
+    if not any(isinstance(argument.value, Tensor) for argument in arguments):
+        rows = 1
+    compiling = torch.compiler.is_compiling()
+    with _LOCK, nullcontext() if compiling else torch.compiler.set_stance("force_eager"):
+        # Context variables of the call in progress are not the check's: transformers collects hidden states by one.
+        verdict = contextvars.Context().run(_run, module, arguments, rows, width)
+    if verdict.apart:
+        passed.add(key)
+    return verdict
+
+
+def _run(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: int) -> Verdict:
+    copy = min(_COPY, width // 4)
+    spoilt = slice(width // 2, width // 2 + copy)
+    try:
+        with _undisturbed(module):
+            outputs = _outputs(module, arguments, rows, width, copy, spoilt)
+            if not outputs:
+                return Verdict(None, "it returns nothing with one entry per token")
+            if not any(out[:, spoilt].isnan().flatten(2).any(-1).all() for out in outputs):
+                return Verdict(None, "its outputs do not depend on its input embeddings")
+            if any(_nan_outside(out, spoilt) for out in outputs):
+                clean = _outputs(module, arguments, rows, width, copy, None)
+                if any(_nan_outside(out, spoilt) for out in clean):
+                    return Verdict(None, "it returns NaN for any tokens")
+                return Verdict(
+                    False,
+                    "tokens of one sequence change the outputs of another, by layers besides attention (recurrent, "
+                    "convolution, pooling, embeddings that read neighbours) or by attention without the packed mask",
+                )
+    except Exception as error:  # whatever the model's code raises for a call of another size
+        return Verdict(None, f"stof ran it on a short row to check it, and got {type(error).__name__}: {error}")
+    tolerance = max(3e-4, 4 * _rounding(module, outputs))
+    if any(_difference(out[:, :copy], out[:, -copy:]) > tolerance for out in outputs):
+        return Verdict(
+            False,
+            "outputs of a sequence depend on its place in the row: positions are counted from the start of the row "
+            "(position_ids are left out, or the model does not read them), or experts have a limited capacity",
+        )
+    return Verdict(True)
+
+
+def _outputs(
+    module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: int, copy: int, spoilt: slice | None
+) -> list[Tensor]:
+    """Float outputs `[rows, width, features, ...]` of a row of equal sequences; NaN is put in the one at `spoilt`."""
+    embeddings: nn.Module = module.get_input_embeddings()  # type: ignore[operator]
+
+    def spoil(layer: nn.Module | None, args: Any, out: Any) -> Any:
+        if spoilt is None or not isinstance(out, Tensor) or out.shape[:2] != (rows, width):
+            return out
+        out = out.clone()
+        out[:, spoilt] = torch.nan
+        return out
+
+    def per_token(argument: Argument) -> Tensor:
+        """Values that repeat with the sequence: ids from 1, sines, and else 0."""
+        values = torch.zeros(copy, *argument.sizes, dtype=argument.dtype, device=argument.device)
+        if values.is_floating_point():
+            values.view(-1).copy_(torch.arange(1, values.numel() + 1).sin())
+        elif argument.name.endswith("input_ids"):
+            values.copy_(torch.arange(1, copy + 1) % getattr(embeddings, "num_embeddings", copy + 1))
+        elif argument.name.endswith("attention_mask"):
+            values.fill_(1)
+        out = values.repeat(width // copy, *[1] * len(argument.sizes)).expand(rows, width, *argument.sizes).clone()
+        return spoil(None, None, out) if out.is_floating_point() else out
+
+    call: dict[str, Any] = {}
+    for argument in arguments:
+        if argument.kind == "mask":
+            mask = documents(cu_seqlens=list(range(0, width + 1, copy)))
+            shape = (rows, 1, width, width)
+            call[argument.name] = ModelMask(mask, shape, includes_model_mask=False, checked=True, exact_nan=True)
+        elif argument.kind == "positions":
+            positions = torch.arange(copy, dtype=argument.dtype, device=argument.device).repeat(width // copy)
+            *kinds, given_rows = argument.sizes  # several kinds of positions, or none; one row may stand for all
+            call[argument.name] = positions.expand(*kinds, rows if given_rows > 1 else 1, width)
+        else:
+            call[argument.name] = per_token(argument) if argument.kind == "tokens" else argument.value
+    handle = embeddings.register_forward_hook(spoil)
+    devices = {argument.device for argument in arguments if argument.device and argument.device.type == "cuda"}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            found = _tensors(module(**call))
+    finally:
+        handle.remove()
+    return [out for out in found if out.is_floating_point() and out.ndim > 2 and out.shape[:2] == (rows, width)]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _nan_outside(out: Tensor, spoilt: slice) -> bool:
+    return bool(out[:, : spoilt.start].isnan().any() | out[:, spoilt.stop :].isnan().any())
+
+
+def _difference(first: Tensor, last: Tensor) -> float:
+    """Relative difference of a token's features; the median over tokens: another expert for one is rounding too."""
+    first, last = (x.flatten(2).double() for x in (first, last))
+    scale = first.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return float(((first - last).norm(dim=-1) / scale).median())
+
+
+def _rounding(module: nn.Module, outputs: list[Tensor]) -> float:
+    """Machine epsilon of the coarsest format a model computes in; its float32 products may be in TF32."""
+    device = outputs[0].device.type
+    formats = {p.dtype for p in module.parameters() if p.is_floating_point() and p.dtype.itemsize > 1}
+    formats |= {out.dtype for out in outputs}
+    if torch.is_autocast_enabled(device):
+        formats.add(torch.get_autocast_dtype(device))
+    coarse = device == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return max([torch.finfo(dtype).eps for dtype in formats] + [2**-10 if coarse else 0.0])
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without hooks of the user's, for this block."""
+    training = [part for part in module.modules() if part.training]
+    with without_hooks(module, keep=("torch", "transformers")):
+        try:
+            for part in training:
+                part.training = False
+            yield
+        finally:
+            for part in training:
+                part.training = True
