@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +86,7 @@ def check(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: 
         return Verdict(True)
     if not any(isinstance(argument.value, Tensor) for argument in arguments):
         rows = 1
-    compiling = torch.compiler.is_compiling()
-    with _LOCK, nullcontext() if compiling else torch.compiler.set_stance("force_eager"):
+    with _LOCK:
         # Context variables of the call in progress are not the check's: transformers collects hidden states by one.
         verdict = contextvars.Context().run(_run, module, arguments, rows, width)
     if verdict.apart:
@@ -95,11 +94,13 @@ def check(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: 
     return verdict
 
 
+@torch.compiler.disable
 def _run(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: int) -> Verdict:
     copy = min(_COPY, width // 4)
     spoilt = slice(width // 2, width // 2 + copy)
     try:
-        with _undisturbed(module):
+        # Parts that are compiled are not compiled anew for this row.
+        with _undisturbed(module), torch.compiler.set_stance("force_eager"):
             outputs = _outputs(module, arguments, rows, width, copy, spoilt)
             if not outputs:
                 return Verdict(None, "it returns nothing with one entry per token")
