@@ -16,6 +16,7 @@ from stof.integrations.transformers.served import calls_interface
 from stof.integrations.transformers.sparsify import NAME
 from stof.masks import documents
 from stof.operators import FULL
+from stof.runtime.private import is_exporting
 
 _PARAMETERS, _ATTENDS = "_stof_parameters", "_stof_attends"
 # Compiled code runs the check while it is traced: the verdict is a constant, and the graph holds none of it.
@@ -58,9 +59,12 @@ def before_forward(
             given["attention_mask"] = packed
     if packed is None:
         return None
+    tracing = torch.compiler.is_dynamo_compiling()
+    if not packed.is_packed and not tracing:
+        return (), given  # a CUDA graph or an export: the model cannot be run on other values
     tokens = _tokens(given)
     rows, width = packed.shape[::2] if tokens is None else tokens.shape[:2]
-    if torch.compiler.is_compiling():
+    if tracing:
         verdict = _check_while_tracing(module, describe(given, rows, width, with_tensors=False), 1, TRACED_WIDTH)
     else:
         verdict = check(module, describe(given, rows, width, with_tensors=True), rows, width)
@@ -101,8 +105,9 @@ def _mask_of_positions(module: nn.Module, given: dict[str, Any]) -> ModelMask | 
         return None
     rows, width = tokens.shape[:2]
     cache = given.get("past_key_values")
-    # A look at values would break the graph.
-    graph = torch.compiler.is_compiling() or (positions.is_cuda and torch.cuda.is_current_stream_capturing())
+    # Where a look at values would break a graph.
+    graph = torch.compiler.is_dynamo_compiling() or is_exporting()
+    graph = graph or (positions.is_cuda and torch.cuda.is_current_stream_capturing())
     if positions.ndim != 2 or positions.shape[1] != width or width == 1 or (graph and cache is not None):
         return None
     if not graph and not bool((positions.diff(dim=1) <= 0).any()):
