@@ -115,7 +115,12 @@ def test_other_layers_over_tokens_are_refused(name: str, mask: str) -> None:
     packed, plain = _call([[10, WIDTH - 10]], mask), _call([[WIDTH]], mask)
     with pytest.raises(UnsupportedError, match="no position_ids that begin anew"):
         _out(model, packed)
-    _out(model, plain)
+    want = _out(model, plain)
     torch.compiler.reset()
-    with pytest.raises(UnsupportedError, match="leave position_ids out, or do not compile"):
-        _out(torch.compile(model, backend="eager"), plain)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(_out(compiled, plain), want)
+    with pytest.raises(UnsupportedError, match="no position_ids that begin anew"):
+        _out(compiled, packed)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave position_ids out, or do not compile"):
+        _out(torch.compile(model, backend="eager", fullgraph=True), plain)

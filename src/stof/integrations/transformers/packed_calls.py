@@ -51,15 +51,15 @@ def before_forward(
     """
     if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
         return None
+    tracing = torch.compiler.is_dynamo_compiling()
     given = dict(zip(getattr(module, _PARAMETERS), args, strict=False)) | kwargs
     packed = next((value for value in given.values() if _is_unchecked(value)), None)
     if packed is None and getattr(module, _ATTENDS):
-        packed = _mask_of_positions(module, given)
+        packed = _mask_of_positions(module, given, tracing)
         if packed is not None:
             given["attention_mask"] = packed
     if packed is None:
         return None
-    tracing = torch.compiler.is_dynamo_compiling()
     if not packed.is_packed and not tracing:
         return (), given  # a CUDA graph or an export: the model cannot be run on other values
     tokens = _tokens(given)
@@ -91,7 +91,7 @@ def _tokens(given: dict[str, Any]) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.ndim > 1 else None
 
 
-def _mask_of_positions(module: nn.Module, given: dict[str, Any]) -> ModelMask | None:
+def _mask_of_positions(module: nn.Module, given: dict[str, Any], tracing: bool) -> ModelMask | None:
     """The mask of sequences whose positions begin anew within a row; None where none do.
 
     transformers looks for such positions only where a decoder is called without a mask and without a cache. In compiled
@@ -105,9 +105,8 @@ def _mask_of_positions(module: nn.Module, given: dict[str, Any]) -> ModelMask | 
         return None
     rows, width = tokens.shape[:2]
     cache = given.get("past_key_values")
-    # Where a look at values would break a graph.
-    graph = torch.compiler.is_dynamo_compiling() or is_exporting()
-    graph = graph or (positions.is_cuda and torch.cuda.is_current_stream_capturing())
+    # Where a look at values would break a graph. Dynamo may trace this function alone, of a call that is not traced.
+    graph = tracing or is_exporting() or (positions.is_cuda and torch.cuda.is_current_stream_capturing())
     if positions.ndim != 2 or positions.shape[1] != width or width == 1 or (graph and cache is not None):
         return None
     if not graph and not bool((positions.diff(dim=1) <= 0).any()):
