@@ -90,7 +90,7 @@ class UnsupportedError(StofError, NotImplementedError):
     def __init__(self, summary: str, reasons: Mapping[str, Sequence[str]]) -> None:
         self.reasons = {name: tuple(why) for name, why in reasons.items()}
         listed = "\n".join(f"  - {name}: {'; '.join(why)}" for name, why in self.reasons.items())
-        super().__init__(f"{summary}\n{listed}")
+        self.args = (f"{summary}\n{listed}",)  # Dynamo, which shows it where a graph may not break, traces no super()
 
 
 class KernelError(StofError, RuntimeError):

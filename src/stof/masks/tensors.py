@@ -146,7 +146,7 @@ def from_block_mask(block_mask: Any) -> Mask:
     blocks, rows = block_mask.kv_num_blocks.shape[-1], block_mask.BLOCK_SIZE[0]
     if blocks * rows < q_len:
         raise MaskError(
-            f"the BlockMask has lists for {blocks} blocks of {rows} queries and was made for {q_len}: it is a slice. Give "
+            f"the BlockMask has lists for {blocks} blocks of {rows} queries, and {q_len} queries: it is a slice. Give "
             "its mask_mod the position of the first query, or give masks.from_function(mask_mod).with_query_offset(n)"
         )
     return BlockMaskMask(mask_mod, q_len, kv_len, block_mask=block_mask)

@@ -62,8 +62,8 @@ __all__ = [
     "version_of",
     "vmap_enabled",
     "without_encoding",
+    "without_hooks",
 ]
-
 
 # Types of what graphs and calls hold, used elsewhere under these names. `FakeTensor`, `HigherOrderOperator`: without
 # them, fusion cannot tell fake values and wrapped subgraphs. `TorchDispatchMode`: mask functions could not be traced,
@@ -327,6 +327,33 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether something runs before or after a module's forward or backward."""
     backward = module._backward_hooks or module._backward_pre_hooks
     return bool(module._forward_hooks or module._forward_pre_hooks or backward)
+
+
+@contextmanager
+def without_hooks(model: nn.Module, keep: tuple[str, ...]) -> Iterator[None]:
+    """Run no forward hooks of a model's modules in this block, but those defined in the packages `keep`.
+
+    There is no public way to call a module without its hooks. Without this, the hooks of users see calls that they did
+    not make.
+    """
+    changed: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module in model.modules():
+            for name in FORWARD_HOOKS:
+                hooks = getattr(module, name)
+                kept = {number: hook for number, hook in hooks.items() if _package_of(hook) in keep}
+                if len(kept) != len(hooks):
+                    changed.append((module, name, hooks))
+                    setattr(module, name, type(hooks)(kept))
+        yield
+    finally:
+        for module, name, hooks in changed:
+            setattr(module, name, hooks)
+
+
+def _package_of(hook: Any) -> str:
+    function = getattr(hook, "func", hook)  # of functools.partial
+    return str(getattr(function, "__module__", "")).partition(".")[0]
 
 
 def is_intercepted() -> bool:

@@ -30,6 +30,7 @@ from stof.integrations.transformers.forward_inspection import hands_mask_on
 from stof.integrations.transformers.layer_mask import NAME
 from stof.integrations.transformers.masks import make_mask
 from stof.integrations.transformers.model_mask import ModelMask
+from stof.integrations.transformers.packed_calls import watch
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
@@ -137,7 +138,7 @@ def register() -> None:
         )
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
-    check_when_set()
+    check_when_set(watch)
 
 
 register()

@@ -58,6 +58,10 @@ def attention_forward(
         check_window(kwargs.get("sliding_window"), key.shape[2])
     sparse = mask_of_call(module)
     mask = _as_model_mask(module, query, key, attention_mask, is_causal)
+    nan = None
+    if mask.exact_nan:  # the check of packing, to which sparse masks do not matter
+        sparse, nan = None, mask.queries_with_nan(query, key, value)
+        query, key, value = query.nan_to_num(), key.nan_to_num(), value.nan_to_num()
     if sparse is not None:
         _check_self_attention(module, mask, attention_mask, query.shape[2], key.shape[2])
     compiling = torch.compiler.is_compiling()
@@ -79,7 +83,8 @@ def attention_forward(
             softcap=softcap,
             sinks=s_aux,
         )
-    return out.transpose(1, 2).contiguous(), None
+    out = out.transpose(1, 2).contiguous()
+    return out if nan is None else out.masked_fill(nan[:, :, None, None], torch.nan), None
 
 
 def _check_self_attention(
@@ -121,6 +126,7 @@ def _as_model_mask(
     batch, _, q_len, _ = query.shape
     shape = (batch, 1, q_len, key.shape[2])
     if isinstance(given, ModelMask):
+        given.refuse_unchecked()
         if not torch.compiler.is_compiling() and given.shape[2:] != shape[2:]:
             raise ShapeError(
                 f"the mask was made for {given.shape[2]} queries and {given.shape[3]} keys, the layer has {q_len} and "

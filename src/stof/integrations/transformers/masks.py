@@ -67,8 +67,11 @@ def make_mask(
         elif (named := _padding(valid)) is not None:
             own = intersection(own, named)
     if given is not None:
+        given.refuse_unchecked()
         assert not isinstance(given.mask, Intersection)
         own = intersection(own, given.mask.with_query_offset(int(q_offset)))
+        if given.keep is not None:
+            keep = given.keep if keep is None else keep & given.keep
     if q_length == 1 and not isinstance(own, Intersection) and not compiling and not is_full(own):
         # A tensor has the same graph at every token: generate() hands this mask to compiled code.
         row = own.to_dense(1, kv_length, batch=batch_size, device=device)
@@ -79,6 +82,7 @@ def make_mask(
         keep=keep,
         q_offset=q_offset,
         kv_offset=kv_offset,
+        exact_nan=given is not None and given.exact_nan,
     )
 
 

@@ -13,6 +13,7 @@ from stof.errors import UnsupportedError
 from stof.masks import Index, Mask
 from stof.masks.bounds import TileBounds
 from stof.masks.compose import Wrapped
+from stof.masks.rules import Documents
 from stof.operators import Intersection, intersection
 from stof.plans.plan import Plan
 
@@ -64,6 +65,9 @@ class ModelMask:
         q_offset, kv_offset: position of the first query and of the first key; a tensor where compiled code does not
             know it.
         includes_model_mask: False for a mask a user passes in: the model's own mask is intersected with it.
+        checked: for a packed mask, whether the model it was given to keeps packed sequences apart (`packing_check`).
+        exact_nan: a NaN of a token reaches the queries that see the token, and no others; kernels multiply values
+            that a mask drops by 0.
     """
 
     ndim = 4
@@ -77,6 +81,8 @@ class ModelMask:
         q_offset: int | Tensor = 0,
         kv_offset: int = 0,
         includes_model_mask: bool = True,
+        checked: bool = False,
+        exact_nan: bool = False,
     ) -> None:
         self.mask = mask
         self.keep = keep
@@ -84,7 +90,39 @@ class ModelMask:
         self.q_offset = q_offset
         self.kv_offset = kv_offset
         self.includes_model_mask = includes_model_mask
+        self.checked = checked
+        self.exact_nan = exact_nan
         self._plans: dict[tuple[object, ...], Plan] = {}
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it keeps the sequences of a packed batch apart, and the model has not added its own mask."""
+        return not self.includes_model_mask and isinstance(self.mask, Documents)
+
+    def after_check(self) -> ModelMask:
+        """A packed mask, for a model that keeps packed sequences apart."""
+        return ModelMask(self.mask, self.shape, includes_model_mask=False, checked=True)
+
+    def refuse_unchecked(self) -> None:
+        """Refuse a packed mask on its way into attention, if nobody knows that the model keeps sequences apart.
+
+        Raises:
+            UnsupportedError: the model's forward pre-hook did not run.
+        """
+        if self.is_packed and not self.checked:
+            raise UnsupportedError(
+                "a packed mask came to an attention layer of a model that stof did not check; call the model itself, "
+                "model(**packed.model_inputs()), not its forward method or its layers",
+                {},
+            )
+
+    def queries_with_nan(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Bool `[B, Sq]`: queries that are NaN or see a key or value that is, in any head."""
+        keys = k.isnan().any(-1).any(1) | v.isnan().any(-1).any(1)
+        mask = self.mask.made() if isinstance(self.mask, Intersection) else self.mask
+        seen = mask.to_dense(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device)
+        seen = seen if self.keep is None else seen & self.keep
+        return (seen & keys[:, None, None, :]).any(-1).any(1) | q.isnan().any(-1).any(1)
 
     def narrowed(self, sparse: Mask | None) -> Mask | Intersection:
         """The mask, intersected with a sparse mask written for whole sequences; see `intersection`."""

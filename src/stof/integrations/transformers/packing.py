@@ -93,6 +93,9 @@ def pack(
     as they would alone. A sparse mask of `sparsify` counts positions from the start of the row, so with one that does
     not depend on distances alone, such as `sink_tokens`, results differ. Reads the lengths on the host.
 
+    A model that does not keep packed sequences apart (recurrent or convolution layers, positions counted from the start
+    of the row) is refused with `UnsupportedError` when it is called: see `packing_check`.
+
     Args:
         input_ids: int `[B, S]`.
         attention_mask: int or bool `[B, S]`, nonzero at real tokens, wherever the padding is.

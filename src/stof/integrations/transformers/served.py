@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -156,13 +156,17 @@ def refuse_unread(module: nn.Module, given: dict[str, Any]) -> None:
 def _unread(layer: type[nn.Module]) -> tuple[str, ...]:
     """Names a layer hands to its attention function, in so many words, that stof does not read."""
     kind: Any = layer  # mypy does not take modules for hashable
-    return _unread_by(kind, kind.forward)
+    key = (kind, kind.forward)  # classes may be patched
+    if key not in _UNREAD:
+        _UNREAD[key] = _read_unread(kind)
+    return _UNREAD[key]
 
 
-# Classes may be patched, so `forward` is a part of the key.
-@functools.lru_cache(maxsize=4096)
-def _unread_by(layer: Any, forward: object) -> tuple[str, ...]:
-    del forward
+# No `functools.lru_cache`: Dynamo warns of those where it compiles `_unread` by itself.
+_UNREAD: dict[tuple[Any, object], tuple[str, ...]] = {}
+
+
+def _read_unread(layer: Any) -> tuple[str, ...]:
     found: set[str] = set()
     for function in filter(uses_interface, methods(layer)):
         tree = syntax_tree(function)
@@ -205,8 +209,8 @@ def _refuse_weights_of_a_call(part: nn.Module, args: object, kwargs: dict[str, A
         refuse_attention_weights(kwargs.get("output_attentions", getattr(config, "output_attentions", False)))
 
 
-def check_when_set() -> None:
-    """Have models checked when they are built with stof's attention implementation, or set to it."""
+def check_when_set(watch: Callable[[PreTrainedModel], None]) -> None:
+    """Have models checked, and then watched, when they are built with stof's attention implementation, or set to it."""
     build, choose = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
     if hasattr(build, "_stof_checks"):
         return
@@ -215,7 +219,7 @@ def check_when_set() -> None:
     def checked_build(self: PreTrainedModel) -> Any:
         check_served(self, _NAME)
         out = build(self)
-        _watch_weights(self)
+        watch_parts(self)
         return out
 
     @functools.wraps(choose)
@@ -230,8 +234,13 @@ def check_when_set() -> None:
             for config, implementation in before:
                 config._attn_implementation = {"": implementation}  # those of inner configurations stay
             raise
-        _watch_weights(self)
+        watch_parts(self)
         return out
+
+    def watch_parts(model: PreTrainedModel) -> None:
+        _watch_weights(model)
+        if any(part.config._attn_implementation == _NAME for part in _parts(model)):
+            watch(model)
 
     checked_build._stof_checks = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = checked_build

@@ -1,0 +1,251 @@
+"""Whether a model keeps the sequences of a packed row apart: found out by running it, once for each kind of call.
+
+A packed mask separates sequences within attention. Recurrent and convolution layers, embeddings that read their
+neighbours, and positions counted from the start of the row know nothing of it. The check calls the model with one short
+sequence repeated in a row. The embeddings of one copy are NaN: a NaN in another copy's outputs shows a leak of any
+size. The first and the last copy are equal, so their outputs are equal too, but for rounding: otherwise a token's
+output depends on its place in the row.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stof.integrations.transformers.model_mask import ModelMask
+from stof.masks import documents
+from stof.runtime.private import without_hooks
+
+# Tokens of a copy, and the longest row checked: layers that fill up, such as experts of limited capacity, show there.
+_COPY, _LONGEST = 8, 512
+# Tokens of the row checked for compiled code, whose rows may have any length.
+TRACED_WIDTH = 4 * _COPY
+_LEAK = (
+    "tokens of one sequence change the outputs of another, by layers besides attention (recurrent, convolution, "
+    "pooling, embeddings that read neighbours) or by attention without the packed mask"
+)
+_PLACE = (
+    "outputs of a sequence depend on its place in the row: positions are counted from the start of the row "
+    "(position_ids are left out, or the model does not read them), or experts have a limited capacity"
+)
+# Where a model remembers the calls that passed. A copy of the model takes it along.
+PASSED = "_stof_packing_checked"
+_LOCK = threading.RLock()  # a check exchanges the hooks and modes of the model's modules
+
+
+class Argument(NamedTuple):
+    """An argument of a model's call, as far as it matters: compiled code has no values.
+
+    Attributes:
+        kind: "mask", a packed mask; "positions"; "tokens", a tensor with one entry per token; "value".
+        sizes: for positions, the sizes before the last; for tokens, the sizes after the first two.
+    """
+
+    name: str
+    kind: str
+    dtype: torch.dtype | None = None
+    sizes: tuple[int, ...] = ()
+    device: torch.device | None = None
+    value: Any = None
+
+
+class Verdict(NamedTuple):
+    """Whether the model keeps sequences apart, None if that cannot be said; and why not."""
+
+    apart: bool | None
+    reason: str = ""
+
+
+def describe(given: Mapping[str, Any], rows: int, width: int, *, with_tensors: bool) -> tuple[Argument, ...]:
+    """What `check` needs of a call's arguments; caches are left out, and so are tensors of indices.
+
+    Args:
+        rows, width: sizes of the tensors with one entry per token.
+        with_tensors: keep float tensors that do not belong to tokens (the states of an encoder); not in compiled code.
+    """
+    out = []
+    for name, value in given.items():
+        if isinstance(value, ModelMask):
+            out.append(Argument(name, "mask"))
+        elif isinstance(value, Tensor):
+            if name == "position_ids" and value.ndim > 1 and value.shape[-1] == width:
+                out.append(Argument(name, "positions", value.dtype, tuple(value.shape[:-1]), value.device))
+            elif value.ndim > 1 and value.shape[0] == rows and value.shape[1] == width:
+                out.append(Argument(name, "tokens", value.dtype, tuple(value.shape[2:]), value.device))
+            elif with_tensors and value.is_floating_point():
+                out.append(Argument(name, "value", value=value))
+        elif isinstance(value, bool | int | float | str):
+            out.append(Argument(name, "value", value=value))
+    return tuple(out)
+
+
+def check(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: int) -> Verdict:
+    """Whether a model keeps packed sequences apart in calls with these arguments; rows of `width` tokens or fewer."""
+    width = max(4, 1 << min(width, _LONGEST).bit_length() - 1)
+    passed: set[Any] = module.__dict__.setdefault(PASSED, set())
+    key = (width, frozenset(argument.name for argument in arguments))
+    if key in passed:
+        return Verdict(True)
+    if not any(isinstance(argument.value, Tensor) for argument in arguments):
+        rows = 1
+    with _LOCK:
+        # Context variables of the call in progress are not the check's: transformers collects hidden states by one.
+        verdict = contextvars.Context().run(_run, module, arguments, rows, width)
+    if verdict.apart:
+        passed.add(key)
+    return verdict
+
+
+@torch.compiler.disable
+def _run(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: int) -> Verdict:
+    copy = min(_COPY, width // 4)
+    try:
+        # Parts that are compiled are not compiled anew for this row.
+        with _undisturbed(module), torch.compiler.set_stance("force_eager"):
+            # A token may be sent to another expert where rounding decides, but not with any tokens.
+            for first_id in range(1, 1 + 3 * copy, copy):
+                verdict = _run_row(module, arguments, _Row(rows, width, copy, first_id))
+                if verdict.apart or verdict.reason != _PLACE:
+                    break
+    except Exception as error:  # whatever the model's code raises for a call of another size
+        return Verdict(None, f"stof ran it on a short row to check it, and got {type(error).__name__}: {error}")
+    return verdict
+
+
+def _run_row(module: nn.Module, arguments: tuple[Argument, ...], row: _Row) -> Verdict:
+    outputs = _outputs(module, arguments, row, spoil=True)
+    if not outputs:
+        return Verdict(None, "it returns nothing with one entry per token")
+    if not any(out[:, row.spoilt].isnan().flatten(2).any(-1).all() for out in outputs):
+        return Verdict(None, "its outputs do not depend on its input embeddings")
+    if any(_nan_outside(out, row.spoilt) for out in outputs):
+        clean = _outputs(module, arguments, row, spoil=False)
+        if any(_nan_outside(out, row.spoilt) for out in clean):
+            return Verdict(None, "it returns NaN for any tokens")
+        return Verdict(False, _LEAK)
+    tolerance = max(3e-4, 4 * _rounding(module, outputs))
+    if any(_difference(out[:, : row.copy], out[:, -row.copy :]) > tolerance for out in outputs):
+        return Verdict(False, _PLACE)
+    return Verdict(True)
+
+
+class _Row(NamedTuple):
+    """Equal rows of `width` tokens, `width // copy` sequences of `copy` tokens each, that begin with id `first_id`."""
+
+    rows: int
+    width: int
+    copy: int
+    first_id: int
+
+    @property
+    def spoilt(self) -> slice:
+        """Tokens of the sequence whose embeddings are NaN; it has neighbours on both sides."""
+        return slice(self.width // 2, self.width // 2 + self.copy)
+
+    def mask(self) -> ModelMask:
+        mask = documents(cu_seqlens=list(range(0, self.width + 1, self.copy)))
+        shape = (self.rows, 1, self.width, self.width)
+        return ModelMask(mask, shape, includes_model_mask=False, checked=True, exact_nan=True)
+
+    def positions(self, argument: Argument) -> Tensor:
+        values = torch.arange(self.copy, dtype=argument.dtype, device=argument.device).repeat(self.width // self.copy)
+        *kinds, rows = argument.sizes  # several kinds of positions, or none; one row may stand for all
+        return values.expand(*kinds, self.rows if rows > 1 else 1, self.width)
+
+    def tokens(self, argument: Argument, ids: int) -> Tensor:
+        """Values of a sequence, repeated: ids below `ids`, sines, ones of masks, and else 0."""
+        values = torch.zeros(self.copy, *argument.sizes, dtype=argument.dtype, device=argument.device)
+        if values.is_floating_point():
+            values.view(-1).copy_(torch.arange(self.first_id, self.first_id + values.numel()).sin())
+        elif argument.name.endswith("input_ids"):
+            values.copy_(torch.arange(self.first_id, self.first_id + self.copy) % ids)
+        elif argument.name.endswith("attention_mask"):
+            values.fill_(1)
+        repeated = values.repeat(self.width // self.copy, *[1] * len(argument.sizes))
+        return repeated.expand(self.rows, *repeated.shape).clone()
+
+
+def _outputs(module: nn.Module, arguments: tuple[Argument, ...], row: _Row, *, spoil: bool) -> list[Tensor]:
+    """Float outputs `[rows, width, features, ...]`; with `spoil`, of inputs that are NaN at `row.spoilt`."""
+    embeddings: nn.Module = module.get_input_embeddings()  # type: ignore[operator]
+
+    def spoilt(out: Any) -> Any:
+        if not spoil or not _is_per_token(out, row):
+            return out
+        out = out.clone()
+        out[:, row.spoilt] = torch.nan
+        return out
+
+    call: dict[str, Any] = {}
+    for argument in arguments:
+        match argument.kind:
+            case "mask":
+                call[argument.name] = row.mask()
+            case "positions":
+                call[argument.name] = row.positions(argument)
+            case "tokens":
+                call[argument.name] = spoilt(row.tokens(argument, getattr(embeddings, "num_embeddings", 1)))
+            case _:
+                call[argument.name] = argument.value
+    devices = {argument.device for argument in arguments if argument.device and argument.device.type == "cuda"}
+    handle = embeddings.register_forward_hook(lambda layer, args, out: spoilt(out))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            return [out for out in _tensors(module(**call)) if _is_per_token(out, row)]
+    finally:
+        handle.remove()
+
+
+def _is_per_token(out: Any, row: _Row) -> bool:
+    """Whether it is a float tensor `[rows, width, features, ...]`."""
+    is_float = isinstance(out, Tensor) and out.is_floating_point()
+    return is_float and out.ndim > 2 and out.shape[:2] == (row.rows, row.width)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _nan_outside(out: Tensor, spoilt: slice) -> bool:
+    return bool(out[:, : spoilt.start].isnan().any() | out[:, spoilt.stop :].isnan().any())
+
+
+def _difference(first: Tensor, last: Tensor) -> float:
+    """The largest relative difference of a token's features."""
+    first, last = (x.flatten(2).double() for x in (first, last))
+    scale = first.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return float(((first - last).norm(dim=-1) / scale).max())
+
+
+def _rounding(module: nn.Module, outputs: list[Tensor]) -> float:
+    """Machine epsilon of the coarsest format a model computes in; its float32 products may be in TF32."""
+    device = outputs[0].device.type
+    formats = {p.dtype for p in module.parameters() if p.is_floating_point() and p.dtype.itemsize > 1}
+    formats |= {out.dtype for out in outputs}
+    if torch.is_autocast_enabled(device):
+        formats.add(torch.get_autocast_dtype(device))
+    coarse = device == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return max([torch.finfo(dtype).eps for dtype in formats] + [2**-10 if coarse else 0.0])
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without hooks of the user's, for this block."""
+    training = [part for part in module.modules() if part.training]
+    with without_hooks(module, keep=("torch", "transformers")):
+        try:
+            for part in training:
+                part.training = False
+            yield
+        finally:
+            for part in training:
+                part.training = True
