@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from stof.errors import MaskFunctionError
 from stof.masks.snapshots import copy_of, same_bits
-from stof.runtime.private import TorchDispatchMode, is_mutable, storage_id, vmap_enabled
+from stof.runtime.private import DispatchMode, is_mutable, storage_id, vmap_enabled
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Indices = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -157,7 +157,7 @@ class _ObstacleError(Exception):
     """An operator that is not elementwise: tracing ends."""
 
 
-class _Trace(TorchDispatchMode):
+class _Trace(DispatchMode):
     """Follows tensors that depend on the indices through all operators.
 
     Args:

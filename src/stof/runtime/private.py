@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 __all__ = [
     "FORWARD_HOOKS",
+    "DispatchMode",
     "FakeTensor",
     "HigherOrderOperator",
     "Launcher",
     "OpOverload",
     "OpOverloadPacket",
-    "TorchDispatchMode",
     "copy_all",
     "copy_sources",
     "dispatch_modes",
@@ -66,8 +66,8 @@ __all__ = [
 ]
 
 # Types of what graphs and calls hold, used elsewhere under these names. `FakeTensor`, `HigherOrderOperator`: without
-# them, fusion cannot tell fake values and wrapped subgraphs. `TorchDispatchMode`: mask functions could not be traced,
-# and would run once for each score. `pytree`: results that are dataclasses of transformers could not be copied.
+# them, fusion cannot tell fake values and wrapped subgraphs. `pytree`: results that are dataclasses of transformers could
+# not be copied.
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -91,6 +91,17 @@ def is_plain(*tensors: Tensor | None) -> bool:
         if tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad) or tensor.is_neg()):
             return False
     return not is_intercepted() and not torch._C._is_tracing()
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode whose `__torch_dispatch__` Dynamo may see, so that PyTorch does not import Dynamo to hide it (1 to 2 s).
+
+    `_should_skip_dynamo`: without it, the first mask function of a process takes that much longer.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def is_jit_tracing() -> bool:
