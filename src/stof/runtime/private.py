@@ -66,8 +66,8 @@ __all__ = [
 ]
 
 # Types of what graphs and calls hold, used elsewhere under these names. `FakeTensor`, `HigherOrderOperator`: without
-# them, fusion cannot tell fake values and wrapped subgraphs. `pytree`: results that are dataclasses of transformers could
-# not be copied.
+# them, fusion cannot tell fake values and wrapped subgraphs. `pytree`: results that are dataclasses of transformers
+# could not be copied.
 
 _PLAIN = (Tensor, nn.Parameter)
 
