@@ -16,6 +16,7 @@ from stof.errors import ArgumentError, UnsupportedError, shown
 from stof.fusion.graph.fx_utils import copy_module
 from stof.fusion.graph.mutations import may_mutate_inputs
 from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, ModelComparison, differing, pick_winner
+from stof.fusion.passes.horizontal_fusion import packed_call, packed_examples
 from stof.fusion.passes.weight_packing import pack_weights, unpack_weights
 from stof.fusion.pipeline import fuse, rewrite_biases, rewrite_patches
 from stof.fusion.records.choices import ConfigLookup, choices_path, update_choices
@@ -73,7 +74,7 @@ def stof_backend(
                 "not compared as a whole: the graph may change what it is given, so it cannot run twice"
             )
         parsed.tell(report)
-        return _inductor(gm, example_inputs, parsed, report.digest)
+        return _compiled(gm, example_inputs, parsed, report.digest)
 
     # No templates: what they are compared with has these rewrites too.
     rewrite_patches(copies[PLAIN], FusionReport())
@@ -83,7 +84,7 @@ def stof_backend(
         return fuse(copies[RULED], twins=parsed.twins, fold=parsed.fold, known=known)
 
     def version(name: str, digest: str) -> Callable[..., Any]:
-        return _inductor(copies.get(name, gm), example_inputs, parsed, digest)
+        return _compiled(copies.get(name, gm), example_inputs, parsed, digest)
 
     return _fastest(report, by_rule, version, parsed, search.store, known)
 
@@ -140,6 +141,13 @@ def _fastest(
 
     timer = replayed_us if options.cuda_graphs == WHOLE else wall_us
     return ModelComparison({name: compiled(name) for name in (*reports, PLAIN)}, keep, timer)
+
+
+def _compiled(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, digest: str
+) -> Callable[..., Any]:
+    inputs = packed_examples(gm.graph, example_inputs)
+    return packed_call(gm.graph, _inductor(gm, inputs, options, digest))
 
 
 def _inductor(
