@@ -21,7 +21,7 @@ from stof.fusion.graph.visible_strides import with_visible_strides
 from stof.fusion.passes.attention_bias_layout import materialize_biases, unreadable_biases
 from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.passes.lower_segments import lower
-from stof.fusion.passes.patch_embedding import multiply_patches, patch_embeddings
+from stof.fusion.passes.patch_embedding import channels_last, multiply_patches, patch_embeddings
 from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler
 from stof.fusion.planner.heuristics import (
     MAX_OPS,
@@ -307,10 +307,13 @@ def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, 
 
 
 def rewrite_patches(gm: fx.GraphModule, report: FusionReport) -> None:
-    """Rewrite patch embeddings to GEMMs."""
-    if patches := patch_embeddings(gm):
-        rewrite = partial(multiply_patches, gm.graph, patches)
-        _rewrite(gm, report, rewrite, "patches are embedded by a convolution")
+    """Rewrite patch embeddings to GEMMs, unless something may see the other strides of their results."""
+    patches = patch_embeddings(gm.graph)
+    visible = with_visible_strides(gm, {node: channels_last(node) for node, _ in patches})
+    if visible:
+        report.notes.append("patches are embedded by a convolution: its strides are read or returned")
+    patches = [patch for patch in patches if patch[0] not in visible]
+    _rewrite(gm, report, partial(multiply_patches, gm.graph, patches), "patches are embedded by a convolution")
 
 
 def rewrite_biases(gm: fx.GraphModule, report: FusionReport) -> None:

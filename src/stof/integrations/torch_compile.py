@@ -31,6 +31,9 @@ from stof.version import __version__
 
 __all__ = ["CompileOptions", "FusionReport", "optimize", "pack_weights", "stof_backend", "unpack_weights"]
 
+# The attribute of a model that holds the masks `optimize` set.
+_MASKS = "_stof_optimized_masks"
+
 
 def stof_backend(
     gm: fx.GraphModule,
@@ -176,7 +179,8 @@ def optimize(
     Args:
         model: in evaluation mode.
         mask: a sparse mask for the self-attention layers of a Hugging Face model (`hf.sparsify`); None leaves them to
-            the model's own mask.
+            the model's own mask. Either takes the place of the mask of an earlier `optimize`; masks that `hf.sparsify`
+            set stay.
         attention: let stof compute the attention of a Hugging Face model; other models choose theirs themselves.
         pack: pack the weights of query, key and value and of gate and up projection (`passes.weight_packing`).
         dynamic: as in `torch.compile`.
@@ -210,15 +214,34 @@ def optimize(
             # A bad mask is refused before the model is changed.
             hf.check_can_serve(model)
             found = hf.layer_masks(model, mask)
+        _remove_masks(model)
         hf.enable(model)
         if mask is not None:
-            hf.sparsify(model, dict(enumerate(found)))
+            setattr(model, _MASKS, hf.sparsify(model, dict(enumerate(found))))
+    else:
+        _remove_masks(model)
     if pack:
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
     if parsed.cuda_graphs == WHOLE:
         compiled.forward = CudaGraphRunner(compiled.forward, model, folded_weights=parsed.fold)
     return cast(nn.Module, compiled)
+
+
+def _remove_masks(model: nn.Module) -> None:
+    """Remove the sparse masks that `optimize` set on a model or on parts of it, unless others replaced them."""
+    for part in model.modules():
+        masks = vars(part).pop(_MASKS, None)
+        if masks is None:
+            continue
+        from stof.integrations.transformers.sparsify import sparse_mask_of
+
+        layers = dict(part.named_modules())
+        if any(
+            mask is not None and name in layers and sparse_mask_of(layers[name]) is mask
+            for name, mask in zip(masks.layers, masks.masks, strict=True)
+        ):
+            masks.remove()
 
 
 def _is_transformers(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from stof.fusion.graph.fx_utils import fake_context, fake_mode_of, insert_call
+from stof.fusion.graph.fx_utils import fake_mode_of, insert_call
 from stof.fusion.graph.mutations import GraphOrder, mutates, written
 from stof.fusion.graph.nodes import argument, fake_value, op_name
 from stof.fusion.graph.symbolic_shapes import is_symbolic
@@ -24,7 +24,7 @@ from stof.fusion.graph.visible_strides import storages, with_visible_strides
 from stof.fusion.passes.weight_packing import PackedMemory
 from stof.fusion.templates.folded_weights import note_sources
 from stof.fusion.templates.gemm_config import ROW_SCALED
-from stof.runtime.private import storage_id
+from stof.runtime.private import fake_context, storage_id
 
 # In the `meta` of a placeholder: names of the placeholders whose tensors are packed in it, its own first, and shapes.
 _PARTS = "packed_inputs"
@@ -52,7 +52,7 @@ class _Part:
 def merge_gemms(gm: fx.GraphModule) -> int:
     """Merge GEMMs in place; return how many went into others. `passes.weight_packing` packs their weights before.
 
-    A GEMM stays as it is where the strides of its result may be seen (`visible_strides`), or its parameters are written.
+    A GEMM stays as it is where the strides of its result may be seen (`visible_strides`) or its parameters are written.
     """
     order = GraphOrder(gm.graph)
     changed = {
@@ -83,11 +83,26 @@ def _part(node: fx.Node, written_memory: set[int]) -> _Part | None:
 
 
 def _is_parameter(node: object) -> bool:
-    """Whether a node is a parameter of fixed size, given to the graph with each call."""
+    """Whether a node is a parameter of fixed size that each call gives to the graph, or rows of a given tensor."""
     value = fake_value(node)
-    if not isinstance(node, fx.Node) or node.op != "placeholder" or not isinstance(value, nn.Parameter):
+    if not isinstance(node, fx.Node) or value is None or value.layout is not torch.strided:
         return False
-    return value.layout is torch.strided and not is_symbolic(value.shape) and value.is_contiguous() and len(value) > 0
+    given = _rows(node) is not None or (node.op == "placeholder" and isinstance(value, nn.Parameter))
+    return given and not is_symbolic(value.shape) and value.is_contiguous() and len(value) > 0
+
+
+def _rows(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """`(source, start, stop)` when a node is `source[start:stop]` of a tensor given to the graph."""
+    if op_name(node) != "getitem":
+        return None
+    source, index = node.args
+    whole = fake_value(source)
+    if not isinstance(source, fx.Node) or source.op not in ("placeholder", "get_attr") or whole is None:
+        return None
+    if not isinstance(index, slice) or not isinstance(whole.shape[0], int):
+        return None
+    start, stop, step = index.indices(whole.shape[0])
+    return (source, start, stop) if step == 1 else None
 
 
 def _value(node: fx.Node) -> Tensor:
@@ -100,9 +115,7 @@ def _runs(order: GraphOrder, parts: Iterable[_Part]) -> list[list[_Part]]:
     """Parts that can be one GEMM: of one tensor, with parameters that follow each other."""
     groups: dict[Any, list[_Part]] = {}
     for part in parts:
-        values = [_value(one) for one in part.parameters]
-        places = ((storage_id(value), value.dtype, value.shape[1:]) for value in values)
-        groups.setdefault((part.x, *places), []).append(part)
+        groups.setdefault((part.x, *map(_memory, part.parameters)), []).append(part)
     runs: list[list[_Part]] = []
     for group in groups.values():
         group.sort(key=lambda part: _value(part.weight).storage_offset())
@@ -112,6 +125,12 @@ def _runs(order: GraphOrder, parts: Iterable[_Part]) -> list[list[_Part]]:
                 runs.append([])
             runs[-1].append(part)
     return [run for run in runs if len(run) > 1 and not _is_written_between(order, run)]
+
+
+def _memory(node: fx.Node) -> tuple[Any, ...]:
+    """What parameters of one GEMM have in common: memory, dtype, the size of a row, and what they are rows of."""
+    value, rows = _value(node), _rows(node)
+    return storage_id(value), value.dtype, value.shape[1:], rows and rows[0]
 
 
 def _is_written_between(order: GraphOrder, run: list[_Part]) -> bool:
@@ -141,9 +160,10 @@ def _pack_inputs(
     The input of the first becomes the packed one: inputs keep their number, order and sources. Readers of the first
     alone, other than `merged` GEMMs, get its rows.
     """
-    longest = {sequence[0]: sequence for sequence in sorted(sequences, key=len)}
     begin = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-    packed: dict[tuple[fx.Node, ...], fx.Node] = {}
+    packed = {sequence: _united(graph, begin, sequence) for sequence in sequences if _rows(sequence[0]) is not None}
+    sequences = [sequence for sequence in sequences if sequence not in packed]
+    longest = {sequence[0]: sequence for sequence in sorted(sequences, key=len)}
     for first, whole in longest.items():
         shapes = {one.name: _value(one).shape for one in whole}
         ends = list(accumulate(shape[0] for shape in shapes.values()))
@@ -162,6 +182,15 @@ def _pack_inputs(
     return packed
 
 
+def _united(graph: fx.Graph, begin: fx.Node, sequence: tuple[fx.Node, ...]) -> fx.Node:
+    """Rows of one tensor that follow each other, as one."""
+    (source, start, _), (_, _, stop) = (rows for one in (sequence[0], sequence[-1]) if (rows := _rows(one)) is not None)
+    if (start, stop) == (0, len(_value(source))):
+        return source
+    with graph.inserting_before(begin):
+        return insert_call(graph, sequence[0], "call_function", getitem, (source, slice(start, stop)))
+
+
 def _merge(graph: fx.Graph, run: list[_Part], spot: fx.Node, operands: list[fx.Node]) -> None:
     with graph.inserting_before(spot):
         product = insert_call(graph, spot, "call_function", spot.target, (run[0].x, *operands))
@@ -174,6 +203,9 @@ def _merge(graph: fx.Graph, run: list[_Part], spot: fx.Node, operands: list[fx.N
             start = stop
     for part in run:
         graph.erase_node(part.node)
+        for node in part.parameters:
+            if node.op != "placeholder" and not node.users:
+                graph.erase_node(node)
 
 
 def packed_examples(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:

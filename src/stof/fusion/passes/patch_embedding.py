@@ -13,26 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from stof.fusion.graph.fx_utils import fake_context, fake_mode_of
+from stof.fusion.graph.fx_utils import fake_mode_of
 from stof.fusion.graph.nodes import argument, fake_value, op_name
 from stof.fusion.graph.symbolic_shapes import is_symbolic
-from stof.fusion.graph.visible_strides import with_visible_strides
+from stof.runtime.private import fake_context
 
 Patches = list[tuple[fx.Node, tuple[int, int]]]
 
 
-def patch_embeddings(gm: fx.GraphModule) -> Patches:
+def patch_embeddings(graph: fx.Graph) -> Patches:
     """Convolutions that may become GEMMs, and the height and width of their patches.
 
     Those of images of a fixed size whose result is flattened to `[B, C, patches]` and not read as an image: what
-    follows then reads the GEMM's result as it lies, unless its strides may be seen.
+    follows then reads the GEMM's result as it lies.
     """
-    found = {node: patch for node in gm.graph.nodes if (patch := _patch(node)) is not None}
-    visible = with_visible_strides(gm, {node: _relaid(node) for node in found})
-    return [(node, patch) for node, patch in found.items() if node not in visible]
+    return [(node, patch) for node in graph.nodes if (patch := _patch(node)) is not None]
 
 
-def _relaid(node: fx.Node) -> Tensor:
+def channels_last(node: fx.Node) -> Tensor:
     """The fake value of a convolution's result with the channels last, as the GEMM writes them."""
     value = fake_value(node)
     assert value is not None

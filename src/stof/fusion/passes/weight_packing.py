@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from stof.runtime.private import entries_of, has_hooks
 
@@ -32,6 +33,8 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 )
 
 _PLAIN_ATTRIBUTES = frozenset(vars(nn.Module()))
+# Memory made by `pack_weights`.
+_packed: set[StorageWeakRef] = set()
 
 
 @dataclass
@@ -90,6 +93,7 @@ def pack_weights(model: nn.Module) -> Packing:
     tensors = (x for module in holders for entries in entries_of(module)[1:] for x in entries.values())
     uses = Counter(memory for x in tensors if (memory := _memory(x)) is not None)
     done = Packing()
+    _packed.difference_update([memory for memory in _packed if memory.expired()])
     for names, layers in _groups(model):
         if _are_packed(layers):
             continue
@@ -98,8 +102,9 @@ def pack_weights(model: nn.Module) -> Packing:
             done.skipped.append(f"{', '.join(names)}: {reason}")
             continue
         for parameters in _parameters(layers):
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(parameters[0].is_inference()), torch.no_grad():
                 packed = torch.cat([parameter.data for parameter in parameters])
+            _packed.add(StorageWeakRef(packed.untyped_storage()))
             for parameter, rows in zip(parameters, packed.split([len(one) for one in parameters]), strict=True):
                 parameter.data = rows
         done.packed.append(names)
@@ -107,14 +112,12 @@ def pack_weights(model: nn.Module) -> Packing:
 
 
 def unpack_weights(model: nn.Module) -> int:
-    """Give the weights of every packed layer of `model` memory of their own again; return how many layers there were."""
-    count = 0
-    for _, layers in _groups(model):
-        if _are_packed(layers):
-            count += len(layers)
-            for parameter in (one for parameters in _parameters(layers) for one in parameters):
-                parameter.data = parameter.data.clone()
-    return count
+    """Give the weights of each packed layer of `model` memory of their own again; return how many layers there were."""
+    layers = {layer for _, group in _groups(model) for layer in group if _is_packed(layer.weight)}
+    for parameter in (parameter for layer in layers for parameter in layer.parameters() if _is_packed(parameter)):
+        with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+            parameter.data = parameter.data.clone()
+    return len(layers)
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[tuple[str, ...], list[nn.Linear]]]:
@@ -130,8 +133,13 @@ def _groups(model: nn.Module) -> Iterator[tuple[tuple[str, ...], list[nn.Linear]
 
 def _parameters(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
     """The weights of some layers, and their biases if they have any."""
-    columns = ([layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None])
-    return [column for column in columns if column]
+    columns = ([getattr(layer, name) for layer in layers] for name in ("weight", "bias"))
+    return [column for column in columns if all(parameter is not None for parameter in column)]
+
+
+def _is_packed(parameter: Tensor) -> bool:
+    """Whether a parameter lies in memory that `pack_weights` made, be it in its place or not."""
+    return _memory(parameter) is not None and StorageWeakRef(parameter.untyped_storage()) in _packed
 
 
 def _are_packed(layers: list[nn.Linear]) -> bool:
@@ -155,6 +163,7 @@ def _memory(x: object) -> int | None:
 
 def _unpackable(layers: list[nn.Linear], uses: Counter[int]) -> str:
     """Why these layers cannot share a weight; "" if they can."""
+    inside = Counter(p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters() if _is_packed(p))
     for layer in layers:
         if type(layer) is not nn.Linear:
             return f"a {type(layer).__name__} is no plain linear layer"
@@ -163,7 +172,7 @@ def _unpackable(layers: list[nn.Linear], uses: Counter[int]) -> str:
         extra = _extra(layer)
         if extra:
             return f"it holds {', '.join(map(repr, extra))}, which a plain linear layer does not"
-        reason = next((why for p in layer.parameters() if (why := _immovable(p, uses))), "")
+        reason = next((why for p in layer.parameters() if (why := _immovable(p, uses, inside))), "")
         if reason:
             return f"its weight {reason}"
     first = layers[0]
@@ -171,8 +180,8 @@ def _unpackable(layers: list[nn.Linear], uses: Counter[int]) -> str:
         "widths": {layer.in_features for layer in layers},
         "dtypes": {layer.weight.dtype for layer in layers},
         "devices": {layer.weight.device for layer in layers},
+        "inference modes": {p.is_inference() for layer in layers for p in layer.parameters()},
         "biases": {layer.bias is None for layer in layers},
-        "requires_grad": {layer.weight.requires_grad for layer in layers},
     }
     for what, values in properties.items():
         if len(values) > 1:
@@ -187,15 +196,21 @@ def _extra(layer: nn.Linear) -> list[str]:
     return sorted(named | (held - _PLAIN_ATTRIBUTES))
 
 
-def _immovable(parameter: Tensor, uses: Counter[int]) -> str:
-    """Why a parameter cannot be given other memory; "" if it can."""
+def _immovable(parameter: Tensor, uses: Counter[int], packed: Counter[int]) -> str:
+    """Why a parameter cannot be given other memory; "" if it can.
+
+    Args:
+        uses: how many tensors of the model lie in a memory.
+        packed: how many of these are in memory that `pack_weights` made for these layers.
+    """
     if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
         return f"is a {type(parameter.data).__name__}"
     memory = _memory(parameter)
     if memory is None:
         return f"has no memory (it is on {parameter.device}): it is loaded when it is used"
-    if uses[memory] > 1:
+    if uses[memory] > max(1, packed[memory]):
         return "is tied to another layer's, or lies in one memory with it"
-    if parameter.untyped_storage().nbytes() != parameter.nbytes or not parameter.is_contiguous():
+    fills = parameter.untyped_storage().nbytes() == parameter.nbytes or packed[memory]
+    if not fills or not parameter.is_contiguous():
         return "is a view of other memory"
     return "is shared with other processes" if parameter.device.type == "cpu" and parameter.is_shared() else ""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from stof.fusion.graph.fx_utils import fake_context, fake_mode_of
+from stof.fusion.graph.fx_utils import fake_mode_of
 from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.nodes import column_slice, fake_value, same_size, skip_identities
 from stof.fusion.graph.operators import NORMS, Kind, Operator, dtype_name
@@ -26,7 +26,7 @@ from stof.fusion.templates.gemm_config import CHAIN, GATED, MOST_INNER, ROW_SCAL
 from stof.fusion.templates.launch import row_factors
 from stof.fusion.templates.registry import TEMPLATES, GemmProblem, KernelPolicy, Template, no_kernel
 from stof.fusion.templates.row_buckets import SMALLEST
-from stof.runtime.private import FakeTensor
+from stof.runtime.private import FakeTensor, fake_context
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
