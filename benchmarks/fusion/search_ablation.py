@@ -169,7 +169,7 @@ def model_graph(name: str, batch: int, length: int, device: torch.device, dtype:
         torch.compile(model, backend=keep, dynamic=False)(**subject.inputs)
     gm = max(graphs, key=lambda one: len(one.graph.nodes))
     rewrite_patches(gm, FusionReport())
-    merge_gemms(gm.graph)
+    merge_gemms(gm)
     problem = propagate(gm)
     if problem:
         raise StofError(f"the graph of {name} cannot be rewritten: {problem}")

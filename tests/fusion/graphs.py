@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from stof.fusion import pipeline
+from stof.fusion.graph.fx_utils import propagate
 from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.operators import Operator
+from stof.fusion.passes.horizontal_fusion import merge_gemms, packed_call
 from stof.fusion.pipeline import Search
 from stof.fusion.records.report import FusionReport
 
@@ -28,6 +30,20 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = False, **k
         torch.compile(function, backend=keep, dynamic=dynamic)(*args, **kwargs)
     (graph,) = graphs
     return graph
+
+
+def merged(function: Callable[..., Any], dynamic: bool = False) -> tuple[Callable[..., Any], list[int]]:
+    """The function with its GEMMs merged, and for each of its graphs how many went into others."""
+    counts: list[int] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        counts.append(merge_gemms(gm))
+        assert propagate(gm) == ""
+        gm.recompile()
+        return packed_call(gm.graph, gm.forward)
+
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, dynamic=dynamic), counts
 
 
 def fuse(gm: fx.GraphModule, search: Search | None = None, *, fold: bool = False) -> FusionReport:

@@ -44,7 +44,9 @@ class Attention(nn.Module):
         )
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         other = sin if self.change == "angles" else cos
-        out = turn(q, cos, sin), turn(k, other, sin), v
+        turned = turn(q, cos, sin), turn(k, other, sin)
+        # Not returned as they are: results of a graph keep their strides.
+        out = turned[0].sin(), turned[1].sin(), v
         if self.change == "as it was":
             return *out, q.sin()
         if self.change == "columns as they were":
@@ -83,6 +85,25 @@ def test_rotations_move_into_the_product(change: str, dynamic: bool) -> None:
                 torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
             assert called[called_before:] in (["rotary_linear"], [])
     assert called
+
+
+def test_rotations_whose_strides_are_returned_stay_apart() -> None:
+    class Returned(Attention):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+            q, k, _ = (
+                part.view(*x.shape[:2], -1, D).transpose(1, 2)
+                for part in self.qkv(x).split((HEADS * D, KV_HEADS * D, KV_HEADS * D), -1)
+            )
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+            return turn(q, cos, sin), turn(k, cos, sin).sin()
+
+    given = (torch.randn(2, 7, WIDTH), *angles(1, 7))
+    gm = capture(Returned().eval(), *given)
+    before = [node.meta["example_value"].stride() for node in gm.graph.output_node().all_input_nodes]
+    (note,) = fuse(gm).notes
+    assert "strides" in note
+    assert "rotary_linear" not in calls(gm)
+    assert [node.meta["example_value"].stride() for node in gm.graph.output_node().all_input_nodes] == before
 
 
 @pytest.mark.parametrize(

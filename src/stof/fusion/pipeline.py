@@ -17,10 +17,11 @@ from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.operators import NORMS, Kind
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.graph.symbolic_shapes import is_symbolic
+from stof.fusion.graph.visible_strides import with_visible_strides
 from stof.fusion.passes.attention_bias_layout import materialize_biases, unreadable_biases
 from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.passes.lower_segments import lower
-from stof.fusion.passes.patch_embedding import multiply_patches, patch_embeddings
+from stof.fusion.passes.patch_embedding import channels_last, multiply_patches, patch_embeddings
 from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler
 from stof.fusion.planner.heuristics import (
     MAX_OPS,
@@ -97,7 +98,7 @@ def fuse(
         report.notes.append(f"the whole graph is left to Inductor: {reason}")
         return report
     rewrite_patches(gm, report)
-    _rewrite(gm, report, lambda: merge_gemms(gm.graph), "GEMMs with packed weights stay apart")
+    _rewrite(gm, report, lambda: merge_gemms(gm), "GEMMs with packed weights stay apart")
     operators, order = recognize_operators(gm.graph), GraphOrder(gm.graph)
     # A graph with symbolic sizes has another key than a static one, even if their first calls are equal.
     left_open = any(is_symbolic(operator.value.shape) for operator in operators)
@@ -123,6 +124,7 @@ def fuse(
         report.choices = graph.choices(meter.measured)
         if found is None:
             _keep(meter, search, report.choices, _results(graph, meter, search, report, chosen))
+    chosen = _without_visible_strides(gm, chosen, report)
     report.used = {tuning_key(choice.match, policy): choice.config for choice in chosen.values()}
     scheme = merged_scheme(operators, [_range(start, choice) for start, choice in chosen.items()])
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
@@ -305,10 +307,13 @@ def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, 
 
 
 def rewrite_patches(gm: fx.GraphModule, report: FusionReport) -> None:
-    """Rewrite patch embeddings to GEMMs; results of the graph keep their strides."""
-    if patches := patch_embeddings(gm.graph):
-        rewrite = partial(multiply_patches, gm.graph, patches)
-        _rewrite(gm, report, rewrite, "patches are embedded by a convolution", strides=True)
+    """Rewrite patch embeddings to GEMMs, unless something may see the other strides of their results."""
+    patches = patch_embeddings(gm.graph)
+    visible = with_visible_strides(gm, {node: channels_last(node) for node, _ in patches})
+    if visible:
+        report.notes.append("patches are embedded by a convolution: its strides are read or returned")
+    patches = [patch for patch in patches if patch[0] not in visible]
+    _rewrite(gm, report, partial(multiply_patches, gm.graph, patches), "patches are embedded by a convolution")
 
 
 def rewrite_biases(gm: fx.GraphModule, report: FusionReport) -> None:
@@ -319,23 +324,34 @@ def rewrite_biases(gm: fx.GraphModule, report: FusionReport) -> None:
         )
 
 
-def _rewrite(
-    gm: fx.GraphModule, report: FusionReport, rewrite: Callable[[], int], otherwise: str, strides: bool = False
-) -> None:
+def _rewrite(gm: fx.GraphModule, report: FusionReport, rewrite: Callable[[], int], otherwise: str) -> None:
     """Apply a rewrite that returns how many places it changed; revert it if fake-tensor propagation fails.
 
     Args:
         otherwise: the note in the report after a revert.
-        strides: whether results of the graph have to keep their strides.
     """
     backup = copy_graph(gm.graph)
     if not rewrite():
         return
-    problem = propagate(gm, strides=strides)
+    problem = propagate(gm)
     if problem:
         gm.graph = backup
         report.notes.append(f"{otherwise}: {problem}")
     gm.recompile()
+
+
+def _without_visible_strides(
+    gm: fx.GraphModule, chosen: dict[int, FusionChoice], report: FusionReport
+) -> dict[int, FusionChoice]:
+    """Return the choices without those that change strides which something in the graph may see."""
+    places = {node: place for place, choice in chosen.items() for node in choice.match.relaid}
+    relaid = {node: value for choice in chosen.values() for node, value in choice.match.relaid.items()}
+    visible = with_visible_strides(gm, relaid)
+    if visible:
+        names = ", ".join(sorted(node.name for node in visible))
+        report.notes.append(f"no template computes {names}: strides that it would change are read or returned")
+    left = {places[node] for node in visible}
+    return {place: choice for place, choice in chosen.items() if place not in left}
 
 
 def _apply(gm: fx.GraphModule, choices: list[FusionChoice], report: FusionReport) -> None:

@@ -16,6 +16,7 @@ from stof.errors import ArgumentError, UnsupportedError, shown
 from stof.fusion.graph.fx_utils import copy_module
 from stof.fusion.graph.mutations import may_mutate_inputs
 from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, ModelComparison, differing, pick_winner
+from stof.fusion.passes.horizontal_fusion import packed_call, packed_examples
 from stof.fusion.passes.weight_packing import pack_weights, unpack_weights
 from stof.fusion.pipeline import fuse, rewrite_biases, rewrite_patches
 from stof.fusion.records.choices import ConfigLookup, choices_path, update_choices
@@ -29,6 +30,9 @@ from stof.tuning.timing import replayed_us, wall_us
 from stof.version import __version__
 
 __all__ = ["CompileOptions", "FusionReport", "optimize", "pack_weights", "stof_backend", "unpack_weights"]
+
+# The attribute of a model that holds the masks `optimize` set.
+_MASKS = "_stof_optimized_masks"
 
 
 def stof_backend(
@@ -73,7 +77,7 @@ def stof_backend(
                 "not compared as a whole: the graph may change what it is given, so it cannot run twice"
             )
         parsed.tell(report)
-        return _inductor(gm, example_inputs, parsed, report.digest)
+        return _compiled(gm, example_inputs, parsed, report.digest)
 
     # No templates: what they are compared with has these rewrites too.
     rewrite_patches(copies[PLAIN], FusionReport())
@@ -83,7 +87,7 @@ def stof_backend(
         return fuse(copies[RULED], twins=parsed.twins, fold=parsed.fold, known=known)
 
     def version(name: str, digest: str) -> Callable[..., Any]:
-        return _inductor(copies.get(name, gm), example_inputs, parsed, digest)
+        return _compiled(copies.get(name, gm), example_inputs, parsed, digest)
 
     return _fastest(report, by_rule, version, parsed, search.store, known)
 
@@ -142,6 +146,13 @@ def _fastest(
     return ModelComparison({name: compiled(name) for name in (*reports, PLAIN)}, keep, timer)
 
 
+def _compiled(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, digest: str
+) -> Callable[..., Any]:
+    inputs = packed_examples(gm.graph, example_inputs)
+    return packed_call(gm.graph, _inductor(gm, inputs, options, digest))
+
+
 def _inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, digest: str
 ) -> Callable[..., Any]:
@@ -168,7 +179,8 @@ def optimize(
     Args:
         model: in evaluation mode.
         mask: a sparse mask for the self-attention layers of a Hugging Face model (`hf.sparsify`); None leaves them to
-            the model's own mask.
+            the model's own mask. Either takes the place of the mask of an earlier `optimize`; masks that `hf.sparsify`
+            set stay.
         attention: let stof compute the attention of a Hugging Face model; other models choose theirs themselves.
         pack: pack the weights of query, key and value and of gate and up projection (`passes.weight_packing`).
         dynamic: as in `torch.compile`.
@@ -202,15 +214,34 @@ def optimize(
             # A bad mask is refused before the model is changed.
             hf.check_can_serve(model)
             found = hf.layer_masks(model, mask)
+        _remove_masks(model)
         hf.enable(model)
         if mask is not None:
-            hf.sparsify(model, dict(enumerate(found)))
+            setattr(model, _MASKS, hf.sparsify(model, dict(enumerate(found))))
+    else:
+        _remove_masks(model)
     if pack:
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
     if parsed.cuda_graphs == WHOLE:
         compiled.forward = CudaGraphRunner(compiled.forward, model, folded_weights=parsed.fold)
     return cast(nn.Module, compiled)
+
+
+def _remove_masks(model: nn.Module) -> None:
+    """Remove the sparse masks that `optimize` set on a model or on parts of it, unless others replaced them."""
+    for part in model.modules():
+        masks = vars(part).pop(_MASKS, None)
+        if masks is None:
+            continue
+        from stof.integrations.transformers.sparsify import sparse_mask_of
+
+        layers = dict(part.named_modules())
+        if any(
+            mask is not None and name in layers and sparse_mask_of(layers[name]) is mask
+            for name, mask in zip(masks.layers, masks.masks, strict=True)
+        ):
+            masks.remove()
 
 
 def _is_transformers(model: nn.Module) -> bool:

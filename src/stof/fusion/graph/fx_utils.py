@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stof.fusion.graph.nodes import same_size
 from stof.runtime.private import FakeTensor, copy_sources, fake_context, pytree
 
 
@@ -48,45 +49,52 @@ def fake_mode_of(values: Any) -> Any:
     return modes[0] if modes else nullcontext()
 
 
-class _Propagate(fx.Interpreter):
-    """Run a graph on the fake values of its placeholders and record the value of every node."""
+class FakeInterpreter(fx.Interpreter):
+    """Runs a graph on the fake values of its placeholders and keeps the value of every node in its `meta`."""
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr") and "example_value" in n.meta:
             return n.meta["example_value"]
         result = super().run_node(n)
         if n.op != "output":
-            n.meta["example_value"] = result
+            self.keep(n, result)
         return result
 
+    def keep(self, node: fx.Node, value: Any) -> None:
+        node.meta["example_value"] = value
 
-def propagate(gm: fx.GraphModule, *, strides: bool = False) -> str:
-    """Recompute the fake values of `gm`; return why that fails or changes the results' sizes or dtypes, or "".
 
-    Args:
-        strides: whether results have to keep their strides as well.
-    """
+def run_on_fakes(gm: fx.GraphModule, interpreter: FakeInterpreter) -> str:
+    """Run a graph on the fake values of its placeholders, without guards on sizes; return why that fails, or ""."""
     inputs = [node.meta.get("example_value") for node in gm.graph.nodes if node.op == "placeholder"]
-    before = _forms(gm, strides)
     mode = fake_mode_of(inputs)
     shapes = getattr(mode, "shape_env", None)
     try:
-        with fake_context(mode):
-            if shapes is None:
-                _Propagate(gm).run(*inputs)
-            else:
-                with shapes.suppress_guards():
-                    _Propagate(gm).run(*inputs)
+        with fake_context(mode), nullcontext() if shapes is None else shapes.suppress_guards():
+            interpreter.run(*inputs)
     except Exception as error:  # whatever an operator of the user's graph raises when a tensor is laid out differently
-        return str(error).strip().splitlines()[0]
-    return "" if _forms(gm, strides) == before else "results would change their shape, strides or dtype"
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ""
 
 
-def _forms(gm: fx.GraphModule, strides: bool) -> list[str]:
-    """Sizes, dtype and, if asked for, strides of everything the graph returns."""
+def propagate(gm: fx.GraphModule) -> str:
+    """Recompute the fake values of `gm`; return why that fails or changes what the graph returns, or ""."""
+    before = _results(gm)
+    problem = run_on_fakes(gm, FakeInterpreter(gm))
+    if problem:
+        return problem
+    same = all(_alike(new, old) for new, old in zip(_results(gm), before, strict=True))
+    return "" if same else "results would change their shape, strides or dtype"
+
+
+def _results(gm: fx.GraphModule) -> list[Any]:
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    values = [node.meta.get("example_value") for node in output.all_input_nodes]
-    return [
-        f"{tuple(v.shape)} {v.dtype} {v.stride() if strides else ''}" if isinstance(v, torch.Tensor) else str(type(v))
-        for v in values
-    ]
+    return [node.meta.get("example_value") for node in output.all_input_nodes]
+
+
+def _alike(new: Any, old: Any) -> bool:
+    if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
+        return type(new) is type(old)
+    if new.layout is not torch.strided or new.is_nested:
+        return (new.dtype, new.layout, str(new.shape)) == (old.dtype, old.layout, str(old.shape))
+    return new.dtype == old.dtype and same_size((*new.shape, *new.stride()), (*old.shape, *old.stride()))

@@ -59,6 +59,12 @@ def mutates_floats(node: fx.Node) -> bool:
     return changed is None or changed.is_floating_point()
 
 
+def written(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that a writing node may write to: all that it reads if that is not certain."""
+    changed = _changed(node)
+    return node.all_input_nodes if changed is None else [changed]
+
+
 def _changed(node: fx.Node) -> fx.Node | None:
     """Return the node that a writing node changes, its first tensor argument; None if that is not certain."""
     if not op_name(node) or isinstance(node.target, _LIBRARY) or node.kwargs.get("out") is not None:

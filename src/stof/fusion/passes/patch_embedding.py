@@ -6,14 +6,17 @@ it fits tensor cores badly, and cuDNN turns its operands around first; as a GEMM
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
+from stof.fusion.graph.fx_utils import fake_mode_of
 from stof.fusion.graph.nodes import argument, fake_value, op_name
 from stof.fusion.graph.symbolic_shapes import is_symbolic
+from stof.runtime.private import fake_context
 
 Patches = list[tuple[fx.Node, tuple[int, int]]]
 
@@ -25,6 +28,16 @@ def patch_embeddings(graph: fx.Graph) -> Patches:
     follows then reads the GEMM's result as it lies.
     """
     return [(node, patch) for node in graph.nodes if (patch := _patch(node)) is not None]
+
+
+def channels_last(node: fx.Node) -> Tensor:
+    """The fake value of a convolution's result with the channels last, as the GEMM writes them."""
+    value = fake_value(node)
+    assert value is not None
+    batch, channels, *image = value.shape
+    with fake_context(fake_mode_of(value)):
+        product = value.new_empty((batch, prod(image), channels))
+        return product.transpose(1, 2).unflatten(2, image)
 
 
 def multiply_patches(graph: fx.Graph, found: Patches) -> int:

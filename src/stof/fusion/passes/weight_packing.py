@@ -1,21 +1,22 @@
-"""Packing weights: linear layers that read the same tensor keep their weights as rows of one.
+"""Packing weights: linear layers that read the same tensor keep their weights one after the other in one memory.
 
-One GEMM for query, key and value, and one for gate and up projection, needs their weights side by side in memory. A
-graph that is being compiled cannot arrange that (it may gain no parameters), so modules do, before: each layer becomes
-a `PackedLinear` that computes with its rows. Without the compiler the model still computes the same, state dicts keep
-their names, and `unpack_weights` takes it back.
+One GEMM for query, key and value, and one for gate and up projection, needs their weights side by side. A graph that is
+being compiled cannot move them, so this is done before, in place: layers and their parameters stay the objects that
+they are, and only the memory of these parameters changes. `passes.horizontal_fusion` finds the packed ones in a graph.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from stof.runtime.private import entries_of, has_hooks
 
@@ -31,6 +32,10 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("w1", "w3"),
 )
 
+_PLAIN_ATTRIBUTES = frozenset(vars(nn.Module()))
+# Memory made by `pack_weights`.
+_packed: set[StorageWeakRef] = set()
+
 
 @dataclass
 class Packing:
@@ -40,138 +45,143 @@ class Packing:
     skipped: list[str] = field(default_factory=list)
 
 
-class PackedLinear(nn.Linear):
-    """A linear layer whose weight is rows `start .. stop - 1` of a parameter it shares with its neighbours.
+@dataclass(frozen=True)
+class PackedMemory:
+    """How contiguous tensors lie one after the other in one memory.
 
-    `weight` and `bias` are views, to be read; write to them in place under `torch.no_grad()`. Assigning to
-    `weight.data` changes the view alone, without an error. State dicts hold "weight" and "bias" as those of
-    `nn.Linear` do.
+    Attributes:
+        shape, stride: of one tensor over all of them.
+        offsets: where each begins, in bytes after the first.
+        nbytes: of all.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, start: int, stop: int) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = weight.shape[1], stop - start
-        self.start, self.stop = start, stop
-        self.packed_weight = weight
-        self.register_parameter("packed_bias", bias)
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offsets: list[int]
+    nbytes: int
 
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """`[out_features, in_features]`, a view."""
-        return self.packed_weight[self.start : self.stop]
+    @classmethod
+    def of(cls, shapes: Sequence[Sequence[int]], itemsize: int) -> PackedMemory:
+        """For tensors of these shapes, which differ in the first dimension alone."""
+        row = tuple(shapes[0][1:])
+        stride = tuple(prod(row[dim:]) for dim in range(len(row) + 1))
+        ends = list(accumulate(prod(shape) * itemsize for shape in shapes))
+        return cls((sum(shape[0] for shape in shapes), *row), stride, [0, *ends[:-1]], ends[-1])
 
-    @property
-    def bias(self) -> Tensor | None:  # type: ignore[override]
-        """`[out_features]`, a view, or None."""
-        packed = self.packed_bias
-        return packed[self.start : self.stop] if isinstance(packed, Tensor) else None
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight, self.bias)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for name, value in (("weight", self.weight), ("bias", self.bias)):
-            if value is not None:
-                destination[prefix + name] = value if keep_vars else value.detach()
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        own = {
-            prefix + name: value for name, value in (("weight", self.weight), ("bias", self.bias)) if value is not None
-        }
-        for key, value in own.items():
-            given = state_dict.get(key)
-            if given is None:
-                missing_keys += [key] if strict else []
-            elif given.shape != value.shape:
-                error_msgs.append(f"size mismatch for {key}: {list(given.shape)} given, {list(value.shape)} expected.")
-            elif local_metadata.get("assign_to_params_buffers", False):
-                error_msgs.append(
-                    f"{key} is packed with its neighbours; load with assign=False, or unpack_weights first."
-                )
-            else:
-                with torch.no_grad():
-                    value.copy_(given)
-        if strict:
-            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in own]
+    def view(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """Return one tensor over the memory of all parts; None where they do not lie one after the other."""
+        first = parts[0].data_ptr()
+        if [part.data_ptr() - first for part in parts] != self.offsets:
+            return None
+        memory = parts[0].untyped_storage()
+        if first + self.nbytes > memory.data_ptr() + memory.nbytes():  # neighbours, each in memory of its own
+            return None
+        return parts[0].as_strided(self.shape, self.stride)
 
 
 def pack_weights(model: nn.Module) -> Packing:
     """Pack the weights of neighbouring linear layers of `model`, in place; see `Packing` for what was skipped.
 
-    Parameters are replaced: hand optimizers and the like the new ones, or unpack first. Shared (tied) weights, weights
-    that are no plain tensors (quantized ones), and layers with hooks or parametrizations are left as they are.
+    Layers, parameters and state dicts stay as they are; copies and moves (`.to`, `copy.deepcopy`) of the parameters
+    lie apart again. Left alone are weights that share memory with others (tied), that are no plain tensors (quantized)
+    or have no memory (offloaded), and layers that are not plain `nn.Linear`: with hooks, parametrizations, or a
+    `forward` of their own.
     """
-    # A layer that several modules hold counts for each of them.
-    holders = [model, *(child for _, _, child in _children(model))]
-    uses = Counter(id(p) for module in holders for p in entries_of(module)[1].values() if p is not None)
+    # Tensors of one memory, and a layer that several modules hold, count for each.
+    children = (child for module in model.modules() for child in entries_of(module)[0].values())
+    holders = [model, *(child for child in children if child is not None)]
+    tensors = (x for module in holders for entries in entries_of(module)[1:] for x in entries.values())
+    uses = Counter(memory for x in tensors if (memory := _memory(x)) is not None)
     done = Packing()
-    for path, parent in list(model.named_modules()):
-        for group in GROUPS:
-            # Its own children: attributes of a wrapper may be layers of the module that it wraps.
-            layers = [entries_of(parent)[0].get(name) for name in group]
-            if not all(isinstance(layer, nn.Linear) for layer in layers):
-                continue
-            names = tuple(f"{path}.{name}" if path else name for name in group)
-            if any(isinstance(layer, PackedLinear) for layer in layers):
-                continue
-            linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
-            reason = _unpackable(linears, uses)
-            if reason:
-                done.skipped.append(f"{', '.join(names)}: {reason}")
-                continue
-            for name, layer in zip(group, _packed(linears), strict=True):
-                setattr(parent, name, layer)
-            done.packed.append(names)
+    _packed.difference_update([memory for memory in _packed if memory.expired()])
+    for names, layers in _groups(model):
+        if _are_packed(layers):
+            continue
+        reason = _unpackable(layers, uses)
+        if reason:
+            done.skipped.append(f"{', '.join(names)}: {reason}")
+            continue
+        for parameters in _parameters(layers):
+            with torch.inference_mode(parameters[0].is_inference()), torch.no_grad():
+                packed = torch.cat([parameter.data for parameter in parameters])
+            _packed.add(StorageWeakRef(packed.untyped_storage()))
+            for parameter, rows in zip(parameters, packed.split([len(one) for one in parameters]), strict=True):
+                parameter.data = rows
+        done.packed.append(names)
     return done
 
 
 def unpack_weights(model: nn.Module) -> int:
-    """Give every packed layer of `model` its own `nn.Linear` with its own weight again; returns how many there were."""
-    found = [(parent, name, child) for parent, name, child in _children(model) if isinstance(child, PackedLinear)]
-    for parent, name, packed in found:
-        plain = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
-        plain.weight = nn.Parameter(packed.weight.detach().clone(), packed.packed_weight.requires_grad)
-        if packed.bias is not None:
-            plain.bias = nn.Parameter(packed.bias.detach().clone(), packed.packed_weight.requires_grad)
-        setattr(parent, name, plain.train(packed.training))
-    return len(found)
+    """Give the weights of each packed layer of `model` memory of their own again; return how many layers there were."""
+    layers = {layer for _, group in _groups(model) for layer in group if _is_packed(layer.weight)}
+    for parameter in (parameter for layer in layers for parameter in layer.parameters() if _is_packed(parameter)):
+        with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+            parameter.data = parameter.data.clone()
+    return len(layers)
 
 
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in list(model.modules()):
-        for name, child in list(entries_of(parent)[0].items()):
-            if child is not None:
-                yield parent, name, child
+def _groups(model: nn.Module) -> Iterator[tuple[tuple[str, ...], list[nn.Linear]]]:
+    """Linear layers that are likely to read one tensor, and their names."""
+    for path, parent in model.named_modules():
+        for group in GROUPS:
+            # Its own children: attributes of a wrapper may be layers of the module that it wraps.
+            layers = [entries_of(parent)[0].get(name) for name in group]
+            linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+            if len(linears) == len(group):
+                yield tuple(f"{path}.{name}" if path else name for name in group), linears
+
+
+def _parameters(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
+    """The weights of some layers, and their biases if they have any."""
+    columns = ([getattr(layer, name) for layer in layers] for name in ("weight", "bias"))
+    return [column for column in columns if all(parameter is not None for parameter in column)]
+
+
+def _is_packed(parameter: Tensor) -> bool:
+    """Whether a parameter lies in memory that `pack_weights` made, be it in its place or not."""
+    return _memory(parameter) is not None and StorageWeakRef(parameter.untyped_storage()) in _packed
+
+
+def _are_packed(layers: list[nn.Linear]) -> bool:
+    """Whether the weights of plain layers, and their biases, lie one after the other."""
+    if any(type(layer) is not nn.Linear or _memory(layer.weight) is None for layer in layers):
+        return False
+    return all(
+        len({(one.dtype, one.shape[1:]) for one in column}) == 1
+        and all(one.is_contiguous() for one in column)
+        and PackedMemory.of([one.shape for one in column], column[0].element_size()).view(column) is not None
+        for column in _parameters(layers)
+    )
+
+
+def _memory(x: object) -> int | None:
+    """The address of a tensor's memory; None for what has none."""
+    if not isinstance(x, Tensor) or type(x.data) is not Tensor or x.layout is not torch.strided or x.is_meta:
+        return None
+    return x.untyped_storage().data_ptr() or None
 
 
 def _unpackable(layers: list[nn.Linear], uses: Counter[int]) -> str:
     """Why these layers cannot share a weight; "" if they can."""
+    inside = Counter(p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters() if _is_packed(p))
     for layer in layers:
         if type(layer) is not nn.Linear:
             return f"a {type(layer).__name__} is no plain linear layer"
-        tensors = [p for p in (layer.weight, layer.bias) if p is not None]
-        if any(type(p) is not nn.Parameter or type(p.data) is not Tensor for p in tensors):
-            return f"its weight is a {type(layer.weight.data).__name__}"
-        if any(uses[id(p)] > 1 for p in tensors):
-            return "its weight is tied to another layer's"
         if has_hooks(layer):
             return "it has hooks"
+        extra = _extra(layer)
+        if extra:
+            return f"it holds {', '.join(map(repr, extra))}, which a plain linear layer does not"
+        reason = next((why for p in layer.parameters() if (why := _immovable(p, uses, inside))), "")
+        if reason:
+            return f"its weight {reason}"
     first = layers[0]
     properties: dict[str, set[Any]] = {
         "widths": {layer.in_features for layer in layers},
         "dtypes": {layer.weight.dtype for layer in layers},
         "devices": {layer.weight.device for layer in layers},
+        "inference modes": {p.is_inference() for layer in layers for p in layer.parameters()},
         "biases": {layer.bias is None for layer in layers},
-        "requires_grad": {layer.weight.requires_grad for layer in layers},
     }
     for what, values in properties.items():
         if len(values) > 1:
@@ -179,15 +189,28 @@ def _unpackable(layers: list[nn.Linear], uses: Counter[int]) -> str:
     return "floating-point weights only" if not first.weight.is_floating_point() else ""
 
 
-def _packed(layers: list[nn.Linear]) -> list[PackedLinear]:
-    grad = layers[0].weight.requires_grad
-    with torch.no_grad():
-        weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), grad)
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        bias = nn.Parameter(torch.cat(biases), grad) if biases else None
-    out, start = [], 0
-    for layer in layers:
-        packed = PackedLinear(weight, bias, start, start + layer.out_features)
-        out.append(packed.train(layer.training))
-        start += layer.out_features
-    return out
+def _extra(layer: nn.Linear) -> list[str]:
+    """What an instance holds and a new `nn.Linear` does not, such as a `forward`; numbers and texts are but marks."""
+    named = {name for entries in entries_of(layer) for name in entries} - {"weight", "bias"}
+    held = {name for name, value in vars(layer).items() if not isinstance(value, bool | int | float | str | None)}
+    return sorted(named | (held - _PLAIN_ATTRIBUTES))
+
+
+def _immovable(parameter: Tensor, uses: Counter[int], packed: Counter[int]) -> str:
+    """Why a parameter cannot be given other memory; "" if it can.
+
+    Args:
+        uses: how many tensors of the model lie in a memory.
+        packed: how many of these are in memory that `pack_weights` made for these layers.
+    """
+    if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
+        return f"is a {type(parameter.data).__name__}"
+    memory = _memory(parameter)
+    if memory is None:
+        return f"has no memory (it is on {parameter.device}): it is loaded when it is used"
+    if uses[memory] > max(1, packed[memory]):
+        return "is tied to another layer's, or lies in one memory with it"
+    fills = parameter.untyped_storage().nbytes() == parameter.nbytes or packed[memory]
+    if not fills or not parameter.is_contiguous():
+        return "is a view of other memory"
+    return "is shared with other processes" if parameter.device.type == "cpu" and parameter.is_shared() else ""

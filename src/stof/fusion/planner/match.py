@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from stof.fusion.graph.fx_utils import fake_mode_of
 from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.nodes import column_slice, fake_value, same_size, skip_identities
 from stof.fusion.graph.operators import NORMS, Kind, Operator, dtype_name
@@ -25,7 +26,7 @@ from stof.fusion.templates.gemm_config import CHAIN, GATED, MOST_INNER, ROW_SCAL
 from stof.fusion.templates.launch import row_factors
 from stof.fusion.templates.registry import TEMPLATES, GemmProblem, KernelPolicy, Template, no_kernel
 from stof.fusion.templates.row_buckets import SMALLEST
-from stof.runtime.private import FakeTensor
+from stof.runtime.private import FakeTensor, fake_context
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -69,6 +70,15 @@ class TemplateMatch:
         return (*(root for root, _ in self.replaced_views), *rest)
 
     @property
+    def relaid(self) -> dict[fx.Node, Tensor]:
+        """Return the fake values of nodes that lowering gives other strides: operators' results are contiguous."""
+        values = {node: value for node in self.results if (value := fake_value(node)) is not None}
+        with fake_context(fake_mode_of(list(values.values()))):
+            new = {node: value.new_empty(value.shape) for node, value in values.items()}
+        new |= {root: value for root, view in self.replaced_views if (value := fake_value(view)) is not None}
+        return {node: value for node, value in new.items() if not _lies_like(value, fake_value(node))}
+
+    @property
     def has_dynamic_rows(self) -> bool:
         """Whether the graph leaves the number of rows open."""
         return is_symbolic(self._lead)
@@ -97,6 +107,10 @@ class RowScaleArgument:
     def of(self, x: Tensor) -> Tensor:
         """`[...]` for x `[..., K]`."""
         return row_factors(x, self.eps)
+
+
+def _lies_like(value: Tensor, other: Tensor | None) -> bool:
+    return other is not None and same_size(value.stride(), other.stride())
 
 
 class Refusal(str):
