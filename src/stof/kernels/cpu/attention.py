@@ -6,8 +6,8 @@ matrix products of one row block at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +29,14 @@ from stof.runtime.private import flash_attention_cpu
 
 # Additive masks kept expanded during one call; equal row blocks (windows, documents) hit it.
 _EXPANDED_MASKS = 4
+_LOWEST = torch.finfo(torch.float32).min
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """One (batch, head) range that shares a pattern; heads of one key head are folded into rows.
+class _Call(NamedTuple):
+    """A call, or its part for one (batch, head) range that shares a pattern.
 
     Attributes:
-        checked: whether to compute rows again that PyTorch's fused attention may have taken for rows without keys.
+        checked: each result of the fused operator is checked at once, else all of them together at the end.
     """
 
     q: Tensor  # [b, h, Sq, D]
@@ -47,14 +47,20 @@ class _Call:
     bias: Tensor | None  # [b | 1, h | 1, Sq | 1, Skv | 1]
     scale: float
     softcap: float
-    checked: bool = False
+    checked: bool
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether PyTorch's fused operator serves it."""
+        return not self.softcap and self.q.shape[-1] == self.v.shape[-1]
 
     def part(self, batches: slice, heads: slice) -> _Call:
-        """The call of some sequences and some of its heads, which are whole groups or within one group."""
+        """The call of some sequences and heads."""
+        if batches == slice(0, self.lse.shape[0]) and heads == slice(0, self.lse.shape[1]):
+            return self
         group = self.q.shape[1] // self.k.shape[1]
         kv_heads = slice(heads.start // group, -(-heads.stop // group))
-        return replace(
-            self,
+        return self._replace(
             q=self.q[batches, heads],
             k=self.k[batches, kv_heads],
             v=self.v[batches, kv_heads],
@@ -65,7 +71,11 @@ class _Call:
 
     def sequence(self, b: int) -> _Call:
         """The call of one sequence of the batch."""
-        return self.part(slice(b, b + 1), slice(0, self.q.shape[1]))
+        one = slice(b, b + 1)
+        bias = self.bias if self.bias is None or self.bias.shape[0] == 1 else self.bias[one]
+        return self._replace(
+            q=self.q[one], k=self.k[one], v=self.v[one], out=self.out[one], lse=self.lse[one], bias=bias
+        )
 
 
 def row_block_attention(
@@ -89,9 +99,12 @@ def row_block_attention(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty(batch, heads, q_len, dtype=lse_dtype, device=q.device)
-    whole = _Call(q=q, k=k, v=v, out=out, lse=lse, bias=bias, scale=scale, softcap=softcap)
-    if not _run(whole, schedule) and not _scores_are_finite(whole):
-        _run(replace(whole, checked=True), schedule)
+    call = _Call(q, k, v, out, lse, bias, scale, softcap, checked=schedule.merges or bias is not None)
+    _run(call, schedule)
+    # Rows that see no key have -inf, which is no suspect.
+    unchecked = call.is_fused and not call.checked
+    if unchecked and _has_suspects(lse.clamp(min=_LOWEST) if schedule.has_empty_rows else lse):
+        _run(call._replace(checked=True), schedule)
     if sinks is not None:
         # softmax over keys and sink = softmax over keys * sigmoid(lse - sink)
         share = torch.sigmoid(lse - sinks.to(lse_dtype).view(1, heads, 1))
@@ -100,37 +113,16 @@ def row_block_attention(
     return out, lse
 
 
-def _run(whole: _Call, schedule: Schedule) -> bool:
-    """Write all rows of a call's `out` and `lse`; return whether no score is lost."""
-    batch, heads, *_ = whole.q.shape
-    group = heads // whole.k.shape[1]
+def _run(call: _Call, schedule: Schedule) -> None:
+    """Write `call.out` and `call.lse`."""
+    batch, heads, _ = call.lse.shape
+    masks = _MaskReader(schedule, call.q.dtype)
     pattern_of = schedule.pattern_of.expand(batch, heads).tolist()
-    masks = _MaskReader(schedule, whole.q.dtype)
-    ranges = pattern_ranges(pattern_of, group)
-    for batches, head_range, pattern in ranges:
-        call = whole if len(ranges) == 1 else whole.part(batches, head_range)
+    for batches, head_range, pattern in pattern_ranges(pattern_of, heads // call.k.shape[1]):
+        part = call.part(batches, head_range)
         order = schedule.rows[pattern] if schedule.rows.numel() else None
         for steps in schedule.batches_of[pattern]:
-            if not _run_batch(call, steps, schedule, masks, order):
-                return False
-    return _none_lost(whole.lse)
-
-
-def _none_lost(lse: Tensor) -> bool:
-    """Whether all rows of a fused call have finite scores, or see no key.
-
-    PyTorch's fused attention gives an output and a log-sum-exp of exactly 0 to rows whose scores are all NaN or minus
-    infinity, as if they saw no key, and a log-sum-exp of infinity or NaN to others with NaN or infinite scores.
-    """
-    return bool(lse.all()) and lse.amax().item() < torch.inf
-
-
-def _scores_are_finite(call: _Call) -> bool:
-    """Whether no score of a call can overflow, from the largest values of its inputs."""
-    largest = [float(x.abs().amax()) for x in (call.q, call.k)]
-    highest = 0.0 if call.bias is None else float(call.bias.amax())
-    bound = largest[0] * largest[1] * call.q.shape[-1] * max(1.0, abs(call.scale)) + highest
-    return bound < torch.finfo(call.lse.dtype).max / 2  # false for NaN
+            _run_batch(part, steps, schedule, masks, order)
 
 
 def _narrow(bias: Tensor, batches: slice, heads: slice) -> Tensor:
@@ -138,37 +130,36 @@ def _narrow(bias: Tensor, batches: slice, heads: slice) -> Tensor:
     return bias if bias.shape[1] == 1 else bias[:, heads]
 
 
-def _run_batch(call: _Call, steps: list[Step], schedule: Schedule, masks: _MaskReader, order: Tensor | None) -> bool:
-    """Compute steps of equal size and write their rows of `call.out` and `call.lse`; return whether no score is lost.
+def _run_batch(call: _Call, steps: list[Step], schedule: Schedule, masks: _MaskReader, order: Tensor | None) -> None:
+    """Compute steps of equal size and write their rows of `call.out` and `call.lse`.
 
     A fused call has one batch dimension: it holds the sequences, or the steps of one sequence, whichever are more.
     """
     sequences = call.q.shape[0]
     if len(steps) == 1 or sequences >= len(steps):
-        return all(_compute(call, _Rows([step], order), [step], schedule, masks) for step in steps)
+        for step in steps:
+            _compute(call, _Rows([step], order), [step], schedule, masks)
+        return
     rows = _Rows(steps, order)
-    return all(_compute(call.sequence(b), rows, steps, schedule, masks) for b in range(sequences))
+    for b in range(sequences):
+        _compute(call.sequence(b), rows, steps, schedule, masks)
 
 
-def _compute(call: _Call, rows: _Rows, steps: list[Step], schedule: Schedule, masks: _MaskReader) -> bool:
-    """Compute one batch of steps; return False where a merge would hide from `call.lse` that scores are lost."""
+def _compute(call: _Call, rows: _Rows, steps: list[Step], schedule: Schedule, masks: _MaskReader) -> None:
     first = steps[0]
-    none_lost = True
     if not first[COLUMNS]:
-        rows.put(call.out, torch.zeros((), dtype=call.out.dtype, device="cpu"))
-        rows.put(call.lse, torch.full((), -torch.inf, dtype=call.lse.dtype, device="cpu"))
-        return True
+        rows.fill(call.out, 0.0)
+        rows.fill(call.lse, -torch.inf)
+        return
     out, lse = _attend(call, rows, steps, schedule, masks)
     if first[MERGE]:
         before, lse_before = rows.take(call.out), rows.take(call.lse)
-        none_lost = call.checked or (_none_lost(lse) and _none_lost(lse_before))
         # A bias can empty both parts: -inf - -inf is NaN.
         weight = torch.sigmoid(lse - lse_before).masked_fill_(lse == -torch.inf, 0.0)
         out = torch.lerp(before, out, weight[..., None].to(out.dtype))
         lse = torch.logaddexp(lse, lse_before)
     rows.put(call.out, out)
     rows.put(call.lse, lse)
-    return none_lost
 
 
 class _Rows:
@@ -194,11 +185,15 @@ class _Rows:
             return x[:, :, self.start : self.start + self.height]
         return _windows(x, self.start, self.height, self.distance, self.steps)
 
+    def fill(self, x: Tensor, value: float) -> None:
+        if self.places is None:
+            self.take(x).fill_(value)
+        else:
+            x.index_fill_(2, self.places, value)
+
     def put(self, x: Tensor, value: Tensor) -> None:
         if self.places is None:
             self.take(x).copy_(value)
-        elif value.ndim == 0:
-            x[:, :, self.places] = value
         else:
             folded = value if self.steps == 1 else value.transpose(0, 1).flatten(1, 2)[None]
             x.index_copy_(2, self.places, folded)
@@ -236,37 +231,86 @@ def _attend(
     q = rows.take(call.q)
     batch, heads, height, width = q.shape
     group = heads // k.shape[1]
-    added = None
+    mask = added = None
     if masked:
         offsets = {step[MASK_OFFSET]: None for step in steps}
         each = [masks.additive(step[MASK_OFFSET], height, count) for step in (steps if len(offsets) > 1 else steps[:1])]
-        added = (each[0][None] if len(each) == 1 else torch.stack(each))[:, None]  # [n | 1, 1, height, columns]
+        mask = (each[0][None] if len(each) == 1 else torch.stack(each))[:, None]  # [n | 1, 1, height, columns]
+        added = mask
     if call.bias is not None:
-        bias = _bias_part(call.bias, rows, steps, schedule).to(_bias_dtype(call.bias, q))
-        added = bias if added is None else bias.masked_fill(added == -torch.inf, -torch.inf)
+        added = _bias_part(call.bias, rows, steps, schedule).to(_bias_dtype(call.bias, q))
+        added = added if mask is None else added.masked_fill(mask == -torch.inf, -torch.inf)
     if group > 1:
         q = q.reshape(batch, heads // group, group * height, width)
         added = None if added is None else _fold_heads(added, heads, group, height, count)
-    if not call.softcap and v.shape[-1] == width:
-        # Several steps: heads outermost, so that the overlapping windows of one head follow each other in the caches.
-        swap = len(steps) > 1
-        if swap:
-            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        mask = added.transpose(0, 1) if swap and added is not None else added
-        out, lse = flash_attention_cpu(q, k, v, mask, call.scale)
-        out, lse = (out.transpose(0, 1), lse.transpose(0, 1)) if swap else (out, lse)
-        if added is not None and (steps[0][EMPTY_ROWS] or (call.bias is not None and bool((lse == 0).any()))):
-            # The fused operator reports 0 for rows whose scores are all -inf, and NaN where their query is NaN.
-            empty = (added == -torch.inf).all(-1)
-            out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
-        if call.checked and not _none_lost(lse):
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v)) if swap else (q, k, v)
-            lost = (lse == 0) | ~(lse < torch.inf)
-            plain_out, plain_lse = _plain(q, k, v, added, call.scale, 0.0)
-            out, lse = torch.where(lost[..., None], plain_out, out), torch.where(lost, plain_lse, lse)
+
+    def hidden() -> Tensor | None:
+        """Where the mask hides a key, `[n | 1, 1, rows, columns]`."""
+        if mask is None:
+            return None
+        where = mask == -torch.inf
+        return where if group == 1 else _fold_heads(where, heads, group, height, count)
+
+    if not call.is_fused:
+        out, lse = _plain(q, k, v, added, hidden(), call)
     else:
-        out, lse = _plain(q, k, v, added, call.scale, call.softcap)
+        out, lse = _fused(q, k, v, added, call.scale, swap=len(steps) > 1)
+        if steps[0][EMPTY_ROWS] or (call.checked and _has_suspects(lse)):
+            out, lse = _corrected(out, lse, q, k, v, added, hidden(), call)
     return out.reshape(batch, heads, height, -1), lse.reshape(batch, heads, height)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float, *, swap: bool) -> tuple[Tensor, Tensor]:
+    """PyTorch's fused attention, of whose results `_has_suspects` tells whether they may be wrong.
+
+    Args:
+        swap: heads outermost, so that the overlapping windows of one head follow each other in the caches.
+    """
+    if not swap:
+        return flash_attention_cpu(q, k, v, added, scale)
+    mask = None if added is None else added.transpose(0, 1)
+    out, lse = flash_attention_cpu(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), mask, scale)
+    return out.transpose(0, 1), lse.transpose(0, 1)
+
+
+def _has_suspects(lse: Tensor) -> bool:
+    """Whether a row of the fused operator may be wrong: its log-sum-exp is 0, infinite or NaN.
+
+    Rows whose scores are all -inf get 0, as do some with NaN or infinite scores; others get an output of 0 and a
+    log-sum-exp of infinity. The other rows have a quotient of 1: every call asks, and this takes two operators.
+    """
+    quotients = (lse / lse).min().item()
+    return quotients != quotients
+
+
+def _corrected(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor | None,
+    hidden: Tensor | None,
+    call: _Call,
+) -> tuple[Tensor, Tensor]:
+    """Empty the rows of the fused operator that see no key; if `call.checked`, compute suspect ones by `_plain`."""
+    empty = None
+    if hidden is not None:
+        empty = hidden.all(-1)
+        # 1 is no suspect.
+        out, lse = out.masked_fill_(empty[..., None], 0.0), lse.masked_fill_(empty, 1.0 if call.checked else -torch.inf)
+    if not call.checked:
+        return out, lse
+    if _has_suspects(lse):
+        suspects = (lse == 0) | ~lse.isfinite()
+        rows = suspects.flatten(0, 1).any(0).nonzero()[:, 0]
+        added, hidden_part = (x if x is None or x.shape[2] == 1 else x[:, :, rows] for x in (added, hidden))
+        part, part_lse = _plain(q[:, :, rows], k, v, added, hidden_part, call)
+        # Only these: not one bit of a result depends on what its row, head or sequence does not see.
+        chosen = suspects[:, :, rows]
+        out = out.index_copy(2, rows, torch.where(chosen[..., None], part, out[:, :, rows]))
+        lse = lse.index_copy(2, rows, torch.where(chosen, part_lse, lse[:, :, rows]))
+    return out, lse if empty is None else lse.masked_fill_(empty, -torch.inf)
 
 
 def _bias_part(bias: Tensor, rows: _Rows, steps: list[Step], schedule: Schedule) -> Tensor:
@@ -298,15 +342,17 @@ def _fold_heads(added: Tensor, heads: int, group: int, height: int, count: int) 
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, hidden: Tensor | None, call: _Call
 ) -> tuple[Tensor, Tensor]:
     """One row block by matmuls: float64 for float64, else float32."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = (q.to(dtype) @ k.to(dtype).transpose(-1, -2)).mul_(scale)
-    if softcap:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores = (q.to(dtype) @ k.to(dtype).transpose(-1, -2)).mul_(call.scale)
+    if call.softcap:
+        scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
     if added is not None:
-        scores = torch.where(added == -torch.inf, -torch.inf, scores + added)  # also scores that are NaN
+        scores = scores + added
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)  # also scores that are NaN
     weights, lse = softmax_and_lse(scores)
     return (weights @ v.to(dtype)).to(q.dtype), lse
 

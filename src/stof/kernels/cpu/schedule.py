@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -78,14 +78,24 @@ class Schedule:
     pattern_of: Tensor
     rows: Tensor
 
-    @functools.cached_property
+    @cached_property
     def batches_of(self) -> dict[int, list[list[Step]]]:
-        """The steps of each pattern, in batches."""
+        """The steps of each pattern, batch by batch: every call walks them."""
         batches: dict[int, list[list[Step]]] = {}
-        for _, members in itertools.groupby(self.steps.tolist(), key=lambda step: step[GROUP]):
+        for _, members in groupby(self.steps.tolist(), key=lambda step: step[GROUP]):
             steps = list(members)
             batches.setdefault(steps[0][PATTERN], []).append(steps)
         return batches
+
+    @cached_property
+    def merges(self) -> bool:
+        """Whether rows are merged from several steps."""
+        return bool(self.steps[:, MERGE].any())
+
+    @cached_property
+    def has_empty_rows(self) -> bool:
+        """Whether some row keeps nothing."""
+        return bool((self.steps[:, EMPTY_ROWS].bool() | (self.steps[:, COLUMNS] == 0)).any())
 
     def tensors(self) -> list[Tensor]:
         return [self.steps, self.columns, self.mask_bytes, self.pattern_of, self.rows]

@@ -84,9 +84,11 @@ def epilogue(
         if config.permuted:
             pattern = gl.load(work_ptr + PATTERN)
             row = gl.load(args.row_order_ptr + pattern * args.q_len + position + r, mask=exists, other=0)
-        any_key = total > 0.0
+        any_key = total != 0.0  # or NaN
         safe = gl.where(any_key, total, 1.0)
         lse = gl.where(any_key, (m + gl.log2(safe)) * LN2, float("-inf"))
+        # The sum of a row with a score of +inf is NaN: inf - inf.
+        lse = gl.where(m == float("inf"), m, lse)
         if config.has_sinks:
             # softmax over keys and sink = softmax over keys / (1 + exp(sink - lse))
             sink = gl.load(args.sinks_ptr + h).to(gl.float32)

@@ -16,6 +16,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.kernels.triton.online_softmax import LOWEST, bounded
 from stof.kernels.triton.softcap import softcapped
 from stof.kernels.triton.work_list import BIAS_VECTOR, ITEM
 from stof.runtime.pdl import launch_next_and_wait
@@ -37,7 +38,7 @@ VECTOR = tl.constexpr(BIAS_VECTOR)
 def _step(
     q,  # [BLOCK_M, BLOCK_D]
     acc,  # [BLOCK_M, BLOCK_V] float32
-    m_i,  # [BLOCK_M] running maximum, in units of log 2
+    m_i,  # [BLOCK_M] running maximum, in units of log 2, `bounded`
     l_i,  # [BLOCK_M] running sum
     columns,  # [BLOCK_N] key columns
     words,  # [BLOCK_M, 4] bitmap words, unused when not PARTIAL
@@ -103,15 +104,12 @@ def _step(
         keep = (words[:, None, :, None] >> shift) & 1
         s = tl.where(tl.reshape(keep, (BLOCK_M, BLOCK_N)) != 0, s, float("-inf"))
     if HAS_SCORE_MOD:
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        m_use = tl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL or HAS_BIAS else m_new
-        p = tl.exp2(s - m_use[:, None])
+        m_new = bounded(tl.maximum(m_i, tl.max(s, 1)))
+        p = tl.exp2(s - m_new[:, None])
     else:
-        m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
-        # A row may have kept nothing so far: -inf - -inf is NaN.
-        m_use = tl.where(m_new == float("-inf"), 0.0, m_new) if PARTIAL else m_new
-        p = tl.exp2(s * scale - m_use[:, None])
-    alpha = tl.exp2(m_i - m_use)
+        m_new = bounded(tl.maximum(m_i, tl.max(s, 1) * scale))
+        p = tl.exp2(s * scale - m_new[:, None])
+    alpha = tl.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     if PAD_V:
@@ -143,7 +141,7 @@ def _store(
     BLOCK_V: tl.constexpr,
 ):
     """Normalise and write the output and the log-sum-exp (natural, sinks not counted)."""
-    some = l_i > 0.0
+    some = l_i != 0.0  # or NaN
     total = tl.where(some, l_i, 1.0)
     lse = tl.where(some, (m_i + tl.log2(total)) * LN2, float("-inf"))
     if HAS_SINKS:
@@ -366,14 +364,11 @@ def block_wise_kernel(
         bias_row = tl.multiple_of(bias_row, VECTOR)
     bias_row_ptr = bias_ptr + bias_row
 
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if NAN_ITEMS:
-        # A sum above 0, so that neither the output nor the log-sum-exp passes for that of an empty row.
-        l_i += tl.where(nan_or_zero == nan_or_zero, 0.0, 1.0)
-        m_i += nan_or_zero
-        acc += nan_or_zero
+        l_i += nan_or_zero
     word = tl.arange(0, 4)
     # Rows past BLOCK_Q * PACK repeat the last bitmap row: their scores are dropped, but reads must stay inside.
     words_ptr = bitmaps_ptr + tl.minimum(r // PACK, BLOCK_Q - 1)[:, None] * 4 + word[None, :]
@@ -447,7 +442,7 @@ def block_wise_kernel(
             if done < n_chunks - 1:
                 return
             tl.debug_barrier()
-            m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
             l_i = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             for c in range(n_chunks):
@@ -456,8 +451,7 @@ def block_wise_kernel(
                 l_c = tl.load(chunk_ml_ptr + (slot + c) * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg")
                 acc_c = tl.load(chunk_out_ptr + (slot + c) * (BLOCK_M * BLOCK_V) + tile_at, cache_modifier=".cg")
                 m_new = tl.maximum(m_i, m_c)
-                m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-                old, new = tl.exp2(m_i - m_use), tl.exp2(m_c - m_use)
+                old, new = tl.exp2(m_i - m_new), tl.exp2(m_c - m_new)
                 l_i = l_i * old + l_c * new
                 acc = acc * old[:, None] + acc_c * new[:, None]
                 m_i = m_new

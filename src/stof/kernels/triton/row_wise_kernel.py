@@ -11,6 +11,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.kernels.triton.online_softmax import LOWEST, bounded
 from stof.kernels.triton.softcap import softcapped
 from stof.runtime.pdl import launch_next_and_wait
 
@@ -35,13 +36,6 @@ def _load_slices(pointers, mask, SIZE: tl.constexpr, WIDTH: tl.constexpr, FILL: 
             part = tl.load(pointers + (n * WIDTH + offsets), mask=mask)
         parts += (part,)
     return parts
-
-
-@triton.jit
-@no_type_check
-def _finite(m):
-    """The reference point of exponentials: any finite one where nothing was seen, since -inf - -inf is NaN."""
-    return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
@@ -116,7 +110,7 @@ def row_wise_kernel(
     acc = ()
     for _ in tl.static_range((VALUE_DIM + WIDTH - 1) // WIDTH):
         acc += (tl.zeros([STATES, WIDTH], dtype=tl.float32),)
-    m_i = tl.full([STATES], float("-inf"), dtype=tl.float32)
+    m_i = tl.full([STATES], LOWEST, dtype=tl.float32)
     l_i = tl.zeros([STATES], dtype=tl.float32)
     column_ptrs = columns_ptr + (starts.to(tl.int64) + slot)
     left = counts - slot
@@ -155,15 +149,15 @@ def row_wise_kernel(
             score = tl.where(first + u * SLOTS < left, score, float("-inf"))
             m_new = tl.maximum(m_new, score)
             scores += (score,)
-        reference = _finite(m_new)
-        alpha = tl.exp2(m_i - reference)
+        m_new = bounded(m_new)
+        alpha = tl.exp2(m_i - m_new)
         m_i = m_new
         l_i *= alpha
         acc_new = ()
         for n in tl.static_range(len(acc)):
             acc_new += (acc[n] * alpha[:, None],)
         for u in tl.static_range(UNROLL):
-            p = tl.exp2(scores[u] - reference)
+            p = tl.exp2(scores[u] - m_new)
             l_i += p
             acc = acc_new
             acc_new = ()
@@ -173,13 +167,13 @@ def row_wise_kernel(
 
     # The states of a row meet only here.
     m_i = tl.reshape(m_i, [ROWS, SLOTS])
-    reference = _finite(tl.max(m_i, 1))  # [ROWS]
-    weights = tl.exp2(m_i - reference[:, None])
+    m_row = tl.max(m_i, 1)  # [ROWS]
+    weights = tl.exp2(m_i - m_row[:, None])
     l_row = tl.sum(tl.reshape(l_i, [ROWS, SLOTS]) * weights, 1)
     empty = l_row == 0.0
     total = l_row
     if HAS_SINKS:
-        total += tl.exp2(tl.load(sinks_ptr + i_h).to(tl.float32) * 1.4426950408889634 - reference)
+        total += tl.exp2(tl.load(sinks_ptr + i_h).to(tl.float32) * 1.4426950408889634 - tl.where(empty, 0.0, m_row))
     weights = tl.reshape(weights / tl.where(empty, 1.0, total)[:, None], [STATES])
     listed = position + tl.arange(0, ROWS)
     exists = listed < q_len
@@ -190,6 +184,6 @@ def row_wise_kernel(
         out = tl.sum(tl.reshape(acc[n] * weights[:, None], [ROWS, SLOTS, WIDTH]), 1)
         mask = exists[:, None] & (offsets < VALUE_DIM)
         tl.store(out_ptrs + offsets * stride_od, out.to(out_ptr.dtype.element_ty), mask=mask)
-    lse = (reference + tl.log2(tl.where(empty, 1.0, l_row))) * 0.6931471805599453
+    lse = (m_row + tl.log2(tl.where(empty, 1.0, l_row))) * 0.6931471805599453
     lse_ptrs = lse_ptr + (i_b * heads + i_h) * q_len + rows
     tl.store(lse_ptrs, tl.where(empty, float("-inf"), lse), mask=exists)
