@@ -61,6 +61,77 @@ def test_a_write_is_noticed(mode: Any) -> None:
     assert not third.any()
 
 
+WRITES: dict[str, Callable[[nn.Linear], object]] = {
+    "in place": lambda layer: layer.weight.mul_(2),
+    "a slice": lambda layer: layer.weight[1:].zero_(),
+    "detached": lambda layer: layer.weight.detach().mul_(2),
+    "wrapped anew": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.mul_(2).data, False)),
+    "wrapped anew, then written": lambda layer: (
+        setattr(layer, "weight", nn.Parameter(layer.weight.data, False)), layer.weight.mul_(2)
+    ),
+    "other data": lambda layer: setattr(layer.weight, "data", layer.weight.data * 2),
+    "other data at the same address": lambda layer: [
+        setattr(layer.weight, "data", layer.weight.data * 2) for _ in range(4)
+    ],
+    "through data": lambda layer: layer.weight.data.mul_(2),
+    "through numpy": lambda layer: layer.weight.data.numpy().fill(3),
+    "through other memory of its own": lambda layer: torch.empty(0).set_(layer.weight.untyped_storage()).fill_(2),
+    "loaded": lambda layer: layer.load_state_dict({"weight": torch.randn(N, K)}),
+    "vector": lambda layer: nn.utils.vector_to_parameters(torch.randn(N * K), layer.parameters()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("version", [0, 2])
+def test_no_write_leaves_an_old_product(write: str, version: int) -> None:
+    """On a CPU. What a GPU can notice of these is in `tests/gpu/test_fusion.py`."""
+    layer, norm = nn.Linear(K, N, bias=False), torch.rand(K) + 0.5
+    with torch.no_grad():
+        layer.weight = nn.Parameter(torch.randn(N, K), requires_grad=False)
+        for _ in range(version):
+            layer.weight.add_(1)
+        folded(layer.weight, norm)
+        WRITES[write](layer)
+        made = folded(layer.weight, norm)
+        assert made is not None
+        assert torch.equal(made, layer.weight * norm)
+
+
+def test_a_product_is_kept_for_the_same_tensors_alone() -> None:
+    """The rule on a GPU, whose memory nobody reads again to compare it."""
+    weight, norm = nn.Parameter(torch.randn(N, K)), torch.ones(K)
+    folded(weight, norm)
+    (entry,) = [one for one in folded_weights._entries.values() if one.sources[0]() is weight]
+    assert entry.is_of((weight, norm))
+    assert not entry.is_of((nn.Parameter(weight.data), norm))
+    assert not entry.is_of((weight, norm.clone()))
+    assert not entry.is_of((weight, weight, norm))
+    with torch.no_grad():
+        weight.mul_(1)
+    assert not entry.is_of((weight, norm))
+
+
+def test_packed_weights_count_writes_to_each_of_their_parts() -> None:
+    memory = torch.randn(2 * N, K)
+    parts = [nn.Parameter(torch.empty(0)) for _ in range(2)]
+    for part, rows in zip(parts, memory.split(N), strict=True):
+        part.data = rows
+    norm = torch.ones(K)
+
+    def packed() -> Tensor:
+        view = parts[0].detach().as_strided((2 * N, K), (K, 1))
+        folded_weights.note_sources(view, parts)
+        return view
+
+    folded(packed(), norm)
+    (entry,) = [one for one in folded_weights._entries.values() if one.sources[0]() is parts[0]]
+    assert entry.is_of((*parts, norm))
+    with torch.no_grad():
+        parts[1].mul_(1)
+    assert not entry.is_of((*parts, norm))
+    assert torch.equal(folded(packed(), norm), memory)  # type: ignore[arg-type]
+
+
 def test_what_was_folded_goes_with_its_weight() -> None:
     folded_weights._entries.clear()
     folded(torch.randn(N, K), torch.ones(K))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -23,6 +25,7 @@ from stof.fusion.planner import heuristics
 from stof.fusion.planner.match import find_matches
 from stof.fusion.records.lock_file import Lock
 from stof.fusion.records.report import FusionReport
+from stof.fusion.templates import folded_weights
 from stof.fusion.templates.gemm_config import GemmConfig
 from stof.fusion.templates.registry import KernelPolicy
 from tests.fusion.graphs import calls, capture, products
@@ -112,6 +115,54 @@ def test_a_folded_model(dtype: torch.dtype, cuda_graphs: bool, monkeypatch: pyte
         changed = model("llama")
         changed.load_state_dict(module.state_dict())
         assert (out - exact(changed, ids)).norm() <= 1.5 * (plain - exact(changed, ids)).norm()
+
+
+def test_products_with_packed_weights_are_made_once_and_see_writes_to_every_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heuristics, "FEW_FLOPS", 0.0)
+    made: list[int] = []
+    fold = folded_weights._fold
+    monkeypatch.setattr(folded_weights, "_fold", lambda *given: made.append(1) or fold(*given))
+    torch.compiler.reset()
+    module, ids = model("llama").half(), torch.randint(1, 30000, (2, 200), device="cuda")
+    attention = module.get_submodule("layers.0.self_attn")
+    with torch.no_grad():
+        optimised = stof.optimize(module, dynamic=False, fold=True, store=False)
+        for _ in range(3):
+            optimised(ids)
+        count = len(made)
+        optimised(ids)
+        assert 0 < len(made) == count
+        for name in ("q_proj", "k_proj", "v_proj"):
+            attention.get_submodule(name).weight.mul_(-0.5)
+            out, expected = optimised(ids)[0].double(), module(ids)[0].double()
+            assert torch.nn.functional.cosine_similarity(out.flatten(), expected.flatten(), 0) > 0.9999
+
+
+@triton.jit
+def copy_rows(x_ptr, out_ptr, stride_xs, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, columns = tl.program_id(0), tl.arange(0, width)
+    tl.store(out_ptr + row * width + columns, tl.load(x_ptr + row * stride_xs + columns))
+
+
+def test_a_kernel_that_is_told_strides_reads_by_them() -> None:
+    class Copied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+            copy_rows[(q.shape[0] * q.shape[1],)](q, out, q.stride(1), width=64)
+            return out + k + v
+
+    torch.compiler.reset()
+    module, x = Copied().cuda().half().eval(), torch.randn(2, 33, 64, device="cuda", dtype=torch.float16)
+    with torch.no_grad():
+        expected = module(x)
+        torch.testing.assert_close(stof.optimize(module, store=False)(x), expected, atol=4e-3, rtol=4e-3)
 
 
 def test_any_length_runs_the_graph_of_the_first() -> None:

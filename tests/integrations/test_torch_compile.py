@@ -139,6 +139,91 @@ def test_a_cpu_is_left_to_inductor(effort: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def add_adapter(layer: nn.Linear) -> None:
+    """As many trainers add LoRA, and accelerate its hooks: the instance gets another `forward`."""
+    down, up, before = torch.randn(3, layer.in_features), torch.randn(layer.out_features, 3), layer.forward
+    layer.forward = lambda x: before(x) + x @ down.T @ up.T  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("when", ["before", "after", "after a call"])
+@pytest.mark.usefixtures("without_inductor")
+def test_layers_keep_a_forward_that_was_replaced(when: str) -> None:
+    model = models.llama(num_hidden_layers=1)
+    model.config.use_cache = False
+    ids = torch.randint(1, models.VOCABULARY, (2, 9))
+    layer = model.model.layers[0]
+
+    def add() -> None:
+        add_adapter(layer.self_attn.q_proj)
+        add_adapter(layer.mlp.gate_proj)
+
+    if when == "before":
+        add()
+    torch._dynamo.reset()
+    fast = stof.optimize(model, store=False)
+    with torch.inference_mode():
+        if when == "after a call":
+            fast(ids)
+        if when != "before":
+            add()
+        eager, compiled = model(ids).logits, fast(ids).logits
+        for one in (layer.self_attn.q_proj, layer.mlp.gate_proj):
+            del one.forward
+        assert not torch.allclose(eager, model(ids).logits, atol=1e-3)
+    torch.testing.assert_close(compiled, eager, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_layers_that_load_their_weights_when_they_run() -> None:
+    model = models.llama(num_hidden_layers=1)
+    model.config.use_cache = False
+    ids = torch.randint(1, models.VOCABULARY, (2, 9))
+    with torch.inference_mode():
+        expected = model(ids).logits
+    for layer in [part for part in model.modules() if type(part) is nn.Linear]:
+        weight = layer.weight.detach()
+        layer.to("meta")
+        layer.forward = functools.partial(nn.functional.linear, weight=weight)  # type: ignore[method-assign]
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        out = stof.optimize(model, store=False)(ids).logits
+    torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_no_mask_is_none_of_an_earlier_optimize() -> None:
+    from stof.integrations import transformers as hf
+
+    model, ids = models.bert(num_hidden_layers=1), torch.randint(1, models.VOCABULARY, (2, 24))
+
+    def result(**options: Any) -> Tensor:
+        """Of the model that `optimize` prepares; compiled code calls the same layers."""
+        stof.optimize(model, store=False, **options)
+        with torch.inference_mode():
+            out: Tensor = model(ids)[0]
+        return out
+
+    same = functools.partial(torch.testing.assert_close, atol=3e-5, rtol=1e-4)
+    with torch.inference_mode():
+        plain = model(ids)[0]
+    window, wider = stof.masks.sliding_window(1, 1), stof.masks.sliding_window(3, 3)
+    masked = {mask: result(mask=mask) for mask in (window, wider)}
+    assert not torch.allclose(masked[window], masked[wider], atol=1e-3)
+    for options in ({}, {"attention": False}):
+        for mask in (window, wider, window):
+            same(result(mask=mask), masked[mask])
+        same(result(**options), plain)
+    result(mask=wider)
+    hf.sparsify(model, None)
+    with hf.sparsify(model, window):  # set by hand: not taken for one of `optimize`
+        same(result(), masked[window])
+    same(result(), plain)
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        same(stof.optimize(model, mask=window, store=False)(ids)[0], masked[window])
+        same(stof.optimize(model, store=False)(ids)[0], plain)
+
+
 def test_training_mode_is_refused_before_anything_is_changed() -> None:
     model, _ = make("bert")
     before = set(model.state_dict())
