@@ -76,10 +76,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], bool]] = {
     "alike": (lambda b, h, q, k: (q < 24) == (k < 24), True),
     "one of two": (lambda b, h, q, k: (q < 24) != (k >= 30), True),
     "one of two, a tensor": (lambda b, h, q, k: (q < 24) != torch.ones(1, 1, 1, 1, dtype=torch.bool), True),
-    "table": (lambda b, h, q, k: TABLE[q] == TABLE[k], False),
+    "table": (lambda b, h, q, k: TABLE[q] == TABLE[k], True),
     "true division": (lambda b, h, q, k: q / 2 > k, False),
     "truncated": (lambda b, h, q, k: torch.div(q - k, 3, rounding_mode="trunc") == 0, False),
-    "where": (lambda b, h, q, k: torch.where(q < 9, q >= k, q == k), False),
+    "where": (lambda b, h, q, k: torch.where(q < 9, q >= k, q == k), True),
     "float": (lambda b, h, q, k: q - 0.5 > k, False),
 }
 
