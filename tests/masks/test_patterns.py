@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isqrt
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.errors import MaskError, ShapeError
-from stof.masks import Index, Mask
+from stof.masks import Index, Mask, rules
 from stof.masks.tensors import as_mask
+from tests.examples import examples
 from tests.strategies import mask_trees, named_masks
 
 Formula = Callable[[int, int], bool]
@@ -239,6 +241,39 @@ def test_per_head_of_functions_that_look_at_the_head() -> None:
     mask = masks.per_head([odd, odd, masks.full()])
     expected = torch.stack([torch.zeros(6, 6), torch.ones(6, 6).tril(), torch.ones(6, 6)]).bool()
     assert torch.equal(mask.to_dense(6)[0], expected)
+
+
+def test_plans_evaluate_each_mask_of_per_head_for_its_own_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, list[int]]] = []
+    evaluate = rules.SlidingWindow.evaluate
+
+    def noted(self: Any, index: Index) -> Tensor:
+        seen.append((self.left, index.h.flatten().tolist()))
+        return evaluate(self, index)
+
+    monkeypatch.setattr(rules.SlidingWindow, "evaluate", noted)
+    mask = masks.per_head([masks.sliding_window(left) for left in (5, 300, 5, 70)])
+    stof.plan(mask, 400)
+    assert {left for left, _ in seen} == {5, 70, 300}
+    assert all({5: h[0] in (0, 2), 300: h == [1], 70: h == [3]}[left] and len(h) == 1 for left, h in seen)
+    seen.clear()
+    mask.to_dense(9)
+    assert seen == [(5, [0, 2]), (300, [1]), (70, [3])]
+
+
+@given(data=st.data())
+@examples(40)
+def test_per_head_of_any_heads(data: st.DataObject) -> None:
+    """Whichever heads are asked about, in any order, get what their masks keep for them."""
+    by_head = masks.from_function(lambda b, h, i, j: (i + j + b) % (h + 2) == 0)
+    parts = data.draw(st.lists(mask_trees(12, 2) | st.just(by_head), min_size=2, max_size=5))
+    mask = masks.per_head(parts)
+    heads = torch.tensor(data.draw(st.lists(st.integers(0, len(parts) - 1), min_size=1, max_size=6)))
+    rows, b = torch.arange(12), torch.arange(2)
+    found = mask.evaluate(Index.make(rows, rows, q_len=12, kv_len=12, b=b, h=heads)).expand(2, len(heads), 12, 12)
+    for place, h in enumerate(heads):
+        one = Index.make(rows, rows, q_len=12, kv_len=12, b=b, h=h.view(1))
+        assert torch.equal(found[:, place], parts[int(h)].evaluate(one).expand(2, 1, 12, 12)[:, 0])
 
 
 @given(mask=named_masks())

@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -17,6 +17,10 @@ from stof.errors import MaskError, ShapeError, shown
 from stof.masks.base import BaseMask, numbered
 from stof.masks.bounds import TileBounds
 from stof.masks.index import Index
+
+# Levels of masks made of others. Python calls at most 1000 functions within each other, and copying a mask takes seven
+# for each level.
+DEEPEST = 100
 
 
 def _agreed(sizes: Sequence[int], what: str) -> int:
@@ -88,6 +92,7 @@ class Composite(Mask):
     batch: int = 1
     heads: int = 1
     depends_on_sizes: bool = False
+    depth: int = 1
 
     # Asked anew each time: a mask function may only be told once it was called at positions that it takes.
     @property
@@ -103,6 +108,13 @@ class Composite(Mask):
         return any(mask.varies for mask in self.masks)
 
     def __post_init__(self) -> None:
+        depth = 1 + max(mask.depth if isinstance(mask, Composite) else 0 for mask in self.masks)
+        if depth > DEEPEST:
+            raise MaskError(
+                f"a mask is combined in at most {DEEPEST} levels, this one in {depth}; a chain of one operator "
+                "(a | b | c) is one level, and masks.from_dense(mask.to_dense(q_len, kv_len)) makes one mask of all"
+            )
+        object.__setattr__(self, "depth", depth)
         object.__setattr__(self, "batch", _agreed([mask.batch for mask in self.masks], "batch sizes"))
         object.__setattr__(self, "heads", _agreed([mask.heads for mask in self.masks], "numbers of heads"))
         object.__setattr__(self, "depends_on_sizes", any(mask.depends_on_sizes for mask in self.masks))
@@ -171,7 +183,7 @@ class And(Associative):
         return out
 
     def __repr__(self) -> str:
-        return " & ".join(f"({m!r})" if isinstance(m, Or) else repr(m) for m in self.masks)
+        return " & ".join(f"({m.key})" if isinstance(m, Or) else m.key for m in self.masks)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -188,7 +200,7 @@ class Or(Associative):
         return out
 
     def __repr__(self) -> str:
-        return " | ".join(repr(m) for m in self.masks)
+        return " | ".join(m.key for m in self.masks)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -203,8 +215,7 @@ class Wrapped(Composite):
 
     def _operand(self) -> str:
         """The inner mask's repr, in parentheses where a postfix or prefix operator needs them."""
-        text = repr(self.mask)
-        return f"({text})" if isinstance(self.mask, And | Or) else text
+        return f"({self.mask.key})" if isinstance(self.mask, And | Or) else self.mask.key
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -252,7 +263,7 @@ class QueryOffset(Wrapped):
         return self.mask.evaluate(index.shifted(self.offset))
 
     def __repr__(self) -> str:
-        inner = f"({self.mask!r})" if isinstance(self.mask, And | Or | Not) else repr(self.mask)
+        inner = f"({self.mask.key})" if isinstance(self.mask, And | Or | Not) else self.mask.key
         return f"{inner}.with_query_offset({self.offset})"
 
 
@@ -288,15 +299,16 @@ class PerHead(Composite):
         return numbered(pairs).view(self.batch, len(self.masks))
 
     def evaluate(self, index: Index) -> Tensor:
-        kept = {mask: mask.evaluate(index) for mask in dict.fromkeys(self.masks)}
-        sizes = [(t.shape[0], 1, *t.shape[2:]) for t in kept.values()]
-        shape = torch.broadcast_shapes(*sizes, index.q.shape, index.kv.shape)
-        rows = []
+        # Layouts are built one head at a time: only masks of the heads that are asked about are evaluated.
+        places: dict[Mask, list[int]] = {}
         for place, h in enumerate(index.h.flatten().tolist()):
-            own = kept[self.masks[h]]
-            own = own if own.shape[1] == 1 else own[:, place : place + 1]  # a function that looks at the head
-            rows.append(own.expand(shape[0], 1, *shape[2:]))
-        return torch.cat(rows, dim=1)
+            places.setdefault(self.masks[h], []).append(place)
+        rows: dict[int, Tensor] = {}
+        for mask, own in places.items():
+            kept = mask.evaluate(replace(index, h=index.h[:, own]))
+            rows |= zip(own, kept.expand(-1, len(own), -1, -1).split(1, dim=1), strict=True)
+        shape = torch.broadcast_shapes(*(row.shape for row in rows.values()))
+        return torch.cat([rows[place].expand(shape) for place in range(len(rows))], dim=1)
 
     def __repr__(self) -> str:
-        return f"per_head([{', '.join(map(repr, self.masks))}])"
+        return f"per_head([{', '.join(mask.key for mask in self.masks)}])"
