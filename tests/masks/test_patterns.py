@@ -45,11 +45,11 @@ PATTERNS: dict[str, tuple[Mask, Formula]] = {
     "strided both ways": (masks.strided(3, 5, causal=False), lambda i, j: abs(i - j) < 3 or j % 5 == 4),
     "strided, no summaries": (masks.strided(3, 5, 0), lambda i, j: 0 <= i - j < 3),
     "strided, summaries only": (masks.strided(0, 4, 4), lambda i, j: j <= i),
-    "global": (masks.global_tokens(3), lambda i, j: i < 3 or j < 3),
+    "global": (masks.global_tokens(3), lambda i, j: 0 <= i < 3 or j < 3),
     "global, none": (masks.global_tokens(0), lambda i, j: False),
     "global, listed": (masks.global_tokens([9, 2, 9, 500]), lambda i, j: i in (2, 9) or j in (2, 9)),
     "sinks": (masks.sink_tokens(4), lambda i, j: j < 4 and j <= i),
-    "longformer": (masks.longformer(5, 2), lambda i, j: abs(i - j) <= 5 or i < 2 or j < 2),
+    "longformer": (masks.longformer(5, 2), lambda i, j: abs(i - j) <= 5 or 0 <= i < 2 or j < 2),
     "prefix": (masks.prefix_lm(6), lambda i, j: j < 6 or j <= i),
     "padding": (masks.padding(7), lambda i, j: j < 7),
     "padding, all": (masks.padding(0), lambda i, j: False),
@@ -61,6 +61,14 @@ PATTERNS: dict[str, tuple[Mask, Formula]] = {
 def test_named_pattern(name: str, q_len: int) -> None:
     mask, formula = PATTERNS[name]
     assert torch.equal(mask.to_dense(q_len, 30)[0, 0], naive(formula, q_len, 30))
+
+
+@pytest.mark.parametrize("offset", [-45, -7, -1])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_named_pattern_of_queries_before_the_first_key(name: str, offset: int) -> None:
+    mask, formula = PATTERNS[name]
+    found = mask.with_query_offset(offset).to_dense(40, 30)[0, 0]
+    assert torch.equal(found, naive(lambda i, j: formula(i + offset, j), 40, 30))
 
 
 @pytest.mark.parametrize("cumulative", [[0, 4, 4, 11, 20], [0, 20]])

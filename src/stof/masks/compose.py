@@ -39,13 +39,32 @@ class Mask(BaseMask):
     no lengths: the same value serves every `q_len` and `kv_len` that its own data allow.
     """
 
+    @property
+    def allows_negative_queries(self) -> bool:
+        """Whether the mask says what a query before position 0 sees; a table would be read from its end."""
+        return False
+
     def with_query_offset(self, offset: int) -> Mask:
         """The mask seen by queries that start at position `offset` (a KV cache holding `offset` keys).
 
-        Query `i` of the call is treated as position `i + offset`; keys keep their positions.
+        Query `i` of the call is treated as position `i + offset`; keys keep their positions. So
+        `causal().with_query_offset(kv_len - q_len)` is causal attention aligned at the lower right corner, also with
+        more queries than keys: the first queries then see no key, their output is 0 and their LSE -inf.
+
+        Positions below 0 belong to no document and are no global tokens; all else of named patterns is as their
+        formulas say.
+
+        Raises:
+            MaskError: an offset below 0 of a mask that is no named pattern, or of `neighborhood_2d`.
         """
-        if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**31:
-            raise MaskError(f"a query offset is an int between 0 and 2**31 - 1, got {shown(offset)}")
+        return self._moved(_offset(offset))
+
+    def _moved(self, offset: int) -> Mask:
+        if offset < 0 and not self.allows_negative_queries:
+            raise MaskError(
+                f"{shown(self)} does not say what queries before position 0 see, so its query offset is 0 or more, got "
+                f"{offset}; give the offset to the named patterns in a mask alone, and subtract it in a function"
+            )
         return self if offset == 0 else QueryOffset(self, offset)
 
     def frozen(self) -> Mask:
@@ -70,6 +89,12 @@ class Mask(BaseMask):
 
     def __bool__(self) -> bool:
         raise MaskError("a mask has no truth value; compose masks with & | ~ instead of and / or / not")
+
+
+def _offset(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) < value < 2**31:
+        raise MaskError(f"a query offset is an int between -2**31 + 1 and 2**31 - 1, got {shown(value)}")
+    return value
 
 
 def _combined(other: object) -> Mask:
@@ -106,6 +131,10 @@ class Composite(Mask):
     @property
     def varies(self) -> bool:
         return any(mask.varies for mask in self.masks)
+
+    @property
+    def allows_negative_queries(self) -> bool:
+        return all(mask.allows_negative_queries for mask in self.masks)
 
     def __post_init__(self) -> None:
         depth = 1 + max(mask.depth if isinstance(mask, Composite) else 0 for mask in self.masks)
@@ -245,9 +274,8 @@ class QueryOffset(Wrapped):
     def varies(self) -> bool:
         return True  # in each step of decoding
 
-    def with_query_offset(self, offset: int) -> Mask:
-        checked = super().with_query_offset(offset)
-        return self if checked is self else self.mask.with_query_offset(self.offset + offset)
+    def _moved(self, offset: int) -> Mask:
+        return self if offset == 0 else self.mask.with_query_offset(self.offset + offset)
 
     @property
     def has_monotonic_ranges(self) -> bool:
