@@ -57,9 +57,9 @@ class Mask(BaseMask):
         Raises:
             MaskError: an offset below 0 of a mask that is no named pattern, or of `neighborhood_2d`.
         """
-        return self._moved(_offset(offset))
+        return self._with_offset(_offset(offset))
 
-    def _moved(self, offset: int) -> Mask:
+    def _with_offset(self, offset: int) -> Mask:
         if offset < 0 and not self.allows_negative_queries:
             raise MaskError(
                 f"{shown(self)} does not say what queries before position 0 see, so its query offset is 0 or more, got "
@@ -274,7 +274,7 @@ class QueryOffset(Wrapped):
     def varies(self) -> bool:
         return True  # in each step of decoding
 
-    def _moved(self, offset: int) -> Mask:
+    def _with_offset(self, offset: int) -> Mask:
         return self if offset == 0 else self.mask.with_query_offset(self.offset + offset)
 
     @property
