@@ -172,6 +172,19 @@ def test_png_is_written(tmp_path: Path) -> None:
     assert report["png"] == str(path)
 
 
+@pytest.mark.parametrize("link", [False, True])
+def test_a_picture_does_not_replace_the_plan(link: bool, tmp_path: Path) -> None:
+    path = picture = tmp_path / "plan.safetensors"
+    stof.plan(masks.causal(), 64).save(path)
+    if link:
+        picture = tmp_path / "mask.png"
+        picture.symlink_to(path)
+    content = path.read_bytes()
+    result = stof_command("inspect", str(path), "--png", str(picture), code=2)
+    assert result.stderr.startswith("error: cannot write")
+    assert path.read_bytes() == content
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -96,6 +96,17 @@ def test_patterns(name: str) -> None:
     assert_same(PATTERNS[name].with_query_offset(13), 77, 90, LayoutConfig(32, 16))
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", [name for name, mask in PATTERNS.items() if mask.allows_negative_queries])
+def test_queries_before_the_first_key(name: str) -> None:
+    """Tables of documents and blocks begin at position 0: such masks are left to torch."""
+    mask = PATTERNS[name].with_query_offset(-40)
+    if "documents" in name or "blocks" in name:
+        assert programs_of(mask, 77, 90, [(0, 0)]) is None
+    else:
+        assert_same(mask, 77, 90, LayoutConfig(32, 16))
+
+
 MOST = 2**31 - 1
 EXTREME = {
     "window": masks.sliding_window(MOST, MOST),
@@ -111,12 +122,14 @@ EXTREME = {
 }
 
 
-@pytest.mark.parametrize("offset", [0, 2**30, MOST - 700])
+@pytest.mark.parametrize("offset", [0, 2**30, MOST - 700, 700 - MOST])
 @pytest.mark.parametrize("name", EXTREME)
 def test_numbers_that_hardly_fit(name: str, offset: int) -> None:
     mask = EXTREME[name]
+    if offset < 0 and name in ("one wide block", "wide grid"):
+        pytest.skip("without a program")
     if offset and name in ("dilated", "wide grid"):
-        offset = 2**30 if name == "dilated" else 10
+        offset = max(-(2**30), min(2**30, offset)) if name == "dilated" else 10
     assert_same(mask.with_query_offset(offset), 40, 75, LayoutConfig(64, 128))
 
 
@@ -253,10 +266,11 @@ def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch(monkeypatch: pytes
         masks.from_function(lambda b, h, q, k: q >= k),
         masks.causal() & masks.from_function(lambda b, h, q, k: q >= k),
         masks.sliding_window(5).with_query_offset(2**31 - 20),
+        masks.sliding_window(5).with_query_offset(20 - 2**31),
         masks.dilated_window(5, dilation=2**31 - 5),
         masks.dilated_window(5, dilation=2**20).with_query_offset(2**31 - 2**20 - 500),
     ],
-    ids=["function", "composed", "far positions", "far lift", "both together far"],
+    ids=["function", "composed", "far positions", "far positions before", "far lift", "both together far"],
 )
 def test_masks_without_a_program(mask: Mask) -> None:
     assert programs_of(mask, 64, 64, [(0, 0)]) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isqrt
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.errors import MaskError, ShapeError
-from stof.masks import Index, Mask
+from stof.masks import Index, Mask, rules
 from stof.masks.tensors import as_mask
+from tests.examples import examples
 from tests.strategies import mask_trees, named_masks
 
 Formula = Callable[[int, int], bool]
@@ -43,11 +45,11 @@ PATTERNS: dict[str, tuple[Mask, Formula]] = {
     "strided both ways": (masks.strided(3, 5, causal=False), lambda i, j: abs(i - j) < 3 or j % 5 == 4),
     "strided, no summaries": (masks.strided(3, 5, 0), lambda i, j: 0 <= i - j < 3),
     "strided, summaries only": (masks.strided(0, 4, 4), lambda i, j: j <= i),
-    "global": (masks.global_tokens(3), lambda i, j: i < 3 or j < 3),
+    "global": (masks.global_tokens(3), lambda i, j: 0 <= i < 3 or j < 3),
     "global, none": (masks.global_tokens(0), lambda i, j: False),
     "global, listed": (masks.global_tokens([9, 2, 9, 500]), lambda i, j: i in (2, 9) or j in (2, 9)),
     "sinks": (masks.sink_tokens(4), lambda i, j: j < 4 and j <= i),
-    "longformer": (masks.longformer(5, 2), lambda i, j: abs(i - j) <= 5 or i < 2 or j < 2),
+    "longformer": (masks.longformer(5, 2), lambda i, j: abs(i - j) <= 5 or 0 <= i < 2 or j < 2),
     "prefix": (masks.prefix_lm(6), lambda i, j: j < 6 or j <= i),
     "padding": (masks.padding(7), lambda i, j: j < 7),
     "padding, all": (masks.padding(0), lambda i, j: False),
@@ -59,6 +61,14 @@ PATTERNS: dict[str, tuple[Mask, Formula]] = {
 def test_named_pattern(name: str, q_len: int) -> None:
     mask, formula = PATTERNS[name]
     assert torch.equal(mask.to_dense(q_len, 30)[0, 0], naive(formula, q_len, 30))
+
+
+@pytest.mark.parametrize("offset", [-45, -7, -1])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_named_pattern_of_queries_before_the_first_key(name: str, offset: int) -> None:
+    mask, formula = PATTERNS[name]
+    found = mask.with_query_offset(offset).to_dense(40, 30)[0, 0]
+    assert torch.equal(found, naive(lambda i, j: formula(i + offset, j), 40, 30))
 
 
 @pytest.mark.parametrize("cumulative", [[0, 4, 4, 11, 20], [0, 20]])
@@ -239,6 +249,39 @@ def test_per_head_of_functions_that_look_at_the_head() -> None:
     mask = masks.per_head([odd, odd, masks.full()])
     expected = torch.stack([torch.zeros(6, 6), torch.ones(6, 6).tril(), torch.ones(6, 6)]).bool()
     assert torch.equal(mask.to_dense(6)[0], expected)
+
+
+def test_plans_evaluate_each_mask_of_per_head_for_its_own_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, list[int]]] = []
+    evaluate = rules.SlidingWindow.evaluate
+
+    def noted(self: Any, index: Index) -> Tensor:
+        seen.append((self.left, index.h.flatten().tolist()))
+        return evaluate(self, index)
+
+    monkeypatch.setattr(rules.SlidingWindow, "evaluate", noted)
+    mask = masks.per_head([masks.sliding_window(left) for left in (5, 300, 5, 70)])
+    stof.plan(mask, 400)
+    assert {left for left, _ in seen} == {5, 70, 300}
+    assert all({5: h[0] in (0, 2), 300: h == [1], 70: h == [3]}[left] and len(h) == 1 for left, h in seen)
+    seen.clear()
+    mask.to_dense(9)
+    assert seen == [(5, [0, 2]), (300, [1]), (70, [3])]
+
+
+@given(data=st.data())
+@examples(40)
+def test_per_head_of_any_heads(data: st.DataObject) -> None:
+    """Whichever heads are asked about, in any order, get what their masks keep for them."""
+    by_head = masks.from_function(lambda b, h, i, j: (i + j + b) % (h + 2) == 0)
+    parts = data.draw(st.lists(mask_trees(12, 2) | st.just(by_head), min_size=2, max_size=5))
+    mask = masks.per_head(parts)
+    heads = torch.tensor(data.draw(st.lists(st.integers(0, len(parts) - 1), min_size=1, max_size=6)))
+    rows, b = torch.arange(12), torch.arange(2)
+    found = mask.evaluate(Index.make(rows, rows, q_len=12, kv_len=12, b=b, h=heads)).expand(2, len(heads), 12, 12)
+    for place, h in enumerate(heads):
+        one = Index.make(rows, rows, q_len=12, kv_len=12, b=b, h=h.view(1))
+        assert torch.equal(found[:, place], parts[int(h)].evaluate(one).expand(2, 1, 12, 12)[:, 0])
 
 
 @given(mask=named_masks())

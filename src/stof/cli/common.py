@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 _MOST = 2**31 - 1
 # Characters of a line in a file or a pipe, where rich would cut tables at 80.
 _WIDE = 160
+# How files begin.
+_BEGINNINGS = {
+    "png": rb"\x89PNG\r\n\x1a\n",
+    "svg": rb"(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*(<!DOCTYPE svg|<svg)\b",
+    "pdf": rb"%PDF-",
+    "html": rb"\s*<!doctype html\b",
+}
 
 
 class Commands(TyperGroup):
@@ -105,18 +113,47 @@ def must_be_writable(*paths: Path | None) -> None:
     """Refuse files that could not be written, before what they are for takes minutes. None is no file.
 
     Raises:
-        ArgumentError: a path is a folder, or in none that could be written to.
+        ArgumentError: a path is a folder, in none that could be written to, or given twice.
     """
     from stof.errors import ArgumentError
 
+    given: set[Path] = set()
     for path in paths:
         if path is None:
             continue
+        if path.resolve() in given:
+            raise ArgumentError(f"cannot write {path}: another output goes there; name a file for each")
+        given.add(path.resolve())
         if path.is_dir():
             raise ArgumentError(f"cannot write {path}: it is a folder")
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
             raise ArgumentError(f"cannot write {path}: {folder} is no folder that can be written to")
+
+
+def must_be_replaceable(path: Path | None, kind: str) -> None:
+    """Refuse to write over a file of another kind, a plan or a script say. None is no file; an empty one is replaced.
+
+    Args:
+        path: what is to be written.
+        kind: png, svg, pdf or html.
+
+    Raises:
+        ArgumentError: the file exists, and does not begin like one of that kind.
+    """
+    from stof.errors import ArgumentError
+
+    if path is None or not path.is_file():
+        return
+    with path.open("rb") as file:
+        content = file.read(4096)
+    if content and not re.match(_BEGINNINGS[kind], content, re.DOTALL | re.IGNORECASE):
+        raise ArgumentError(f"cannot write {path}: it exists and is no {kind.upper()} file; name another file")
+
+
+def picture_kind(path: Path) -> str:
+    """What `stof.drawing.draw_picture` writes to a file: svg or png."""
+    return "svg" if path.suffix == ".svg" else "png"
 
 
 def table_console() -> Console:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stof.cli.common import device_of, must_be_writable
+from stof.cli.common import device_of, must_be_replaceable, must_be_writable, picture_kind
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,6 +31,7 @@ def demo(
     from rich.console import Console
 
     must_be_writable(picture)
+    must_be_replaceable(picture, picture_kind(picture))
     console = Console()
     with console.status("importing PyTorch and transformers"):
         from stof.demo.jobs import embed_passages, long_document_masks, read_long_document

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stof.cli.common import must_be_writable
+from stof.cli.common import must_be_replaceable, must_be_writable, picture_kind
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,8 @@ def inspect(
     from stof.errors import ArgumentError
 
     must_be_writable(png)
+    if png is not None:
+        must_be_replaceable(png, picture_kind(png))
     sizes = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "block_m": block_m, "block_n": block_n}
     given = {
         name: value for name, value in (sizes | {"slab": slab, "row_order": row_order}).items() if value is not None

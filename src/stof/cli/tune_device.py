@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stof.cli.common import names, table_console
+from stof.cli.common import must_be_writable, names, table_console
 
 if TYPE_CHECKING:
     from stof.calibration.measure import Measured
@@ -37,6 +37,9 @@ def tune_device(
     from stof.selection import IMPLEMENTATIONS
     from stof.selection.cost_model import DEFAULT_DEVICE, load_model, model_to_dict
 
+    must_be_writable(output)
+    if output is not None and output.resolve() in [file.resolve() for file in measurements or ()]:
+        raise ArgumentError(f"--output {output} is a file of --measurements as well, which it would replace")
     console = Console(stderr=True)
     wanted_masks = names("--masks", masks, list(dict.fromkeys(mask for mask, _ in measure.CELLS)))
     wanted_shapes = names("--shapes", shapes, list(dict.fromkeys(shape for _, shape in measure.CELLS)))

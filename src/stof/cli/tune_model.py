@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stof.cli.common import must_be_writable
+from stof.cli.common import must_be_replaceable, must_be_writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,6 +110,9 @@ def tune_model(wanted: Wanted) -> None:
     if wanted.png is not None and wanted.png.suffix not in (".png", ".svg", ".pdf"):
         raise ArgumentError(f"a chart is a .png, .svg or .pdf file, got {wanted.png.name}")
     must_be_writable(wanted.lock, wanted.html, wanted.png)
+    must_be_replaceable(wanted.html, "html")
+    if wanted.png is not None:
+        must_be_replaceable(wanted.png, wanted.png.suffix.removeprefix("."))
     if wanted.lock is not None and wanted.lock.exists():
         read_lock(wanted.lock)  # what cannot be read is not written over, after minutes of searching least of all
     console = Console(stderr=True)

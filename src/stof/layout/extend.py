@@ -65,7 +65,8 @@ def _old_see_nothing_new(layout: Layout, mask: Mask, q_len: int, kv_len: int) ->
         return True
 
     def ends(low: int, high: int) -> Range:
-        return Range(*(torch.tensor(end, device=layout.device).view(1, 1, 1, 1) for end in (low, high)))
+        first, last = (torch.tensor(end, device=layout.device).view(1, 1, 1, 1) for end in (low, high))
+        return Range(first, last)
 
     old, new = ends(0, layout.q_len - 1), ends(layout.kv_len, kv_len - 1)
     for b in range(layout.mask_batch):

@@ -2,7 +2,9 @@
 
 A mask's rule combines positions by arithmetic, comparisons and `& | ~`. Run on `Range`s instead of tensors of
 positions, the same code tells for many tiles at once which are certainly empty and which certainly full: `TileBounds`.
-Code that looks at single positions (tables, control flow) fails on a range; nothing is known of its tiles then.
+Tables that are looked up at a range have a range of entries, so masks of documents or padding in tensors are known
+where these are constant, or ascend, along a tile. Code that looks at single positions (control flow, floats) fails on a
+range; nothing is known of its tiles then.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Number = int | Tensor
+from stof.masks.tables import extremes
 
 
 class _TorchFunctions:
@@ -34,80 +36,127 @@ class _TorchFunctions:
         return NotImplemented if options or function not in _FUNCTIONS else _FUNCTIONS[function](*args)
 
 
+# Dtypes of tables whose entries have ranges. Those of floats may hold NaN.
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 @dataclass(frozen=True, eq=False)
 class Range(_TorchFunctions):
-    """Integers from `low` to `high`, both included; int64 tensors that broadcast."""
+    """Integers from `low` to `high`, both included; int64 tensors that broadcast.
+
+    Attributes:
+        low, high: the ends.
+        limits: the smallest number that `low`, and the largest that `high` can be, known without reading them; by
+            default those of positions and of distances between them.
+        dtype: of the tensor that the range stands for. A rule may compute numbers that it cannot hold, which then wrap
+            around: such a range raises `OverflowError`.
+    """
 
     low: Tensor
     high: Tensor
+    limits: tuple[int, int] = (-(2**31), 2**31 - 1)
+    dtype: torch.dtype = torch.int64
+
+    def __post_init__(self) -> None:
+        held = torch.iinfo(self.dtype)
+        if self.limits[0] < held.min or self.limits[1] > held.max:
+            raise OverflowError(f"numbers from {self.limits[0]} to {self.limits[1]} in {self.dtype}")
 
     @staticmethod
     def of(value: object) -> Range:
-        """A range, or a single number as one."""
+        """A range, or the numbers of a tensor as ranges of one number each."""
         if isinstance(value, Range):
             return value
-        if isinstance(value, bool) or not isinstance(value, int | Tensor):
-            raise TypeError(f"no range of {type(value).__name__}")
-        # A number on the CPU goes with ranges on any device, whichever device is the default one.
-        number = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-        if number.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"no range of {number.dtype}")
-        return Range(number, number)
+        value = _integers(value)
+        return Range(value, value, (int(value.min()), int(value.max())), value.dtype)
 
     @property
     def device(self) -> torch.device:
         return self.low.device
 
+    def _number(self, value: object) -> Range:
+        """A number, as PyTorch makes it one of this dtype, as a range."""
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"no range of {type(value).__name__}")
+        # On the CPU it goes with ranges on any device, whichever device is the default one.
+        number = torch.tensor(value, device="cpu")
+        return Range(number, number, (value, value), self.dtype)
+
+    def _operand(self, other: object) -> Range:
+        return self._number(other) if isinstance(other, int) else Range.of(other)
+
+    def _ends(self, other: object) -> tuple[Tensor, Tensor]:
+        """Both ends of what this range is compared with; tensors need not be read."""
+        if isinstance(other, Tensor):
+            return _integers(other), other
+        other = self._operand(other)
+        return other.low, other.high
+
+    def _divisor(self, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= torch.iinfo(self.dtype).max:
+            raise TypeError("ranges are divided by a positive int")
+        return value
+
     def __add__(self, other: object) -> Range:
-        other = Range.of(other)
-        return Range(self.low + other.low, self.high + other.high)
+        other = self._operand(other)
+        limits = self.limits[0] + other.limits[0], self.limits[1] + other.limits[1]
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        return Range(self.low + other.low, self.high + other.high, limits, dtype)
 
     __radd__ = __add__
 
     def __neg__(self) -> Range:
-        return Range(-self.high, -self.low)
+        return Range(-self.high, -self.low, (-self.limits[1], -self.limits[0]), self.dtype)
 
     def __sub__(self, other: object) -> Range:
-        return self + -Range.of(other)
+        return self + -self._operand(other)
 
     def __rsub__(self, other: object) -> Range:
         return -self + other
 
-    def __mul__(self, factor: object) -> Range:
-        if isinstance(factor, bool) or not isinstance(factor, int):
-            raise TypeError("ranges are multiplied by an int")
+    def __mul__(self, other: object) -> Range:
+        factor = self._number(other).limits[0]
         a, b = self.low * factor, self.high * factor
-        return Range(a, b) if factor >= 0 else Range(b, a)
+        low, high = (limit * factor for limit in self.limits)
+        return Range(a, b, (low, high), self.dtype) if factor >= 0 else Range(b, a, (high, low), self.dtype)
 
     __rmul__ = __mul__
 
-    def __floordiv__(self, divisor: object) -> Range:
-        size = _positive(divisor)
-        return Range(_floor(self.low, size), _floor(self.high, size))
+    def __floordiv__(self, other: object) -> Range:
+        size = self._divisor(other)
+        limits = self.limits[0] // size, self.limits[1] // size
+        return Range(_floor(self.low, size), _floor(self.high, size), limits, self.dtype)
 
-    def __mod__(self, divisor: object) -> Range:
-        size = _positive(divisor)
+    def __mod__(self, other: object) -> Range:
+        size = self._divisor(other)
         # Within one period the remainders are a range too; across its end they may be anything.
         within = _floor(self.low, size) == _floor(self.high, size)
         low, high = torch.remainder(self.low, size), torch.remainder(self.high, size)
-        return Range(torch.where(within, low, 0), torch.where(within, high, size - 1))
+        low, high = torch.where(within, low, 0), torch.where(within, high, size - 1)
+        return Range(low, high, (0, size - 1), self.dtype)
 
     def __abs__(self) -> Range:
         nearest = torch.maximum(self.low, -self.high).clamp(min=0)
-        return Range(nearest, torch.maximum(self.high, -self.low))
+        low, high = self.limits
+        return Range(nearest, torch.maximum(self.high, -self.low), (0, max(high, -low)), self.dtype)
 
     abs = __abs__
 
     def clamp(self, min: int | None = None, max: int | None = None) -> Range:
-        return Range(self.low.clamp(min, max), self.high.clamp(min, max))
+        low, high = self.limits
+        for bound in (min, max):
+            if bound is not None:  # which a range may lie beyond, and then becomes
+                number = self._number(bound).limits[0]
+                low, high = (number if number < low else low), (number if number > high else high)
+        return Range(self.low.clamp(min, max), self.high.clamp(min, max), (low, high), self.dtype)
 
     def __le__(self, other: object) -> TileBounds:
-        other = Range.of(other)
-        return TileBounds(self.low > other.high, self.high <= other.low)
+        low, high = self._ends(other)
+        return TileBounds(self.low > high, self.high <= low)
 
     def __lt__(self, other: object) -> TileBounds:
-        other = Range.of(other)
-        return TileBounds(self.low >= other.high, self.high < other.low)
+        low, high = self._ends(other)
+        return TileBounds(self.low >= high, self.high < low)
 
     def __ge__(self, other: object) -> TileBounds:
         return ~(self < other)
@@ -178,10 +227,10 @@ class TileBounds(_TorchFunctions):
         raise TypeError("the bounds of a tile have no truth value")
 
 
-def _positive(divisor: object) -> int:
-    if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
-        raise TypeError("ranges are divided by a positive int")
-    return divisor
+def _integers(value: object) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"no range of {value.dtype if isinstance(value, Tensor) else type(value).__name__}")
+    return value
 
 
 def _floor(value: Tensor, divisor: int) -> Tensor:
@@ -195,6 +244,42 @@ def _isin(numbers: Range, values: Tensor) -> TileBounds:
     return TileBounds(count == 0, count == numbers.high - numbers.low + 1)
 
 
+def _entries(table: object, items: Any) -> Range | TileBounds:
+    """What a table holds at ranges of positions in one of its dimensions, and at single ones in the others."""
+    picks: list[Any] = list(items) if isinstance(items, tuple) else [items]
+    dims = [dim for dim, pick in enumerate(picks) if isinstance(pick, Range)]
+    if not isinstance(table, Tensor) or len(picks) != table.ndim or len(dims) != 1:
+        raise TypeError("a range is a position in one dimension of a table, single positions are those in all others")
+    (dim,) = dims
+    at = picks.pop(dim)
+    if at.dtype not in (torch.int64, torch.int32) or int(at.low.min()) < 0 or int(at.high.max()) >= table.shape[dim]:
+        raise IndexError("a range of positions that a table does not have, or that count from its end")
+    if table.dtype not in (*_INTEGERS, torch.bool):
+        raise TypeError(f"no range of {table.dtype}")
+    for pick in picks:
+        if isinstance(pick, bool) or not isinstance(pick, int):
+            _integers(pick)
+    rows = table.movedim(dim, -1)[tuple(picks)] if picks else table
+    low, high = extremes(rows, at.low, at.high)
+    if table.dtype == torch.bool:
+        return TileBounds(high == 0, low == 1)
+    return Range(low, high, (int(low.min()), int(high.max())), table.dtype)
+
+
+def _where(condition: object, one: object, other: object) -> Range | TileBounds:
+    """`one` where the condition certainly holds, `other` where it certainly does not, else both."""
+    condition = TileBounds.of(condition)
+    ranges = [x for x in (one, other) if isinstance(x, Range)]
+    if not ranges:
+        one, other = TileBounds.of(one), TileBounds.of(other)
+        return (condition & one) | (~condition & other) | (one & other)
+    a, b = (ranges[0]._operand(x) for x in (one, other))
+    low = torch.where(condition.empty, b.low, torch.where(condition.full, a.low, torch.minimum(a.low, b.low)))
+    high = torch.where(condition.empty, b.high, torch.where(condition.full, a.high, torch.maximum(a.high, b.high)))
+    limits = min(a.limits[0], b.limits[0]), max(a.limits[1], b.limits[1])
+    return Range(low, high, limits, torch.promote_types(a.dtype, b.dtype))
+
+
 def _flipped(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """A comparison whose range may stand on either side."""
     return lambda a, b: function(Range.of(a), b)
@@ -206,6 +291,8 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.remainder: lambda a, b: a % b,
     torch.abs: abs,
     torch.isin: _isin,
+    torch.where: _where,
+    Tensor.__getitem__: _entries,
     torch.logical_and: lambda a, b: TileBounds.of(a) & b,
     torch.logical_or: lambda a, b: TileBounds.of(a) | b,
     torch.logical_not: lambda a: ~TileBounds.of(a),

@@ -16,6 +16,10 @@ from stof.masks.base import BaseMask, numbered
 from stof.masks.bounds import TileBounds
 from stof.masks.index import Index
 
+# Levels of masks made of others. Python calls at most 1000 functions within each other, and copying a mask takes seven
+# for each level.
+DEEPEST = 100
+
 
 def _agreed(sizes: Sequence[int], what: str) -> int:
     """The one size above 1 that all parts of an expression agree on, else 1."""
@@ -33,13 +37,32 @@ class Mask(BaseMask):
     no lengths: the same value serves every `q_len` and `kv_len` that its own data allow.
     """
 
+    @property
+    def allows_negative_queries(self) -> bool:
+        """Whether the mask says what a query before position 0 sees; a table would be read from its end."""
+        return False
+
     def with_query_offset(self, offset: int) -> Mask:
         """The mask seen by queries that start at position `offset` (a KV cache holding `offset` keys).
 
-        Query `i` of the call is treated as position `i + offset`; keys keep their positions.
+        Query `i` of the call is treated as position `i + offset`; keys keep their positions. So
+        `causal().with_query_offset(kv_len - q_len)` is causal attention aligned at the lower right corner, also with
+        more queries than keys: the first queries then see no key, their output is 0 and their LSE -inf.
+
+        Positions below 0 belong to no document and are no global tokens; all else of named patterns is as their
+        formulas say.
+
+        Raises:
+            MaskError: an offset below 0 of a mask that is no named pattern, or of `neighborhood_2d`.
         """
-        if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**31:
-            raise MaskError(f"a query offset is an int between 0 and 2**31 - 1, got {shown(offset)}")
+        return self._with_offset(_offset(offset))
+
+    def _with_offset(self, offset: int) -> Mask:
+        if offset < 0 and not self.allows_negative_queries:
+            raise MaskError(
+                f"{shown(self)} does not say what queries before position 0 see, so its query offset is 0 or more, got "
+                f"{offset}; give the offset to the named patterns in a mask alone, and subtract it in a function"
+            )
         return self if offset == 0 else QueryOffset(self, offset)
 
     def __and__(self, other: Mask) -> Mask:
@@ -53,6 +76,12 @@ class Mask(BaseMask):
 
     def __bool__(self) -> bool:
         raise MaskError("a mask has no truth value; compose masks with & | ~ instead of and / or / not")
+
+
+def _offset(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) < value < 2**31:
+        raise MaskError(f"a query offset is an int between -2**31 + 1 and 2**31 - 1, got {shown(value)}")
+    return value
 
 
 def _combined(other: object) -> Mask:
@@ -75,6 +104,7 @@ class Composite(Mask):
     batch: int = 1
     heads: int = 1
     depends_on_sizes: bool = False
+    depth: int = 1
 
     # Asked anew each time: a mask function may only be told once it was called at positions that it takes.
     @property
@@ -89,7 +119,18 @@ class Composite(Mask):
     def varies(self) -> bool:
         return any(mask.varies for mask in self.masks)
 
+    @property
+    def allows_negative_queries(self) -> bool:
+        return all(mask.allows_negative_queries for mask in self.masks)
+
     def __post_init__(self) -> None:
+        depth = 1 + max(mask.depth if isinstance(mask, Composite) else 0 for mask in self.masks)
+        if depth > DEEPEST:
+            raise MaskError(
+                f"a mask is combined in at most {DEEPEST} levels, this one in {depth}; a chain of one operator "
+                "(a | b | c) is one level, and masks.from_dense(mask.to_dense(q_len, kv_len)) makes one mask of all"
+            )
+        object.__setattr__(self, "depth", depth)
         object.__setattr__(self, "batch", _agreed([mask.batch for mask in self.masks], "batch sizes"))
         object.__setattr__(self, "heads", _agreed([mask.heads for mask in self.masks], "numbers of heads"))
         object.__setattr__(self, "depends_on_sizes", any(mask.depends_on_sizes for mask in self.masks))
@@ -165,7 +206,7 @@ class And(Associative):
         return out
 
     def __repr__(self) -> str:
-        return " & ".join(f"({m!r})" if isinstance(m, Or) else repr(m) for m in self.masks)
+        return " & ".join(f"({m.key})" if isinstance(m, Or) else m.key for m in self.masks)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -182,7 +223,7 @@ class Or(Associative):
         return out
 
     def __repr__(self) -> str:
-        return " | ".join(repr(m) for m in self.masks)
+        return " | ".join(m.key for m in self.masks)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -200,8 +241,7 @@ class Wrapped(Composite):
 
     def _operand(self) -> str:
         """The inner mask's repr, in parentheses where a postfix or prefix operator needs them."""
-        text = repr(self.mask)
-        return f"({text})" if isinstance(self.mask, And | Or) else text
+        return f"({self.mask.key})" if isinstance(self.mask, And | Or) else self.mask.key
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -231,9 +271,8 @@ class QueryOffset(Wrapped):
     def varies(self) -> bool:
         return True  # in each step of decoding
 
-    def with_query_offset(self, offset: int) -> Mask:
-        checked = super().with_query_offset(offset)
-        return self if checked is self else self.mask.with_query_offset(self.offset + offset)
+    def _with_offset(self, offset: int) -> Mask:
+        return self if offset == 0 else self.mask.with_query_offset(self.offset + offset)
 
     @property
     def has_monotonic_ranges(self) -> bool:
@@ -249,7 +288,7 @@ class QueryOffset(Wrapped):
         return self.mask.evaluate(index.shifted(self.offset))
 
     def __repr__(self) -> str:
-        inner = f"({self.mask!r})" if isinstance(self.mask, And | Or | Not) else repr(self.mask)
+        inner = f"({self.mask.key})" if isinstance(self.mask, And | Or | Not) else self.mask.key
         return f"{inner}.with_query_offset({self.offset})"
 
 
@@ -285,16 +324,16 @@ class PerHead(Composite):
         return numbered(pairs).view(self.batch, len(self.masks))
 
     def evaluate(self, index: Index) -> Tensor:
-        heads = index.h.flatten().tolist()
-        kept = {mask: mask.evaluate(index) for mask in dict.fromkeys(self.masks[h] for h in heads)}
-        sizes = [(t.shape[0], 1, *t.shape[2:]) for t in kept.values()]
-        shape = torch.broadcast_shapes(*sizes, index.q.shape, index.kv.shape)
-        rows = []
-        for place, h in enumerate(heads):
-            keep = kept[self.masks[h]]
-            keep = keep if keep.shape[1] == 1 else keep[:, place : place + 1]  # a function that looks at the head
-            rows.append(keep.expand(shape[0], 1, *shape[2:]))
-        return torch.cat(rows, dim=1)
+        # Layouts are built one head at a time: only masks of the heads that are asked about are evaluated.
+        places: dict[Mask, list[int]] = {}
+        for place, h in enumerate(index.h.flatten().tolist()):
+            places.setdefault(self.masks[h], []).append(place)
+        rows: dict[int, Tensor] = {}
+        for mask, own in places.items():
+            kept = mask.evaluate(replace(index, h=index.h[:, own]))
+            rows |= zip(own, kept.expand(-1, len(own), -1, -1).split(1, dim=1), strict=True)
+        shape = torch.broadcast_shapes(*(row.shape for row in rows.values()))
+        return torch.cat([rows[place].expand(shape) for place in range(len(rows))], dim=1)
 
     def __repr__(self) -> str:
-        return f"per_head([{', '.join(map(repr, self.masks))}])"
+        return f"per_head([{', '.join(mask.key for mask in self.masks)}])"

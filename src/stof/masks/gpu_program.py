@@ -130,7 +130,7 @@ class _Writer:
     def write(self, mask: Mask, shift: int) -> int:
         """Add the instructions of `mask` for queries moved by `shift`; returns how deep the stack gets."""
         writer = _WRITERS.get(type(mask))
-        if writer is None or self.q_len + shift + self.kv_len >= _FURTHEST:
+        if writer is None or max(self.q_len + shift, 0) + self.kv_len + max(-shift, 0) >= _FURTHEST:
             raise _NotWritableError
         return writer(self, mask, shift)
 
@@ -205,7 +205,7 @@ def _neighborhood_2d(to: _Writer, mask: rules.Neighborhood2D, shift: int) -> int
 
 
 def _dilated_window(to: _Writer, mask: rules.DilatedWindow, shift: int) -> int:
-    lift = -(-to.kv_len // mask.dilation) * mask.dilation
+    lift = -(-(to.kv_len + max(-shift, 0)) // mask.dilation) * mask.dilation
     if to.q_len + shift + lift >= _FURTHEST:
         raise _NotWritableError
     to.add(Op.DISTANCE, -mask.right, mask.left, shift=shift)
@@ -225,7 +225,7 @@ def _strided(to: _Writer, mask: rules.Strided, shift: int) -> int:
 
 def _global_tokens(to: _Writer, mask: rules.GlobalTokens, shift: int) -> int:
     if isinstance(mask.tokens, int):
-        to.add(Op.QUERY, high=mask.tokens - 1, shift=shift)
+        to.add(Op.QUERY, 0, mask.tokens - 1, shift=shift)
         to.add(Op.KEY, high=mask.tokens - 1)
     else:
         table, count = to.table(mask.tokens), len(mask.tokens)
@@ -236,7 +236,7 @@ def _global_tokens(to: _Writer, mask: rules.GlobalTokens, shift: int) -> int:
 
 def _documents(to: _Writer, mask: rules.Documents, shift: int) -> int:
     runs = to.own(mask.runs)
-    if 2 * len(runs) > LONGEST:
+    if shift < 0 or 2 * len(runs) > LONGEST:  # the kernels take queries before the first document for some of it
         raise _NotWritableError
     ids = [doc for doc, _ in runs]
     seen = [doc for doc in ids if doc >= 0]
@@ -248,6 +248,8 @@ def _documents(to: _Writer, mask: rules.Documents, shift: int) -> int:
 
 
 def _random_blocks(to: _Writer, mask: rules.RandomBlocks, shift: int) -> int:
+    if shift < 0:  # Triton rounds quotients of negative numbers towards 0
+        raise _NotWritableError
     size = mask.block_size
     first, stop = shift // size, (to.q_len + shift - 1) // size + 1
     key_blocks = -(-to.kv_len // size)

@@ -87,10 +87,8 @@ def parse(text: str) -> Mask:
 
 def _mask(node: ast.expr) -> Mask:
     match node:
-        case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
-            return _mask(left) & _mask(right)
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _mask(left) | _mask(right)
+        case ast.BinOp(op=ast.BitAnd() | ast.BitOr()):
+            return _chain(node)
         case ast.UnaryOp(op=ast.Invert(), operand=operand):
             return ~_mask(operand)
         case ast.Name(id=name):
@@ -105,6 +103,18 @@ def _mask(node: ast.expr) -> Mask:
     raise MaskSyntaxError(
         f"{ast.unparse(node)!r} is not part of a mask expression; use pattern calls combined with & | ~"
     )
+
+
+def _chain(node: ast.expr) -> Mask:
+    """Operands joined by `&` and `|`, in a loop: a chain of many nests as deeply to the left."""
+    rest: list[tuple[bool, ast.expr]] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
+        rest.append((isinstance(node.op, ast.BitAnd), node.right))
+        node = node.left
+    mask = _mask(node)
+    for both, right in reversed(rest):
+        mask = mask & _mask(right) if both else mask | _mask(right)
+    return mask
 
 
 def _arguments(args: list[ast.expr], keywords: list[ast.keyword]) -> tuple[list[object], dict[str, object]]:

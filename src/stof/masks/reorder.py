@@ -20,6 +20,8 @@ class Reordered(Wrapped):
     rows: Tensor | None
     columns: Tensor | None
 
+    allows_negative_queries = False
+
     @property
     def row_orders(self) -> tuple[str, ...]:
         return ()  # those of the inner mask are for its own order

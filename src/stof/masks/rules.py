@@ -23,6 +23,8 @@ class Rule(Mask):
 
     name: ClassVar[str]
 
+    allows_negative_queries = True
+
     def __repr__(self) -> str:
         shown = (f"{f.name}={_show(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
         return f"{self.name}({', '.join(shown)})"
@@ -132,7 +134,7 @@ class GlobalTokens(Rule):
 
     def evaluate(self, index: Index) -> Tensor:
         if isinstance(self.tokens, int):
-            return (index.q < self.tokens) | (index.kv < self.tokens)
+            return (index.q >= 0) & (index.q < self.tokens) | (index.kv < self.tokens)
         chosen = torch.tensor(self.tokens, dtype=torch.int64, device=index.device)
         return torch.isin(index.q, chosen) | torch.isin(index.kv, chosen)
 
@@ -284,11 +286,14 @@ class Documents(PerSequence):
 
     @functools.cached_property
     def _tables(self) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
-        """Where the runs of each sequence end, and whether each is a document; one more for rows past the last one."""
+        """Where the runs of each sequence end, and whether each is a document.
+
+        Rows before the first and past the last one are runs as well, of no document.
+        """
         out = []
         for runs in self.runs:
-            ids, lengths = numpy.array(runs, dtype=numpy.int64).T
-            out.append((lengths.cumsum(), numpy.append(ids >= 0, False)))
+            ids, lengths = numpy.array([(-1, 0), *runs, (-1, 0)], dtype=numpy.int64).T
+            out.append((lengths[:-1].cumsum(), ids >= 0))
         return out
 
     @functools.cached_property
@@ -322,9 +327,9 @@ class Documents(PerSequence):
     def evaluate(self, index: Index) -> Tensor:
         table = torch.as_tensor(self._ids, device=index.device)
         b = index.b if len(table) > 1 else torch.zeros_like(index.b)[:1]
-        # Rows past the last document (a query offset beyond it) belong to no document.
-        inside = index.q < self.length
-        q_doc = table[b, index.q.clamp(max=self.length - 1)]
+        # Rows before the first and past the last document (by a query offset) belong to no document.
+        inside = (index.q >= 0) & (index.q < self.length)
+        q_doc = table[b, index.q.clamp(0, self.length - 1)]
         return (q_doc == table[b, index.kv]) & (q_doc >= 0) & inside
 
     def __repr__(self) -> str:
@@ -343,6 +348,8 @@ class Neighborhood2D(Rule):
     height: int
     width: int
     kernel: tuple[int, int]
+
+    allows_negative_queries = False  # the grid has no rows before its first
 
     @property
     def row_orders(self) -> tuple[str, ...]:
