@@ -24,8 +24,8 @@ CONFIGS = (
 @pytest.mark.parametrize("implementation", ["row_block", "batched"])
 def test_columns_a_row_block_does_not_need_are_not_read(implementation: str, poison: float) -> None:
     """NaN in K or V reaches only row blocks that need its column, or one close by: `row_block` rounds the width of a
-    row block up into columns that other rows keep. Within such a block it reaches all rows, as in PyTorch's own
-    attention: a dropped score is -inf added to NaN, and a weight of 0 times NaN.
+    row block up into columns that other rows keep. Within such a block NaN in V reaches all rows, as in PyTorch's own
+    attention: a weight of 0 times NaN is NaN.
     """
     if implementation not in IMPLS:
         pytest.skip(f"no implementation {implementation}")

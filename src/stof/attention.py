@@ -23,7 +23,6 @@ from stof.operators import (
     is_empty,
     masked_attention_op,
     plan_of,
-    refuse_transforms,
     run_call,
     run_empty,
     varying_attention_op,
@@ -39,6 +38,8 @@ from stof.validation import (
     check_sinks,
     check_softcap,
     check_tensors,
+    refuse_contexts,
+    refuse_jit_trace,
     usable_device,
 )
 
@@ -73,6 +74,8 @@ def plan(
         ShapeError: the mask does not fit the lengths, batch or heads.
         MaskFunctionError: the mask function raised or returned a non-bool.
     """
+    if not torch.compiler.is_compiling():
+        refuse_jit_trace()
     # The default device: `torch.get_default_device` takes as long as all the rest of finding a plan in the cache.
     where = usable_device(device) if device is not None else torch.empty(0).device
     if where.type == "cuda" and where.index is None:
@@ -195,7 +198,7 @@ def attention(
             except KernelError:
                 pass  # another alignment needs another compilation, which failed; below the next candidate serves
     if not plain and not compiling:
-        refuse_transforms(q, k, v, bias, sinks, *own)
+        refuse_contexts(q, k, v, bias, sinks, *own)
         register_flops()
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v)

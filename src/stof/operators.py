@@ -24,9 +24,9 @@ from stof.masks.tensors import as_mask
 from stof.plans.make import make_sized_plan
 from stof.plans.plan import Plan
 from stof.runtime.memory import outside_graph_pool, refuse_values
-from stof.runtime.private import is_exporting, is_jit_tracing, takes_derivatives
+from stof.runtime.private import is_exporting
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
-from stof.validation import check_bias, check_sinks
+from stof.validation import check_bias, check_sinks, refuse_derivatives, refuse_tangents
 
 FULL = full()
 # Intersections that plans keep alive, by number and handle.
@@ -320,6 +320,7 @@ def _masked_attention(
         ArgumentError, MaskError: the plan or mask with this number or key is gone, or is another process's.
         UnsupportedError: `mask` is `TENSOR` while a CUDA graph is captured; replays would use the present values.
     """
+    refuse_tangents(q, k, v, bias, sinks)
     found = named(mask, number, keep)
     if is_empty(q, k):
         return run_empty(q, k, v, found, implementation)
@@ -358,11 +359,7 @@ def _empty_call_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _no_backward(ctx: Any, *grads: Tensor) -> Any:
     """The autograd formula of the operators: a clear error."""
-    raise UnsupportedError(
-        "stof.attention computes forward passes only, and a backward pass reached it; run inference under "
-        "torch.inference_mode(), and train with another attention implementation for now",
-        {name: ["no backward"] for name in IMPLEMENTATIONS},
-    )
+    refuse_derivatives("a backward pass reached it")
 
 
 def _no_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -371,24 +368,6 @@ def _no_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         "stof.attention is not for torch.vmap; its tensors have a batch dimension, into which the mapped one can go",
         {name: ["no vmap"] for name in IMPLEMENTATIONS},
     )
-
-
-def refuse_transforms(*tensors: Tensor | None) -> None:
-    """Refuse calls whose result PyTorch would take for something else; its own messages would not name attention.
-
-    Raises:
-        UnsupportedError: `torch.jit.trace` or `torch.fx.symbolic_trace` runs, torch.func's `grad` or `jvp`, or a tensor
-            has a tangent of `torch.autograd.forward_ad`.
-    """
-    if is_jit_tracing() or any(isinstance(x, torch.fx.Proxy) for x in tensors):
-        tracer = "torch.jit.trace" if is_jit_tracing() else "torch.fx.symbolic_trace"
-        raise UnsupportedError(
-            f"{tracer} would record the steps of one call, which are wrong for others; use torch.export or "
-            "torch.compile, which keep stof.attention as one operator",
-            {},
-        )
-    if takes_derivatives(*tensors):
-        _no_backward(None)
 
 
 masked_attention_op = torch.library.custom_op("stof::masked_attention", _masked_attention, mutates_args=())

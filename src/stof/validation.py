@@ -4,15 +4,78 @@ from __future__ import annotations
 
 import numbers
 import sys
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from stof.errors import ArgumentError, DeviceError, DtypeError, HeadCountError, ShapeError, shown
+from stof.errors import ArgumentError, DeviceError, DtypeError, HeadCountError, ShapeError, UnsupportedError, shown
 from stof.kernels.quantization import FP8
+from stof.runtime.private import is_dual_level, is_jit_tracing, takes_derivatives
 
 _LARGEST = sys.float_info.max
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def refuse_contexts(*tensors: object) -> None:
+    """Refuse a call that is recorded or differentiated by something that attention does not serve.
+
+    Args:
+        tensors: whatever was given for tensors.
+
+    Raises:
+        UnsupportedError: under `torch.jit.trace`, of `torch.fx.symbolic_trace`, under torch.func's `grad` or `jvp`, and
+            as of `refuse_tangents`.
+    """
+    refuse_jit_trace()
+    if any(isinstance(tensor, torch.fx.Proxy) for tensor in tensors):
+        raise UnsupportedError(
+            "stof.attention was called with proxies of torch.fx.symbolic_trace, which have no shapes; use "
+            "torch.export.export(model, args).module() for a graph, torch.compile(model), or a torch.fx.Tracer whose "
+            "is_leaf_module is true of the module that calls stof.attention",
+            {},
+        )
+    if takes_derivatives():
+        refuse_derivatives("a transform of torch.func differentiates it")
+    refuse_tangents(*tensors)
+
+
+def refuse_jit_trace() -> None:
+    """Refuse `torch.jit.trace`, under which sizes are tensors and the steps for one shape become constants.
+
+    Raises:
+        UnsupportedError: it runs.
+    """
+    if is_jit_tracing():
+        raise UnsupportedError(
+            "STOF was called under torch.jit.trace (which torch.onnx.export(dynamo=False) uses as well): it would "
+            "record the steps for these shapes as constants; use torch.export.export(model, args) for a program to "
+            "save, or torch.compile(model)",
+            {},
+        )
+
+
+def refuse_tangents(*tensors: object) -> None:
+    """Refuse dual tensors of forward-mode AD: kernels compute no tangents, and none reads as a derivative of zero.
+
+    Raises:
+        UnsupportedError: one of the tensors has a tangent.
+    """
+    if not is_dual_level():
+        return
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            refuse_derivatives("an input has a tangent of torch.autograd.forward_ad")
+
+
+def refuse_derivatives(why: str) -> NoReturn:
+    """Raise the UnsupportedError of calls that are differentiated."""
+    raise UnsupportedError(
+        f"stof.attention computes forward passes only, and {why}; run inference under torch.inference_mode(), and "
+        "differentiate with another attention implementation for now",
+        {},
+    )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -49,7 +49,14 @@ def calls(draw: st.DrawFn, dtype: torch.dtype, q_lens: tuple[int, ...], kv_lens:
     q_len, kv_len = draw(st.sampled_from(q_lens)), draw(st.sampled_from(kv_lens))
     batch, (kv_heads, group) = draw(st.integers(1, 2)), draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))
     heads, dim, value_dim = kv_heads * group, 16, draw(st.sampled_from([16, 16, 24]))
-    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len, "head_dim": dim}
+    sizes: dict[str, Any] = {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "head_dim": dim,
+    }
     q, k, v = make_inputs(**sizes, value_dim=value_dim, dtype=dtype, seed=draw(st.integers(0, 99))).qkv
     keep = draw(dense_masks(q_len, kv_len, draw(st.sampled_from([1, batch])), 1))
     bias = None

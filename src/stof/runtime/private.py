@@ -48,6 +48,7 @@ __all__ = [
     "hooks_are_set",
     "inductor",
     "init_triton_cache",
+    "is_dual_level",
     "is_exporting",
     "is_intercepted",
     "is_jit_tracing",
@@ -70,6 +71,16 @@ __all__ = [
 # could not be copied.
 
 _PLAIN = (Tensor, nn.Parameter)
+_INFERENCE_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+# The dispatch keys that a thread adds to those of tensors where nobody intercepts operators, in and out of inference
+# mode.
+_USUAL_KEYS = (
+    _INFERENCE_KEYS.add(torch._C.DispatchKey.ADInplaceOrView).raw_repr(),
+    _INFERENCE_KEYS.raw_repr(),
+)
+# Every eager call asks these; looked up once.
+_thread_keys, _function_modes = torch._C._dispatch_tls_local_include_set, torch._C._len_torch_function_stack
+_grad_enabled = torch.is_grad_enabled
 
 
 # Dispatch
@@ -78,19 +89,63 @@ _PLAIN = (Tensor, nn.Parameter)
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether an implementation may be called straight, past the operator and its host time.
 
-    Only if nobody but this call looks at its tensors: plain tensors that need no gradient, and no mode, functorch
-    transform, level of forward-mode derivatives or trace. PyTorch's dispatcher also negates tensors that are only
-    marked as negated (`z.conj().imag`), whose memory kernels would read as it is.
+    Only where nobody intercepts operators, and for tensors of PyTorch's own types whose gradient is not asked for: all
+    others are for the operator, which autograd and PyTorch's dispatcher see. The dispatcher also negates tensors that
+    are only marked as negated (`z.conj().imag`), whose memory kernels would read as it is.
 
-    `torch._C._len_torch_dispatch_stack`, `_len_torch_function_stack`, `_is_tracing`, `forward_ad._current_level`,
-    `torch._C._functorch.peek_interpreter_stack`: PyTorch tells by no public name whether anyone intercepts operators.
-    Without them every eager call would take the operator.
+    A mode of `__torch_dispatch__`, a transform of torch.func, a tracer (`torch.jit.trace`, `make_fx`) and
+    functionalization each add a dispatch key of their own to the thread.
+
+    `torch._C._dispatch_tls_local_include_set`, `DispatchKeySet`, `_len_torch_function_stack`,
+    `forward_ad._current_level`: PyTorch tells by no public name whether anyone intercepts operators. Without them every
+    eager call would take the operator.
     """
-    grad = torch.is_grad_enabled()
+    if (
+        _thread_keys().raw_repr() not in _USUAL_KEYS
+        or forward_ad._current_level >= 0
+        or (_function_modes() and _has_function_mode())
+    ):
+        return False
+    grad = _grad_enabled()
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad) or tensor.is_neg()):
             return False
-    return not is_intercepted() and not torch._C._is_tracing()
+    return True
+
+
+def _has_function_mode() -> bool:
+    """Whether a mode of `__torch_function__` is active, other than default devices, which change no tensor's operator.
+
+    `torch._C._get_function_stack_at`, `_device.DeviceContext`: without them, calls under a default device would take
+    the operator.
+    """
+    modes = (torch._C._get_function_stack_at(n) for n in range(_function_modes()))
+    return any(type(mode) is not _device.DeviceContext for mode in modes)
+
+
+def is_intercepted() -> bool:
+    """Whether tensors may be more than they seem, or somebody looks at each operator."""
+    return not is_plain()
+
+
+def is_jit_tracing() -> bool:
+    """Whether `torch.jit.trace` runs: `torch._C._is_tracing`, which the undocumented `torch.jit.is_tracing` asks."""
+    return torch._C._is_tracing()
+
+
+def is_dual_level() -> bool:
+    """Whether a level of forward-mode AD is open: `forward_ad._current_level`; outside of one, no tensor is dual."""
+    return forward_ad._current_level >= 0
+
+
+def takes_derivatives() -> bool:
+    """Whether torch.func's `grad` or `jvp` runs, also around other transforms.
+
+    `get_interpreter_stack`, `TransformType`: without them, PyTorch's own error there is about its autograd functions.
+    """
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    kinds = torch._C._functorch.TransformType
+    return any(level.key() in (kinds.Grad, kinds.Jvp) for level in levels)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -104,31 +159,12 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
-def is_jit_tracing() -> bool:
-    """Whether `torch.jit.trace` runs; the public function has no name that type checkers see."""
-    return torch._C._is_tracing()
-
-
 def dispatch_modes() -> list[Any]:
     """The modes that look at each operator now.
 
     `_get_current_dispatch_mode_stack`: without it, a FlopCounterMode made before the first call counts no attention.
     """
     return list(_get_current_dispatch_mode_stack())
-
-
-def takes_derivatives(*tensors: Tensor | None) -> bool:
-    """Whether torch.func's `grad` or `jvp` runs, or a tensor has a tangent of forward-mode derivatives.
-
-    `peek_interpreter_stack`, `TransformType`, `_current_level`: without them, PyTorch's own error there is about its
-    autograd functions.
-    """
-    level = torch._C._functorch.peek_interpreter_stack()
-    kinds = torch._C._functorch.TransformType
-    if level is not None and level.key() in (kinds.Grad, kinds.Jvp):
-        return True
-    dual = forward_ad._current_level >= 0
-    return dual and any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def is_exporting() -> bool:
@@ -365,19 +401,6 @@ def without_hooks(model: nn.Module, keep: tuple[str, ...]) -> Iterator[None]:
 def _package_of(hook: Any) -> str:
     function = getattr(hook, "func", hook)  # of functools.partial
     return str(getattr(function, "__module__", "")).partition(".")[0]
-
-
-def is_intercepted() -> bool:
-    """Whether tensors may be more than they seem (torch.func, forward AD), or a mode looks at each operator.
-
-    `torch.set_default_device` is a mode as well, and changes nothing for tensors that are there.
-    """
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > (_device.CURRENT_DEVICE is not None)
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stof.kernels.common import empty_output, pattern_ranges, softmax_and_lse
+from stof.kernels.common import empty_output, softmax_and_lse
 from stof.kernels.cpu.schedule import (
     COLUMN_OFFSET,
     COLUMNS,
@@ -117,8 +117,7 @@ def _run(call: _Call, schedule: Schedule) -> None:
     """Write `call.out` and `call.lse`."""
     batch, heads, _ = call.lse.shape
     masks = _MaskReader(schedule, call.q.dtype)
-    pattern_of = schedule.pattern_of.expand(batch, heads).tolist()
-    for batches, head_range, pattern in pattern_ranges(pattern_of, heads // call.k.shape[1]):
+    for batches, head_range, pattern in schedule.ranges(batch, heads, heads // call.k.shape[1]):
         part = call.part(batches, head_range)
         order = schedule.rows[pattern] if schedule.rows.numel() else None
         for steps in schedule.batches_of[pattern]:

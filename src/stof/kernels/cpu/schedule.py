@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from stof.kernels.common import pattern_ranges
 from stof.layout.layout import Layout
 
 # Figures are milliseconds on 2 cores (AVX-512), fp32, S = 4096, H = 12, D = 64: benchmarks/attention/cpu_constants.py.
@@ -86,6 +87,17 @@ class Schedule:
             steps = list(members)
             batches.setdefault(steps[0][PATTERN], []).append(steps)
         return batches
+
+    @cached_property
+    def _ranges(self) -> dict[tuple[int, int, int], list[tuple[slice, slice, int]]]:
+        return {}
+
+    def ranges(self, batch: int, heads: int, group: int) -> list[tuple[slice, slice, int]]:
+        """`pattern_ranges` of a call, computed once for its sizes."""
+        sizes = (batch, heads, group)
+        if sizes not in self._ranges:
+            self._ranges[sizes] = pattern_ranges(self.pattern_of.expand(batch, heads).tolist(), group)
+        return self._ranges[sizes]
 
     @cached_property
     def merges(self) -> bool:
