@@ -44,8 +44,10 @@ class CompileOptions:
             `CudaGraphRunner` says which changes between calls are noticed.
         deterministic: equal choices in every run; nothing is measured, by Inductor neither.
         fold: fold the weights of RMSNorms into the GEMMs after them, in a copy that takes as much memory as those
-            GEMMs' weights. For weights that stay as they are: a change between calls is noticed, but not through
-            `.data`, and not by a CUDA graph that was recorded before. A lock that was tuned so folds as well.
+            GEMMs' weights. For weights that stay as they are: new parameters, other memory and writes that PyTorch
+            counts are noticed between calls; writes through `.data`, NumPy or other tensors of the same memory, to
+            tensors made under inference mode, and any by a CUDA graph that Inductor recorded before, are not. A lock
+            that was tuned so folds as well.
         experimental: let a search try templates whose gain is not settled: two GEMMs in one kernel (adapters).
         twins: run the templates' PyTorch references where there is no kernel, on a CPU for example, to try and test
             templates. The references fuse nothing; without this option Inductor compiles those operators.

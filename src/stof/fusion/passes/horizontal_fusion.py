@@ -187,7 +187,7 @@ def _united(graph: fx.Graph, begin: fx.Node, sequence: tuple[fx.Node, ...]) -> f
     (source, start, _), (_, _, stop) = (rows for one in (sequence[0], sequence[-1]) if (rows := _rows(one)) is not None)
     if (start, stop) == (0, len(_value(source))):
         return source
-    with graph.inserting_before(begin):
+    with graph.inserting_before(begin) if source.op == "placeholder" else graph.inserting_after(source):
         return insert_call(graph, sequence[0], "call_function", getitem, (source, slice(start, stop)))
 
 
