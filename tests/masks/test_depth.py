@@ -58,9 +58,9 @@ def test_the_deepest_masks_work(name: str) -> None:
         assert copy.deepcopy(mask) == mask
         assert pickle.loads(pickle.dumps(mask)) == mask
         dense = mask.to_dense(8)
-        found = one.tile_bounds(*tile)
-        assert not (bool(found.empty) and bool(dense.any()))
-        assert not (bool(found.full) and not bool(dense.all()))
+        kept = one.tile_bounds(*tile)
+        assert not (bool(kept.empty) and bool(dense.any()))
+        assert not (bool(kept.full) and not bool(dense.all()))
         assert torch.equal(stof.plan(mask, 8).to_dense(), dense)
 
     called_deeply(work)

@@ -67,8 +67,8 @@ def test_named_pattern(name: str, q_len: int) -> None:
 @pytest.mark.parametrize("name", PATTERNS)
 def test_named_pattern_of_queries_before_the_first_key(name: str, offset: int) -> None:
     mask, formula = PATTERNS[name]
-    found = mask.with_query_offset(offset).to_dense(40, 30)[0, 0]
-    assert torch.equal(found, naive(lambda i, j: formula(i + offset, j), 40, 30))
+    keep = mask.with_query_offset(offset).to_dense(40, 30)[0, 0]
+    assert torch.equal(keep, naive(lambda i, j: formula(i + offset, j), 40, 30))
 
 
 @pytest.mark.parametrize("cumulative", [[0, 4, 4, 11, 20], [0, 20]])
@@ -278,10 +278,10 @@ def test_per_head_of_any_heads(data: st.DataObject) -> None:
     mask = masks.per_head(parts)
     heads = torch.tensor(data.draw(st.lists(st.integers(0, len(parts) - 1), min_size=1, max_size=6)))
     rows, b = torch.arange(12), torch.arange(2)
-    found = mask.evaluate(Index.make(rows, rows, q_len=12, kv_len=12, b=b, h=heads)).expand(2, len(heads), 12, 12)
+    keep = mask.evaluate(Index.make(rows, rows, q_len=12, kv_len=12, b=b, h=heads)).expand(2, len(heads), 12, 12)
     for place, h in enumerate(heads):
         one = Index.make(rows, rows, q_len=12, kv_len=12, b=b, h=h.view(1))
-        assert torch.equal(found[:, place], parts[int(h)].evaluate(one).expand(2, 1, 12, 12)[:, 0])
+        assert torch.equal(keep[:, place], parts[int(h)].evaluate(one).expand(2, 1, 12, 12)[:, 0])
 
 
 @given(mask=named_masks())

@@ -117,13 +117,13 @@ def must_be_writable(*paths: Path | None) -> None:
     """
     from stof.errors import ArgumentError
 
-    given: set[Path] = set()
+    outputs: set[Path] = set()
     for path in paths:
         if path is None:
             continue
-        if path.resolve() in given:
+        if path.resolve() in outputs:
             raise ArgumentError(f"cannot write {path}: another output goes there; name a file for each")
-        given.add(path.resolve())
+        outputs.add(path.resolve())
         if path.is_dir():
             raise ArgumentError(f"cannot write {path}: it is a folder")
         folder = next(parent for parent in path.absolute().parents if parent.exists())

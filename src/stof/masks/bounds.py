@@ -58,8 +58,8 @@ class Range(_TorchFunctions):
     dtype: torch.dtype = torch.int64
 
     def __post_init__(self) -> None:
-        held = torch.iinfo(self.dtype)
-        if self.limits[0] < held.min or self.limits[1] > held.max:
+        info = torch.iinfo(self.dtype)
+        if self.limits[0] < info.min or self.limits[1] > info.max:
             raise OverflowError(f"numbers from {self.limits[0]} to {self.limits[1]} in {self.dtype}")
 
     @staticmethod

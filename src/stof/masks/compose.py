@@ -329,9 +329,9 @@ class PerHead(Composite):
         for place, h in enumerate(index.h.flatten().tolist()):
             places.setdefault(self.masks[h], []).append(place)
         rows: dict[int, Tensor] = {}
-        for mask, own in places.items():
-            kept = mask.evaluate(replace(index, h=index.h[:, own]))
-            rows |= zip(own, kept.expand(-1, len(own), -1, -1).split(1, dim=1), strict=True)
+        for mask, chosen in places.items():
+            kept = mask.evaluate(replace(index, h=index.h[:, chosen]))
+            rows |= zip(chosen, kept.expand(-1, len(chosen), -1, -1).split(1, dim=1), strict=True)
         shape = torch.broadcast_shapes(*(row.shape for row in rows.values()))
         return torch.cat([rows[place].expand(shape) for place in range(len(rows))], dim=1)
 

@@ -71,7 +71,11 @@ def full() -> Mask:
 
 
 def causal() -> Mask:
-    """Keys at or before the query: `j <= i`. For a KV cache add `.with_query_offset(cached)`."""
+    """Keys at or before the query: `j <= i`.
+
+    For a KV cache add `.with_query_offset(cached)`; `.with_query_offset(kv_len - q_len)` aligns it at the lower right
+    corner, also with more queries than keys.
+    """
     return rules.Causal()
 
 
@@ -106,7 +110,10 @@ def strided(local: int, stride: int, width: int = 1, *, causal: bool = True) -> 
 
 
 def global_tokens(tokens: int | Ints) -> Mask:
-    """Global tokens see everything and are seen by everyone: the first `tokens`, or the positions listed."""
+    """Global tokens see everything and are seen by everyone: the first `tokens`, or the positions listed.
+
+    Positions before 0, which a query offset may make, are none of them.
+    """
     if hasattr(tokens, "__index__") and (not isinstance(tokens, Tensor) or tokens.ndim == 0):
         return rules.GlobalTokens(_integer("tokens", tokens, 0))
     return rules.GlobalTokens(tuple(sorted(set(_integers("tokens", tokens, 0)))))
