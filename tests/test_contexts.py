@@ -111,6 +111,7 @@ def test_modes_take_the_operator(context: Callable[[], AbstractContextManager[An
         assert is_plain(Q, K, V, None)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # of profilers
 def test_what_changes_no_operator_is_plain() -> None:
     with torch.no_grad():
         assert is_plain(Q)

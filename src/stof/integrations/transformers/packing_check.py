@@ -10,7 +10,6 @@ output depends on its place in the row.
 from __future__ import annotations
 
 import contextvars
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.masks import documents
+from stof.runtime.locks import ForkSafeLock
 from stof.runtime.private import without_hooks
 
 # Tokens of a copy, and the longest row checked: layers that fill up, such as experts of limited capacity, show there.
@@ -36,7 +36,7 @@ _PLACE = (
 )
 # Where a model remembers the calls that passed. A copy of the model takes it along.
 PASSED = "_stof_packing_checked"
-_LOCK = threading.RLock()  # a check exchanges the hooks and modes of the model's modules
+_LOCK = ForkSafeLock(reentrant=True)  # a check exchanges the hooks and modes of the model's modules
 
 
 class Argument(NamedTuple):
