@@ -31,14 +31,14 @@ Indices = tuple[Tensor, Tensor, Tensor, Tensor]
 _AT_ONCE = 2**23
 
 _aten = torch.ops.aten
-# Elementwise operators of one tensor, or without PyTorch's `pointwise` tag.
+# Operators that are elementwise although PyTorch does not tag them `pointwise`.
 _UNTAGGED = {
     _aten._to_copy, _aten.alias, _aten.clone, _aten.detach, _aten.floor_divide, _aten.rsub,
     _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like,
 }  # fmt: skip
 # Operators that take from a tensor only its dtype and device.
 _NEW = {_aten.new_empty, _aten.new_empty_strided, _aten.new_full, _aten.new_ones, _aten.new_zeros}
-_DECIDES = "the value of an index decides in Python (if, and, or, not, int(), .item(), .tolist(), its text, a size)"
+_DECIDES = "the value of an index decides in Python (if, and, or, not, int(), .item(), printing it, using it as a size)"
 # Operators that look each element up in a table of one dimension: positions of the elements and of the table.
 _LOOKUPS = {_aten.isin.Tensor_Tensor: (0, 1), _aten.bucketize.Tensor: (0, 1), _aten.searchsorted.Tensor: (1, 0)}
 
@@ -52,7 +52,7 @@ class Record:
 
     Attributes:
         operations: each operator that depends on an index, in order, with its constants.
-        tensors: copies of what the operators read besides.
+        tensors: copies of the other tensors that the operators read, in the order of their first use.
         number: names the record in keys of masks; random.
     """
 
@@ -68,7 +68,8 @@ class Traits:
     Attributes:
         obstacle: why the function may not be called on broadcast tensors; None if it may.
         used: which of the four indices reach the result, by their positions; may name too many, never too few.
-        elements: most elements of a tensor in a single call, by the indices that the tensor depends on.
+        elements: for each set of indices, the most elements of a tensor in a single call that depends on these; bounds
+            the memory of `under_vmap`.
         record: of the single call.
     """
 
@@ -124,7 +125,7 @@ def _traced_once(fn: MaskFunction, at: Sequence[Tensor], last: Record | None) ->
 def _refuse_reads(fn: MaskFunction, at: Sequence[Tensor], elements: dict[frozenset[int], int]) -> None:
     """Raise if Python code reads an index: with all four of them batched, `torch.vmap` has no value to give.
 
-    Each is batched twice at the same score, because a function may only take some positions.
+    Each is batched as two copies of one position, because others may be invalid for this function.
     """
     twice = [index.expand([2 if n == d else 1 for d in range(4)]) for n, index in enumerate(at)]
     try:
@@ -132,7 +133,9 @@ def _refuse_reads(fn: MaskFunction, at: Sequence[Tensor], elements: dict[frozens
     except MaskFunctionError:
         raise
     except Exception as error:
-        raise RuntimeError(f"under torch.vmap, where no value of an index decides in Python: {error}") from error
+        raise RuntimeError(
+            f"it fails under torch.vmap, where no value of an index decides in Python: {error}"
+        ) from error
 
 
 def function_name(fn: MaskFunction) -> str:
@@ -175,7 +178,7 @@ class _Trace(DispatchMode):
         self.obstacle: str | None = None
         self.elements: dict[frozenset[int], int] = {}
         self._broadcast = broadcast
-        # Indices that tensors depend on, by storage, which views and tensors written in place share.
+        # Indices that tensors depend on, by storage, because views share it; and the number of each storage in records.
         self._used: dict[int, frozenset[int]] = {}
         self._slots: dict[int, int] = {}
         self._held: list[Tensor] = []  # keeps storages and tensors, and so their addresses, in use
@@ -196,7 +199,10 @@ class _Trace(DispatchMode):
         self._operations.append(self._described(keep))
 
     def _described(self, value: Any) -> str:
-        """A text for an argument of an operator: equal texts, equal values."""
+        """A text for an argument of an operator; arguments with the same text have the same value.
+
+        `%n` is a tensor of the n-th storage that depends on an index, `^n` the n-th of those read besides.
+        """
         if isinstance(value, Tensor):
             strided = _is_strided(value)
             at = f"{tuple(value.shape)}{value.stride()}{value.dtype}" if strided else str(value.layout)
@@ -248,6 +254,7 @@ class _Trace(DispatchMode):
         results = [out] if isinstance(out, Tensor) else list(_leaves(out))
         if not all(isinstance(x, Tensor) for x in results):
             raise RuntimeError(_DECIDES)
+        # Those two depend on an index's shape alone.
         of_values = packet not in (_aten.zeros_like, _aten.ones_like)
         used = frozenset[int]().union(*(self.used_by(x) for x in tracked)) if of_values else frozenset[int]()
         for x in (*results, *(tensors if is_mutable(func) else ())):

@@ -36,7 +36,7 @@ from stof.runtime.memory import in_capture
 
 _log = logging.getLogger(__name__)
 
-# Rectangles of scores, and their queries and keys, that are compared with single calls: 480 scores.
+# Scores that are compared with single calls: of 16 rectangles of 5 queries and 6 keys, for up to 2 heads.
 _RECTANGLES, _QUERIES, _KEYS = 16, 5, 6
 
 
@@ -45,7 +45,7 @@ class _Known:
     """What is known of a mask function.
 
     Attributes:
-        code: of the function, which tools that reload modules assign.
+        code: the function's `__code__` when it was traced; tools that reload modules replace it.
         traits: found by tracing it.
         at: the score it was traced at.
         elementwise: whether to call it on broadcast tensors; else under vmap.
@@ -92,7 +92,7 @@ class FunctionMask(Mask):
     def __post_init__(self) -> None:
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
         state = "" if self.record is None else f".{self.record.number}"
-        if not reads_state(self.fn):  # tools that reload modules assign the code of functions
+        if not reads_state(self.fn):  # only another code object changes what it does
             state = f".{identity(self.fn.__code__)}"
         object.__setattr__(self, "name", f"{name} #{identity(self.fn)}{state}")  # the dataclass is frozen
         super().__post_init__()
@@ -166,7 +166,7 @@ class FunctionMask(Mask):
         known = _known_before(self.fn)
         ranges = isinstance(index.q, Range)
         key = (ranges, index.q_len.bit_length(), index.kv_len.bit_length())
-        # Scores compared in ranges will do for tensors too.
+        # A check on ranges covers tensors too.
         if known is not None and (key in known.compared or (True, *key[1:]) in known.compared):
             return known
         at = _samples(index)
@@ -244,9 +244,11 @@ def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
 
 
 def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
-    """What a function does now: its last record, or `last`, if it does the same again.
+    """What a function does now.
 
-    While a CUDA graph is captured, the last record is returned unseen: whoever captures checks it.
+    If it does the same as in `last`, or else as when it was last traced, that record itself is returned, so that
+    callers can compare with `is`. During a capture of a CUDA graph nothing is checked: `last` is returned, and whoever
+    captures checks it afterwards.
     """
     known = _known(fn)
     if known is None:
@@ -255,7 +257,7 @@ def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
         last = known.traits.record
     if in_capture() or not reads_state(fn):
         return last
-    with contextlib.suppress(Exception):  # it takes other positions now, and is traced anew
+    with contextlib.suppress(Exception):  # it fails at the old score now (a table shrank), and is traced anew
         if (record := record_of(fn, known.at, last)) is last:
             return last
         if _do_the_same(record, known.traits.record):
@@ -275,6 +277,7 @@ def reads_state(fn: MaskFunction) -> bool:
     if type(fn) is not FunctionType or fn.__defaults__ or fn.__kwdefaults__:
         return True
     names = _names_of(fn.__code__)
+    # Names that are no globals (attributes, builtins) count as those of `torch`.
     return names is None or any(fn.__globals__.get(name, torch) is not torch for name in names)
 
 
@@ -347,8 +350,8 @@ def from_function(fn: MaskFunction) -> Mask:
     The function says of one score whether it is kept, given four int64 tensors without dimensions. Functions of
     elementwise operators and of tables indexed in all their dimensions are evaluated fast, on many scores at once; all
     others under `torch.vmap`, which a log message says. Tensors that the function reads must be on the device the plan
-    is built on. Two masks are equal when they hold the same function object, so where what it reads changes, pass a new
-    function (define it again, or a `lambda` around it) or call `stof.plan_cache.clear()`.
+    is built on. Each call checks whether the function still does what it did, whatever it reads; a plan keeps what it
+    did when the plan was made.
 
     Raises:
         MaskFunctionError: when evaluated, if the function raises, decides in Python (`if`, `and`, `int()`) on an index,

@@ -24,7 +24,7 @@ _LOCK = ForkSafeLock()
 
 
 def identity(value: object) -> int:
-    """A random number for an object that has no value of its own (a tensor, a function), the same while it lives.
+    """A random number for an object that is compared by identity (a tensor, a function), the same while it lives.
 
     Random, not counted: a key or a handle that another process saved must not name an object of this one.
     """
@@ -40,13 +40,14 @@ def identity(value: object) -> int:
 
 
 def snapshot(tensor: Tensor, *, captured: bool = False) -> Tensor:
-    """A copy of a strided tensor's present values; the same copy while they stay equal and somebody holds it.
+    """A copy of a strided tensor's present values; the last copy if the values are equal and it is still alive.
 
-    On a GPU the comparison waits for the device, so there is none while a CUDA graph is captured.
+    On a GPU the comparison waits for the device. While a CUDA graph is captured nothing is compared, and a new copy is
+    made.
 
     Args:
         tensor: what to copy.
-        captured: during a capture return the last copy; whoever captures checks the values later.
+        captured: return the last copy during a capture; whoever captures checks the values later.
     """
     number, capturing = identity(tensor), in_capture()
     with _LOCK:  # threads that copy one tensor get one copy
@@ -63,7 +64,7 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same type, shape, dtype, device and bits; NaN equals NaN."""
+    """Whether two tensors have the same type, shape, dtype, device and bits; NaN equals NaN. `a` may be a parameter."""
     if type(a) is not type(b) and not isinstance(a, torch.nn.Parameter):
         return False
     if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout) or a.layout != torch.strided:
@@ -78,14 +79,14 @@ def _expanded(tensor: Tensor) -> list[int]:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """A view of the elements that lie in memory once."""
+    """A view in which each expanded dimension has size 1."""
     for dim in _expanded(tensor):
         tensor = tensor.narrow(dim, 0, 1)
     return tensor
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The memory of a tensor in the widest integers that divide it: bool tensors compare 8 times as fast so."""
+    """The memory of a tensor in the widest integers that divide it: bool tensors compare up to 8 times as fast."""
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     aligned = data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0
     return data.view(torch.int64) if aligned else data
