@@ -134,7 +134,7 @@ def test_copied_plans_know_whether_their_mask_changed(made: str, monkeypatch: py
     COPIES[made](plan)._check_unchanged()
     monkeypatch.setattr(WIDTH, "value", 9)
     for changed in (plan, COPIES[made](plan), COPIES[made](COPIES[made](plan))):
-        with pytest.raises(MaskError, match="was changed after the plan was made"):
+        with pytest.raises(MaskError, match="was changed after"):
             changed._check_unchanged()
 
 
@@ -148,7 +148,7 @@ def test_plans_that_get_their_sizes_from_calls_refuse_masks_that_changed(
     given = plan if made == "same" else COPIES[made](plan)
     monkeypatch.setattr(WIDTH, "value", 9)
     x = inputs()[:1]
-    with pytest.raises(MaskError, match="was changed after the plan was made"):
+    with pytest.raises(MaskError, match="was changed after"):
         stof.attention(x, x, x, given)
 
 

@@ -136,5 +136,5 @@ def test_functions_follow_tensors_on_the_gpu() -> None:
     stof.plan_cache.clear()
     plan = stof.plan(fn, LENGTH, device="cuda", batch=2, heads=HEADS)  # its layouts are built by the first call
     table.data.logical_not_()
-    with pytest.raises(stof.errors.MaskError, match="was changed after the plan was made"):
+    with pytest.raises(stof.errors.MaskError, match="was changed after"):
         stof.attention(q, k, v, plan)

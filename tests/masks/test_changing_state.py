@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -310,3 +311,101 @@ def test_slices_of_block_masks_are_refused() -> None:
             stof.attention(*x, sliced)
     with pytest.raises(MaskFunctionError, match="sliced BlockMask"):  # PyTorch takes its mask_mod away
         stof.attention(*x, block_mask[0])
+
+
+SCRATCH = torch.zeros((), dtype=torch.int64)
+STATE = SimpleNamespace(n=3)
+
+
+def read_twice(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    SCRATCH.fill_(0)
+    keep = q >= kv + SCRATCH
+    SCRATCH.fill_(STATE.n)
+    return keep & (q - kv < SCRATCH)
+
+
+def written_in_part(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    pair = q.new_zeros(2)
+    pair[1] = STATE.n
+    pair[0] = q
+    return (q >= kv) & (pair[0] - kv < pair[1])
+
+
+def by_globals(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & (q - kv < globals()["STATE"].n)
+
+
+def bound_late(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & (q - kv < LATE.n)  # type: ignore[name-defined]  # noqa: F821
+
+
+@torch.library.custom_op("stof_tests::within", mutates_args=())
+def within(distance: Tensor) -> Tensor:
+    return distance < STATE.n
+
+
+@within.register_vmap
+def _within_vmap(info: Any, in_dims: Any, distance: Tensor) -> Any:
+    return within(distance), in_dims[0]
+
+
+def by_an_operator(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & torch.ops.stof_tests.within(q - kv)
+
+
+def test_operators_of_others_are_refused() -> None:
+    with pytest.raises(MaskFunctionError, match="calls stof_tests.within"):
+        stof.attention(*INPUTS, by_an_operator)
+
+
+@pytest.mark.parametrize("fn", [read_twice, written_in_part, by_globals, bound_late])
+def test_state_that_the_operators_hide(fn: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = masks.from_function(fn)
+    monkeypatch.setitem(globals(), "LATE", STATE)
+    for n in (3, 9, 3, 1):
+        monkeypatch.setattr(STATE, "n", n)
+        for given in (fn, mask):
+            assert_attention(stof.attention(*INPUTS, given), None, *INPUTS, keep_of(n))
+
+
+def test_frozen_masks_are_not_evaluated_under_other_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x[:, :, :20] for x in INPUTS)
+    monkeypatch.setattr(STATE, "n", 3)
+    plan = stof.plan(by_globals, LENGTH)
+    monkeypatch.setattr(STATE, "n", 9)
+    frozen = plan.mask
+    assert frozen is not None
+    for use in (
+        lambda: stof.attention(q, k, v, frozen),
+        lambda: stof.attention(q, k, v, frozen & masks.full()),
+        lambda: (~frozen).to_dense(LENGTH),
+        lambda: plan.extended(8, frozen),
+        lambda: stof.plan(frozen, 24),
+    ):
+        with pytest.raises(MaskError, match="was changed after"):
+            use()
+    monkeypatch.setattr(STATE, "n", 3)
+    assert_attention(stof.attention(q, k, v, by_globals), None, q, k, v, keep_of(3)[:20, :20])
+
+
+def test_threads_for_which_a_function_does_something_else() -> None:
+    local = threading.local()
+    failed: list[BaseException] = []
+
+    def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return window(q, kv, local.width)
+
+    def work(width: int) -> None:
+        local.width = width
+        try:
+            for _ in range(25):
+                assert_attention(stof.attention(*INPUTS, fn), None, *INPUTS, keep_of(width))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(width,)) for width in (3, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed[0]

@@ -140,6 +140,14 @@ class BaseMask(ABC):
         """Whether a frozen mask would now keep other scores: a function cannot be copied as tensors are."""
         return False
 
+    def refuse_changed(self) -> None:
+        """Raise `MaskError` if a frozen mask cannot be evaluated any more."""
+        if self.changed():
+            raise MaskError(
+                "what a mask function reads was changed after the plan or mask was made; make another plan, or use "
+                "stof.dynamic_plan for masks that change"
+            )
+
     @property
     def depends_on_sizes(self) -> bool:
         """Whether `dims` must be asked with the sizes of a call (functions; named patterns know)."""
@@ -208,6 +216,7 @@ class BaseMask(ABC):
         check_lengths(q_len, kv_len)
         if self.may_change:
             return self.frozen().to_dense(q_len, kv_len, batch=batch, heads=heads, device=device)
+        self.refuse_changed()
         self.check(q_len, kv_len)
         batch = self.batch if batch is None else batch
         heads = self.heads if heads is None else heads

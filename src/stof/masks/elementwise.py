@@ -242,11 +242,20 @@ class _Trace(DispatchMode):
         tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
         tracked = [x for x in tensors if self.tracks(x)]
         if not tracked or packet in _NEW:
+            if is_mutable(func):
+                self._read_numbers.clear()  # what is read again may have other values
             return func(*args, **kwargs)
         if not self._broadcast:
             if _pointwise(func) or func in _LOOKUPS:
                 _check_promotion(str(func), tensors, tracked)
             self._operations.append(f"{func}{self._described(args)}{self._described(kwargs) if kwargs else ''}")
+            if func.namespace not in ("aten", "prims"):
+                raise RuntimeError(
+                    f"it calls {func}, which may read more than it is given; use PyTorch's own operators"
+                )
+            for x in tensors if is_mutable(func) else ():
+                if not self.tracks(x) and _is_strided(x):  # all of its memory will depend on an index from now on
+                    self._operations.append(self._described(x.new_empty(0).set_(x.untyped_storage())))
         elif not self._elementwise(func, args, kwargs, tensors):
             self.obstacle = str(func)
             raise _ObstacleError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dis
 import functools
@@ -93,7 +94,7 @@ class FunctionMask(Mask):
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
         state = "" if self.record is None else f".{self.record.number}"
         if not reads_state(self.fn):  # only another code object changes what it does
-            state = f".{identity(self.fn.__code__)}"
+            state = f".{identity(self.fn.__code__)} {torch.get_default_dtype()}"
         object.__setattr__(self, "name", f"{name} #{identity(self.fn)}{state}")  # the dataclass is frozen
         super().__post_init__()
 
@@ -107,7 +108,9 @@ class FunctionMask(Mask):
         return [] if self.record is None else list(self.record.tensors)
 
     def changed(self) -> bool:
-        return self.record is not None and current_record(self.fn, self.record) is not self.record
+        if self.record is None or not self.record.operations:  # a function that cannot be traced is planned anew
+            return False
+        return current_record(self.fn, self.record) is not self.record
 
     def check(self, q_len: int, kv_len: int) -> None:
         for name, own, given in (("q_len", self.q_len, q_len), ("kv_len", self.kv_len, kv_len)):
@@ -217,15 +220,20 @@ def _known(fn: MaskFunction, device: torch.device | str = "cpu") -> _Known | Non
     """What is known of a function, traced at score 0 if nothing is; None where that raises."""
     known = _known_before(fn)
     if known is None:
-        # The tensors that the function reads may be on another device.
-        places = [torch.device(device), torch.device("cpu"), torch.accelerator.current_accelerator(True)]
-        for place in dict.fromkeys(places):
-            if place is not None:
-                try:
-                    return _traced(fn, [torch.zeros((), dtype=torch.int64, device=place)] * 4)
-                except MaskFunctionError:  # evaluating it will say so again
-                    continue
+        for at in _scores(device):
+            try:
+                return _traced(fn, at)
+            except MaskFunctionError:  # evaluating it will say so again
+                continue
     return known
+
+
+def _scores(device: torch.device | str) -> Iterator[list[Tensor]]:
+    """Score 0 as indices on a device, and on others: the tensors that a function reads may be there."""
+    places = [torch.device(device), torch.device("cpu"), torch.accelerator.current_accelerator(True)]
+    for place in dict.fromkeys(places):
+        if place is not None:
+            yield [torch.zeros((), dtype=torch.int64, device=place)] * 4
 
 
 def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
@@ -243,6 +251,13 @@ def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
     return known
 
 
+def _trace(fn: MaskFunction, at: list[Tensor]) -> _Known:
+    """Trace a function at one score."""
+    with _errors_of(fn):
+        traits = traits_of(fn, at)
+    return _Known(_code_of(fn), traits, at, elementwise=traits.obstacle is None, closed_form=traits.obstacle is None)
+
+
 def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
     """What a function does now.
 
@@ -257,14 +272,19 @@ def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
         last = known.traits.record
     if in_capture() or not reads_state(fn):
         return last
+    record = None
     with contextlib.suppress(Exception):  # it fails at the old score now (a table shrank), and is traced anew
         if (record := record_of(fn, known.at, last)) is last:
             return last
         if _do_the_same(record, known.traits.record):
             return known.traits.record
+    for at in [known.at] if record is not None else _scores(known.at[0].device):
+        # Not by `_traced`: another thread, for which the function does something else, may have traced it meanwhile.
+        with contextlib.suppress(Exception):
+            _KNOWN[fn] = made = _trace(fn, at)
+            return made.traits.record
     _KNOWN.pop(fn, None)
-    known = _known(fn)
-    return Record((), ()) if known is None else known.traits.record
+    return Record((), ())
 
 
 def _do_the_same(a: Record, b: Record) -> bool:
@@ -276,17 +296,32 @@ def reads_state(fn: MaskFunction) -> bool:
     """Whether a function may read more than its arguments and `torch`: what else it reads may change."""
     if type(fn) is not FunctionType or fn.__defaults__ or fn.__kwdefaults__:
         return True
-    names = _names_of(fn.__code__)
-    # Names that are no globals (attributes, builtins) count as those of `torch`.
-    return names is None or any(fn.__globals__.get(name, torch) is not torch for name in names)
+    names = _globals_of(fn.__code__)
+    return names is None or not all(map(functools.partial(_is_stateless, fn.__globals__), names))
+
+
+def _is_stateless(known: dict[str, object], name: str) -> bool:
+    if name in known:
+        return known[name] is torch
+    return name in _STATELESS and name in vars(builtins)
+
+
+# Builtins that always do the same.
+_STATELESS = {"abs", "bool", "float", "int", "len", "max", "min", "range", "reversed", "sum", "tuple", "zip"}
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_of(code: CodeType) -> tuple[str, ...] | None:
-    """Names of globals and attributes in a function's code; None if it has a closure, imports or inner functions."""
+def _globals_of(code: CodeType) -> tuple[str, ...] | None:
+    """Names of globals and builtins that a function's code reads; None if it reads more than that.
+
+    That is a closure, an import, an inner function, or an operator that is not PyTorch's own.
+    """
+    steps = list(dis.get_instructions(code))
     inner = any(isinstance(constant, CodeType) for constant in code.co_consts)
-    imports = any(step.opname.startswith("IMPORT") for step in dis.get_instructions(code))
-    return None if inner or imports or code.co_freevars else code.co_names
+    imports = any(step.opname.startswith("IMPORT") for step in steps)
+    if inner or imports or code.co_freevars or {"ops", "_C"} & set(code.co_names):
+        return None
+    return tuple({str(step.argval) for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
 
 
 def _warn_slow(fn: MaskFunction, reason: str) -> None:

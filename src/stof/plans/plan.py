@@ -15,7 +15,6 @@ from torch import Tensor
 from stof.errors import (
     ArgumentError,
     KernelError,
-    MaskError,
     UnfitLayoutError,
 )
 from stof.kernels.implementation import BoundCall, tensors_of
@@ -173,6 +172,7 @@ class Plan(Numbered):
             config, row_order: as for `stof.plan`.
         """
         mask, device, lengths = geometry.mask, geometry.device, (geometry.q_len, geometry.kv_len)
+        mask.refuse_changed()
         with allocator_errors():
             if device.type == "cuda" and config is None and row_order is None:
                 sizes = mask.dims(geometry.batch, geometry.heads, device)
@@ -187,6 +187,7 @@ class Plan(Numbered):
                     mask, *lengths, batch=geometry.batch, heads=geometry.heads, device=device, row_order=row_order
                 ),
             )
+            mask.refuse_changed()  # meanwhile, by another thread
             return Plan.of_layout(layout, repr(mask), geometry)
 
     def check_call(self, q: Tensor, k: Tensor) -> None:
@@ -311,11 +312,8 @@ class Plan(Numbered):
 
     def _check_unchanged(self) -> None:
         """Raise if the mask's functions do other than when the plan was made: its layouts would differ."""
-        if self.mask is not None and self.mask.changed():
-            raise MaskError(
-                "what a mask function of this plan reads was changed after the plan was made; make another plan, or "
-                "use stof.dynamic_plan for masks that change"
-            )
+        if self.mask is not None:
+            self.mask.refuse_changed()
 
     def extended(self, rows: int, mask: Mask | None = None) -> Plan:
         """Return a plan for `rows` more queries and as many more keys (a growing KV cache); it equals a new plan.
@@ -343,6 +341,7 @@ class Plan(Numbered):
             mask = origin.mask
         else:
             mask = present(mask, self.device)
+            mask.refuse_changed()
         mask.check(self.q_len + rows, self.kv_len + rows)
         sizes = (self.mask_batch, self.mask_heads) if origin is None else (origin.batch, origin.heads)
         lengths = (self.q_len + rows, self.kv_len + rows)
