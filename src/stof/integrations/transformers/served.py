@@ -212,9 +212,9 @@ def check_when_set() -> None:
         return
 
     @functools.wraps(build)
-    def checked_build(self: PreTrainedModel) -> Any:
+    def checked_build(self: PreTrainedModel, *args: Any, **kw: Any) -> Any:
         check_served(self, _NAME)
-        out = build(self)
+        out = build(self, *args, **kw)
         _watch_weights(self)
         return out
 
