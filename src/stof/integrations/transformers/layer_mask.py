@@ -51,7 +51,7 @@ class _Use:
         owner: by whom the mask was set: an object for each `Sparsified`.
         hooks: handles of the hooks that check the calls.
         cross: whether the current call attends to another sequence, which has no sparse mask.
-        called: whether stof's attention was called; one value for all threads, as compiled code sets it.
+        called: whether the latest call did call stof's attention; one value for all threads, as compiled code sets it.
         threads: the threads whose current call did, so that calls at the same time do not mix; not in compiled code.
     """
 
@@ -63,7 +63,7 @@ class _Use:
         self.hooks: list[Any] = []
         self.keys = key_argument(type(layer.module))
         self.cross = False
-        self.called = True
+        self.called = False
         self.threads: set[int] = set()
 
     def begin(self) -> None:
@@ -119,10 +119,7 @@ def set_mask(layer: AttentionLayer, mask: Mask | None, owner: object) -> None:
         layer.module.register_forward_hook(_check),
     ]
     if layer.block is not None:
-        use.hooks += [
-            layer.block.register_forward_pre_hook(functools.partial(_begin_block, use)),
-            layer.block.register_forward_hook(functools.partial(_check_block, use)),
-        ]
+        use.hooks.append(layer.block.register_forward_hook(functools.partial(_check_block, use)))
 
 
 def check_implementation(layer: nn.Module, name: str) -> None:
@@ -152,14 +149,10 @@ def _check(layer: nn.Module, args: object, output: object) -> None:
     _refuse_if_left_out(getattr(layer, _USE))
 
 
-def _begin_block(use: _Use, block: nn.Module, args: object) -> None:
-    del block, args
-    use.begin()
-
-
 def _check_block(use: _Use, block: nn.Module, args: object, output: object) -> None:
     del block, args, output
     _refuse_if_left_out(use)
+    use.begin()
 
 
 def _refuse_if_left_out(use: _Use) -> None:

@@ -216,9 +216,9 @@ def check_when_set(watch: Callable[[PreTrainedModel], None]) -> None:
         return
 
     @functools.wraps(build)
-    def checked_build(self: PreTrainedModel) -> Any:
+    def checked_build(self: PreTrainedModel, *args: Any, **kw: Any) -> Any:
         check_served(self, _NAME)
-        out = build(self)
+        out = build(self, *args, **kw)
         watch_parts(self)
         return out
 
