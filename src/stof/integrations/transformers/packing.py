@@ -93,8 +93,25 @@ def pack(
     as they would alone. A sparse mask of `sparsify` counts positions from the start of the row, so with one that does
     not depend on distances alone, such as `sink_tokens`, results differ. Reads the lengths on the host.
 
-    A model that does not keep packed sequences apart (recurrent or convolution layers, positions counted from the start
-    of the row) is refused with `UnsupportedError` when it is called: see `packing_check`.
+    The model has to keep sequences apart, which stof checks by running it before its first packed call: on one sequence
+    repeated in a row of at most 512 tokens, with the embeddings of one copy NaN. The call raises `UnsupportedError` if
+
+    - another copy's outputs are NaN: layers besides attention mix tokens (recurrent, convolution and pooling layers,
+      embeddings that read neighbours), or a decoder's attention lacks the packed mask;
+    - outputs of the first and the last copy differ by more than rounding: positions are counted from the start of the
+      row, or experts have a limited capacity;
+    - the model cannot be run so, or returns nothing with one entry per token.
+
+    The check runs once for each set of arguments, and again where rows are twice as long; compiled models are checked
+    while they are traced. It covers the model and the parts in it that are a `PreTrainedModel`, in evaluation mode,
+    without hooks but those of torch and transformers, and changes no random state, mode or cache. It does not cover
+    layers and hooks that are added later (`enable` has the model checked again), code around the model, and layers that
+    mix tokens in longer rows only. Calls that bypass the model, such as `model.forward`, are refused.
+
+    `position_ids` that begin anew within a row, given without this function, are treated and checked alike. A position
+    that is not above the one before it begins a sequence, padding aside. Compiled code and CUDA graphs cannot look at
+    positions: calls with `position_ids` evaluate a mask of every score there, those with a cache are not looked at, and
+    compiled models that do not keep sequences apart refuse `position_ids`.
 
     Args:
         input_ids: int `[B, S]`.
