@@ -49,14 +49,14 @@ def direct_rows(
         for name, pattern in _PATTERNS.items():
             keep = pattern.to_dense(length, device=device)[0, 0].contiguous()
             table = keep.clone()
-            given = {
+            masks_by_name = {
                 "plan": stof.plan(keep, length, device=device),
                 "masks.from_dense(tensor)": masks.from_dense(keep),
                 "bool tensor": keep,
                 "mask function that reads a tensor": _lookup(table),
             }
             ways: dict[str, Callable[[], object]] = {
-                how: partial(stof.attention, q, k, v, mask) for how, mask in given.items()
+                how: partial(stof.attention, q, k, v, mask) for how, mask in masks_by_name.items()
             }
             ways["SDPA, bool tensor"] = partial(F.scaled_dot_product_attention, q, k, v, attn_mask=keep)
             with torch.no_grad():

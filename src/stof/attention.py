@@ -29,7 +29,7 @@ from stof.operators import (
 )
 from stof.plans.make import make_plan
 from stof.plans.plan import Plan
-from stof.runtime.private import is_exporting, is_plain
+from stof.runtime.private import break_graph, is_exporting, is_plain
 from stof.selection import Explanation
 from stof.validation import (
     check_bias,
@@ -179,7 +179,7 @@ def attention(
     """
     own: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
     if torch.compiler.is_dynamo_compiling() and not is_exporting() and is_function_or_block_mask(mask_or_plan):
-        torch._dynamo.graph_break("give stof.attention a mask that was made outside of compiled code by from_function")
+        break_graph("give stof.attention a mask that was made outside of compiled code by from_function")
         return torch.compiler.disable(attention)(
             q, k, v, mask_or_plan, scale=scale, bias=bias, softcap=softcap, sinks=sinks, scales=scales,
             return_lse=return_lse, implementation=implementation,

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
-from torch import Tensor
-
-from stof.operators import masked_attention_op, named, plan_of, varying_attention_op
+from stof.operators import _masked_attention, masked_attention_op, named, plan_of, varying_attention_op
 from stof.runtime.private import FakeTensor, dispatch_modes
 
+_ARGUMENTS = inspect.signature(_masked_attention)
 
-def attention_flops(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: str,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    implementation: str,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    number: int = 0,
-    keep: Tensor | None = None,
-    *,
-    out_val: Any = None,
-) -> int:
+
+def attention_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """`2 * kept scores * (D + Dv)`, as FlashAttention is counted; arguments of the operators in `stof.operators`.
 
     The mask's plan counts the kept scores. Fake and meta tensors have no plan, so all scores count there.
     """
-    del bias, sinks, scale, softcap, implementation, q_scale, k_scale, v_scale, out_val
+    del out_val
+    call = _ARGUMENTS.bind(*args, **kwargs)
+    call.apply_defaults()
+    q, k, v, mask, number, keep = (call.arguments[name] for name in ("q", "k", "v", "mask", "number", "keep"))
     share = 1.0
     if 0 not in q.shape and 0 not in k.shape and not isinstance(q, FakeTensor) and not q.is_meta:
         share = plan_of(named(mask, number, keep), q, k).statistics().density

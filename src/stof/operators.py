@@ -321,13 +321,13 @@ def _masked_attention(
         UnsupportedError: `mask` is `TENSOR` while a CUDA graph is captured; replays would use the present values.
     """
     refuse_tangents(q, k, v, bias, sinks)
-    found = named(mask, number, keep)
+    mask_or_plan = named(mask, number, keep)
     if is_empty(q, k):
-        return run_empty(q, k, v, found, implementation)
+        return run_empty(q, k, v, mask_or_plan, implementation)
     scales = tuple(s for s in (q_scale, k_scale, v_scale) if s is not None)
     given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales)
     options = Options(scale, softcap, bias, sinks, scales)
-    return run_call(q, k, v, plan_of(found, q, k), options, implementation, given)
+    return run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, given)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *others: Any) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def snapshot(tensor: Tensor, *, captured: bool = False) -> Tensor:
 
     Args:
         tensor: what to copy.
-        captured: return the last copy during a capture; whoever captures checks the values later.
+        captured: return the last copy during a capture; the owner of the graph checks the values later.
     """
     number, capturing = identity(tensor), in_capture()
     with _LOCK:  # threads that copy one tensor get one copy

@@ -35,6 +35,7 @@ __all__ = [
     "Launcher",
     "OpOverload",
     "OpOverloadPacket",
+    "break_graph",
     "copy_all",
     "copy_sources",
     "dispatch_modes",
@@ -165,6 +166,15 @@ def dispatch_modes() -> list[Any]:
     `_get_current_dispatch_mode_stack`: without it, a FlopCounterMode made before the first call counts no attention.
     """
     return list(_get_current_dispatch_mode_stack())
+
+
+def break_graph(reason: str) -> None:
+    """End the graph that Dynamo is tracing; `fullgraph=True` fails with the reason.
+
+    `torch._dynamo.graph_break`, which PyTorch documents under this name. Without it, compiled code could not be told
+    why it cannot hold a mask function.
+    """
+    torch._dynamo.graph_break(reason)
 
 
 def is_exporting() -> bool:

@@ -64,9 +64,9 @@ def _visible(gm: fx.GraphModule, relaid: Mapping[fx.Node, Tensor]) -> set[fx.Nod
     }
     if problem and run.reached is not None:
         seen.update(run.reached.all_input_nodes)
-    found = _origins(seen & moved, moved) & relaid.keys()
+    causes = _origins(seen & moved, moved) & relaid.keys()
     # A failure that no changed value explains: nothing is known of what follows it.
-    return set(relaid) if problem and not found else found
+    return set(relaid) if problem and not causes else causes
 
 
 class _Relaid(FakeInterpreter):
@@ -126,11 +126,11 @@ def _reads_strides(node: fx.Node) -> bool:
 
 def _origins(nodes: Iterable[fx.Node], moved: set[fx.Node]) -> set[fx.Node]:
     """Return nodes and the moved nodes that they are computed from."""
-    found: set[fx.Node] = set()
+    origins: set[fx.Node] = set()
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        if node in moved and node not in found:
-            found.add(node)
+        if node in moved and node not in origins:
+            origins.add(node)
             todo += node.all_input_nodes
-    return found
+    return origins

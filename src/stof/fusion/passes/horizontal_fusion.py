@@ -87,8 +87,8 @@ def _is_parameter(node: object) -> bool:
     value = fake_value(node)
     if not isinstance(node, fx.Node) or value is None or value.layout is not torch.strided:
         return False
-    given = _rows(node) is not None or (node.op == "placeholder" and isinstance(value, nn.Parameter))
-    return given and not is_symbolic(value.shape) and value.is_contiguous() and len(value) > 0
+    is_input = _rows(node) is not None or (node.op == "placeholder" and isinstance(value, nn.Parameter))
+    return is_input and not is_symbolic(value.shape) and value.is_contiguous() and len(value) > 0
 
 
 def _rows(node: fx.Node) -> tuple[fx.Node, int, int] | None:

@@ -100,13 +100,13 @@ def computes_with_masks_it_makes(model: type) -> bool:
     tree = None if function is None else syntax_tree(function)
     if tree is None:
         return False
-    made: set[str] = set()
+    new_tensors: set[str] = set()
     for statement in tree.body[0].body:  # type: ignore[attr-defined]
-        if isinstance(statement, _ALWAYS) and any(_is_handed_to_torch(call, made) for call in _calls(statement)):
+        if isinstance(statement, _ALWAYS) and any(_is_handed_to_torch(call, new_tensors) for call in _calls(statement)):
             return True
         for node in ast.walk(statement):
             if isinstance(node, ast.Assign) and any(_creates(_called(one)) for one in _calls(node)):
-                made.update(target.id for target in node.targets if isinstance(target, ast.Name))
+                new_tensors.update(target.id for target in node.targets if isinstance(target, ast.Name))
     return False
 
 

@@ -87,8 +87,8 @@ def _is_unchecked(value: object) -> bool:
 
 
 def _tokens(given: dict[str, Any]) -> Tensor | None:
-    found = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    return found if isinstance(found, Tensor) and found.ndim > 1 else None
+    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    return tokens if isinstance(tokens, Tensor) and tokens.ndim > 1 else None
 
 
 def _mask_of_positions(module: nn.Module, given: dict[str, Any], tracing: bool) -> ModelMask | None:

@@ -108,10 +108,10 @@ def pack(
     layers and hooks that are added later (`enable` has the model checked again), code around the model, and layers that
     mix tokens in longer rows only. Calls that bypass the model, such as `model.forward`, are refused.
 
-    `position_ids` that begin anew within a row, given without this function, are treated and checked alike. A position
-    that is not above the one before it begins a sequence, padding aside. Compiled code and CUDA graphs cannot look at
-    positions: calls with `position_ids` evaluate a mask of every score there, those with a cache are not looked at, and
-    compiled models that do not keep sequences apart refuse `position_ids`.
+    `position_ids` that begin anew within a row, given without this function, are treated and checked alike. A token
+    whose position is not above that of the token before it begins a sequence; padding is skipped. Compiled code and CUDA
+    graphs cannot read positions: there, calls with `position_ids` evaluate a mask of every score, calls with a cache are
+    not checked, and models that do not keep sequences apart refuse `position_ids`.
 
     Args:
         input_ids: int `[B, S]`.

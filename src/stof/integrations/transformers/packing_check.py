@@ -119,14 +119,14 @@ def _run(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: i
 
 
 def _run_row(module: nn.Module, arguments: tuple[Argument, ...], row: _Row) -> Verdict:
-    outputs = _outputs(module, arguments, row, spoil=True)
+    outputs = _outputs(module, arguments, row, poison=True)
     if not outputs:
         return Verdict(None, "it returns nothing with one entry per token")
-    if not any(out[:, row.spoilt].isnan().flatten(2).any(-1).all() for out in outputs):
+    if not any(out[:, row.poisoned].isnan().flatten(2).any(-1).all() for out in outputs):
         return Verdict(None, "its outputs do not depend on its input embeddings")
-    if any(_nan_outside(out, row.spoilt) for out in outputs):
-        clean = _outputs(module, arguments, row, spoil=False)
-        if any(_nan_outside(out, row.spoilt) for out in clean):
+    if any(_nan_outside(out, row.poisoned) for out in outputs):
+        clean = _outputs(module, arguments, row, poison=False)
+        if any(_nan_outside(out, row.poisoned) for out in clean):
             return Verdict(None, "it returns NaN for any tokens")
         return Verdict(False, _LEAK)
     tolerance = max(3e-4, 4 * _rounding(module, outputs))
@@ -144,7 +144,7 @@ class _Row(NamedTuple):
     first_id: int
 
     @property
-    def spoilt(self) -> slice:
+    def poisoned(self) -> slice:
         """Tokens of the sequence whose embeddings are NaN; it has neighbours on both sides."""
         return slice(self.width // 2, self.width // 2 + self.copy)
 
@@ -171,15 +171,15 @@ class _Row(NamedTuple):
         return repeated.expand(self.rows, *repeated.shape).clone()
 
 
-def _outputs(module: nn.Module, arguments: tuple[Argument, ...], row: _Row, *, spoil: bool) -> list[Tensor]:
-    """Float outputs `[rows, width, features, ...]`; with `spoil`, of inputs that are NaN at `row.spoilt`."""
+def _outputs(module: nn.Module, arguments: tuple[Argument, ...], row: _Row, *, poison: bool) -> list[Tensor]:
+    """Float outputs `[rows, width, features, ...]`; with `poison`, of inputs that are NaN at `row.poisoned`."""
     embeddings: nn.Module = module.get_input_embeddings()  # type: ignore[operator]
 
-    def spoilt(out: Any) -> Any:
-        if not spoil or not _is_per_token(out, row):
+    def poisoned(out: Any) -> Any:
+        if not poison or not _is_per_token(out, row):
             return out
         out = out.clone()
-        out[:, row.spoilt] = torch.nan
+        out[:, row.poisoned] = torch.nan
         return out
 
     call: dict[str, Any] = {}
@@ -190,11 +190,11 @@ def _outputs(module: nn.Module, arguments: tuple[Argument, ...], row: _Row, *, s
             case "positions":
                 call[argument.name] = row.positions(argument)
             case "tokens":
-                call[argument.name] = spoilt(row.tokens(argument, getattr(embeddings, "num_embeddings", 1)))
+                call[argument.name] = poisoned(row.tokens(argument, getattr(embeddings, "num_embeddings", 1)))
             case _:
                 call[argument.name] = argument.value
     devices = {argument.device for argument in arguments if argument.device and argument.device.type == "cuda"}
-    handle = embeddings.register_forward_hook(lambda layer, args, out: spoilt(out))
+    handle = embeddings.register_forward_hook(lambda layer, args, out: poisoned(out))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices):
             return [out for out in _tensors(module(**call)) if _is_per_token(out, row)]
@@ -215,8 +215,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-def _nan_outside(out: Tensor, spoilt: slice) -> bool:
-    return bool(out[:, : spoilt.start].isnan().any() | out[:, spoilt.stop :].isnan().any())
+def _nan_outside(out: Tensor, poisoned: slice) -> bool:
+    return bool(out[:, : poisoned.start].isnan().any() | out[:, poisoned.stop :].isnan().any())
 
 
 def _difference(first: Tensor, last: Tensor) -> float:
