@@ -262,8 +262,8 @@ def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
     """What a function does now.
 
     If it does the same as in `last`, or else as when it was last traced, that record itself is returned, so that
-    callers can compare with `is`. During a capture of a CUDA graph nothing is checked: `last` is returned, and the owner
-    of the graph checks it afterwards.
+    callers can compare with `is`. During a capture of a CUDA graph nothing is checked: `last` is returned, and the
+    owner of the graph checks it afterwards.
     """
     known = _known(fn)
     if known is None:

@@ -109,9 +109,9 @@ def pack(
     mix tokens in longer rows only. Calls that bypass the model, such as `model.forward`, are refused.
 
     `position_ids` that begin anew within a row, given without this function, are treated and checked alike. A token
-    whose position is not above that of the token before it begins a sequence; padding is skipped. Compiled code and CUDA
-    graphs cannot read positions: there, calls with `position_ids` evaluate a mask of every score, calls with a cache are
-    not checked, and models that do not keep sequences apart refuse `position_ids`.
+    whose position is not above that of the token before it begins a sequence; padding is skipped. Compiled code and
+    CUDA graphs cannot read positions: there, calls with `position_ids` evaluate a mask of every score, calls with a
+    cache are not checked, and models that do not keep sequences apart refuse `position_ids`.
 
     Args:
         input_ids: int `[B, S]`.
