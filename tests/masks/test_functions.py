@@ -21,7 +21,7 @@ import stof
 from stof import masks
 from stof.errors import MaskError, MaskFunctionError, ShapeError
 from stof.layout.build.build import build_layout
-from stof.masks import Index, Mask, elementwise, functions
+from stof.masks import Index, Mask, elementwise, functions, single_calls
 from stof.masks.gpu_program import programs_of
 from stof.testing import assert_attention, make_inputs
 
@@ -324,7 +324,7 @@ def test_large_results_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) ->
         mask = masks.from_function(fn)
         expected = mask.to_dense(Q, K, batch=B, heads=H)
         for limit in (1000, 60):
-            monkeypatch.setattr(elementwise, "_AT_ONCE", limit)
+            monkeypatch.setattr(single_calls, "_AT_ONCE", limit)
             largest = 0
             with Sizes():
                 found = mask.to_dense(Q, K, batch=B, heads=H)
@@ -357,7 +357,7 @@ def test_tensors_without_dimensions_as_indices(n: int) -> None:
     """Under vmap as in single calls."""
     i, j = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1])
     expected = torch.stack([INDEXED[n](a, b) for a, b in zip(i, j, strict=True)])
-    with elementwise._Indexing():
+    with single_calls.Indexing():
         assert torch.equal(torch.vmap(INDEXED[n])(i, j), expected)
 
 

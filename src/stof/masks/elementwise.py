@@ -2,33 +2,25 @@
 
 FlexAttention defines a `mask_mod` by single calls: `b`, `h`, `q_idx` and `kv_idx` are tensors without dimensions, and
 the result is one bool. Calling the function once on index tensors that broadcast against each other is much faster, and
-gives the same result if every operator works element by element. `traits_of` traces the function to find out, and
-`under_vmap` evaluates any function as it is defined.
+gives the same result if every operator works element by element. `traits_of` traces the function to find out.
+`single_calls.under_vmap` evaluates any function as it is defined.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import operator
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from stof.errors import MaskFunctionError
+from stof.masks.single_calls import DECIDES, Indexing, MaskFunction, check_promotion, check_result, under_vmap
 from stof.masks.snapshots import copy_of, same_bits
-from stof.runtime.private import DispatchMode, is_mutable, storage_id, vmap_enabled
-
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Indices = tuple[Tensor, Tensor, Tensor, Tensor]
-
-# Elements of the largest tensor of one call under vmap: bounds its memory to some 100 MB.
-_AT_ONCE = 2**23
+from stof.runtime.private import DispatchMode, is_mutable, storage_id
 
 _aten = torch.ops.aten
 # Operators that are elementwise although PyTorch does not tag them `pointwise`.
@@ -38,7 +30,6 @@ _UNTAGGED = {
 }  # fmt: skip
 # Operators that take from a tensor only its dtype and device.
 _NEW = {_aten.new_empty, _aten.new_empty_strided, _aten.new_full, _aten.new_ones, _aten.new_zeros}
-_DECIDES = "the value of an index decides in Python (if, and, or, not, int(), .item(), printing it, using it as a size)"
 # Operators that look each element up in a table of one dimension: positions of the elements and of the table.
 _LOOKUPS = {_aten.isin.Tensor_Tensor: (0, 1), _aten.bucketize.Tensor: (0, 1), _aten.searchsorted.Tensor: (1, 0)}
 
@@ -115,9 +106,9 @@ def record_of(fn: MaskFunction, at: Sequence[Tensor], last: Record) -> Record:
 def _traced_once(fn: MaskFunction, at: Sequence[Tensor], last: Record | None) -> tuple[_Trace, Tensor]:
     single = tuple(index.clone() for index in at)
     trace = _Trace(single, broadcast=False, last=last)
-    with torch.no_grad(), trace, _Indexing():
+    with torch.no_grad(), trace, Indexing():
         keep = fn(*single)
-    _check_result(fn, keep)
+    check_result(fn, keep)
     trace.note_result(keep)
     return trace, keep
 
@@ -136,24 +127,6 @@ def _refuse_reads(fn: MaskFunction, at: Sequence[Tensor], elements: dict[frozens
         raise RuntimeError(
             f"it fails under torch.vmap, where no value of an index decides in Python: {error}"
         ) from error
-
-
-def function_name(fn: MaskFunction) -> str:
-    return str(getattr(fn, "__name__", None) or repr(fn))
-
-
-def _check_result(fn: MaskFunction, keep: object) -> None:
-    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-        got = f"a {keep.dtype} tensor" if isinstance(keep, Tensor) else type(keep).__name__
-        raise MaskFunctionError(
-            f"the mask function {function_name(fn)} returned {got}; "
-            "return a torch.bool tensor, true where the key is seen"
-        )
-    if keep.numel() != 1:
-        raise MaskFunctionError(
-            f"the mask function {function_name(fn)} returned shape {list(keep.shape)} for one score; return one bool: "
-            "it is called with b, h, q_idx and kv_idx of a single score, as FlexAttention's mask_mod"
-        )
 
 
 class _ObstacleError(Exception):
@@ -247,7 +220,7 @@ class _Trace(DispatchMode):
             return func(*args, **kwargs)
         if not self._broadcast:
             if _pointwise(func) or func in _LOOKUPS:
-                _check_promotion(str(func), tensors, tracked)
+                check_promotion(str(func), tensors, tracked)
             self._operations.append(f"{func}{self._described(args)}{self._described(kwargs) if kwargs else ''}")
             if func.namespace not in ("aten", "prims"):
                 raise RuntimeError(
@@ -262,7 +235,7 @@ class _Trace(DispatchMode):
         out = func(*args, **kwargs)
         results = [out] if isinstance(out, Tensor) else list(_leaves(out))
         if not all(isinstance(x, Tensor) for x in results):
-            raise RuntimeError(_DECIDES)
+            raise RuntimeError(DECIDES)
         # Those two depend on an index's shape alone.
         of_values = packet not in (_aten.zeros_like, _aten.ones_like)
         used = frozenset[int]().union(*(self.used_by(x) for x in tracked)) if of_values else frozenset[int]()
@@ -303,25 +276,6 @@ class _Trace(DispatchMode):
         )
 
 
-def _check_promotion(name: str, operands: list[Tensor], tracked: list[Tensor]) -> None:
-    """Raise where operands promote to other dtypes when computed for many scores at once, also by `torch.vmap`.
-
-    A tensor without dimensions does not widen one with dimensions of the same category.
-
-    Args:
-        name: of the operator.
-        operands: as in a call for one score.
-        tracked: those that have more dimensions in a call for many scores.
-    """
-    widened = {id(x) for x in tracked}
-    single = _promoted([(x.dtype, x.ndim > 0) for x in operands])
-    many = _promoted([(x.dtype, x.ndim > 0 or id(x) in widened) for x in operands])
-    # Positions fit into 32 bits.
-    if single != many and (single, many) != (torch.int32, torch.int64):
-        dtypes = " and ".join(dict.fromkeys(str(x.dtype) for x in operands))
-        raise RuntimeError(f"{name} of {dtypes} computes in {single} for one score, in {many} for many; use one dtype")
-
-
 def _pointwise(func: Any) -> bool:
     tags = getattr(func, "tags", ())
     return torch.Tag.nondeterministic_seeded not in tags and (
@@ -350,122 +304,3 @@ def _storage(x: Tensor) -> int:
 
 def _single(x: Tensor) -> bool:
     return x.numel() == 1 and x.ndim <= 4
-
-
-def _promoted(operands: list[tuple[torch.dtype, bool]]) -> torch.dtype | None:
-    """The dtype that tensors promote to, given whether each has dimensions."""
-    with_dims, without = (
-        functools.reduce(torch.promote_types, found) if found else None
-        for found in ([dtype for dtype, own in operands if own is wanted] for wanted in (True, False))
-    )
-    if with_dims is None or without is None:
-        return with_dims or without
-    return torch.promote_types(with_dims, without) if _category(without) > _category(with_dims) else with_dims
-
-
-def _category(dtype: torch.dtype) -> int:
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype != torch.bool)
-
-
-class _Indexing(TorchFunctionMode):
-    """Lets tensors without dimensions index others under `torch.vmap`, as FlexAttention does.
-
-    PyTorch reads such an index as a Python int, which has no meaning under vmap. `isin`, which vmap has no rule for, is
-    written with operators that it has rules for.
-
-    The text of a tensor is refused: it shows values under vmap too.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.__repr__:
-            raise RuntimeError(_DECIDES)
-        if func is Tensor.__getitem__:
-            items = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(map(_is_position, items)):
-                return _indexed(args[0], items)
-        elif func is torch.isin:
-            return _isin(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _is_position(item: object) -> bool:
-    """Whether an index is a tensor that stands for one position."""
-    return isinstance(item, Tensor) and item.ndim == 0 and item.dtype in (torch.int64, torch.int32)
-
-
-def _indexed(table: Tensor, items: tuple[Any, ...]) -> Tensor:
-    """`table[items]`, where positions in tensors stay tensors."""
-    # Dimensions that each item stands for; an ellipsis stands for those left.
-    widths = [item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items]
-    widths = [0 if item is None or item is Ellipsis else width for item, width in zip(items, widths, strict=True)]
-    picks: list[Tensor | None] = []
-    rest = []
-    for item, width in zip(items, widths, strict=True):
-        if _is_position(item):
-            picks.append(item)
-        else:
-            picks += [None] * (table.ndim - sum(widths) if item is Ellipsis else width)
-            rest.append(item)
-    found = _aten.index.Tensor(table, picks)
-    return found[tuple(rest)] if rest else found
-
-
-def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
-    del assume_unique  # a promise that this does not need
-    both = [x for x in (elements, test_elements) if isinstance(x, Tensor)]
-    _check_promotion("isin", both, both)
-    own, others = elements, test_elements
-    if isinstance(others, Tensor):
-        others = others.reshape(-1)
-        own = own.unsqueeze(-1) if isinstance(own, Tensor) else own
-        found = (own == others).any(-1)
-    else:
-        found = own == others
-    return ~found if invert else found
-
-
-def shape_of(indices: Indices) -> tuple[int, ...]:
-    """The shape that indices broadcast to."""
-    return tuple(map(max, *(index.shape for index in indices)))
-
-
-def under_vmap(fn: MaskFunction, indices: Indices, elements: dict[frozenset[int], int]) -> Tensor:
-    """Evaluate a mask function score by score: bool, of the shape that the indices broadcast to.
-
-    Args:
-        fn: the function.
-        indices: int64 tensors of four dimensions each, which broadcast to the scores.
-        elements: of `Traits`; large results are computed in parts.
-    """
-    shape = shape_of(indices)
-    parts = _parts(indices, shape, elements)
-
-    def one(*at: Tensor) -> Tensor:
-        keep = fn(*at)
-        _check_result(fn, keep)
-        return keep.reshape(())
-
-    call: Callable[..., Tensor] = one
-    # Outer levels come first, so the dimension of each level is the first one left of a tensor that has it.
-    for dim in reversed(range(4)):
-        if shape[dim] > 1:
-            in_dims = tuple(0 if index.shape[dim] > 1 else None for index in indices)
-            call = torch.vmap(call, in_dims=in_dims, chunk_size=parts[dim] if parts[dim] < shape[dim] else None)
-    with torch.no_grad(), _Indexing(), vmap_enabled():
-        # Copies, because a function may write to its arguments.
-        return call(*(index.squeeze().clone() for index in indices)).reshape(shape)
-
-
-def _parts(indices: Indices, shape: Sequence[int], elements: dict[frozenset[int], int]) -> list[int]:
-    """How much of each dimension to compute at once."""
-    dims = [{d for d in range(4) if index.shape[d] > 1} for index in indices]
-    wanted = [(count, set[int]().union(*(dims[n] for n in used))) for used, count in elements.items()]
-    wanted.append((1, {0, 1, 2, 3}))  # the result
-    parts = list(shape)
-    for dim in range(4):
-        while parts[dim] > 1 and max(n * math.prod(parts[d] for d in own) for n, own in wanted) > _AT_ONCE:
-            parts[dim] = -(-parts[dim] // 2)
-    return parts

@@ -20,18 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stof.errors import MaskError, MaskFunctionError, ShapeError
 from stof.masks.bounds import Range, TileBounds
 from stof.masks.compose import Mask
-from stof.masks.elementwise import (
-    Indices,
-    MaskFunction,
-    Record,
-    Traits,
-    function_name,
-    record_of,
-    shape_of,
-    traits_of,
-    under_vmap,
-)
+from stof.masks.elementwise import Record, Traits, record_of, traits_of
 from stof.masks.index import Index
+from stof.masks.single_calls import Indices, MaskFunction, function_name, shape_of, under_vmap
 from stof.masks.snapshots import identity, same_bits
 from stof.runtime.memory import in_capture
 
