@@ -11,6 +11,7 @@ import torch
 import stof
 from stof import masks
 from stof.errors import ArgumentError, DtypeError, MaskError, ShapeError, UnsupportedError
+from stof.runtime.private import without_hooks
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -221,6 +222,18 @@ def test_packed_and_sparse() -> None:
         want = _hidden(model, inputs)
     valid = inputs["attention_mask"].bool()
     torch.testing.assert_close(got[valid], want[valid], atol=1e-5, rtol=1e-5)
+
+
+def test_the_check_keeps_hooks_registered_meanwhile() -> None:
+    """transformers registers the hooks that collect outputs in a model's first call, which may be the check's."""
+    layer, calls = torch.nn.Linear(2, 2), list[str]()
+    layer.register_forward_hook(lambda *_: calls.append("user"))
+    with without_hooks(layer, keep=("torch",)):
+        layer.register_forward_hook(lambda *_: calls.append("added"))
+        layer(torch.ones(2))
+        assert calls == ["added"]
+    layer(torch.ones(2))
+    assert calls == ["added", "user", "added"]
 
 
 def test_sparsify_refuses() -> None:

@@ -393,19 +393,23 @@ def without_hooks(model: nn.Module, keep: tuple[str, ...]) -> Iterator[None]:
     There is no public way to call a module without its hooks. Without this, the hooks of users see calls that they did
     not make.
     """
-    changed: list[tuple[nn.Module, str, Any]] = []
+    changed: list[tuple[dict[int, Any], dict[int, Any]]] = []
     try:
         for module in model.modules():
             for name in FORWARD_HOOKS:
                 hooks = getattr(module, name)
-                kept = {number: hook for number, hook in hooks.items() if _package_of(hook) in keep}
-                if len(kept) != len(hooks):
-                    changed.append((module, name, hooks))
-                    setattr(module, name, type(hooks)(kept))
+                dropped = [number for number, hook in hooks.items() if _package_of(hook) not in keep]
+                if dropped:
+                    changed.append((hooks, dict(hooks)))
+                    for number in dropped:
+                        del hooks[number]
         yield
     finally:
-        for module, name, hooks in changed:
-            setattr(module, name, hooks)
+        for hooks, before in changed:
+            # Hooks registered in the block stay: transformers registers those that collect outputs in a first call.
+            added = {number: hook for number, hook in hooks.items() if number not in before}
+            hooks.clear()
+            hooks.update(before | added)
 
 
 def _package_of(hook: Any) -> str:
