@@ -68,8 +68,8 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
             constants = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
             yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
             yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 15, *constants], writing
-        rows = min(reader.rows_at_once(64, 256), survey._ROWS)
-        yield counting.count_slabs, [read, ints, *[i] * 15, kind, 64, 256, rows], {}
+        rows = reader.rows_at_once(survey._ROWS, 256)
+        yield counting.count_slabs, [read, ints, *[i] * 16, kind, 256, rows], {}
     yield reading.prepare, [ints, ints, *[i] * 5], {}
 
 

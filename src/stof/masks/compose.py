@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -332,7 +333,7 @@ class PerHead(Composite):
         for mask, chosen in places.items():
             kept = mask.evaluate(replace(index, h=index.h[:, chosen]))
             rows |= zip(chosen, kept.expand(-1, len(chosen), -1, -1).split(1, dim=1), strict=True)
-        shape = torch.broadcast_shapes(*(row.shape for row in rows.values()))
+        shape = np.broadcast_shapes(*(row.shape for row in rows.values()))  # torch's imports sympy: half a second
         return torch.cat([rows[place].expand(shape) for place in range(len(rows))], dim=1)
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from stof.layout import Layout, LayoutConfig, build_layout
+from stof.layout.build.host_first import host_mask
 from stof.layout.orders.search import RowOrders
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
@@ -71,7 +72,10 @@ class MaskGeometry(Geometry):
     ) -> None:
         self.mask, self.q_len, self.kv_len = mask, q_len, kv_len
         self.batch, self.heads, self.device = batch, heads, torch.device(device)
-        self.orders = RowOrders(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
+        on_host = host_mask(mask, q_len, kv_len, mask.dims(batch, heads, device), self.device)
+        # The mask that is evaluated, and where.
+        self._mask, self._place = (mask, self.device) if on_host is None else (on_host, torch.device("cpu"))
+        self.orders = RowOrders(self._mask, q_len, kv_len, batch=batch, heads=heads, device=self._place)
         self.row_orders = self.orders.names
         self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
 
@@ -80,7 +84,7 @@ class MaskGeometry(Geometry):
 
     def build(self, config: LayoutConfig, row_order: str | None) -> Layout:
         """The layout under some block sizes and a row order by its name."""
-        return self._by(build_layout, config, row_order)
+        return self._by(build_layout, config, row_order).to(self.device)
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         key = (geometries, row_order)
@@ -96,5 +100,5 @@ class MaskGeometry(Geometry):
 
     def _by(self, function: Callable[..., T], what: object, row_order: str | None) -> T:
         """`build_layout` or `survey` of the mask."""
-        sizes: dict[str, Any] = {"batch": self.batch, "heads": self.heads, "device": self.device}
-        return function(self.mask, self.q_len, self.kv_len, what, **sizes, row_order=self.orders.rows(row_order))
+        sizes: dict[str, Any] = {"batch": self.batch, "heads": self.heads, "device": self._place}
+        return function(self._mask, self.q_len, self.kv_len, what, **sizes, row_order=self.orders.rows(row_order))

@@ -6,6 +6,7 @@ are not empty. Dense masks are reduced tile by tile instead.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,7 +114,7 @@ class _Grid:
             Range(row * tall, (row * tall + tall - 1).clamp(max=self.own.q_len - 1)),
             Range(column * wide, (column * wide + wide - 1).clamp(max=self.own.kv_len - 1)),
         )
-        shape = torch.broadcast_shapes(row.shape, column.shape)
+        shape = np.broadcast_shapes(row.shape, column.shape)  # torch's imports sympy: half a second
         # Tiles that reach past the last key are partial however much they keep.
         inside = (column + 1) * wide <= self.own.kv_len
         return bounds.empty.expand(shape), (bounds.full & inside).expand(shape)

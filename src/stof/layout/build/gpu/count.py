@@ -117,7 +117,7 @@ def _columns(own: HeadMask, height: int, *, device: torch.device) -> tuple[Tenso
 def _launch(
     source: Source, state: Tensor, first: int, q_len: int, kv_len: int, height: int, places: tuple[int, int, int]
 ) -> None:
-    """Count in row blocks of one height; `first` is of `Source.prepared`, `places` are the last of `count_slabs`."""
+    """Count in row blocks of one height; `first` is of `Source.prepared`, `places` are numbers of `count_slabs`."""
     from stof.layout.build.gpu.count_kernel import count_slabs
     from stof.runtime.launch import launch
 
@@ -134,6 +134,6 @@ def _launch(
         first,
         first + source.programs.first,
     )
-    constants = (source.kind, height, _COLUMNS, min(source.rows_at_once(height, _COLUMNS), _ROWS))
+    constants = (source.kind, _COLUMNS, source.rows_at_once(_ROWS, _COLUMNS))
     programs = source.patterns * row_blocks * columns
-    launch(count_slabs, programs, tensors, (*sizes, *places), constants, device=state.device)
+    launch(count_slabs, programs, tensors, (*sizes, *places, height), constants, device=state.device)

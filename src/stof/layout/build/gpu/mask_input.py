@@ -176,6 +176,11 @@ class Source(NamedTuple):
         return state, mailbox, first
 
 
+def has_kernels(mask: Mask, q_len: int, kv_len: int) -> bool:
+    """Whether the kernels serve a mask: the values of a dense one, or programs, which hold no tensors of a device."""
+    return isinstance(mask, DenseMask) or programs_of(mask, q_len, kv_len, [(0, 0)]) is not None
+
+
 def source_of(
     mask: Mask, q_len: int, kv_len: int, mask_heads: int, entries: list[int], device: torch.device
 ) -> Source | None:
