@@ -67,7 +67,7 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         for block_m, block_n in ((128, 128), (64, 256)) if kind == source.PROGRAM else ((128, 128),):
             constants = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
             yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
-            yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 15, *constants], writing
+            yield kernels.write_layout, [read, *[ints] * 7, *[i] * 14, *constants], writing
         rows = reader.rows_at_once(survey._ROWS, 256)
         yield counting.count_slabs, [read, ints, *[i] * 16, kind, 256, rows], {}
     yield reading.prepare, [ints, ints, *[i] * 5], {}

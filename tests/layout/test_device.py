@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.layout import Layout, build_layout
-from stof.layout.build.build import PARTIAL_TILE_COST
 from stof.layout.build.gpu import build as device_build
 from stof.layout.build.gpu import mask_input as device_source
 from stof.layout.build.gpu.build import device_layout
@@ -35,7 +34,7 @@ def on_device(
     mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, batch: int = 1, heads: int = 1
 ) -> Layout | None:
     dims = mask.dims(batch, heads)
-    return device_layout(mask, q_len, kv_len, config, dims, round(100 * PARTIAL_TILE_COST), device=DEVICE)
+    return device_layout(mask, q_len, kv_len, config, dims, device=DEVICE)
 
 
 def by_torch(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> Layout:

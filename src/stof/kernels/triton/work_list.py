@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from stof.kernels.bitmap_order import accumulator_order
-from stof.kernels.common import parts_of
+from stof.kernels.common import PARTIAL_TILE_COST, parts_of
 from stof.kernels.config import KernelConfig
 from stof.layout import Layout
-from stof.layout.build.build import PARTIAL_TILE_COST
 
 # Columns of a bias vector: 16 bytes of a bias of 16 bits.
 BIAS_VECTOR = 8
