@@ -15,6 +15,7 @@ from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.tensors import DenseMask, as_mask, dense_view, is_function_or_block_mask
 from stof.operators import (
+    FULL,
     NUMBERED,
     PLAN,
     TENSOR,
@@ -27,7 +28,7 @@ from stof.operators import (
     run_empty,
     varying_attention_op,
 )
-from stof.plans.make import make_plan
+from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
 from stof.runtime.private import break_graph, is_exporting, is_plain
 from stof.selection import Explanation
@@ -188,9 +189,14 @@ def attention(
     plain = not compiling and is_plain(q, k, v, bias, sinks, *own)
     # The key holds no scales that are not tensors in a list: the checks refuse them.
     keyed = plain and (scales is None or len(own) > 0)
+    stored: Plan | None = None
+    if keyed and isinstance(mask_or_plan, Plan):
+        stored = mask_or_plan
+    elif keyed:
+        stored = cached_plan(FULL if mask_or_plan is None else mask_or_plan, q, k)
     # Autocast would make other arguments of these.
-    if keyed and isinstance(mask_or_plan, Plan) and not torch.is_autocast_enabled(mask_or_plan.device.type):
-        ready = mask_or_plan.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *own)
+    if stored is not None and not torch.is_autocast_enabled(stored.device.type):
+        ready = stored.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *own)
         if ready is not None:
             try:
                 found = ready(q, k, v, bias, sinks, *own)
