@@ -151,7 +151,7 @@ def launch(
     device: _Device = "",
     calls: Annotated[int, typer.Option(min=50, help="Calls timed, in batches of 50.")] = 2000,
 ) -> None:
-    """Host time of one eager call with a ready plan, next to PyTorch's own attention."""
+    """Host time of one eager call with a ready plan or a mask, next to PyTorch's own attention."""
     from rich.table import Table
 
     from benchmarks.attention.call_overhead import launch_times
@@ -164,6 +164,39 @@ def launch(
     for found in launch_times(where, precision, calls):
         table.add_row(found.name, f"{found.us:.1f}")
     table_console().print(table)
+
+
+@app.command("first-call", cls=CheckedCommand)
+def first_call(
+    device: _Device = "",
+    libraries: Annotated[str, typer.Option(help="stof and flex, separated by spaces.")] = "stof flex",
+    output: _Output = None,
+) -> None:
+    """Time the first eager calls of a process, with empty caches and with those that it left, beside FlexAttention."""
+    from tempfile import TemporaryDirectory
+
+    from rich.table import Table
+
+    from benchmarks.attention.first_call import LIBRARIES, as_json, run_processes
+    from benchmarks.results_io import provenance, write_json
+    from stof.tuning.machine import device_name
+
+    must_be_writable(output)
+    where, _ = _place(device, "")
+    chosen = names("--libraries", libraries, LIBRARIES)
+    with TemporaryDirectory() as folder:
+        rows = list(run_processes(where, tuple(chosen), Path(folder)))
+    columns = list(dict.fromkeys((row.library, row.caches) for row in rows))
+    table = Table(title=f"First calls on {device_name(where)}, s", caption="; ".join(r.note for r in rows if r.note))
+    for heading in ("call", *(f"{library}, caches {caches}" for library, caches in columns)):
+        table.add_column(heading)
+    times = {(row.call, row.library, row.caches): row.seconds for row in rows}
+    for call in dict.fromkeys(row.call for row in rows):
+        seconds = (times.get((call, *column)) for column in columns)
+        table.add_row(call, *("-" if value is None else f"{value:.2f}" for value in seconds))
+    table_console().print(table)
+    if output is not None:
+        write_json(output, as_json(rows, provenance(where)))
 
 
 @app.command(cls=CheckedCommand)
