@@ -25,6 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("selection",),
     ("validation", "plans"),
+    ("handles",),
+    ("dispatch",),
     ("operators",),
     ("flop_formula",),
     ("attention",),

@@ -20,10 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import stof
 from stof import masks
 from stof.errors import DtypeError, MaskError, UnsupportedError
+from stof.handles import NUMBERED
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.base import numbered_mask
-from stof.operators import NUMBERED, masked_attention_op, varying_attention_op
+from stof.operators import masked_attention_op, varying_attention_op
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs, spread
 

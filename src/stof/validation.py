@@ -208,7 +208,12 @@ def check_bias(bias: Tensor | None, q: Tensor, kv_len: int) -> Tensor | None:
     # Spelled out, not `own not in (1, size)`: compilers compare symbolic sizes with ==, not in tuples.
     if bias.ndim > 4 or any(own != 1 and own != size for own, size in zip(shape, full, strict=True)):
         raise ShapeError(f"bias broadcasts to [B, H, Sq, Skv] = {list(full)}, got {list(bias.shape)}")
-    return bias.view(shape) if bias.ndim < 4 else bias
+    return with_four_dims(bias)
+
+
+def with_four_dims(bias: Tensor) -> Tensor:
+    """A bias that was checked, with leading dimensions of size 1."""
+    return bias.view((1,) * (4 - bias.ndim) + tuple(bias.shape)) if bias.ndim < 4 else bias
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:

@@ -25,6 +25,7 @@ except ImportError as error:
         "install it with pip install --upgrade transformers"
     ) from error
 
+from stof.handles import FULL
 from stof.integrations.transformers.attention import attention_forward
 from stof.integrations.transformers.forward_inspection import hands_mask_on
 from stof.integrations.transformers.layer_mask import NAME
@@ -34,7 +35,6 @@ from stof.integrations.transformers.packed_calls import watch
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
-from stof.operators import FULL
 
 __all__ = [
     "ModelMask",

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from stof.attention import plan
 from stof.errors import UnsupportedError
+from stof.handles import Intersection, intersection
 from stof.masks import Index, Mask
 from stof.masks.bounds import TileBounds
 from stof.masks.compose import Wrapped
 from stof.masks.rules import Documents
-from stof.operators import Intersection, intersection
 from stof.plans.plan import Plan
 
 
