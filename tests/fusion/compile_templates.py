@@ -30,10 +30,7 @@ from stof.fusion.templates.norms import Norm
 from stof.fusion.templates.triton import chained_gemm, gemm, row_norm
 from tests.kernels.assemble import ARCHS, assemble
 
-_TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int8: "i8",
-    torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 _CAPABILITY = {80: (8, 0), 89: (8, 9), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
 
 
@@ -105,8 +102,6 @@ def cases(every: bool) -> Iterator[Case]:
     normed = GemmShape("norm_linear", 4096, 3072, 2048, norm="rms")
     folded = GemmShape("rms_gated_linear", 4096, 8192, 2048, activation="silu", norm="rms")
     turning = GemmShape("rotary_linear", 4096, 3072, 2048, norm="rms", head_dim=64, turned=2560)
-    stored = GemmShape("scaled_linear", 16, 2048, 2048, activation="silu", bias=True, residual=True, stored="int8")
-    floats = replace(stored, stored="float8_e4m3fn")
     layer = GemmShape("norm_linear", 100, 768, 768, norm="layer", scaled=True, bias=True)
 
     def case(name: str, shape: GemmShape, text: str, archs: tuple[int, ...] = (90,), dtype: torch.dtype = half) -> Case:
@@ -138,11 +133,6 @@ def cases(every: bool) -> Iterator[Case]:
     yield case("swiglu", gated, "64x64x64,4w,4s,tile,split4", (80, 90))
     yield case("transposed", turned, "64x64x64,4w,4s,tile,split4")
     yield case("transposed", replace(turned, m=128), "64x32x128,4w,4s,tile")
-    for text in ("16x64x128,4w,4s,tile,split4", "64x64x128,4w,3s,tile"):
-        yield case("int8", stored, text, ARCHS)
-        yield case("int8", stored, text, (80, 90), bfloat)
-        yield case("float8", floats, text, (89, 90, 100, 120))
-        yield case("float8", floats, text, (90,), bfloat)
     chained = GemmShape("chain_linear", 128, 768, 768, activation="gelu", bias=True, residual=True, inner=64)
     for text in ("16x64x128,4w,3s,tile,split8", "64x128x64,4w,3s,tile,split2"):
         yield case("chain", chained, text, ARCHS)
@@ -167,7 +157,6 @@ def product_of(case: Case) -> GemmCall:
     weight = (
         torch.empty(shape.k, rows, dtype=dtype).t() if shape.transposed else torch.empty(rows, shape.k, dtype=dtype)
     )
-    weight = weight.to(getattr(torch, shape.stored)) if shape.stored else weight
     norm = norm_of(case, shape.k) if shape.template == "norm_linear" else None
     norm = Norm("rms", None, None, 1e-5) if shape.template in ROW_SCALED and shape.norm else norm
     angles = torch.empty(shape.m, shape.head_dim, dtype=dtype)
@@ -181,7 +170,6 @@ def product_of(case: Case) -> GemmCall:
         norm,
         torch.empty(shape.m) if shape.template in ROW_SCALED and shape.norm else None,
         Rotary(angles, angles, shape.turned, shape.head_dim) if shape.head_dim else None,
-        torch.empty(rows, dtype=dtype) if shape.stored else None,
     )
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, fx
 from stof.fusion.graph.fx_utils import fake_mode_of
 from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.nodes import column_slice, fake_value, same_size, skip_identities
-from stof.fusion.graph.operators import NORMS, Kind, Operator, dtype_name
+from stof.fusion.graph.operators import NORMS, Kind, Operator
 from stof.fusion.graph.symbolic_shapes import Values, is_symbolic, size_hint, values_for
 from stof.fusion.planner.match_rotary import column_readers, rotations
-from stof.fusion.templates.gemm_config import CHAIN, GATED, MOST_INNER, ROW_SCALED, SCALED, GemmShape
+from stof.fusion.templates.gemm_config import CHAIN, GATED, MOST_INNER, ROW_SCALED, GemmShape
 from stof.fusion.templates.launch import row_factors
 from stof.fusion.templates.registry import TEMPLATES, GemmProblem, KernelPolicy, Template, no_kernel
 from stof.fusion.templates.row_buckets import SMALLEST
@@ -134,7 +134,7 @@ def insertion_point(order: GraphOrder, match: TemplateMatch) -> fx.Node | Refusa
     if any(order.place[source] >= order.place[spot] for source in sources):
         return Refusal("a value of the segment is used before all it reads is there")
     places = [order.place[node] for node in (*match.covered_nodes, spot)]
-    if order.writes_between(min(places), max(places), floats=not match.problem.shape.stored):
+    if order.writes_between(min(places), max(places)):
         return Refusal("the graph writes to a tensor in place amid the segment")
     return spot
 
@@ -150,7 +150,7 @@ def find_matches(operators: Sequence[Operator], policy: KernelPolicy) -> tuple[l
     refused: list[Refusal] = []
     kinds = tuple(operator.kind for operator in operators)
     for template in TEMPLATES:
-        if not template.covers(kinds) or (template.name == SCALED and not any(o.quantized for o in operators)):
+        if not template.covers(kinds):
             continue
         if template.name == CHAIN:
             if not all(o.chainable for o in operators if o.kind is Kind.LINEAR):
@@ -176,9 +176,6 @@ def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch |
     linear = next(operator for operator in operators if operator.kind is Kind.LINEAR)
     norm = next((operator for operator in operators if operator.kind in NORMS), None)
     act = next((operator for operator in operators if operator.kind in (Kind.ACTIVATION, Kind.GATE)), None)
-    quantized = linear.quantized if template.name == SCALED else None
-    if quantized is None and linear.quantized is not None and linear.quantized.scale_after_matmul:
-        return "the result's columns are scaled"
     dataflow = _dataflow(operators, linear)
     if isinstance(dataflow, str):
         return dataflow
@@ -194,16 +191,14 @@ def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch |
             owner = next((operator for operator in operators if node in operator.nodes), operators[0])
             return f"the value of {owner.label} is used elsewhere as well"
     x = operators[0].inputs[0]
-    weights = [linear.weight] if quantized is None else [quantized.values, quantized.scale]
-    problem = operand_mismatch(
-        [x, *weights, linear.bias, residual, *results], norm, weights if quantized else ()
-    ) or folding_mismatch(template, norm, linear)
+    problem = operand_mismatch([x, linear.weight, linear.bias, residual, *results], norm) or folding_mismatch(
+        template, norm, linear
+    )
     if problem:
         return problem
     arguments: dict[str, Any] = {
         "x": x,
-        "weight": linear.weight if quantized is None else quantized.values,
-        "scale": None if quantized is None else quantized.scale,
+        "weight": linear.weight,
         "bias": linear.bias,
         "residual": residual,
         "activation": act.activation if act is not None else "none",
@@ -258,7 +253,7 @@ def _match_chain(template: Template, operators: Sequence[Operator]) -> TemplateM
     if any(user not in covered_nodes for node in covered_nodes - {result} for user in node.users):
         return "a value between the GEMMs is used elsewhere as well"
     inner, (n, k) = size_hint(down.weight_size[0]), (size_hint(up.weight_size[0]), size_hint(down.weight_size[1]))
-    if down.transposed or up.transposed or down.quantized or up.quantized:
+    if down.transposed or up.transposed:
         return "a weight is not stored row by row in the GEMMs' dtype"
     if inner > MOST_INNER:
         return f"{inner} columns between the GEMMs, a kernel has room for {MOST_INNER}"
@@ -302,7 +297,6 @@ def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) ->
         transposed=linear.transposed,
         head_dim=arguments.get("head_dim", 0),
         turned=arguments.get("turned", 0),
-        stored="" if arguments["scale"] is None else dtype_name(arguments["weight"]),
         aligned=all(size * x.element_size() % 16 == 0 for size in (n, k)),
     )
     return GemmProblem(shape, x.dtype, x.device)
@@ -349,13 +343,10 @@ def _results(template: Template, operators: Sequence[Operator]) -> tuple[fx.Node
     return (operators[-1].root,)
 
 
-def operand_mismatch(
-    nodes: Sequence[fx.Node | None], norm: Operator | None = None, free: Sequence[fx.Node | None] = ()
-) -> str:
+def operand_mismatch(nodes: Sequence[fx.Node | None], norm: Operator | None = None) -> str:
     """Return why tensors are not what the operators take, or "".
 
-    Tensors are plain, of one dtype and one device; the weight and bias of a norm are vectors. `free` are tensors of
-    other dtypes, which operator recognition has checked.
+    Tensors are plain, of one dtype and one device; the weight and bias of a norm are vectors.
     """
     nodes = [*nodes, *([norm.weight, norm.bias] if norm is not None else [])]
     values = [fake_value(node) for node in nodes if node is not None]
@@ -365,7 +356,7 @@ def operand_mismatch(
     kinds = {type(value) for value in tensors} - {FakeTensor, Tensor, torch.nn.Parameter}
     if kinds:
         return f"an operand is a {', '.join(kind.__name__ for kind in kinds)}"
-    dtypes = {value.dtype for node in nodes if node not in free and (value := fake_value(node)) is not None}
+    dtypes = {value.dtype for value in tensors}
     if len(dtypes) > 1:
         return f"dtypes differ: {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
     if not dtypes <= _DTYPES:

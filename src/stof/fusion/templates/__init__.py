@@ -14,7 +14,6 @@ from stof.fusion.templates.operators import (
     rms_gated_linear,
     rms_linear,
     rotary_linear,
-    scaled_linear,
 )
 
 __all__ = [
@@ -30,5 +29,4 @@ __all__ = [
     "rms_gated_linear",
     "rms_linear",
     "rotary_linear",
-    "scaled_linear",
 ]

@@ -14,7 +14,7 @@ def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -
             c for c in _FOR_CHAINS if c.block_m < 4 * shape.m + 16 and not config_problems(c, shape, dtype, capability)
         ]
     found = []
-    for config in (*_CANDIDATES, *(_FOR_STORED if shape.stored else ())):
+    for config in _CANDIDATES:
         tall = config.block_m > 16 and config.block_m >= 4 * shape.m
         wide = config.block_n > 32 and config.block_n >= 4 * shape.n * (2 if shape.gated else 1)
         # Splitting pays where the tiles alone leave most of a device idle.
@@ -50,14 +50,6 @@ _CANDIDATES = _parsed(
     "64x32x128,4w,4s,tile,split4",
     "32x64x128,4w,4s,tile  32x64x128,4w,4s,tile,split4",
     "16x32x128,4w,3s,tile  16x64x128,4w,4s,tile  16x64x128,4w,4s,tile,split4  16x32x256,4w,3s,tile,split2",
-)
-# Few rows of 8-bit weights: as many bytes under way as 16-bit ones have with half the depth.
-_FOR_STORED = _parsed(
-    "16x64x128,4w,4s,tile,split2  16x64x128,4w,4s,tile,split8  16x64x256,4w,3s,tile  16x64x256,4w,3s,tile,split2",
-    "16x64x256,4w,3s,tile,split4  16x64x256,4w,4s,tile,split8  16x128x128,4w,4s,tile",
-    "16x128x128,8w,5s,tile,split4",
-    "32x64x128,4w,4s,tile,split2  32x64x128,4w,4s,tile,split8",
-    "64x64x128,4w,4s,tile  64x64x128,4w,4s,tile,split8",
 )
 _FOR_CHAINS = _parsed(
     "16x64x128,4w,3s,tile  16x64x128,4w,3s,tile,split4  16x64x128,4w,3s,tile,split8  16x64x128,4w,3s,tile,split16",

@@ -13,11 +13,10 @@ from stof.fusion.templates.device_properties import tilelang_installed
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
-SCALED = "scaled_linear"  # its weight is of 8-bit values
 CHAIN = "chain_linear"  # two GEMMs
 TEMPLATES = (
     "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear",
-    SCALED, CHAIN,
+    CHAIN,
 )  # fmt: skip
 # Their weight has the rows of the gate first, then those of what is gated.
 GATED = ("gated_linear", "rms_gated_linear")
@@ -27,8 +26,6 @@ ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
 KINDS = ("tile", "pingpong", "together", "tilelang")
 GLUON = ("pingpong", "together")
 HALVES = (torch.float16, torch.bfloat16)
-# What weights may be stored as, and the least compute capability that converts it.
-STORED = {torch.int8: (8, 0), torch.float8_e4m3fn: (8, 9)}
 # cuBLAS is faster than the templates: candidates of a search, never a default.
 _IF_MEASURED = (torch.float32,)
 _LEAST_CAPABILITY = (8, 0)
@@ -62,7 +59,6 @@ class GemmShape:
         bias, residual: whether there is one.
         transposed: the weight's columns are contiguous in memory (`[K, N]` stored, seen as `[N, K]`).
         head_dim, turned: heads of that width are rotated in the first `turned` columns; 0 for none.
-        stored: the dtype of the weight's values, "int8", where that is not the GEMM's; each column has a factor.
         inner: columns between the two GEMMs of a chain; k are of the first one's, n of the second one's result.
         aligned: TMA can read x, weight and residual (16-byte addresses and row strides) and write the result.
     """
@@ -79,17 +75,12 @@ class GemmShape:
     transposed: bool = False
     head_dim: int = 0
     turned: int = 0
-    stored: str = ""
     inner: int = 0
     aligned: bool = True
 
     @property
     def gated(self) -> bool:
         return self.template in GATED
-
-    def weight_size(self, itemsize: int) -> int:
-        """Bytes of one of the weight's values; `itemsize` of x's."""
-        return getattr(torch, self.stored).itemsize if self.stored else itemsize
 
     @property
     def commutes(self) -> bool:
@@ -153,7 +144,7 @@ class GemmConfig:
             return (steps + self.block_m * max(between, self.block_n)) * itemsize
         width = self.block_n // 2 if shape.gated else self.block_n
         if self.kind in ("tile", "tilelang"):
-            return self.stages * (self.block_m * itemsize + self.block_n * shape.weight_size(itemsize)) * self.block_k
+            return self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
         loads = self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
         if self.kind == "together":
             loads = (self.row_stages * self.block_m + self.stages * self.block_n) * self.block_k * itemsize
@@ -167,7 +158,7 @@ class GemmConfig:
         A weight that the L2 does not keep is read from memory once for each so many rows. LLaMA's gate and up (67 MB)
         took 3 to 4 % less by 32 than by 8, where calls in a row bring an H200 to its power limit; single calls as long.
         """
-        weight = shape.n * (2 if shape.gated else 1) * shape.k * shape.weight_size(itemsize)
+        weight = shape.n * (2 if shape.gated else 1) * shape.k * itemsize
         if self.group or self.kind not in GLUON or weight <= _WEIGHT_KEPT:
             return self.group or 8
         rows = max(8, _ROWS_KEPT // (self.block_m * shape.k * itemsize))
@@ -218,10 +209,6 @@ def config_problems(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, ca
         return [f"{config.kind} does not scale rows of {dtype}"]
     if shape.head_dim and config.kind not in ("tile", "pingpong"):
         return [f"{config.kind} does not rotate heads"]
-    if shape.stored and (
-        config.kind != "tile" or dtype not in HALVES or capability < STORED[getattr(torch, shape.stored)]
-    ):
-        return [f"{config.kind} does not multiply {dtype} by {shape.stored} on compute capability {capability}"]
     if shape.inner and (config.kind != "tile" or dtype not in HALVES or shape.inner > MOST_INNER):
         return [f"{config.kind} does not chain GEMMs of {dtype} with {shape.inner} columns between them"]
     found = []
@@ -329,7 +316,7 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     if shape.inner:
         return _for_chains(shape, processors)
     tile = GemmConfig("tile", 64, max(64, shape.head_dim), 64, warps=4, stages=4)
-    if 2 * large < processors or (shape.stored and shape.m <= 64):
+    if 2 * large < processors:
         small = _for_few_rows(shape, processors)
         return [small, replace(small, stages=2), replace(small, block_k=32, stages=2)]
     # Six stages took up to 5 % less on an H200 for GPT-2's and LLaMA's GEMMs, and more for one of BERT's, which is
@@ -361,10 +348,7 @@ def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     As found on an H200 for BERT's GEMMs at 128 tokens, one call after the other, as `python -m benchmarks gemm --chain`
     times them; no file records it. Up to 32 rows are not measured.
     """
-    if shape.stored:
-        rows = 16 if shape.m <= 16 else 32 if shape.m <= 32 else 64
-        small = GemmConfig("tile", rows, 64, 128, warps=4, stages=4)
-    elif shape.m <= 32:
+    if shape.m <= 32:
         small = GemmConfig("tile", 16 if shape.m <= 16 else 32, 64, 64, warps=4, stages=4)
     elif shape.template == "linear_norm" or shape.gated or shape.head_dim:
         small = GemmConfig("tile", 64, 64, 128, warps=4, stages=3)

@@ -14,7 +14,6 @@ from stof.fusion.templates.gemm_config import (
     CHAIN,
     GATED,
     GLUON,
-    STORED,
     GemmConfig,
     GemmShape,
     default,
@@ -48,7 +47,6 @@ class GemmCall(NamedTuple):
         residual: `[M, N]`, rows contiguous, or None.
         lead: the result's shape without its last dimension.
         row_scale: the factor of every row by an RMSNorm, float32 `[M]`, if the caller has computed it.
-        scale: factors of the columns, `[N]`, for a weight of 8-bit values.
         up, up_bias: the second weight `[N, R]` and bias `[N]` of a chain; `weight` and `bias` are the first ones.
     """
 
@@ -62,7 +60,6 @@ class GemmCall(NamedTuple):
     lead: torch.Size
     row_scale: Tensor | None = None
     rotary: Rotary | None = None
-    scale: Tensor | None = None
     up: Tensor | None = None
     up_bias: Tensor | None = None
 
@@ -77,7 +74,6 @@ def gemm_call(
     norm: Norm | None = None,
     row_scale: Tensor | None = None,
     rotary: Rotary | None = None,
-    scale: Tensor | None = None,
 ) -> GemmCall:
     """Return the tensors of a call as 2-D views, or copies where kernels cannot read their strides."""
     k = x.shape[-1]
@@ -104,13 +100,11 @@ def gemm_call(
         transposed=transposed,
         head_dim=0 if rotary is None else rotary.head_dim,
         turned=0 if rotary is None else rotary.turned,
-        stored="" if scale is None else str(weight.dtype).removeprefix("torch."),
         aligned=all(width * x.element_size() % 16 == 0 for width in (n, k)) and all(map(_aligned, read)),
     )
     if row_scale is not None:
         row_scale = row_scale.reshape(rows).contiguous()
-    scale = None if scale is None else scale.reshape(-1).contiguous()
-    return GemmCall(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary, scale)
+    return GemmCall(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary)
 
 
 def chain_call(
@@ -225,7 +219,7 @@ def _tile(
         x, weight, out, call.bias, call.residual, mean, rstd,
         None if norm is None else norm.weight, None if norm is None else norm.bias, partial, counters,
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
-        0 if call.residual is None else call.residual.stride(0), *_positions(call), call.scale,
+        0 if call.residual is None else call.residual.stride(0), *_positions(call),
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
         GROUP_M=config.tile_group_rows(shape, x.element_size()), SPLITS=config.split,
         EVEN_N=shape.n % width == 0, EVEN_K=shape.k % config.block_k == 0, MERGE=merge,
@@ -235,7 +229,6 @@ def _tile(
         NORM="none" if norm is None else norm.kind,
         HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
         HAS_NORM_BIAS=norm is not None and norm.bias is not None, HEAD_DIM=shape.head_dim,
-        SCALED=call.scale is not None,
         num_warps=config.warps, num_stages=config.stages, **pdl_options(x),
     )  # fmt: skip
 
@@ -320,12 +313,11 @@ def _positions(call: GemmCall) -> tuple[Tensor | None, Tensor | None, int, int]:
 
 
 def _agree(call: GemmCall) -> bool:
-    """Whether all tensors have one device and, but for 8-bit weights, one dtype; PyTorch computes or refuses others."""
+    """Whether all tensors have one device and dtype; PyTorch computes or refuses others."""
     norm = () if call.norm is None else (call.norm.weight, call.norm.bias)
     tables = () if call.rotary is None else call.rotary[:2]
-    others = [call.weight, call.bias, call.residual, call.row_scale, call.scale, *norm, *tables]
-    one_dtype = call.weight.dtype == call.x.dtype if call.scale is None else call.weight.dtype in STORED
-    return one_dtype and all(t.device == call.x.device for t in others if t is not None)
+    others = [call.weight, call.bias, call.residual, call.row_scale, *norm, *tables]
+    return call.weight.dtype == call.x.dtype and all(t.device == call.x.device for t in others if t is not None)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

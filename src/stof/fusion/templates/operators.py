@@ -21,7 +21,7 @@ from torch import Tensor
 from stof.errors import ArgumentError
 from stof.fusion.templates import launch, reference
 from stof.fusion.templates.folded_weights import folded
-from stof.fusion.templates.gemm_config import ACTIVATIONS, CHAIN, GATED, HALVES, NORMS, STORED
+from stof.fusion.templates.gemm_config import ACTIVATIONS, CHAIN, GATED, HALVES, NORMS
 from stof.fusion.templates.launch import GemmCall, gemm_call
 from stof.fusion.templates.norms import Norm, can_normalise
 
@@ -228,31 +228,6 @@ def rotary_linear(
     tables = [table.reshape(-1, head_dim).contiguous() for table in (cos, sin)]
     rotary = launch.Rotary(tables[0], tables[1], turned, head_dim)
     return _row_scaled_call("rotary_linear", x, rstd, norm_weight, weight, bias, "none", rotary)
-
-
-@_operator
-def scaled_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
-) -> GemmCall:
-    """`act(scale * (x @ weight.T) + bias) + residual` for weights of 8-bit values: weight-only quantization.
-
-    A GEMM of few rows takes as long as its weight is copied. The kernel reads the 8-bit values and widens them in
-    registers; plain graphs write the widened weight to memory first and read it again.
-
-    Args:
-        x, bias, residual, activation: as for `stof::linear`.
-        weight: `[N, K]`, int8 or float8_e4m3fn (on a GPU of compute capability 8.9 and up).
-        scale: `[N]` or `[N, 1]`, any floating dtype; applied to float32 sums.
-
-    Raises:
-        ArgumentError: another dtype of weight, or a scale of another size.
-    """
-    _check_options(activation)
-    if weight.dtype not in STORED:
-        raise ArgumentError(f"a scaled weight is {' or '.join(map(str, STORED))}, got {weight.dtype}")
-    if tuple(scale.shape) not in ((weight.shape[0],), (weight.shape[0], 1)):
-        raise ArgumentError(f"a weight {tuple(weight.shape)} has {weight.shape[0]} factors, got {tuple(scale.shape)}")
-    return gemm_call("scaled_linear", x, weight, bias, residual, activation, scale=scale)
 
 
 @_operator

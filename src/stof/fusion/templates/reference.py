@@ -123,17 +123,6 @@ def linear_norm(
     return h, normalised(h, norm_weight, norm_bias, norm, eps)
 
 
-def scaled_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
-) -> Tensor:
-    """`act(scale * (x @ weight.T) + bias) + residual`, scale one factor a row of the weight."""
-    # The own values first: integers of this size are exact in every dtype, but float16 has no room for their sums.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    out = (F.linear(x.to(wide), weight.to(wide)) * scale.reshape(-1).to(wide)).to(x.dtype)
-    out = activated(out if bias is None else out + bias, activation)
-    return out if residual is None else out + residual
-
-
 def chain_linear(
     x: Tensor,
     down: Tensor,

@@ -164,13 +164,6 @@ class Template:
 
 
 TEMPLATES: tuple[Template, ...] = (
-    # By rule only where a GEMM takes as long as its weight is copied, whatever share of cuBLAS's speed that is.
-    Template(
-        "scaled_linear",
-        (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
-        reference.scaled_linear,
-        saved_passes=2,
-    ),
     Template(
         "linear",
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),

@@ -34,6 +34,5 @@ def floor_us(
     depth = -(-shape.k // config.split)
     rate = _PER_CYCLE.get(capability, _MOST_PER_CYCLE) * 2 / max(2, dtype.itemsize)
     multiply = 2.0 * config.block_m * config.block_n * depth / rate
-    row_bytes = config.block_m * dtype.itemsize + config.block_n * shape.weight_size(dtype.itemsize)
-    read = row_bytes * depth / _L2_BYTES.get(capability, _MOST_L2_BYTES)
+    read = (config.block_m + config.block_n) * dtype.itemsize * depth / _L2_BYTES.get(capability, _MOST_L2_BYTES)
     return -(-programs // processors) * max(multiply, read) / _CYCLES.get(capability, _MOST_CYCLES)
