@@ -27,7 +27,7 @@ from stof.fusion.templates.gemm_config import ROW_SCALED, GemmShape
 from stof.fusion.templates.hopper import cooperative, pingpong
 from stof.fusion.templates.launch import GemmCall, Rotary
 from stof.fusion.templates.norms import Norm
-from stof.fusion.templates.triton import chained_gemm, gemm, row_norm
+from stof.fusion.templates.triton import gemm, row_norm
 from tests.kernels.assemble import ARCHS, assemble
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
@@ -133,21 +133,8 @@ def cases(every: bool) -> Iterator[Case]:
     yield case("swiglu", gated, "64x64x64,4w,4s,tile,split4", (80, 90))
     yield case("transposed", turned, "64x64x64,4w,4s,tile,split4")
     yield case("transposed", replace(turned, m=128), "64x32x128,4w,4s,tile")
-    chained = GemmShape("chain_linear", 128, 768, 768, activation="gelu", bias=True, residual=True, inner=64)
-    for text in ("16x64x128,4w,3s,tile,split8", "64x128x64,4w,3s,tile,split2"):
-        yield case("chain", chained, text, ARCHS)
-        yield case("chain", replace(chained, inner=16), text, (80, 90), bfloat)
-    yield case("chain", replace(chained, inner=256), "64x64x32,4w,2s,tile", (80, 90))
     yield case("layer norm", layer, "64x64x64,4w,2s,tile", (80, 90))
     yield case("gelu", plain, "64x64x32,4w,3s,tile", (80,), torch.float32)
-
-
-def chain_of(case: Case) -> GemmCall:
-    """The same of a chain."""
-    shape, dtype = case.shape, case.dtype
-    sizes = (shape.m, shape.k), (shape.inner, shape.k), (shape.inner,), (shape.n, shape.inner), (shape.n,)
-    given = [torch.empty(size, dtype=dtype) for size in sizes]
-    return launch.chain_call(*given, torch.empty(shape.m, shape.n, dtype=dtype), shape.activation)
 
 
 def product_of(case: Case) -> GemmCall:
@@ -186,7 +173,6 @@ def recorded(case: Case) -> list[Recorder]:
         row_norm: ("row_norm_kernel", "merged_norm_kernel", "row_statistics_kernel"),
         pingpong: ("pingpong_gemm_kernel",),
         cooperative: ("cooperative_gemm_kernel",),
-        chained_gemm: ("chain_kernel",),
     }
     recorders: list[Recorder] = []
     with contextlib.ExitStack() as patched:
@@ -194,9 +180,7 @@ def recorded(case: Case) -> list[Recorder]:
             for name in kernels:
                 recorders.append(Recorder(getattr(module, name)))
                 patched.enter_context(mock.patch.object(module, name, recorders[-1]))
-        if case.shape.inner:
-            launch.compute(chain_of(case), case.config)
-        elif case.shape.template == "linear_norm":
+        if case.shape.template == "linear_norm":
             launch.compute_normed(product_of(case), case.config, norm_of(case, case.shape.n))
         else:
             launch.compute(product_of(case), case.config)
@@ -247,7 +231,7 @@ def compiled(case: Case, record: Recorder, arch: int) -> Compiled:
     """Compile for one GPU and read the resources off the binary."""
     made, options = source(record, arch)
     kernel = assemble(made, arch, options)
-    product = record.kernel.__name__.endswith(("gemm_kernel", "chain_kernel"))
+    product = record.kernel.__name__.endswith("gemm_kernel")
     return Compiled(
         kernel=record.kernel.__name__,
         name=f"{case.name} {str(case.dtype).removeprefix('torch.')}",

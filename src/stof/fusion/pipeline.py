@@ -14,7 +14,7 @@ from torch import fx
 from stof.fusion.graph.fx_utils import copy_graph, propagate
 from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.operator_recognition import recognize_operators
-from stof.fusion.graph.operators import NORMS, Kind
+from stof.fusion.graph.operators import NORMS
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.graph.symbolic_shapes import is_symbolic
 from stof.fusion.graph.visible_strides import with_visible_strides
@@ -75,7 +75,6 @@ def fuse(
     *,
     twins: bool = False,
     fold: bool = False,
-    experimental: bool = False,
     known: ConfigLookup = lambda text: None,
     replay: Replay | None = None,
 ) -> FusionReport:
@@ -87,7 +86,6 @@ def fuse(
         search: measures candidates; without a search or a lock, heuristics decide.
         twins: match templates where they have no kernel as well, and run their PyTorch references.
         fold: fold weights of RMSNorms into the GEMMs after them; a lock may ask for it as well.
-        experimental: let a search choose one kernel for two GEMMs; a lock may contain such kernels in any case.
         known: looks up recorded times, for the heuristics.
         replay: a lock whose choices are reproduced.
     """
@@ -107,8 +105,6 @@ def fuse(
     if report.fold and not fold:
         report.notes.append("norms' weights are folded into GEMMs, as where the lock was made")
     operators = [replace(o, foldable=report.fold) if o.kind in NORMS else o for o in operators]
-    chains = experimental or (replay is not None and replay.chains(report.graph))
-    operators = [replace(o, chainable=chains) if o.kind is Kind.LINEAR else o for o in operators]
     report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, policy)]
     timer, compiler = (search.time_match, search.compiler) if search is not None else (None, None)
     graph = GraphSpace(operators, order, timer, policy, compiler, known)
@@ -291,8 +287,6 @@ def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, 
                     tuned = known(tuning_key(match, graph.policy))
                     if tuned is not None and not tuned.pays:
                         yield f"{name}: {tuned.template_us:.1f} us at best before, Inductor {tuned.inductor_us:.1f} us"
-                    elif tuned is None and not match.template.by_rule:
-                        yield f"{name}: only where a search measures it faster"
                     elif tuned is None and not is_profitable(match, first_reader(match, graph.operators[stop:])):
                         yield f"{name}: saves too little traffic at K = {match.problem.shape.k}, by rule"
                     continue

@@ -57,7 +57,6 @@ class Operator:
         activation: of ACTIVATION and GATE: "gelu", "gelu_tanh", "relu" or "silu".
         eps: of norms.
         foldable: of norms: whether the weight may be folded into the GEMM that follows.
-        chainable: of LINEAR: whether it may be one of two GEMMs in a kernel (experimental).
     """
 
     kind: Kind
@@ -70,7 +69,6 @@ class Operator:
     activation: str = "none"
     eps: float = 0.0
     foldable: bool = False
-    chainable: bool = False
 
     @property
     def value(self) -> Tensor:

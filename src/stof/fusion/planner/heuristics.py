@@ -46,8 +46,6 @@ def is_profitable(match: TemplateMatch, following: Operator | None = None) -> bo
     of the normalized rows. If `following`, the first reader of a residual, is memory-bound, Inductor fuses the addition
     there: count one pass less.
     """
-    if not match.template.by_rule:
-        return False
     if is_latency_bound(match.problem.shape, match.problem.dtype.itemsize):
         return True
     inner = match.operators[:-1]

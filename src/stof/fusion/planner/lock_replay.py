@@ -14,7 +14,6 @@ from stof.fusion.records.choices import ConfigLookup, TunedConfig
 from stof.fusion.records.lock_file import Lock, LockedGraph, current_versions
 from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Records, Store, segment_key
-from stof.fusion.templates.gemm_config import CHAIN
 from stof.fusion.templates.row_buckets import bucket_of, format_table, table
 
 
@@ -35,12 +34,6 @@ class Replay:
     def folds(self, graph: str) -> bool:
         """Whether the lock folds norms' weights in a graph, on this device."""
         return self.lock.device == self.device and self.lock.folds(graph)
-
-    def chains(self, graph: str) -> bool:
-        """Whether the lock has two GEMMs in one kernel in a graph, on this device."""
-        found = self.lock.graphs.get(graph)
-        rows = found.segments if found is not None and self.lock.device == self.device else ()
-        return any(row.template == CHAIN for row in rows)
 
 
 def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[int, FusionChoice]:

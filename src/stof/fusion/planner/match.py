@@ -22,7 +22,7 @@ from stof.fusion.graph.nodes import column_slice, fake_value, same_size, skip_id
 from stof.fusion.graph.operators import NORMS, Kind, Operator
 from stof.fusion.graph.symbolic_shapes import Values, is_symbolic, size_hint, values_for
 from stof.fusion.planner.match_rotary import column_readers, rotations
-from stof.fusion.templates.gemm_config import CHAIN, GATED, MOST_INNER, ROW_SCALED, GemmShape
+from stof.fusion.templates.gemm_config import GATED, ROW_SCALED, GemmShape
 from stof.fusion.templates.launch import row_factors
 from stof.fusion.templates.registry import TEMPLATES, GemmProblem, KernelPolicy, Template, no_kernel
 from stof.fusion.templates.row_buckets import SMALLEST
@@ -152,12 +152,7 @@ def find_matches(operators: Sequence[Operator], policy: KernelPolicy) -> tuple[l
     for template in TEMPLATES:
         if not template.covers(kinds):
             continue
-        if template.name == CHAIN:
-            if not all(o.chainable for o in operators if o.kind is Kind.LINEAR):
-                continue
-            found = _match_chain(template, operators)
-        else:
-            found = _match(template, operators)
+        found = _match(template, operators)
         if isinstance(found, TemplateMatch):
             served.append(found)
         else:
@@ -239,43 +234,6 @@ def _dataflow(operators: Sequence[Operator], linear: Operator) -> tuple[set[fx.N
                 return "adds a value to itself"
             residual = others[0]
     return covered_nodes, residual
-
-
-def _match_chain(template: Template, operators: Sequence[Operator]) -> TemplateMatch | str:
-    """Match two chained GEMMs, with an activation between them or not."""
-    down, up = (operator for operator in operators if operator.kind is Kind.LINEAR)
-    act = next((operator for operator in operators if operator.kind is Kind.ACTIVATION), None)
-    dataflow = _dataflow(operators, down)
-    if isinstance(dataflow, str):
-        return dataflow
-    covered_nodes, residual = dataflow
-    result = operators[-1].root
-    if any(user not in covered_nodes for node in covered_nodes - {result} for user in node.users):
-        return "a value between the GEMMs is used elsewhere as well"
-    inner, (n, k) = size_hint(down.weight_size[0]), (size_hint(up.weight_size[0]), size_hint(down.weight_size[1]))
-    if down.transposed or up.transposed:
-        return "a weight is not stored row by row in the GEMMs' dtype"
-    if inner > MOST_INNER:
-        return f"{inner} columns between the GEMMs, a kernel has room for {MOST_INNER}"
-    x = down.inputs[0]
-    problem = operand_mismatch([x, down.weight, down.bias, up.weight, up.bias, residual, result])
-    if problem:
-        return problem
-    arguments: dict[str, Any] = {
-        "x": x, "down": down.weight, "down_bias": down.bias, "up": up.weight, "up_bias": up.bias,
-        "residual": residual, "activation": act.activation if act is not None else "none",
-    }  # fmt: skip
-    value = fake_value(x)
-    assert value is not None
-    rows = prod(size_hint(size) for size in value.shape[:-1])
-    if 0 in (rows, n, k, inner):
-        return f"GEMMs of {rows} x {k} x {inner} x {n} take no time"
-    bias = down.bias is not None or up.bias is not None
-    shape = GemmShape(
-        template.name, rows, n, k, arguments["activation"], bias=bias, residual=residual is not None, inner=inner
-    )
-    problem_of = GemmProblem(shape, value.dtype, value.device)
-    return TemplateMatch(template, tuple(operators), frozenset(covered_nodes), arguments, False, (result,), problem_of)
 
 
 def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) -> GemmProblem:

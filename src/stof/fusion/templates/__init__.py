@@ -6,7 +6,6 @@
 from stof.fusion.templates.candidates import configs
 from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_problems
 from stof.fusion.templates.operators import (
-    chain_linear,
     gated_linear,
     linear,
     linear_norm,
@@ -19,7 +18,6 @@ from stof.fusion.templates.operators import (
 __all__ = [
     "GemmConfig",
     "GemmShape",
-    "chain_linear",
     "config_problems",
     "configs",
     "gated_linear",

@@ -9,10 +9,6 @@ from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_prob
 
 def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[GemmConfig]:
     """Configurations worth measuring for a shape: those of the lists below that fit and do not waste most of a tile."""
-    if shape.inner:
-        return [
-            c for c in _FOR_CHAINS if c.block_m < 4 * shape.m + 16 and not config_problems(c, shape, dtype, capability)
-        ]
     found = []
     for config in _CANDIDATES:
         tall = config.block_m > 16 and config.block_m >= 4 * shape.m
@@ -50,13 +46,4 @@ _CANDIDATES = _parsed(
     "64x32x128,4w,4s,tile,split4",
     "32x64x128,4w,4s,tile  32x64x128,4w,4s,tile,split4",
     "16x32x128,4w,3s,tile  16x64x128,4w,4s,tile  16x64x128,4w,4s,tile,split4  16x32x256,4w,3s,tile,split2",
-)
-_FOR_CHAINS = _parsed(
-    "16x64x128,4w,3s,tile  16x64x128,4w,3s,tile,split4  16x64x128,4w,3s,tile,split8  16x64x128,4w,3s,tile,split16",
-    "16x64x128,4w,3s,tile,split32",
-    "32x64x64,4w,4s,tile  32x64x64,4w,4s,tile,split4  32x64x64,4w,4s,tile,split8",
-    "64x128x64,4w,3s,tile  64x128x64,4w,3s,tile,split2  64x128x64,4w,3s,tile,split4",
-    "16x64x32,4w,2s,tile,split4",
-    "64x64x32,4w,2s,tile",
-    "128x128x64,8w,3s,tile",
 )

@@ -13,10 +13,8 @@ from stof.fusion.templates.device_properties import tilelang_installed
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
-CHAIN = "chain_linear"  # two GEMMs
 TEMPLATES = (
     "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear",
-    CHAIN,
 )  # fmt: skip
 # Their weight has the rows of the gate first, then those of what is gated.
 GATED = ("gated_linear", "rms_gated_linear")
@@ -38,13 +36,6 @@ _SHARED_REST = 2048
 _ROWS_KEPT, _WEIGHT_KEPT = 2**24, 24 * 2**20
 # Depth from which wide tiles are the default for gated GEMMs.
 _DEEP = 2048
-# Of a chain: what lies between has room in a program's registers.
-MOST_INNER = 256
-
-
-def padded_columns(columns: int) -> int:
-    """Columns rounded up to what tensor cores take at the least, and a power of two."""
-    return max(16, 1 << max(0, columns - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,6 @@ class GemmShape:
         bias, residual: whether there is one.
         transposed: the weight's columns are contiguous in memory (`[K, N]` stored, seen as `[N, K]`).
         head_dim, turned: heads of that width are rotated in the first `turned` columns; 0 for none.
-        inner: columns between the two GEMMs of a chain; k are of the first one's, n of the second one's result.
         aligned: TMA can read x, weight and residual (16-byte addresses and row strides) and write the result.
     """
 
@@ -75,7 +65,6 @@ class GemmShape:
     transposed: bool = False
     head_dim: int = 0
     turned: int = 0
-    inner: int = 0
     aligned: bool = True
 
     @property
@@ -99,7 +88,7 @@ class GemmConfig:
             columns or rows.
         warps: of a Triton program (Gluon kernels have four for each consumer, and one).
         stages: steps in flight (together: of the columns).
-        split: programs that share a tile's depth (tile only), or the columns of a chain's rows.
+        split: programs that share a tile's depth (tile only).
         group: rows of tiles that are walked side by side, 0 for as many as suit the shape (`tile_group_rows`).
     """
 
@@ -138,10 +127,6 @@ class GemmConfig:
 
     def shared_memory(self, shape: GemmShape, itemsize: int) -> int:
         """Bytes that one program takes, compiler's extras left out."""
-        if shape.inner:
-            between, step = padded_columns(shape.inner), (self.block_m + padded_columns(shape.inner)) * self.block_k
-            steps = self.stages * max(step, between * self.block_n)
-            return (steps + self.block_m * max(between, self.block_n)) * itemsize
         width = self.block_n // 2 if shape.gated else self.block_n
         if self.kind in ("tile", "tilelang"):
             return self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
@@ -209,8 +194,6 @@ def config_problems(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, ca
         return [f"{config.kind} does not scale rows of {dtype}"]
     if shape.head_dim and config.kind not in ("tile", "pingpong"):
         return [f"{config.kind} does not rotate heads"]
-    if shape.inner and (config.kind != "tile" or dtype not in HALVES or shape.inner > MOST_INNER):
-        return [f"{config.kind} does not chain GEMMs of {dtype} with {shape.inner} columns between them"]
     found = []
     tall = config.kind == "together" and config.block_m == 192
     sizes = (64 if tall else config.block_m, config.block_n - config.extra_columns, config.block_k)
@@ -224,8 +207,7 @@ def config_problems(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, ca
         found.append("1 to 16 warps (a power of two), 1 to 8 stages, split from 1 up")
     if config.split > 1 and config.kind != "tile":
         found.append("only plain tiles are split along their depth")
-    steps = -(-shape.n // config.block_n) if shape.inner else max(1, shape.k // config.block_k)
-    if config.split > steps:
+    if config.split > max(1, shape.k // config.block_k):
         found.append("more splits than steps")
     if dtype not in HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
         found.append(f"{config.kind} does not compute {dtype}")
@@ -236,7 +218,7 @@ def config_problems(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, ca
         found.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
     if shape.head_dim and (config.block_n % shape.head_dim or shape.turned % config.block_n):
         found.append("tiles hold whole heads, all of them rotated or none")
-    if config.block_m * max(config.block_n, padded_columns(shape.inner)) > 128 * 256:
+    if config.block_m * config.block_n > 128 * 256:
         found.append("the accumulator is larger than the registers")
     if config.kind == "tilelang":
         found += _unfit_for_tilelang(shape)
@@ -313,8 +295,6 @@ def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], p
 def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     """Best first, by what fills the device: few tiles of large ones, or many of small ones, split where too few."""
     large = -(-shape.m // 128) * -(-shape.n // 128) * (2 if shape.gated else 1)
-    if shape.inner:
-        return _for_chains(shape, processors)
     tile = GemmConfig("tile", 64, max(64, shape.head_dim), 64, warps=4, stages=4)
     if 2 * large < processors:
         small = _for_few_rows(shape, processors)
@@ -333,13 +313,6 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
         replace(tile, block_k=32, stages=3),
         replace(tile, block_k=32, stages=2),
     ]
-
-
-def _for_chains(shape: GemmShape, processors: int) -> list[GemmConfig]:
-    """Low blocks of rows where there are few, and as many programs for each as there are multiprocessors left."""
-    low = GemmConfig("tile", 16 if shape.m < 32 * processors else 64, 64, 64, warps=4, stages=3)
-    split = max(1, min(-(-shape.n // low.block_n), processors // -(-shape.m // low.block_m)))
-    return [replace(low, split=split), replace(low, split=split, block_k=32, stages=2)]
 
 
 def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:

@@ -11,14 +11,12 @@ from torch import Tensor
 from stof.fusion.templates import reference
 from stof.fusion.templates.device_properties import device_limits, pdl_options, programs
 from stof.fusion.templates.gemm_config import (
-    CHAIN,
     GATED,
     GLUON,
     GemmConfig,
     GemmShape,
     default,
     fitting,
-    padded_columns,
 )
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
 from stof.fusion.templates.row_buckets import bucket_of, in_bucket, nearest_first
@@ -47,7 +45,6 @@ class GemmCall(NamedTuple):
         residual: `[M, N]`, rows contiguous, or None.
         lead: the result's shape without its last dimension.
         row_scale: the factor of every row by an RMSNorm, float32 `[M]`, if the caller has computed it.
-        up, up_bias: the second weight `[N, R]` and bias `[N]` of a chain; `weight` and `bias` are the first ones.
     """
 
     x: Tensor
@@ -60,8 +57,6 @@ class GemmCall(NamedTuple):
     lead: torch.Size
     row_scale: Tensor | None = None
     rotary: Rotary | None = None
-    up: Tensor | None = None
-    up_bias: Tensor | None = None
 
 
 def gemm_call(
@@ -107,26 +102,6 @@ def gemm_call(
     return GemmCall(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary)
 
 
-def chain_call(
-    x: Tensor,
-    down: Tensor,
-    down_bias: Tensor | None,
-    up: Tensor,
-    up_bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-) -> GemmCall:
-    """Return the tensors of a chain of two GEMMs, as `gemm_call` does of one."""
-    first = gemm_call(CHAIN, x, down.contiguous(), down_bias, None, activation)
-    columns = up.shape[0]
-    return first._replace(
-        shape=replace(first.shape, n=columns, inner=down.shape[0], residual=residual is not None),
-        residual=None if residual is None else _rows_contiguous(residual.reshape(-1, columns)),
-        up=up.contiguous(),
-        up_bias=None if up_bias is None else up_bias.contiguous(),
-    )
-
-
 def resolve_config(call: GemmCall, text: str) -> GemmConfig | None:
     """Return the given configuration if it fits these tensors, else the default for the shape, else None.
 
@@ -168,7 +143,7 @@ def compute_normed(call: GemmCall, config: GemmConfig, norm: Norm) -> tuple[Tens
 
 
 def compute(call: GemmCall, config: GemmConfig) -> Tensor:
-    """Run a GEMM, or a chain of two; result `[..., N]`, contiguous."""
+    """Run a GEMM; result `[..., N]`, contiguous."""
     mean, rstd = None, call.row_scale
     if call.norm is not None and rstd is None:
         if config.kind == "tile" or (config.kind in GLUON and call.shape.commutes):
@@ -176,9 +151,7 @@ def compute(call: GemmCall, config: GemmConfig) -> Tensor:
         else:
             call = call._replace(x=normalise(call.x, call.norm), norm=None)
     out = call.x.new_empty(call.shape.m, call.shape.n)
-    if call.up is not None:
-        _chain(call, config, out)
-    elif config.kind == "tile":
+    if config.kind == "tile":
         _tile(call, config, out, None, mean, rstd)
     elif config.kind == "tilelang":
         _tilelang(call, config, out)
@@ -280,22 +253,6 @@ def _hopper(call: GemmCall, config: GemmConfig, out: Tensor, rstd: Tensor | None
             A_STAGES=config.row_stages, B_STAGES=config.stages, CONSUMERS=config.consumers, LAG=config.lag, **common,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
-
-
-def _chain(call: GemmCall, config: GemmConfig, out: Tensor) -> None:
-    from stof.fusion.templates.triton.chained_gemm import chain_kernel
-
-    x, down, up, shape = call.x, call.weight, call.up, call.shape
-    assert up is not None
-    with_stable_key(chain_kernel)[(-(-shape.m // config.block_m) * config.split,)](
-        x, down, call.bias, up, call.up_bias, call.residual, out,
-        shape.m, shape.n, shape.k, shape.inner, x.stride(0), down.stride(0), up.stride(0),
-        0 if call.residual is None else call.residual.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, INNER=padded_columns(shape.inner),
-        PARTS=config.split, ACTIVATION=call.activation, FAST=x.device.type == "cuda",
-        HAS_DOWN_BIAS=call.bias is not None, HAS_UP_BIAS=call.up_bias is not None,
-        HAS_RESIDUAL=call.residual is not None, num_warps=config.warps, num_stages=config.stages, **pdl_options(x),
-    )  # fmt: skip
 
 
 def _tilelang(call: GemmCall, config: GemmConfig, out: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from stof.errors import ArgumentError
 from stof.fusion.templates import launch, reference
 from stof.fusion.templates.folded_weights import folded
-from stof.fusion.templates.gemm_config import ACTIVATIONS, CHAIN, GATED, HALVES, NORMS
+from stof.fusion.templates.gemm_config import ACTIVATIONS, GATED, HALVES, NORMS
 from stof.fusion.templates.launch import GemmCall, gemm_call
 from stof.fusion.templates.norms import Norm, can_normalise
 
@@ -30,7 +30,7 @@ def _register(name: str, compute: Callable[..., Any], doc: str | None) -> Callab
     """Register `stof::NAME`: the arguments of `reference.NAME`, then `config`; results `[..., N]` in x's dtype."""
     plain = getattr(reference, name)
     schema = torch.library.infer_schema(plain, mutates_args=()).replace(") ->", ", str config) ->", 1)
-    weight = list(inspect.signature(plain).parameters).index("up" if name == CHAIN else "weight")
+    weight = list(inspect.signature(plain).parameters).index("weight")
 
     def fake(*arguments: Any) -> Any:
         x, rows = arguments[0], arguments[weight].shape[0]
@@ -228,39 +228,6 @@ def rotary_linear(
     tables = [table.reshape(-1, head_dim).contiguous() for table in (cos, sin)]
     rotary = launch.Rotary(tables[0], tables[1], turned, head_dim)
     return _row_scaled_call("rotary_linear", x, rstd, norm_weight, weight, bias, "none", rotary)
-
-
-@_operator
-def chain_linear(
-    x: Tensor,
-    down: Tensor,
-    down_bias: Tensor | None,
-    up: Tensor,
-    up_bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-) -> GemmCall | None:
-    """`act(x @ down.T + down_bias) @ up.T + up_bias + residual`; what lies between is rounded to x's dtype.
-
-    Two GEMMs with a narrow value between them, as adapters and small MLPs have. Experimental.
-
-    Args:
-        x: `[..., K]`; a kernel serves float16 and bfloat16 on a GPU.
-        down: `[R, K]` of x's dtype; a kernel serves up to 256 rows.
-        up: `[N, R]`.
-        down_bias, up_bias: None or `[R]`, `[N]`.
-        residual: None or `[..., N]`.
-        activation: as for `stof::linear`.
-
-    Raises:
-        ArgumentError: weights that do not fit each other.
-    """
-    _check_options(activation)
-    if down.shape[0] != up.shape[1]:
-        raise ArgumentError(f"the second weight reads {up.shape[1]} columns, the first one makes {down.shape[0]}")
-    if not _alike(x, up, up_bias, residual):
-        return None
-    return launch.chain_call(x, down, down_bias, up, up_bias, residual, activation)
 
 
 def _row_scaled_call(

@@ -121,16 +121,3 @@ def linear_norm(
     """`(h, norm(h))` with h = x @ weight.T + bias + residual."""
     h = linear(x, weight, bias, residual, "none")
     return h, normalised(h, norm_weight, norm_bias, norm, eps)
-
-
-def chain_linear(
-    x: Tensor,
-    down: Tensor,
-    down_bias: Tensor | None,
-    up: Tensor,
-    up_bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-) -> Tensor:
-    """`act(x @ down.T + down_bias) @ up.T + up_bias + residual`."""
-    return linear(linear(x, down, down_bias, None, activation), up, up_bias, residual, "none")

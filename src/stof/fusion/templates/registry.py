@@ -99,7 +99,6 @@ class Template:
     reference: Callable[..., Any]
     saved_passes: int
     cublas_fraction: float = _ASSUMED_FRACTION
-    by_rule: bool = True
 
     @property
     def operator(self) -> Callable[..., Any]:
@@ -211,13 +210,5 @@ TEMPLATES: tuple[Template, ...] = (
         saved_passes=1,
         # BERT's down-projection, residual and LayerNorm, 4096 tokens, H200: 41.1 us; cuBLAS's GEMM alone takes 28.3.
         cublas_fraction=0.69,
-    ),
-    # What it saves is a kernel's start: what lies between is small beside the rows and the result.
-    Template(
-        "chain_linear",
-        (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_LINEAR), Slot(_RESIDUAL, optional=True)),
-        reference.chain_linear,
-        saved_passes=2,
-        by_rule=False,
     ),
 )

@@ -24,11 +24,8 @@ def floor_us(
     """Microseconds that a GEMM's tiles take at the least, on the multiprocessor that has most of them.
 
     A tile multiplies at the tensor cores' rate, and reads its rows and columns from the L2 meanwhile; whichever takes
-    longer bounds it. Epilogues, launches and latencies come on top. 0 for chains,
-    whose two GEMMs have tiles of their own.
+    longer bounds it. Epilogues, launches and latencies come on top.
     """
-    if shape.inner:
-        return 0.0
     width = config.block_n // 2 if shape.gated else config.block_n
     programs = -(-shape.m // config.block_m) * -(-shape.n // width) * config.split
     depth = -(-shape.k // config.split)
