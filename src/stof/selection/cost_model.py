@@ -2,16 +2,15 @@
 
 A program handles one work item: a fixed part (launch, first loads, last stores) plus so much per partial and per full
 tile. Programs run on `multiprocessors * occupancy` slots, longest first. A machine that is not full runs each of
-them faster. The constants come from `stof tune --device`, which measures and fits them, and lie in `data/`.
+them faster. The constants come from `stof tune --device`, which measures and fits them, and lie in `device_data/`.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 from dataclasses import dataclass, replace
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +20,13 @@ from stof.kernels.common import parts_of
 from stof.kernels.hopper.tile_scheduler import LATE, may_split_tail
 from stof.kernels.triton.row_lists import default_config
 from stof.layout.survey import Survey, TileCounts
+from stof.runtime import files
 from stof.selection.capabilities import CallSpec
 from stof.selection.kernel_choice import KernelChoice
 from stof.selection.resources import ON_HOPPER, head_dim_class, loads_bias_scalar, occupancy
 
 # The device whose constants stand in for those of devices that were never tuned.
 DEFAULT_DEVICE = "NVIDIA H200"
-_DATA = resources.files("stof.selection") / "data"
 # Query rows the decode implementation takes: with the heads of a group they fill the rows of a matmul.
 DECODE_ROWS = 16
 # Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 matmuls.
@@ -126,7 +125,7 @@ class DeviceModel:
         return (
             f"{self.stands_in_for} was never tuned, so kernels are chosen by times estimated with the constants of "
             f"{self.device}: results are right, but a faster kernel may be passed over. `stof tune --device --output "
-            f"{_DATA / slug(self.stands_in_for)}.json` measures this GPU, and later processes use what it writes"
+            f"{_data_file(self.stands_in_for)}` measures this GPU, and later processes use what it writes"
         )
 
 
@@ -156,24 +155,21 @@ def kernel_key(choice: KernelChoice, call: CallSpec) -> str:
 
 def load_model(device: str) -> DeviceModel:
     """Constants of a device by its name; for one that was never tuned those of the H200, which say so."""
-    own = _load(slug(device))
-    return own or replace(_tuned(_load(slug(DEFAULT_DEVICE))), stands_in_for=device)
+    tuned = _load(_data_file(device))
+    if tuned is not None:
+        return tuned
+    default = _load(_data_file(DEFAULT_DEVICE))
+    assert default is not None
+    return replace(default, stands_in_for=device)
 
 
-def slug(device: str) -> str:
-    """A device's name as a file's."""
-    return device.lower().replace(" ", "-")
-
-
-def _tuned(model: DeviceModel | None) -> DeviceModel:
-    assert model is not None, f"the package's file of {DEFAULT_DEVICE} is missing"
-    return model
+def _data_file(device: str) -> Path:
+    return files.DEVICE_DATA / f"cost-model-{files.slug(device)}.json"
 
 
 @functools.cache
-def _load(name: str) -> DeviceModel | None:
-    file = _DATA / f"{name}.json"
-    return model_from_dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+def _load(path: Path) -> DeviceModel | None:
+    return model_from_dict(files.read_json(path)) if path.is_file() else None
 
 
 def model_from_dict(values: dict[str, Any]) -> DeviceModel:
