@@ -1,4 +1,4 @@
-"""Measuring every candidate of the selector on cells of masks and shapes; `fit.py` makes a cost model of the times."""
+"""Measure every candidate of the selector on cells of masks and shapes; `least_squares.py` fits the cost model."""
 
 from __future__ import annotations
 

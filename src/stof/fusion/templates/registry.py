@@ -89,9 +89,9 @@ class Template:
         name: the operator's name after `stof::`.
         slots: the sequences it covers.
         reference: the same function in plain PyTorch.
-        passes: how often less than Inductor's code it goes over the tensors between the GEMM and its neighbours; 2
-            is one write and one read.
-        share: the share of cuBLAS's speed its GEMM is assumed to reach where nothing has been measured.
+        saved_passes: how often less than Inductor's code it goes over the tensors between the GEMM and its neighbours;
+            2 is one write and one read.
+        cublas_fraction: the share of cuBLAS's speed its GEMM is assumed to reach where nothing has been measured.
     """
 
     name: str
