@@ -114,7 +114,7 @@ def tune_model(wanted: Wanted) -> None:
     if wanted.png is not None:
         must_be_replaceable(wanted.png, wanted.png.suffix.removeprefix("."))
     if wanted.lock is not None and wanted.lock.exists():
-        read_lock(wanted.lock)  # what cannot be read is not written over, after minutes of searching least of all
+        read_lock(wanted.lock)  # raises before the search if the file cannot be read and extended
     console = Console(stderr=True)
     with console.status(f"loading {wanted.model}"):
         precision = getattr(torch, wanted.dtype)
@@ -162,7 +162,7 @@ def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], 
         lock = Lock(device_text)
         if wanted.lock.exists():
             old = read_lock(wanted.lock)
-            # Other shapes of the model stay in the lock, as far as they were tuned like this one.
+            # Other shapes stay in the lock if they were tuned on this device with these versions.
             if (old.device, old.versions) == (lock.device, lock.versions):
                 lock = old
         lock.add(reports)
@@ -173,5 +173,4 @@ def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], 
             draw_tuning(wanted.png, f"{name} on {device_text}, {wanted.dtype}", reports)
             console.print(f"wrote {wanted.png}", markup=False)
         else:
-            # What was tuned is kept all the same.
             console.print(f"no {wanted.png}: no segment has a time with a template and one without", markup=False)

@@ -115,10 +115,10 @@ def fuse(
         chosen = heuristic_choices(operators, order, policy, known)
     if search is not None:
         meter = _meter(graph, search)
-        found = _remembered(graph, meter, search, report)
-        chosen = _searched(graph, meter, chosen, search, report) if found is None else found
+        remembered = _remembered(graph, meter, search, report)
+        chosen = _searched(graph, meter, chosen, search, report) if remembered is None else remembered
         report.choices = graph.choices(meter.measured)
-        if found is None:
+        if remembered is None:
             _keep(meter, search, report.choices, _results(graph, meter, search, report, chosen))
     chosen = _without_visible_strides(gm, chosen, report)
     report.used = {tuning_key(choice.match, policy): choice.config for choice in chosen.values()}
@@ -183,11 +183,11 @@ def _remembered(
     graph: GraphSpace, meter: MeasurementCache, search: Search, report: FusionReport
 ) -> dict[int, FusionChoice] | None:
     """Return the choices of an earlier, equally thorough search of this graph; None if no such record is valid."""
-    found = search.store.load().results.get(_graph_key(graph, report)) if search.store is not None else None
-    if found is None or found.per_segment < search.per_segment:
+    record = search.store.load().results.get(_graph_key(graph, report)) if search.store is not None else None
+    if record is None or record.per_segment < search.per_segment:
         return None
     chosen: dict[int, FusionChoice] = {}
-    for start, stop, name, config in found.segments:
+    for start, stop, name, config in record.segments:
         match = graph.matches(start, stop).get(name) if stop <= len(graph.operators) else None
         times = meter.measured(start, stop) if match is not None else {}
         if match is None or None not in times or (name, in_bucket(config, match.problem.shape.m)) not in times:
@@ -229,11 +229,11 @@ def _searched(
 ) -> dict[int, FusionChoice]:
     """Run the search and return its choices."""
     first = [_range(place, choice) for place, choice in initial.items()]
-    found = two_stage(meter, first, per_segment=search.per_segment, seed=search.seed)
-    stops = {segment.start: segment.stop for segment in found.scheme.segments}
+    searched = two_stage(meter, first, per_segment=search.per_segment, seed=search.seed)
+    stops = {segment.start: segment.stop for segment in searched.scheme.segments}
     chosen = {
         place: FusionChoice(graph.matches(place, stops[place])[name], config, "measured faster")
-        for place, (name, config) in found.chosen.items()
+        for place, (name, config) in searched.chosen.items()
     }
     chosen = by_buckets(graph, meter, chosen, per_segment=search.per_segment, seed=search.seed)
     report.measurements = meter.measurements
@@ -291,13 +291,13 @@ def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, 
                         yield f"{name}: saves too little traffic at K = {match.problem.shape.k}, by rule"
                     continue
                 times = meter.measured(start, stop)
-                own = [
+                tried = [
                     time
                     for candidate, time in times.items()
                     if candidate is not None and candidate[0] == match.template.name
                 ]
-                if times.get(None, math.inf) < math.inf and min(own, default=math.inf) < math.inf:
-                    yield f"{name}: {min(own):.1f} us at best, Inductor {times[None]:.1f} us"
+                if times.get(None, math.inf) < math.inf and min(tried, default=math.inf) < math.inf:
+                    yield f"{name}: {min(tried):.1f} us at best, Inductor {times[None]:.1f} us"
 
 
 def rewrite_patches(gm: fx.GraphModule, report: FusionReport) -> None:

@@ -40,15 +40,15 @@ def recognize_operators(graph: fx.Graph) -> list[Operator]:
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
-    found: list[Operator] = []
+    operators: list[Operator] = []
     for node in reversed(graph.nodes):
         if node.op not in ("call_function", "call_method") or node in taken:
             continue
         operator = _recognise(node, order, taken)
         if operator is not None:
             taken.update(operator.nodes)
-            found.append(operator)
-    return sorted(found, key=lambda operator: order[operator.root])
+            operators.append(operator)
+    return sorted(operators, key=lambda operator: order[operator.root])
 
 
 def _recognise(node: fx.Node, order: dict[fx.Node, int], taken: set[fx.Node]) -> Operator | None:

@@ -34,9 +34,9 @@ class Kind(StrEnum):
         return self in (Kind.LINEAR, Kind.ATTENTION, Kind.MATMUL)
 
 
-# As `op_name` tells them.
+# Names as `op_name` returns them.
 ATTENTION_OPERATORS = ("stof.masked_attention", "stof.varying_attention")
-# Operators of a segment that are told one by one.
+# Segments of at most so many operators are described operator by operator.
 _FEW = 4
 NORMS = {Kind.RMS_NORM: "rms", Kind.LAYER_NORM: "layer"}
 

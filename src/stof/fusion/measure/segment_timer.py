@@ -168,7 +168,7 @@ def _checked(
         off, usual = _distance(one, value), _distance(reference, value)
         ulp = torch.finfo(one.dtype).eps * value.abs().max().item()
         allowed = _ERROR_FACTOR * usual + _ERROR_ULPS * ulp
-        if not (off <= allowed and math.isfinite(off)):  # where results overflow, nothing is told
+        if not (off <= allowed and math.isfinite(off)):  # NaN and infinite errors are refused too
             return f"wrong: off by {off:.2g}, PyTorch's operators by {usual:.2g}", call
     return "", call
 

@@ -64,9 +64,9 @@ class TemplateMatch:
         """Return the nodes of the segment that nodes outside read."""
         if not self.replaced_views:
             return self.results
-        own = {view for _, view in self.replaced_views}
+        views = {view for _, view in self.replaced_views}
         read = [user for node in self.results for user in column_readers(node) if user not in self.covered_nodes]
-        rest = [user for user in read if not any(_leads_to(user, view) for view in own)]
+        rest = [user for user in read if not any(_leads_to(user, view) for view in views)]
         return (*(root for root, _ in self.replaced_views), *rest)
 
     @property
@@ -152,11 +152,11 @@ def find_matches(operators: Sequence[Operator], policy: KernelPolicy) -> tuple[l
     for template in TEMPLATES:
         if not template.covers(kinds):
             continue
-        found = _match(template, operators)
-        if isinstance(found, TemplateMatch):
-            served.append(found)
+        match = _match(template, operators)
+        if isinstance(match, TemplateMatch):
+            served.append(match)
         else:
-            refused.append(Refusal(f"{template.name}: {found}"))
+            refused.append(Refusal(f"{template.name}: {match}"))
     return served, refused
 
 
@@ -272,7 +272,7 @@ def folding_mismatch(template: Template, norm: Operator | None, linear: Operator
         return ""
     if not norm.foldable:
         return "the norm's weight is not folded into the GEMM's (option fold)"
-    # Compiled code makes views without the version that tells of writes to a tensor.
+    # In compiled code, a view has no version counter that would show writes to the weight.
     given = all(node is not None and node.op in ("placeholder", "get_attr") for node in (linear.weight, norm.weight))
     return "" if given and not linear.transposed else "the norm's weight is not folded into a view of a weight"
 

@@ -9,7 +9,7 @@ from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_prob
 
 def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[GemmConfig]:
     """Configurations worth measuring for a shape: those of the lists below that fit and do not waste most of a tile."""
-    found = []
+    fitting = []
     for config in _CANDIDATES:
         tall = config.block_m > 16 and config.block_m >= 4 * shape.m
         wide = config.block_n > 32 and config.block_n >= 4 * shape.n * (2 if shape.gated else 1)
@@ -21,8 +21,8 @@ def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -
         few = tiles * config.split < 13 and not small
         many = tiles > 2048 and small
         if not (tall or wide or few or many) and idle and not config_problems(config, shape, dtype, capability):
-            found.append(config)
-    return found
+            fitting.append(config)
+    return fitting
 
 
 def _parsed(*lines: str) -> tuple[GemmConfig, ...]:

@@ -16,9 +16,9 @@ NORMS = ("rms", "layer")
 TEMPLATES = (
     "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear",
 )  # fmt: skip
-# Their weight has the rows of the gate first, then those of what is gated.
+# Templates whose weight has the rows of the gate first, then those of the up projection.
 GATED = ("gated_linear", "rms_gated_linear")
-# They may be given an RMSNorm's row factors, whose weight is folded into the GEMM's.
+# Templates that take the row factors of an RMSNorm, whose weight is folded into the GEMM's.
 ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
 # tile: portable Triton. pingpong, together: Gluon on Hopper. tilelang: TileLang, where it is installed.
 KINDS = ("tile", "pingpong", "together", "tilelang")
@@ -32,7 +32,7 @@ _SHARED = {(8, 0): 166_912, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
 _LEAST_SHARED = 101_376
 # Barriers, and what the compiler aligns.
 _SHARED_REST = 2048
-# Bytes of x that Hopper's L2 (50 MB) keeps while all of a weight passes, and of a weight that it keeps itself.
+# Bytes of x that stay in Hopper's L2 (50 MB) while all of a weight is read, and bytes of a weight that stay themselves.
 _ROWS_KEPT, _WEIGHT_KEPT = 2**24, 24 * 2**20
 # Depth from which wide tiles are the default for gated GEMMs.
 _DEEP = 2048
@@ -116,14 +116,14 @@ class GemmConfig:
         Raises:
             ArgumentError: the text is none.
         """
-        found = _PATTERN.fullmatch(text)
-        if found is None:
+        match = _PATTERN.fullmatch(text)
+        if match is None:
             raise ArgumentError(
                 f"{text!r} is no configuration; expected MxNxK[,Ww],Ss,kind[,splitP][,groupG] with kind one of "
                 f"{', '.join(KINDS)}, such as '128x128x64,8w,3s,tile'"
             )
-        numbers = {name: int(value) for name, value in found.groupdict().items() if value and name != "kind"}
-        return GemmConfig(found["kind"], **numbers)
+        numbers = {name: int(value) for name, value in match.groupdict().items() if value and name != "kind"}
+        return GemmConfig(match["kind"], **numbers)
 
     def shared_memory(self, shape: GemmShape, itemsize: int) -> int:
         """Bytes that one program takes, compiler's extras left out."""
@@ -194,37 +194,37 @@ def config_problems(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, ca
         return [f"{config.kind} does not scale rows of {dtype}"]
     if shape.head_dim and config.kind not in ("tile", "pingpong"):
         return [f"{config.kind} does not rotate heads"]
-    found = []
+    problems = []
     tall = config.kind == "together" and config.block_m == 192
     sizes = (64 if tall else config.block_m, config.block_n - config.extra_columns, config.block_k)
     if any(size < 16 or size & (size - 1) for size in sizes):
-        found.append("tile sizes are powers of two from 16 up")
+        problems.append("tile sizes are powers of two from 16 up")
     if config.extra_columns and (config.extra_columns, config.block_n) != (64, 192):
-        found.append("the only other number of columns is 192")
+        problems.append("the only other number of columns is 192")
     if config.extra_columns and shape.gated:
-        found.append("gate and up are powers of two wide")
+        problems.append("gate and up are powers of two wide")
     if config.warps not in (1, 2, 4, 8, 16) or not 1 <= config.stages <= 8 or config.group < 0 or config.split < 1:
-        found.append("1 to 16 warps (a power of two), 1 to 8 stages, split from 1 up")
+        problems.append("1 to 16 warps (a power of two), 1 to 8 stages, split from 1 up")
     if config.split > 1 and config.kind != "tile":
-        found.append("only plain tiles are split along their depth")
+        problems.append("only plain tiles are split along their depth")
     if config.split > max(1, shape.k // config.block_k):
-        found.append("more splits than steps")
+        problems.append("more splits than steps")
     if dtype not in HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
-        found.append(f"{config.kind} does not compute {dtype}")
+        problems.append(f"{config.kind} does not compute {dtype}")
     limit = _SHARED.get(capability, _LEAST_SHARED)
     if (needed := config.shared_memory(shape, dtype.itemsize) + _SHARED_REST) > limit:
-        found.append(f"needs {needed} bytes of shared memory, there are {limit}")
+        problems.append(f"needs {needed} bytes of shared memory, there are {limit}")
     if capability < _LEAST_CAPABILITY:
-        found.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
+        problems.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
     if shape.head_dim and (config.block_n % shape.head_dim or shape.turned % config.block_n):
-        found.append("tiles hold whole heads, all of them rotated or none")
+        problems.append("tiles hold whole heads, all of them rotated or none")
     if config.block_m * config.block_n > 128 * 256:
-        found.append("the accumulator is larger than the registers")
+        problems.append("the accumulator is larger than the registers")
     if config.kind == "tilelang":
-        found += _unfit_for_tilelang(shape)
+        problems += _unfit_for_tilelang(shape)
     elif config.kind in GLUON:
-        found += _unfit_for_hopper(config, shape, capability)
-    return found
+        problems += _unfit_for_hopper(config, shape, capability)
+    return problems
 
 
 @functools.lru_cache(maxsize=4096)  # asked in every call
@@ -235,32 +235,32 @@ def fitting(text: str, shape: GemmShape, dtype: torch.dtype, capability: tuple[i
 
 
 def _unfit_for_tilelang(shape: GemmShape) -> list[str]:
-    found = []
+    problems = []
     if not tilelang_installed():
-        found.append("TileLang is not installed (pip install tilelang)")
+        problems.append("TileLang is not installed (pip install tilelang)")
     if shape.template != "linear" or shape.transposed or not shape.aligned:
-        found.append("TileLang computes plain GEMMs of rows and weights aligned to 16 bytes")
-    return found
+        problems.append("TileLang computes plain GEMMs of rows and weights aligned to 16 bytes")
+    return problems
 
 
 def _unfit_for_hopper(config: GemmConfig, shape: GemmShape, capability: tuple[int, int]) -> list[str]:
-    found = []
+    problems = []
     if not shape.aligned:
-        found.append("TMA needs addresses and row strides that are multiples of 16 bytes")
+        problems.append("TMA needs addresses and row strides that are multiples of 16 bytes")
     if capability != (9, 0):
-        found.append("written for compute capability 9.0")
+        problems.append("written for compute capability 9.0")
     rows = config.block_m if config.kind == "pingpong" else config.block_m // config.consumers
     if config.consumers == 3 and config.extra_columns:
-        found.append("three consumers have no columns on the side")
+        problems.append("three consumers have no columns on the side")
     if rows not in (64, 128) or rows * config.block_n > 128 * 128:
-        found.append("a consumer computes 64 or 128 rows and at most 128 x 128 accumulators")
+        problems.append("a consumer computes 64 or 128 rows and at most 128 x 128 accumulators")
     if config.block_k != 64 or config.stages < 2:
-        found.append("steps are 64 deep (a row of 128 bytes), and a stage is free again when the next step runs")
+        problems.append("steps are 64 deep (a row of 128 bytes), and a stage is free again when the next step runs")
     if shape.gated and shape.transposed:
-        found.append("gate and up must lie below each other")
+        problems.append("gate and up must lie below each other")
     if config.block_n < (128 if shape.gated else 64):
-        found.append("a piece of the result has 64 columns (gated: from 128 columns of accumulators)")
-    return found
+        problems.append("a piece of the result has 64 columns (gated: from 128 columns of accumulators)")
+    return problems
 
 
 def unsupported(dtype: torch.dtype, capability: tuple[int, int], *, measured: bool) -> str:
@@ -318,8 +318,8 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
 def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     """Small tiles, most of whose steps are under way at once; two such programs fit a multiprocessor.
 
-    As found on an H200 for BERT's GEMMs at 128 tokens, one call after the other, as `python -m benchmarks gemm --chain`
-    times them; no file records it. Up to 32 rows are not measured.
+    Measured on an H200 for BERT's GEMMs at 128 tokens, one call after the other (`python -m benchmarks gemm --chain`).
+    The choices for up to 32 rows are not measured.
     """
     if shape.m <= 32:
         small = GemmConfig("tile", 16 if shape.m <= 16 else 32, 64, 64, warps=4, stages=4)
@@ -330,6 +330,6 @@ def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     small = replace(small, block_n=max(small.block_n, shape.head_dim))  # heads are rotated whole
     width = small.block_n // 2 if shape.gated else small.block_n
     tiles = -(-shape.m // small.block_m) * -(-shape.n // width)
-    # A norm afterwards adds up for nothing what programs leave; without one, they do so after a wait for the last.
+    # A norm's kernel reduces partial sums for free. Without one, the last program of a tile does, after the others.
     least = 768 if small.block_n == 32 else 256
     return replace(small, split=max(1, min(8, processors // tiles, shape.k // least)))

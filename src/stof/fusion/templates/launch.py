@@ -112,13 +112,13 @@ def resolve_config(call: GemmCall, text: str) -> GemmConfig | None:
     Raises:
         ArgumentError: the text is no configuration.
     """
-    own = in_bucket(text, call.shape.m)
-    if own:
-        GemmConfig.parse(own)
+    config = in_bucket(text, call.shape.m)
+    if config:
+        GemmConfig.parse(config)
     if call.x.device.type != "cuda" or not call.x.numel() or not call.shape.n or not _agree(call):
         return None
     capability, processors = device_limits(call.x.device.index or 0)
-    given = fitting(own, call.shape, call.x.dtype, capability) if own else None
+    given = fitting(config, call.shape, call.x.dtype, capability) if config else None
     if given is not None:
         return given
     usual = default(replace(call.shape, m=bucket_of(call.shape.m)), call.x.dtype, capability, processors)

@@ -16,7 +16,7 @@ from stof.fusion.templates.candidates import configs
 from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_problems, default, unsupported
 from stof.fusion.templates.row_buckets import bucket_of
 
-# What the break-even table of `benchmarks/notes/fusion.md` asks for at K = 1024.
+# The break-even at K = 1024 in the table of `benchmarks/notes/fusion.md`.
 _ASSUMED_FRACTION = 0.76
 # Query, key and value, 4096 tokens, H200: BERT's 27.2 us where cuBLAS takes 24.6; LLaMA-1B's as fast as cuBLAS's.
 _PLAIN_FRACTION = 0.9
