@@ -207,6 +207,7 @@ def write_tile(acc, args, place, row, first, number, PLACES: gl.constexpr, optio
     that this consumer has written.
     """
     GATED: gl.constexpr = options.gated
+    ACTIVATION: gl.constexpr = options.activation
     ROWS: gl.constexpr = acc.shape[0]
     BLOCK_N: gl.constexpr = acc.shape[1]
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -237,7 +238,7 @@ def write_tile(acc, args, place, row, first, number, PLACES: gl.constexpr, optio
         if PIECES > 1:
             left, right = split_halves(part)
             part = left if quarter % 2 == 0 else right
-        out = activate(part, options.activation, True)
+        out = activate(part, ACTIVATION, True)
         if GATED:
             other = up
             if PIECES == 2:
