@@ -67,7 +67,6 @@ def stof_backend(
         search,
         twins=parsed.twins,
         fold=parsed.fold,
-        experimental=parsed.experimental,
         known=known,
         replay=parsed.replay(device),
     )

@@ -88,14 +88,14 @@ class MaskGeometry(Geometry):
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         key = (geometries, row_order)
-        found = self._surveys.get(key)
-        if found is None:
-            found = self._surveys[key] = self._by(survey, geometries, row_order)
-        return found
+        counts = self._surveys.get(key)
+        if counts is None:
+            counts = self._surveys[key] = self._by(survey, geometries, row_order)
+        return counts
 
     def own_order_survey(self, geometry: LayoutConfig) -> Survey:
         """Tile counts of one geometry in the rows' own order, from a survey made before where one has it."""
-        made = (found for (counted, order), found in self._surveys.items() if order is None and geometry in counted)
+        made = (counts for (counted, order), counts in self._surveys.items() if order is None and geometry in counted)
         return next(made, None) or self.survey((geometry,), None)
 
     def _by(self, function: Callable[..., T], what: object, row_order: str | None) -> T:
