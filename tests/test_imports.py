@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("selection",),
     ("validation", "plans"),
+    ("dynamic",),
     ("handles",),
     ("dispatch",),
     ("operators",),

@@ -25,8 +25,6 @@ PAGES = [
     ROOT / "benchmarks" / "notes" / "fusion.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-# In folders that are being moved.
-LEFT = {("src/stof/plans/fill/common.py, module", "runtime.py")}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -68,7 +66,6 @@ def test_files_that_are_named_exist() -> None:
         if re.fullmatch(r"[\w./-]+\.(py|md)|(src|tests|docs|benchmarks)/[a-z0-9_./-]+", name)
         and not any(path.endswith(f"/{name.rstrip('/')}") for path in PATHS)
         and not (ROOT / name).exists()
-        and (where, name) not in LEFT
     ]
     assert missing == []
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import masks
+from stof.dynamic.buffers import DynamicSizes
+from stof.dynamic.vertical_slash.buffers import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.prepare import PreparedTiles
@@ -18,8 +20,6 @@ from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.compose import QueryOffset
 from stof.masks.dynamic import NOT_ASCENDING, OUT_OF_RANGE, VerticalSlash
-from stof.plans.buffers import DynamicSizes
-from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
 from tests.examples import examples

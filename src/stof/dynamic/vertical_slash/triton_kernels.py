@@ -13,6 +13,18 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.dynamic.fill import ALL_BITS, bits_from, store_columns, store_nan_item
+from stof.dynamic.vertical_slash.tables import (
+    COVERED,
+    FULL,
+    FULL_BEFORE,
+    SLASH_BASE,
+    SOME,
+    SOME_BEFORE,
+    TABLES,
+    TOUCHED,
+    ones_of,
+)
 from stof.kernels.triton.block_wise_kernel import (
     BITMAP,
     FULL_BEGIN,
@@ -26,18 +38,6 @@ from stof.kernels.triton.block_wise_kernel import (
     PARTIAL_END,
     PARTIAL_SHIFT,
     ROW_BLOCK,
-)
-from stof.plans.fill.common import ALL_BITS, bits_from, store_columns, store_nan_item
-from stof.plans.fill.slash_tables import (
-    COVERED,
-    FULL,
-    FULL_BEFORE,
-    SLASH_BASE,
-    SOME,
-    SOME_BEFORE,
-    TABLES,
-    TOUCHED,
-    ones_of,
 )
 
 

@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.plans.fill.common import (
+from stof.dynamic.fill import (
     store_item,
     store_nan_item,
     store_words,

@@ -7,14 +7,14 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.block_wise_kernel import FULL_COLUMN, ITEM_SIZE
-from stof.plans.fill.common import (
+from stof.dynamic.fill import (
     ALL_BITS,
     bits_from,
     store_columns,
     store_item,
     store_nan_item,
 )
+from stof.kernels.triton.block_wise_kernel import FULL_COLUMN, ITEM_SIZE
 
 
 @triton.jit

@@ -7,15 +7,15 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from stof.dynamic.block_topk.buffers import BlockBuffers, block_buffers, fill_blocks
+from stof.dynamic.buffers import DynamicSizes, WorkBuffers
+from stof.dynamic.dense.buffers import DenseBuffers, dense_buffers, fill_dense
+from stof.dynamic.vertical_slash.buffers import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.errors import MaskError
 from stof.masks import Mask
 from stof.masks.compose import QueryOffset
 from stof.masks.dynamic import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMask, BlockTopK, VerticalSlash
 from stof.masks.tensors import DenseMask
-from stof.plans.block_topk import BlockBuffers, block_buffers, fill_blocks
-from stof.plans.buffers import DynamicSizes, WorkBuffers
-from stof.plans.dense import DenseBuffers, dense_buffers, fill_dense
-from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
 
 # Block sizes of the block-wise kernel, of which two programs or more fit a multiprocessor at every head_dim:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.plans.buffers import OVERFLOW, DynamicSizes, WorkBuffers, empty_work, int_zeros
+from stof.dynamic.buffers import OVERFLOW, DynamicSizes, WorkBuffers, empty_work, int_zeros
 from stof.runtime.cache_keys import with_stable_key
 
 # Columns handled at once, in lists and of a dense mask.
@@ -16,7 +16,7 @@ _COPY, _COLUMNS = 1024, 128
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DenseBuffers(WorkBuffers):
-    """Lists for a dense mask; `owner` is int32 `[tiles, 2]`, see `fill.dense.dense_bitmaps`."""
+    """Lists for a dense mask; `owner` is int32 `[tiles, 2]`, see `triton_kernels.dense_bitmaps`."""
 
     owner: Tensor
 
@@ -48,7 +48,7 @@ def fill_dense(buffers: DenseBuffers, keep: Tensor) -> None:
         buffers: from `dense_buffers`.
         keep: bool `[B | 1, H | 1, Sq, Skv]`, or bits of it, int32 `[B | 1, H | 1, Sq, ceil(Skv / 32)]`.
     """
-    from stof.plans.fill import dense as kernels
+    from stof.dynamic.dense import triton_kernels as kernels
 
     problem, work, device = buffers.problem, buffers.work, buffers.flags.device
     packed = keep.dtype == torch.int32

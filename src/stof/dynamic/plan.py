@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stof.dynamic.buffers import OVERFLOW, WorkBuffers
+from stof.dynamic.mask_buffers import BLOCK, fill_buffers, make_buffers, mask_signature, mask_tensors
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.implementation import BoundCall
@@ -18,9 +20,7 @@ from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
 from stof.masks.dynamic import described
 from stof.masks.tensors import DenseMask, as_mask, dense_view
-from stof.plans.buffers import OVERFLOW, WorkBuffers
 from stof.plans.calls import call_sizes_of
-from stof.plans.mask_buffers import BLOCK, fill_buffers, make_buffers, mask_signature, mask_tensors
 from stof.plans.plan import Plan
 from stof.runtime import streams
 from stof.runtime.memory import in_capture, record_streams, tensors_on_host

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stof.dynamic.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, int_zeros, partition_items
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.hopper.config import RUN
@@ -21,7 +22,6 @@ from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.layout import LayoutConfig
 from stof.layout import bitmaps as bits
 from stof.layout.survey import TileCounts
-from stof.plans.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, int_zeros, partition_items
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
@@ -83,7 +83,7 @@ class BlockBuffers(WorkBuffers):
     def work_launches(self) -> tuple[Launch, ...]:
         import triton
 
-        from stof.plans.fill import block_topk as kernels
+        from stof.dynamic.block_topk import triton_kernels as kernels
         from stof.runtime.launch import Launch
 
         problem, work = self.problem, self.work
@@ -231,7 +231,7 @@ def fill_blocks(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> None:
 def _selecting(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
     import triton
 
-    from stof.plans.fill import block_topk as kernels
+    from stof.dynamic.block_topk import triton_kernels as kernels
     from stof.runtime.launch import Launch
 
     query_blocks, key_blocks = scores.shape[2:]
@@ -249,7 +249,7 @@ def _selecting(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
 
 
 def _hopper_fill(buffers: BlockBuffers, lists: TileLists, first_item: Tensor, slots: int, nothing: int) -> Launch:
-    from stof.plans.fill.hopper_block_topk import fill_tiles
+    from stof.dynamic.block_topk.hopper_kernels import fill_tiles
     from stof.runtime.launch import Launch
 
     problem = buffers.problem

@@ -1,7 +1,7 @@
 """What kernels share that write the block-wise kernel's work, for masks whose numbers only the device knows.
 
 Every list has a fixed place; what the numbers do not fill stays unused. Nothing waits for the host, so all of it can be
-captured in a CUDA graph. `runtime.py` launches the kernels and says how large the lists are.
+captured in a CUDA graph. The `buffers.py` of each mask launches its kernels and says how large the lists are.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.dynamic.block_topk.hopper_kernels import store_range
+from stof.dynamic.fill import store_columns
+from stof.dynamic.vertical_slash.tables import TABLES
+from stof.dynamic.vertical_slash.triton_kernels import seen_rows, window
 from stof.kernels.hopper.tile_lists import COMPACTED
-from stof.plans.fill.common import store_columns
-from stof.plans.fill.hopper_block_topk import store_range
-from stof.plans.fill.slash_tables import TABLES
-from stof.plans.fill.vertical_slash import seen_rows, window
 
 COMPACTED_AT = tl.constexpr(COMPACTED)
 

@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.plans.fill.common import ALL_BITS
+from stof.dynamic.fill import ALL_BITS
 
 # Slash distances stand at this bit of their table, so that windows may begin before distance 0.
 SLASH_BASE = tl.constexpr(64)

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stof.dynamic.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, int_zeros, partition_items
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
-from stof.plans.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, int_zeros, partition_items
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
 
-# Distances before 0 that a window may begin at, see `fill/slash_tables.py`.
+# Distances before 0 that a window may begin at, see `tables.py`.
 _BASE = 64
 # Rows of its tables.
 _TABLES = 7
@@ -45,7 +45,7 @@ class SlashBuffers(WorkBuffers):
     Attributes:
         chunks, own, full_chunks: tiles of each part of that list, for each pattern.
         slots: int32 `[R + 1]`, where the tiles of each row block begin.
-        tables: int32 `[P, 7, words + 1]`, see `fill/slash_tables.py`.
+        tables: int32 `[P, 7, words + 1]`, see `tables.py`.
         bad: int32 `[P]`, what is wrong with the present mask.
         columns: int32 `[mask_batch, mask_heads, n]`, the vertical columns, n a multiple of 64; -1 for none.
         slashes: int32 `[P, distances]`, the slash distances.
@@ -71,7 +71,7 @@ class SlashBuffers(WorkBuffers):
     def work_launches(self) -> tuple[Launch, ...]:
         import triton
 
-        from stof.plans.fill import vertical_slash as fill_slash
+        from stof.dynamic.vertical_slash import triton_kernels as fill_slash
         from stof.runtime.launch import Launch
 
         problem, work = self.problem, self.work
@@ -258,7 +258,7 @@ def _reading(buffers: SlashBuffers, vertical: Tensor, slash: Tensor, out_of_rang
     """What checks a mask's lists, and makes tables of them."""
     import triton
 
-    from stof.plans.fill.slash_tables import slash_tables
+    from stof.dynamic.vertical_slash.tables import slash_tables
     from stof.runtime.launch import Launch
 
     problem, words = buffers.problem, buffers.tables.shape[2] - 1
@@ -284,7 +284,7 @@ def _reading(buffers: SlashBuffers, vertical: Tensor, slash: Tensor, out_of_rang
 def _hopper_fills(
     buffers: SlashBuffers, lists: TileLists, tables: tuple[Tensor, ...], slots: int, own_bitmaps: int, nothing: int
 ) -> tuple[Launch, ...]:
-    from stof.plans.fill import hopper_vertical_slash as kernels
+    from stof.dynamic.vertical_slash import hopper_kernels as kernels
     from stof.runtime.launch import Launch
 
     runs, tiles, number, first_item = tables
