@@ -16,9 +16,9 @@ from stof.kernels.hopper.tile_lists import COMPACTED, TileLists
 from stof.kernels.implementation import Options, attend_once
 from stof.layout import LayoutConfig
 from stof.masks import Mask
-from stof.plans.mask_buffers import core_of
 from stof.masks.dynamic import NOT_ASCENDING, OUT_OF_RANGE, VerticalSlash
 from stof.plans.buffers import DynamicSizes
+from stof.plans.mask_buffers import core_of
 from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs

@@ -134,7 +134,10 @@ def test_keys_at_an_offset(name: str) -> None:
 @given(data=st.data(), config=configs)
 @examples(15)
 def test_transposed_expressions(data: st.DataObject, config: LayoutConfig) -> None:
-    length, offset, cached = data.draw(st.sampled_from([48, 75])), *data.draw(st.sampled_from([(0, 0), (29, 0), (7, 31)]))
+    length, offset, cached = (
+        data.draw(st.sampled_from([48, 75])),
+        *data.draw(st.sampled_from([(0, 0), (29, 0), (7, 31)])),
+    )
     mask = masks.placed(data.draw(mask_trees(length, 2, leaves=3)), offset, cached)
     assert_same(masks.transposed(mask), length - cached, length - offset, config, batch=2)
 
