@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("selection",),
     ("validation", "plans"),
     ("dynamic",),
+    ("dynamic",),
     ("handles",),
     ("dispatch",),
     ("operators",),

@@ -13,7 +13,7 @@ from stof.dynamic.dense.buffers import DenseBuffers, dense_buffers, fill_dense
 from stof.dynamic.vertical_slash.buffers import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.errors import MaskError
 from stof.masks import Mask
-from stof.masks.compose import QueryOffset
+from stof.masks.compose import Placed
 from stof.masks.dynamic import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMask, BlockTopK, VerticalSlash
 from stof.masks.tensors import DenseMask
 from stof.selection import IMPLEMENTATIONS
@@ -25,7 +25,7 @@ BLOCK = 64
 
 def core_of(mask: Mask) -> tuple[Mask, int]:
     """The mask without its query offset, and that."""
-    return (mask.mask, mask.offset) if isinstance(mask, QueryOffset) else (mask, 0)
+    return (mask.mask, mask.q_offset) if isinstance(mask, Placed) and not mask.kv_offset else (mask, 0)
 
 
 def mask_tensors(mask: Mask) -> tuple[Tensor, ...]:

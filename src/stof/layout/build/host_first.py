@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from stof.layout.build.gpu.mask_input import has_kernels
 from stof.masks import Mask
+from stof.masks.gpu_program import programs_of
 from stof.masks.tensors import DenseMask
 
 # Scores that the host evaluates for one device, in all plans together: one to two seconds.
@@ -30,7 +30,11 @@ def host_mask(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int], devic
     if device.type != "cuda":
         return None
     scores = _evaluated.get(device, 0) + math.prod(sizes) * q_len * kv_len
-    if scores > HOST_SCORES or not has_kernels(mask, q_len, kv_len):
+    if scores > HOST_SCORES:
+        return None
+    keep = mask.as_tensor(q_len, kv_len)
+    # Masks without programs may read tensors on the device, and the kernels do not serve them.
+    if keep is None and programs_of(mask, q_len, kv_len, [(0, 0)]) is None:
         return None
     _evaluated[device] = scores
-    return DenseMask(mask.keep.cpu(), copied=True) if isinstance(mask, DenseMask) else mask
+    return mask if keep is None else DenseMask(keep.cpu(), copied=True)

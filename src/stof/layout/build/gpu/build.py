@@ -15,7 +15,6 @@ from stof.layout.layout import Layout
 from stof.masks import Mask
 from stof.masks.base import numbered
 from stof.masks.gpu_program import programs_of
-from stof.masks.tensors import DenseMask
 
 # Each tile is looked at; of larger problems, `stof.layout.build.closed_form` rules out squares of tiles first.
 MOST_TILES = 2**20
@@ -76,7 +75,7 @@ def _patterns(mask: Mask, q_len: int, kv_len: int, mask_dims: tuple[int, int]) -
     count = mask_dims[0] * mask_dims[1]
     if count == 1:
         return [0]
-    if isinstance(mask, DenseMask):
+    if mask.as_tensor(q_len, kv_len) is not None:
         return list(range(count))  # the kernels tell which are equal
     if programs_of(mask, q_len, kv_len, [(0, 0)]) is None:
         return []

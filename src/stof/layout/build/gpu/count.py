@@ -12,7 +12,6 @@ from stof.layout.bitmaps import unpack
 from stof.layout.build.gpu.mask_input import Source, on_device, source_of
 from stof.layout.head_mask import HeadMask
 from stof.masks import Mask
-from stof.masks.tensors import DenseMask
 
 # Programs of a kernel; masks of more are counted where their spans say.
 _MOST = 2**22
@@ -99,7 +98,7 @@ def _columns(own: HeadMask, height: int, *, device: torch.device) -> tuple[Tenso
     if row_blocks * columns > _MOST:
         return None
     # A dense mask's entries are numbered by its own heads; of others an entry is all there is to tell.
-    heads = mask.heads if isinstance(mask, DenseMask) else h + 1
+    heads = h + 1 if mask.as_tensor(q_len, kv_len) is None else mask.heads
     source = source_of(mask, q_len, kv_len, heads, [own.b * heads + h], device)
     if source is None:
         return None

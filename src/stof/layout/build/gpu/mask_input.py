@@ -18,7 +18,6 @@ from stof.errors import KernelError
 from stof.layout.build.gpu.input_kind import BYTES, PROGRAM, QUADS
 from stof.masks import Mask
 from stof.masks.gpu_program import Programs, programs_of
-from stof.masks.tensors import DenseMask
 
 # Scores that a kernel's program handles at once, so that each of its threads has registers for them: running a mask's
 # program a bit takes none, reading a dense mask 16 bytes at a time a byte takes a quarter.
@@ -176,21 +175,16 @@ class Source(NamedTuple):
         return state, mailbox, first
 
 
-def has_kernels(mask: Mask, q_len: int, kv_len: int) -> bool:
-    """Whether the kernels serve a mask: the values of a dense one, or programs, which hold no tensors of a device."""
-    return isinstance(mask, DenseMask) or programs_of(mask, q_len, kv_len, [(0, 0)]) is not None
-
-
 def source_of(
     mask: Mask, q_len: int, kv_len: int, mask_heads: int, entries: list[int], device: torch.device
 ) -> Source | None:
     """What the kernels read of some entries, `batch entry * mask_heads + head`; None for masks they do not serve."""
-    if not isinstance(mask, DenseMask):
+    keep = mask.as_tensor(q_len, kv_len)
+    if keep is None:
         programs = programs_of(mask, q_len, kv_len, [divmod(entry, mask_heads) for entry in entries])
         if programs is None:
             return None
         return Source(None, PROGRAM, programs, (0, 0, 0, 0), 1, len(entries))
-    keep = mask.for_rows(q_len)
     if keep.device != device:
         return None
     strides = keep.stride()
