@@ -26,7 +26,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("selection",),
     ("validation", "plans"),
     ("dynamic",),
-    ("dynamic",),
     ("handles",),
     ("dispatch",),
     ("operators",),

@@ -134,7 +134,7 @@ def test_bounds_are_true(data: st.DataObject) -> None:
         masks.random_blocks(2, block_size=4),
         masks.from_function(FUNCTIONS["causal"]),
     ],
-    ids=str,
+    ids=lambda mask: type(mask).__name__,
 )
 def test_bounds_are_those_of_the_inner_mask(mask: Mask) -> None:
     """No worse: layouts are built as fast."""
