@@ -70,6 +70,10 @@ class NeedsGrad(NamedTuple):
     sinks: bool = False
 
 
+# `call(q, k, v, out, lse, d_out, d_lse, bias, sinks) -> Gradients`, with `out` and `lse` of the forward's call, and their
+# gradients, `d_lse` None for zero.
+BackwardCall = Callable[..., Gradients]
+
 # `prepared` is what the same implementation's `prepare` returned.
 Bind = Callable[[Tensor, Tensor, Tensor, Any, Options], BoundCall]
 
