@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from stof.kernels.implementation import Gradients
 from stof.kernels.torch.reference import reference_attention, reference_backward

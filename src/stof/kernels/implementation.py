@@ -70,7 +70,7 @@ class NeedsGrad(NamedTuple):
     sinks: bool = False
 
 
-# `call(q, k, v, out, lse, d_out, d_lse, bias, sinks) -> Gradients`, with `out` and `lse` of the forward's call, and their
+# `call(q, k, v, out, lse, d_out, d_lse, bias, sinks) -> Gradients`, with the results of the forward's call and their
 # gradients, `d_lse` None for zero.
 BackwardCall = Callable[..., Gradients]
 

@@ -5,9 +5,9 @@
     d_v = p^T d_out; d_q = scale * d_s k; d_k = scale * d_s^T q
 
 dQ is computed over the forward layout (`dq_kernel.py`), dK and dV over the transposed one (`dkv_kernel.py`), and so is
-the gradient of a bias (`bias_gradient_kernel.py`). Each kernel keeps the rows of one row block in registers and goes through the tiles of a layout, as the forward does, so
-nothing is added up by atomics: equal calls give equal bits. Programs of a split row block leave partial sums in
-float32, which `merge_kernel` adds up in the order of the chunks.
+the gradient of a bias (`bias_gradient_kernel.py`). Each kernel keeps the rows of one row block in registers and goes
+through the tiles of a layout, as the forward does, so nothing is added up by atomics: equal calls give equal bits.
+Programs of a split row block leave partial sums in float32, which `merge_kernel` adds up in the order of the chunks.
 
 Dropout: its mask multiplies the weights of dV and `d_out v^T`, both in `tile_gradients`.
 

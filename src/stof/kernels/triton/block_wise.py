@@ -57,8 +57,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
         bias_strides = tuple([0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)])
-    *row_strides, column_stride = bias_strides
-    bias_vectors = bool(work.bias_vectors) and column_stride == 1 and not any(s % BIAS_VECTOR for s in row_strides)
+    *outer_strides, column_stride = bias_strides
+    bias_vectors = bool(work.bias_vectors) and column_stride == 1 and not any(s % BIAS_VECTOR for s in outer_strides)
     mask_batch, mask_heads = work.pattern_of.shape
     if pack > 1 and mask_heads > 1:
         raise UnfitLayoutError("packed heads share one mask; this layout has one for each head")
