@@ -48,6 +48,32 @@ class Options(NamedTuple):
     scales: tuple[Tensor, ...] = ()
 
 
+class Gradients(NamedTuple):
+    """Gradients of a call's inputs, in their shapes and dtypes; None for what was not asked for.
+
+    Rows that keep nothing have a gradient of 0, and so have keys and values that no query sees, whatever they hold.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class NeedsGrad(NamedTuple):
+    """Which gradients a backward call computes; those of k and v come together."""
+
+    q: bool = True
+    kv: bool = True
+    bias: bool = False
+    sinks: bool = False
+
+
+# `call(q, k, v, out, lse, d_out, d_lse, bias, sinks) -> Gradients`, with the results of the forward's call and their
+# gradients, `d_lse` None for zero.
+BackwardCall = Callable[..., Gradients]
+
 # `prepared` is what the same implementation's `prepare` returned.
 Bind = Callable[[Tensor, Tensor, Tensor, Any, Options], BoundCall]
 

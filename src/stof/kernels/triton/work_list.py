@@ -137,7 +137,7 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     partial, full = is_partial.nonzero()[:, 0], (~is_partial).nonzero()[:, 0]
     bitmap = layout.tile_bitmap[partial]
     live = layout.tile_live()[partial]
-    columns = _only_live_columns(layout.tile_columns(partial), live)
+    columns = only_live_columns(layout.tile_columns(partial), live)
     items, chunks, splits = _items(layout, is_partial, split_tiles)
     items[..., ITEM.bitmap] = _padded(bitmap)[items[..., ITEM.partial_begin].clamp(min=0).long()]
     full_columns = layout.tile_columns(full)
@@ -170,7 +170,7 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     )
 
 
-def _only_live_columns(columns: Tensor, live: Tensor) -> Tensor:
+def only_live_columns(columns: Tensor, live: Tensor) -> Tensor:
     """Columns `[t, block_n]` with those that no row keeps replaced by one of the tile that some row keeps.
 
     So the kernel loads every column of a tile without asking, and still reads nothing that no row keeps of K and V. The
