@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.dispatch import call_spec, is_empty, plan_of, run_call, run_empty
-from stof.errors import KernelError
+from stof.errors import KernelError, UnsupportedError
 from stof.flop_formula import register_flops
 from stof.handles import FULL, handle_of, is_constant
 from stof.kernels.implementation import Options
@@ -29,8 +29,17 @@ from stof.validation import (
     check_softcap,
     check_tensors,
     refuse_contexts,
+    refuse_gradients,
     refuse_jit_trace,
     usable_device,
+)
+
+# Types of tensors that hold values.
+_REAL = (Tensor, torch.nn.Parameter)
+_CHANGES = (
+    "compiled code cannot differentiate attention under a mask function that reads what may change, because the "
+    "backward pass would read it again; give a plan of the mask, masks.from_dense(...), or a function that reads no "
+    "variables"
 )
 
 
@@ -130,7 +139,7 @@ def attention(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Scaled dot-product attention under any mask; forward only.
+    """Scaled dot-product attention under any mask, differentiable in q, k, v, the bias and the sinks.
 
     `softmax(softcap(scale * q @ k^T) + bias)` over the keys the mask keeps, times `v`. Source: STOF
     (arXiv 2506.06095), section 4.1; sinks as in StreamingLLM-style models (one extra logit in the denominator); 8-bit
@@ -205,7 +214,17 @@ def attention(
     sinks = check_sinks(sinks, q)
     if not plain or q.is_meta:
         # Planning and choosing are no graph code: the operator does both when it runs.
+        differentiated = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, bias, sinks)
+        )
+        if differentiated:
+            refuse_gradients(mask_or_plan, own)
+            if not compiling and not is_empty(q, k) and type(q) in _REAL:
+                # The backward pass is under the mask of this call, whatever changes meanwhile.
+                mask_or_plan = plan_of(mask_or_plan, q, k)
         handle = handle_of(mask_or_plan, q, k)
+        if differentiated and compiling and handle.may_change:
+            raise UnsupportedError(_CHANGES, {})
         tensors = own or (None, None, None)
         operator = masked_attention_op if is_constant(handle) else varying_attention_op
         out, lse = operator(

@@ -12,9 +12,10 @@ from torch import Tensor
 from stof.errors import ArgumentError, KernelError
 from stof.handles import mask_of
 from stof.kernels.common import empty_output
-from stof.kernels.implementation import BoundCall, Options
+from stof.kernels.implementation import BoundCall, Gradients, NeedsGrad, Options
 from stof.kernels.quantization import wide_dtype, widened
 from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
+from stof.plans.backward import gradients_of
 from stof.plans.make import make_sized_plan
 from stof.plans.plan import Plan
 from stof.runtime.memory import outside_graph_pool, refuse_values
@@ -176,3 +177,57 @@ def _empty_call_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return `out` and `lse` of a call without queries or keys: 0 and minus infinity."""
     out, lse = empty_results(q, v)
     return out.zero_(), lse.fill_(-torch.inf)
+
+
+def run_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    plan: Plan,
+    options: Options,
+    needs: NeedsGrad,
+) -> Gradients:
+    """Return the gradients of a call that `run_call` computed.
+
+    Args:
+        q, k, v: as for the operator.
+        out, lse: what the call returned.
+        d_out, d_lse: the gradients of both, `d_lse` None for zero.
+        plan, options: of the call.
+        needs: which gradients are wanted.
+
+    Raises:
+        UnsupportedError: no implementation can compute them.
+    """
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return run_backward(q, k, v, out, lse, d_out, d_lse, plan, options, needs)
+    gradients = gradients_of(plan)
+    bias, sinks = options.bias, options.sinks
+    tensors = (q, k, v, out, lse, d_out, d_lse, bias, sinks)
+    layouts = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+    key = (*layouts, options.scale, options.softcap, needs)
+    stored = gradients.calls.get(key)
+    if stored is not None:
+        with contextlib.suppress(KernelError):
+            return stored(*tensors)
+    plan.refuse_first_call()
+    call = call_spec(plan, q, k, v, options)
+    while True:
+        name, tiling = gradients.choices(call)[0]
+        backward = IMPLEMENTATIONS[name].backward
+        assert backward is not None
+        try:
+            bind = partial(backward.bind, q, k, v, out, d_out, d_lse, gradients.prepared(name, tiling), options, needs)
+            bound = outside_graph_pool(q.device, bind)
+            found = bound(*tensors)
+        except KernelError as error:
+            gradients.reject(name, tiling, error)
+            continue
+        gradients.store(key, bound)
+        return found

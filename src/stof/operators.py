@@ -1,16 +1,19 @@
-"""The custom operators behind `stof.attention`: schemas, fakes and refusals; nothing else."""
+"""The custom operators behind `stof.attention`: schemas, fakes, autograd and refusals; nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stof.dispatch import empty_results, is_empty, plan_of, run_call, run_empty
+from stof.dispatch import empty_results, is_empty, plan_of, run_backward, run_call, run_empty
 from stof.errors import UnsupportedError
 from stof.handles import NUMBERED, PLAN, TENSOR, named
-from stof.kernels.implementation import Options
+from stof.kernels.implementation import NeedsGrad, Options
+from stof.plans.plan import Plan
 from stof.selection import IMPLEMENTATIONS
 from stof.validation import refuse_derivatives, refuse_tangents
 
@@ -78,9 +81,115 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *others: Any) -> tuple[Ten
     return empty_results(q, v)
 
 
-def _no_backward(ctx: Any, *grads: Tensor) -> Any:
-    """The autograd formula of the operators: a clear error."""
-    refuse_derivatives("a backward pass reached it")
+def _attention_backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: str,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    number: int,
+    keep: Tensor | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `masked_attention`.
+
+    Args:
+        d_out, d_lse: gradients of its results, `d_lse` None for zero.
+        out, lse: its results.
+        needs: which gradients are wanted: of q, of k and v, of the bias, of the sinks.
+        q, k, v, mask, bias, sinks, scale, softcap, number, keep: its arguments.
+
+    Returns:
+        Gradients of q, k, v, bias and sinks, in their shapes and dtypes; empty tensors for those that are not wanted.
+    """
+    wanted = NeedsGrad(*needs)
+    if is_empty(q, k):
+        return _gradients(q, k, v, bias, sinks, wanted, lambda x: _empty_gradient(x).zero_())
+    options = Options(scale, softcap, bias, sinks)
+    plan = plan_of(named(mask, number, keep), q, k)
+    found = run_backward(q, k, v, out, lse, d_out, d_lse, plan, options, wanted)
+    inputs = (q, k, v, bias, sinks)
+    dq, dk, dv, d_bias, d_sinks = [
+        q.new_empty(0) if gradient is None or x is None else _in_memory_order(gradient, x)
+        for gradient, x in zip(found, inputs, strict=True)
+    ]
+    return dq, dk, dv, d_bias, d_sinks
+
+
+def _empty_gradient(x: Tensor) -> Tensor:
+    """Uninitialised memory for a gradient: in the tensor's memory order, where its last dimension is contiguous."""
+    out = torch.empty_like(x)
+    return out if out.ndim == 0 or out.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _in_memory_order(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient with the strides that the fake promises."""
+    wanted = _empty_gradient(x)
+    return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    needs: NeedsGrad,
+    like: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tensors for the gradients that are wanted, made by `like`, and empty ones."""
+
+    def of(x: Tensor | None, wanted: bool) -> Tensor:
+        return like(x) if wanted and x is not None else q.new_empty(0)
+
+    return of(q, needs.q), of(k, needs.kv), of(v, needs.kv), of(bias, needs.bias), of(sinks, needs.sinks)
+
+
+def _fake_backward(
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: str,
+    bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float, number: int, keep: Tensor | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return uninitialised gradients, for compilers."""
+    del d_out, d_lse, out, lse, mask, scale, softcap, number, keep
+    return _gradients(q, k, v, bias, sinks, NeedsGrad(*needs), _empty_gradient)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save what the backward pass reads: inputs, results, and what names the plan."""
+    q, k, v, mask, bias, sinks, scale, softcap, _, *_scales, number, keep = inputs
+    ctx.save_for_backward(q, k, v, *output, bias, sinks, keep)
+    ctx.mask, ctx.number, ctx.scale, ctx.softcap = mask, number, scale, softcap
+    # Eager calls give the number of their plan, which stays alive until the backward pass.
+    ctx.plan = Plan.by_number(number) if mask == PLAN and type(q) in (Tensor, torch.nn.Parameter) else None
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The autograd formula of the operators."""
+    q, k, v, out, lse, bias, sinks, keep = ctx.saved_tensors
+    of_q, of_k, of_v, _, of_bias, of_sinks, *rest = ctx.needs_input_grad
+    needs = [of_q, of_k or of_v, of_bias, of_sinks]
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    dq, dk, dv, d_bias, d_sinks = backward(
+        d_out, d_lse, q, k, v, out, lse, ctx.mask, bias, sinks, ctx.scale, ctx.softcap, ctx.number, keep, needs
+    )
+    return (
+        dq if of_q else None, dk if of_k else None, dv if of_v else None, None,
+        d_bias if of_bias else None, d_sinks if of_sinks else None, *[None] * len(rest),
+    )  # fmt: skip
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor) -> Any:
+    """The autograd formula of the backward operators: a clear error."""
+    refuse_derivatives("a second derivative was asked for (create_graph=True)")
 
 
 def _no_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -91,13 +200,23 @@ def _no_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     )
 
 
-masked_attention_op = torch.library.custom_op("stof::masked_attention", _masked_attention, mutates_args=())
+def _operator(name: str, function: Any, fake: Any, tags: tuple[torch.Tag, ...]) -> Any:
+    made = torch.library.custom_op(f"stof::{name}", function, mutates_args=(), tags=tags)
+    made.register_fake(fake)
+    made.register_vmap(_no_vmap)
+    return made
+
+
+def _operators(name: str, *tags: torch.Tag) -> Any:
+    """An operator, and `{name}_backward` for its gradients."""
+    forward = _operator(name, _masked_attention, _fake, tags)
+    backward = _operator(f"{name}_backward", _attention_backward, _fake_backward, tags)
+    forward.register_autograd(partial(_differentiate, backward), setup_context=_save)
+    backward.register_autograd(_no_double_backward)
+    return forward
+
+
+masked_attention_op = _operators("masked_attention")
 # The same for a mask or plan that changes from call to call. Its tag keeps it out of Inductor's CUDA graphs: Inductor
 # would capture and keep one graph for each value of `number`.
-varying_attention_op = torch.library.custom_op(
-    "stof::varying_attention", _masked_attention, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-for _operator in (masked_attention_op, varying_attention_op):
-    _operator.register_fake(_fake)
-    _operator.register_autograd(_no_backward)
-    _operator.register_vmap(_no_vmap)
+varying_attention_op = _operators("varying_attention", torch.Tag.cudagraph_unsafe)

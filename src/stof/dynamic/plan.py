@@ -48,6 +48,8 @@ class DynamicPlan(Plan):
     Invalid indices, and tiles that do not fit the buffers, make the rows concerned NaN, and `check` raises.
     """
 
+    is_dynamic = True
+
     def __init__(
         self, mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device, density: float | None
     ) -> None:

@@ -94,7 +94,10 @@ class Plan(Numbered):
         batch, heads: sizes that a call must have; None where the mask serves any.
         geometry: answers the selector's questions about the mask; None where the mask depends on sizes that only a call
             tells.
+        is_dynamic: whether the mask is replaced in every step.
     """
+
+    is_dynamic = False
 
     def __init__(
         self,
@@ -123,6 +126,7 @@ class Plan(Numbered):
         self._calls: dict[Hashable, BoundCall] = {}
         self._in_graphs: set[BoundCall] = set()
         self._layout_errors: dict[Hashable, str] = {}
+        self.gradients: Any = None  # a `plans.backward.PlanGradients`, made by the first backward pass
         self._take_number()
         if device.type != "cuda" and layout is not None:
             # Prepared here, so that a first call that is timed or compiled does not include it.
@@ -130,7 +134,7 @@ class Plan(Numbered):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickles and copies, without stored calls and without the number by which compiled code finds it."""
-        return self.__dict__ | {"number": 0, "_first": None, "_calls": {}, "_in_graphs": set()}
+        return self.__dict__ | {"number": 0, "_first": None, "_calls": {}, "_in_graphs": set(), "gradients": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -207,6 +211,11 @@ class Plan(Numbered):
     def mask(self) -> Mask | None:
         """The mask it was made from; None if the plan was read from a file or moved to another device."""
         return None if self._origin is None else self._origin.mask
+
+    @property
+    def mask_geometry(self) -> MaskGeometry | None:
+        """The mask with its lengths and sizes; None where `mask` is."""
+        return self._origin
 
     @property
     def layout(self) -> Layout:

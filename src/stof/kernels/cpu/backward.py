@@ -199,9 +199,9 @@ def _fused(
     """PyTorch's fused backward; `swap` as for the forward."""
     if not swap:
         return flash_attention_cpu_backward(d_out, q, k, v, out, lse, added, scale)
-    swapped = (x.transpose(0, 1) for x in (d_out, q, k, v, out, lse))
+    d_out, q, k, v, out, lse = [x.transpose(0, 1) for x in (d_out, q, k, v, out, lse)]
     mask = None if added is None else added.transpose(0, 1)
-    dq, dk, dv = flash_attention_cpu_backward(*swapped, mask, scale)
+    dq, dk, dv = flash_attention_cpu_backward(d_out, q, k, v, out, lse, mask, scale)
     return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
 

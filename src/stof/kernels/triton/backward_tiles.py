@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
-from stof.kernels.common import parts_of
+from stof.kernels.common import PARTIAL_TILE_COST, parts_of
 from stof.kernels.config import KernelConfig
 from stof.kernels.triton.work_list import only_live_columns
 from stof.layout import Layout
@@ -172,7 +172,8 @@ def _items(layout: Layout, split_tiles: int) -> tuple[Tensor, Tensor, int]:
     device = layout.device
     of_pattern = (layout.patterns, layout.row_blocks)
     tiles = layout.row_block_ptr.long().diff().view(of_pattern).amax(0)
-    cost = layout.cost.view(of_pattern).amax(0)
+    partial = layout.partial_count.long().view(of_pattern).amax(0)
+    cost = tiles + (PARTIAL_TILE_COST - 1) * partial
     chunks = parts_of(tiles, split_tiles)
     row_block = torch.repeat_interleave(torch.arange(len(tiles), device=device), chunks)
     chunk = torch.arange(len(row_block), device=device) - (chunks.cumsum(0) - chunks)[row_block]
