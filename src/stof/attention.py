@@ -215,7 +215,7 @@ def attention(
     if not plain or q.is_meta:
         # Planning and choosing are no graph code: the operator does both when it runs.
         differentiated = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q, k, v, bias, sinks)
+            x is not None and x.requires_grad for x in (q, k, v, bias, sinks, *own)
         )
         if differentiated:
             refuse_gradients(mask_or_plan, own)

@@ -94,10 +94,9 @@ class Plan(Numbered):
         batch, heads: sizes that a call must have; None where the mask serves any.
         geometry: answers the selector's questions about the mask; None where the mask depends on sizes that only a call
             tells.
-        is_dynamic: whether the mask is replaced in every step.
     """
 
-    is_dynamic = False
+    is_dynamic = False  # whether the mask is replaced in every step
 
     def __init__(
         self,
