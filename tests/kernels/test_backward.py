@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import stof
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import Gradients, NeedsGrad, Options
-from stof.kernels.torch.reference import reference_attention
+from stof.kernels.torch.reference import reference_attention, reference_backward
 from stof.kernels.triton import backward
 from stof.kernels.triton.backward_tiles import prepare_backward
 from stof.layout import Layout, build_layout
 from stof.masks.tensors import as_mask
+from stof.selection import IMPLEMENTATIONS
 from stof.testing import MEMORY_LAYOUTS, make_inputs, spread
 from tests.examples import examples
 from tests.kernels.gradients import assert_gradients, backward_calls, expected_gradients
@@ -242,3 +245,34 @@ def test_layouts_that_do_not_fit() -> None:
         prepare_backward(forward, layouts_of(keep, 2, columns=LayoutConfig(192, 64))[1])
     with pytest.raises(UnfitLayoutError, match="do not serve"):
         run(a_call(torch.ones(1, 1, 17, 48, dtype=torch.bool)), (forward, transposed))
+
+
+MASK = masks.sliding_window(5, 9) | masks.sink_tokens(2)
+INPUTS = make_inputs(batch=2, heads=4, kv_heads=2, q_len=40, kv_len=56, head_dim=16, dtype=torch.bfloat16)
+
+
+@pytest.mark.skipif(ON_GPU, reason="tests/gpu has the kernels on a GPU")
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "bias": True, "sinks": True}], ids=["plain", "options"])
+@pytest.mark.parametrize("tiling", range(3))
+def test_triton_kernels_of_plans(tiling: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tile size that plans may choose on a GPU, in the interpreter."""
+    triton = IMPLEMENTATIONS["block_wise"].backward
+    assert triton is not None
+    capabilities = replace(triton.capabilities, devices=())
+    chosen = replace(triton, capabilities=capabilities, tilings=lambda call: triton.tilings(call)[tiling:])
+    monkeypatch.setitem(
+        IMPLEMENTATIONS, "row_block", replace(IMPLEMENTATIONS["row_block"], backward=chosen)
+    )  # fmt: skip
+    q, k, v = (x.clone().requires_grad_() for x in INPUTS.qkv)
+    more: dict[str, Any] = {"softcap": options.get("softcap")}
+    if options:
+        more |= {"bias": torch.randn(1, 4, 1, 56).bfloat16(), "sinks": torch.randn(4)}
+    stof.plan_cache.clear()
+    out = stof.attention(q, k, v, MASK, **more)
+    d_out = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, (q, k, v), d_out)
+    call = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "d_out": d_out, "scale": 0.25}
+    call |= {name: x for name, x in more.items() if x is not None} | {"keep": MASK.to_dense(40, 56)}
+    full = reference_backward(**call)
+    assert_gradients(Gradients(*gradients, full.bias, full.sinks), call)
+    stof.plan_cache.clear()
