@@ -130,7 +130,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "triton": package_version("triton"),
         "stof": stof.__version__,
         "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     }
 
 

@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 import runpy
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +167,7 @@ def test_figures_of_the_first_pages_are_those_of_the_results() -> None:
 
 
 def test_documented_versions_are_those_of_the_distribution() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 has it")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == "stof-attention"
     for page in (ROOT / "README.md", ROOT / "docs" / "install.md", ROOT / "docs" / "index.md"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import tomllib
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +115,7 @@ def test_missing_extras_say_how_to_install_them(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_extras_are_those_of_the_distribution() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 has it")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
     def packages(extra: str) -> set[str]:

@@ -104,7 +104,7 @@ def test_packed_positions_and_a_cache_are_refused() -> None:
     with torch.no_grad():
         cache = model(call["input_ids"]).past_key_values
     del call["attention_mask"]
-    with pytest.raises(UnsupportedError, match="leave past_key_values out"):
+    with pytest.raises(UnsupportedError, match="leave the cache out"):
         _out(model, call | {"past_key_values": cache})
 
 

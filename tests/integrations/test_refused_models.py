@@ -249,10 +249,13 @@ def test_boundaries_of_flash_attention_are_refused() -> None:
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         with pytest.raises(UnsupportedError, match=rf"{name}.*position_ids"):
             model(ids, **{name: bounds})
+
+
+def test_paged_caches_are_refused() -> None:
+    """Layers of transformers before 5.24 hand them on; newer ones refuse continuous batching with stof themselves."""
+    layer, states = models.llama().model.layers[0].self_attn, torch.zeros(1, 4, 4, 8)
     with pytest.raises(UnsupportedError, match="continuous batching"):
-        model.model.layers[0].self_attn(
-            torch.zeros(1, 4, 32), (torch.ones(1, 4, 8), torch.zeros(1, 4, 8)), None, cache=object()
-        )
+        hf.attention_forward(layer, states, states, states, None, cache=object())
 
 
 @pytest.mark.parametrize("call", [hf.enable, hf.disable, lambda model: hf.sparsify(model, None)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -255,6 +254,7 @@ def test_the_entry_point_gives_the_name(monkeypatch: pytest.MonkeyPatch) -> None
     """As an installed package is found, whether or not this one is."""
     from torch._dynamo.backends import registry
 
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 has it")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     group = "torch_dynamo_backends"
     entry = EntryPoint("stof", project["entry-points"][group]["stof"], group)

@@ -110,7 +110,10 @@ def test_positions_that_do_not_count_tokens_are_evaluated(positions: list[int], 
     """What distances in positions mean then differs from what distances in tokens do."""
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2]])
     inner = masking_utils.sliding_window_overlay(window) if window else masking_utils.causal_mask_function
-    function = masking_utils.packed_sequence_compatibility_function(inner, torch.tensor([positions]), ids)
+    function = masking_utils.and_masks(
+        masking_utils.remap_positions_for_packed_sequence(inner, torch.tensor([positions])),
+        masking_utils.packed_sequence_mask_function(ids),
+    )
     arguments = {"batch_size": 1, "q_length": 8, "kv_length": 8, "mask_function": function}
     expected = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
     got = hf.make_mask(**arguments).mask

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
 from triton import knobs
 from triton.backends.nvidia import driver
 from triton.compiler.errors import CompilationError
@@ -158,6 +159,7 @@ def triton_launcher(received: list[list[Any]]) -> Any:
     for other in ("global_scratch_align", "profile_scratch_align", "launch_cooperative_grid", "launch_pdl"):
         setattr(launcher, other, 1)
     launcher.num_ctas, launcher.arg_annotations, launcher.kernel_signature = 1, (), ()
+    launcher.gsan_enabled = False
     return launcher
 
 
@@ -172,11 +174,12 @@ def test_tensor_maps_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyP
     """What the kernel gets is what Triton's launcher would have made of the same maps."""
     encoded: list[tuple[int, int]] = []
 
-    def encode(tensor_map: TensorMap, metadata: dict[str, int]) -> list[Any]:
+    def encode(tensor_map: TensorMap, metadata: dict[str, int], *unread: object) -> list[Any]:
         encoded.append((metadata["slot"], tensor_map.base.data_ptr()))
         return [encoded[-1], *tensor_map.shape]
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace())  # Triton 3.8 asks for one in every launch
     a, b, c = (torch.zeros(8, 8, dtype=torch.float16) for _ in range(3))
     windows = (Rows(1), None, Rows(2))
     received: list[list[Any]] = []
@@ -201,7 +204,7 @@ def test_tensor_maps_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyP
 def test_few_encoded_maps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
 
-    def encode(tensor_map: TensorMap, metadata: object) -> list[Any]:
+    def encode(tensor_map: TensorMap, metadata: object, *unread: object) -> list[Any]:
         encoded.append(tensor_map.base.data_ptr())
         return [encoded[-1]]
 

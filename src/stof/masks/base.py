@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,6 +17,8 @@ from stof.masks.bounds import TileBounds
 from stof.masks.index import Index
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from stof.masks.compose import Mask
 
 # Masks holding functions or tensors that are alive in this process, so that a compiled graph can name one by key.
@@ -50,7 +52,7 @@ class BaseMask(ABC):
         object.__setattr__(self, "may_change", self._reads_others())
 
     def _numbered(self) -> int:
-        number = int.from_bytes(hashlib.blake2b(self.key.encode(), digest_size=7).digest()) or 1
+        number = int.from_bytes(hashlib.blake2b(self.key.encode(), digest_size=7).digest(), "big") or 1
         while (first := _NUMBERED.setdefault(number, self)) is not self and first.key != self.key:
             number += 1
         if first is not self:

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from stof.errors import MaskError, ShapeError, shown
 from stof.masks.base import BaseMask, numbered
 from stof.masks.bounds import TileBounds
 from stof.masks.index import Index, swapped
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Levels of masks made of others. Python calls at most 1000 functions within each other, and copying a mask takes seven
 # for each level.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from stof.masks.compose import Mask
 from stof.masks.index import Index
 from stof.masks.patterns import _integer
 from stof.masks.snapshots import identity, snapshot
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # What can be wrong with the numbers in a mask's tensors: bits that a device sets and the host reads.
 OUT_OF_RANGE, NOT_ASCENDING, NOT_A_NUMBER = 1, 2, 4
@@ -155,7 +158,8 @@ def _members(indices: Tensor, size: int) -> Tensor:
 def _looked_up(table: Tensor, index: Index, *at: Tensor) -> Tensor:
     """`table[b, h, *at]` where either leading dimension of the table may be 1."""
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=index.device)
-    return table[index.b if table.shape[0] > 1 else zero, index.h if table.shape[1] > 1 else zero, *at]
+    place = (index.b if table.shape[0] > 1 else zero, index.h if table.shape[1] > 1 else zero, *at)
+    return table[place]
 
 
 def vertical_slash(vertical_idx: Tensor, slash_idx: Tensor) -> Mask:

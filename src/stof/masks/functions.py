@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import CodeType, FunctionType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from stof.masks.index import Index
 from stof.masks.single_calls import Indices, MaskFunction, function_name, shape_of, under_vmap
 from stof.masks.snapshots import identity, same_bits
 from stof.runtime.memory import in_capture
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _log = logging.getLogger(__name__)
 

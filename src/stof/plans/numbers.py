@@ -34,7 +34,7 @@ class Numbered:
         Graphs with a constant number are then found in the compilers' own caches.
         """
         self._content = content
-        number = int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest())
+        number = int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest(), "big")
         while (first := _BY_NUMBER.setdefault(number, self)) is not self and first._content != content:
             number += 1
         del _BY_NUMBER[self.number]

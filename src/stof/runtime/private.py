@@ -1,8 +1,8 @@
 """Private names of PyTorch and Triton, each behind a function that says why and what happens without it.
 
-Checked with torch 2.11 and 2.13, and Triton 3.6.0 and 3.7.1. Two are elsewhere: kernels reinterpret shared memory by
-Gluon's `_reinterpret` (there is no other way to give a buffer a second layout), and `cache_keys.py` hashes functions of
-Triton's by `hash`, `cache_key` and `fn`.
+Checked with torch 2.11, 2.13 and 2.14, and Triton 3.6.0, 3.7.1 and 3.8.0. Two are elsewhere: kernels reinterpret shared
+memory by Gluon's `_reinterpret` (there is no other way to give a buffer a second layout), and `cache_keys.py` hashes
+functions of Triton's by `hash`, `cache_key` and `fn`.
 """
 
 from __future__ import annotations
@@ -289,9 +289,12 @@ def without_encoding(run: Any) -> tuple[Callable[..., None], list[Any] | None]:
     Triton has no name for the inner launcher: it is what the outer one, a closure, calls `launcher`. A Triton that is
     built otherwise encodes all tensor maps in every launch.
     """
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
     inside = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
     launcher, metadata = inside.get("launcher"), inside.get("tensordesc_meta")
-    if launcher is None or not metadata or None in metadata:
+    known = make_tensordesc_arg.__code__.co_argcount in (2, 3)
+    if launcher is None or not metadata or None in metadata or not known:
         return run, None
     direct = copy.copy(run)
     direct.launch = launcher
@@ -301,18 +304,20 @@ def without_encoding(run: Any) -> tuple[Callable[..., None], list[Any] | None]:
 def encode_tensor_map(tensor_map: Any, metadata: Any) -> list[Any]:
     """What Triton's launcher makes of a tensor map in every call: the map itself, its shape and strides.
 
-    `triton.backends.nvidia.driver.make_tensordesc_arg`, used where `without_encoding` found the inner launcher.
+    `triton.backends.nvidia.driver.make_tensordesc_arg`, used where `without_encoding` found the inner launcher. Since
+    Triton 3.8 it has a third parameter, the launch's arguments, which only the encoder for AMD GPUs reads.
     """
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    arguments: list[Any] = make_tensordesc_arg(tensor_map, metadata)
+    unread = [None] * (make_tensordesc_arg.__code__.co_argcount - 2)
+    arguments: list[Any] = make_tensordesc_arg(tensor_map, metadata, *unread)
     return arguments
 
 
 # torch.compile
 #
-# Read in torch 2.11 and 2.13, Triton 3.6 and 3.7. Fusion needs the names that graphs are rewritten and compiled with;
-# without one of them the backend fails when it is first used, and attention does not.
+# Fusion needs the names that graphs are rewritten and compiled with; without one of them the backend fails when it is
+# first used, and attention does not.
 
 # The type of a public value each.
 OpOverload, OpOverloadPacket = type(torch.ops.aten.add.default), type(torch.ops.aten.add)

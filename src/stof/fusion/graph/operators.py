@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, fx
@@ -14,7 +14,7 @@ from stof.fusion.graph.nodes import fake_value, op_name
 from stof.fusion.graph.symbolic_shapes import Values, size_hint
 
 
-class Kind(StrEnum):
+class Kind(Enum):
     """What an operator is, whatever its spelling in the graph."""
 
     LINEAR = "linear"
@@ -88,7 +88,7 @@ class Operator:
             return self.activation
         if self.kind is Kind.OTHER:
             return op_name(self.root) or _full_name(self.root.target).rpartition(".")[2]
-        return f"{self.activation} gate" if self.kind is Kind.GATE else str(self.kind)
+        return f"{self.activation} gate" if self.kind is Kind.GATE else self.kind.value
 
     @property
     def is_stof_attention(self) -> bool:
@@ -109,7 +109,7 @@ class Operator:
         Symbolic sizes count at the values of `at`, else at those of the call that is being compiled.
         """
         shapes = tuple(_form(node, at) for node in (*self.inputs, self.weight, self.bias))
-        options: tuple[Any, ...] = (str(self.kind), self.activation, self.eps, self.transposed)
+        options: tuple[Any, ...] = (self.kind.value, self.activation, self.eps, self.transposed)
         if self.kind is Kind.OTHER:
             options += (op_name(self.root) or _full_name(self.root.target),)
         return (*options, shapes, _form(self.root, at))

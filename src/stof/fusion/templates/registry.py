@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ _GATE = frozenset({Kind.GATE})
 _ROTARY = frozenset({Kind.ROTARY})
 
 
-class KernelPolicy(StrEnum):
+class KernelPolicy(Enum):
     """What may compute matched segments; each has all that those before it have."""
 
     DEFAULTS = "kernels that are the default for some shapes"

@@ -31,7 +31,7 @@ from stof.integrations.transformers.forward_inspection import hands_mask_on
 from stof.integrations.transformers.layer_mask import NAME
 from stof.integrations.transformers.masks import make_mask
 from stof.integrations.transformers.model_mask import ModelMask
-from stof.integrations.transformers.packed_calls import watch
+from stof.integrations.transformers.packed_calls import cache_of, watch
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
@@ -113,7 +113,7 @@ def _mark_unpadded_call(
     transformers then looks for packed sequences in the positions it makes itself; compiled code cannot look, so it
     would evaluate a mask of every score, all true.
     """
-    given = [kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values")]
+    given = (kwargs.get("attention_mask"), kwargs.get("position_ids"), cache_of(kwargs))
     tokens = args[0] if args else kwargs.get("input_ids")
     own = module.config._attn_implementation == NAME  # type: ignore[union-attr]
     if not own or len(args) > 1 or any(one is not None for one in given) or not isinstance(tokens, Tensor):

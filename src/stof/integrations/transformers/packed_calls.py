@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from stof.integrations.transformers.packing_check import PASSED, TRACED_WIDTH, c
 from stof.masks import documents
 from stof.runtime.private import is_exporting
 
+# Arguments of models that hold earlier tokens: the second since transformers 5.24, which still accepts the first.
+_CACHE = ("past_key_values", "cache")
 _PARAMETERS, _ATTENDS = "_stof_parameters", "_stof_attends"
 # Compiled code runs the check while it is traced: the verdict is a constant, and the graph holds none of it.
 _check_while_tracing = torch.compiler.assume_constant_result(check)
@@ -82,6 +85,11 @@ def before_forward(
     raise UnsupportedError(f"{type(module).__name__} cannot run packed sequences: {verdict.reason}. {advice}", {})
 
 
+def cache_of(given: Mapping[str, Any]) -> Any:
+    """The cache among the named arguments of a model's call, None without one."""
+    return next((given[name] for name in _CACHE if given.get(name) is not None), None)
+
+
 def _is_unchecked(value: object) -> bool:
     return isinstance(value, ModelMask) and value.is_packed and not value.checked
 
@@ -104,7 +112,7 @@ def _mask_of_positions(module: nn.Module, given: dict[str, Any], tracing: bool) 
     if tokens is None or not isinstance(positions, Tensor) or "attention_mask" not in getattr(module, _PARAMETERS):
         return None
     rows, width = tokens.shape[:2]
-    cache = given.get("past_key_values")
+    cache = cache_of(given)
     # Where a look at values would break a graph. Dynamo may trace this function alone, of a call that is not traced.
     graph = tracing or is_exporting() or (positions.is_cuda and torch.cuda.is_current_stream_capturing())
     if positions.ndim != 2 or positions.shape[1] != width or width == 1 or (graph and cache is not None):
@@ -125,8 +133,8 @@ def _mask_of_positions(module: nn.Module, given: dict[str, Any], tracing: bool) 
         return None
     if cache is not None:
         raise UnsupportedError(
-            "position_ids begin anew within a row (packed sequences), and past_key_values are given; a packed batch "
-            "runs once: leave past_key_values out, or pass the padded batch to go on from a cache",
+            f"position_ids begin anew within a row (packed sequences), and a cache ({' or '.join(_CACHE)}) is given; "
+            "a packed batch runs once: leave the cache out, or pass the padded batch to go on from a cache",
             {},
         )
     return ModelMask(documents(torch.where(valid, numbers, -1)), shape, includes_model_mask=False)

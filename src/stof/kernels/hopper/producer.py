@@ -93,7 +93,8 @@ def _copy_tile(
         else:
             tma.async_copy_global_to_shared(desc, [at.b, at.h, column, 0], bar, tile)
     else:
-        slab_buffer = _slab_view(buffer, config)
+        slab_buffer = _row_view(buffer, SLAB, config)
+        run_buffer = _row_view(buffer, 64, config)
         slabs: gl.constexpr = BLOCK_N // SLAB
         per_run: gl.constexpr = 64 // SLAB
         for start in gl.static_range(0, slabs, per_run):
@@ -101,7 +102,7 @@ def _copy_tile(
             first = shfl_idx(columns, start)
             if first < 0:
                 for chunk in gl.static_range(D // 64):
-                    run = slab_buffer.index(place + chunk * slabs)
+                    run = run_buffer.index((place + chunk * slabs) // per_run)
                     run = run._reinterpret(dtype, [1, 1, 64, 64], tile_layout(dtype, 64, 64, 4))
                     tma.async_copy_global_to_shared(desc, [at.b, at.h, -1 - first, chunk * 64], bar, run)
             else:
@@ -116,11 +117,10 @@ def _copy_tile(
 
 @gluon.jit
 @no_type_check
-def _slab_view(buffer, config: gl.constexpr):
-    """View the stages of K or V as slabs of 64 elements of each row."""
-    rows: gl.constexpr = config.slab
-    slabs: gl.constexpr = config.stages * (config.width // 64) * (config.block_n // rows)
-    return buffer._reinterpret(buffer.dtype, [slabs, rows, 64], tile_layout(buffer.dtype, rows, 64, 2))
+def _row_view(buffer, rows: gl.constexpr, config: gl.constexpr):
+    """View the stages of K or V as blocks of `rows` rows, 64 elements of each row."""
+    blocks: gl.constexpr = config.stages * (config.width // 64) * (config.block_n // rows)
+    return buffer._reinterpret(buffer.dtype, [blocks, rows, 64], tile_layout(buffer.dtype, rows, 64, 2))
 
 
 @gluon.jit
