@@ -166,6 +166,40 @@ def launch(
     table_console().print(table)
 
 
+@app.command(cls=CheckedCommand)
+def backward(
+    masks: Annotated[str, typer.Option(help="Names of grid masks, separated by spaces.")] = _MASKS,
+    shapes: Annotated[str, typer.Option(help="B,H,D,S or B,H,Hkv,D,Sq,Skv, separated by spaces.")] = "",
+    impls: Annotated[str, typer.Option(help="stof, sdpa and flex, separated by spaces; default by device.")] = "",
+    dtype: _Dtype = "",
+    device: _Device = "",
+    rounds: _Rounds = 5,
+    output: _Output = None,
+) -> None:
+    """Time forward passes, backward passes and both; every gradient is checked against float64 first."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from benchmarks.attention.backward import PEERS, backward_rows
+    from benchmarks.results_io import provenance, write_json
+    from stof.testing.mask_grid import Shape, grid_mask
+    from stof.tuning.machine import device_name
+
+    must_be_writable(output)
+    where, precision = _place(device, dtype)
+    chosen = names("--impls", impls or ("stof sdpa" if where.type == "cpu" else " ".join(PEERS)), PEERS)
+    wanted = [Shape.parse(text) for text in (shapes or _SHAPES[where.type]).split()]
+    table = Table("mask", "shape", "implementation", "pass", "us", title=f"Gradients on {device_name(where)}")
+    rows = []
+    for row in backward_rows([grid_mask(name) for name in masks.split()], wanted, chosen, where, precision, rounds):
+        rows.append(row)
+        table.add_row(row.mask, row.shape, row.impl, row.passes, row.note if row.us is None else f"{row.us:.0f}")
+        if output is not None:
+            write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
+    table_console().print(table)
+
+
 @app.command("first-call", cls=CheckedCommand)
 def first_call(
     device: _Device = "",
