@@ -214,6 +214,7 @@ def run_backward(
     key = (*layouts, options.scale, options.softcap, needs)
     stored = gradients.calls.get(key)
     if stored is not None:
+        plan.keep_in_graph(stored)
         with contextlib.suppress(KernelError):
             return stored(*tensors)
     plan.refuse_first_call()
@@ -230,4 +231,5 @@ def run_backward(
             gradients.reject(name, tiling, error)
             continue
         gradients.store(key, bound)
+        plan.keep_in_graph(bound)
         return found

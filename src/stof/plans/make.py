@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, DeviceError, MaskError, shown
-from stof.kernels.implementation import BoundCall
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
@@ -23,7 +22,7 @@ from stof.selection import MaskGeometry
 
 # Calls of cached plans that are part of CUDA graphs. Replays read their memory, and nothing tells when a graph has
 # gone; the cache drops plans, and a plan calls of other shapes.
-_IN_GRAPHS: set[BoundCall] = set()
+_IN_GRAPHS: set[Any] = set()
 
 plan_cache = PlanCache(max_entries=128, max_bytes=2**28)
 

@@ -123,7 +123,7 @@ class Plan(Numbered):
         self._prepared: dict[KernelChoice, Any] = {}
         self._choices: Decisions = {}
         self._calls: dict[Hashable, BoundCall] = {}
-        self._in_graphs: set[BoundCall] = set()
+        self._in_graphs: set[Any] = set()
         self._layout_errors: dict[Hashable, str] = {}
         self.gradients: Any = None  # a `plans.backward.PlanGradients`, made by the first backward pass
         self._take_number()
@@ -278,8 +278,8 @@ class Plan(Numbered):
             # An argument that is no tensor, a nested tensor, or a scale that is no number: the caller's checks refuse
             # these with a message.
             return None
-        if found is not None and capturing(self.device):
-            self._in_graphs.add(found)
+        if found is not None:
+            self.keep_in_graph(found)
         return found
 
     def store_call(self, given: tuple[Any, ...], call: BoundCall) -> None:
@@ -287,6 +287,10 @@ class Plan(Numbered):
         if len(self._calls) >= _MOST_CALLS:
             self._calls.clear()
         self._calls[call_key(*given)] = call
+        self.keep_in_graph(call)
+
+    def keep_in_graph(self, call: Any) -> None:
+        """Keep a bound call that is being captured in a CUDA graph: replays read its memory."""
         if capturing(self.device):
             self._in_graphs.add(call)
 
