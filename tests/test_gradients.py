@@ -21,6 +21,7 @@ from stof.kernels.implementation import Gradients
 from stof.kernels.torch.reference import reference_backward
 from tests.examples import examples
 from tests.kernels.gradients import assert_gradients, backward_calls
+from tests.strategies import mask_trees
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 Q_LEN, KV_LEN, HEADS = 40, 56, 4
@@ -69,6 +70,16 @@ def test_gradients_of_random_calls(data: st.DataObject, dtype: torch.dtype) -> N
         assert tensors[name].grad is None
     full = reference_backward(**call)
     assert_gradients(Gradients(*[found.get(n, getattr(full, n)) for n in Gradients._fields]), call)
+
+
+@examples(60)
+@given(data=st.data(), mask=mask_trees(kv_len=37, batch=2), planned=st.booleans())
+def test_gradients_under_named_masks(data: st.DataObject, mask: masks.Mask, planned: bool) -> None:
+    heads = mask.heads if mask.heads > 1 else 2
+    q, k, v = (torch.randn(2, heads, 37, 8, dtype=torch.float64).requires_grad_() for _ in range(3))
+    out = stof.attention(q, k, v, stof.plan(mask, 37, batch=2, heads=heads) if planned else mask)
+    d_out = torch.randn_like(out)
+    assert_equal(torch.autograd.grad(out, (q, k, v), d_out), expected(q, k, v, mask, d_out))
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"bias": True}, {"sinks": True}], ids=str)

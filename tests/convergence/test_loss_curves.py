@@ -1,4 +1,4 @@
-"""Small models learn real text with stof as with PyTorch's attention under the dense mask: equal losses, step by step."""
+"""Small models learn real text with stof as with PyTorch's attention: equal losses in every step."""
 
 from __future__ import annotations
 
