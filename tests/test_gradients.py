@@ -227,6 +227,15 @@ def test_empty_calls(sizes: tuple[int, int, int, int]) -> None:
     assert all(x.grad is not None and x.grad.shape == x.shape and not x.grad.any() for x in (q, k, v))
 
 
+def test_plans_count_what_gradients_hold() -> None:
+    plan = stof.plan(MASK, Q_LEN, KV_LEN)
+    q, k, v = inputs()
+    out = stof.attention(q, k, v, plan)
+    before = plan.bytes()
+    out.sum().backward()
+    assert plan.bytes() > before
+
+
 def test_calls_without_gradients_take_no_graph() -> None:
     q, k, v = inputs()
     with torch.no_grad():

@@ -6,8 +6,10 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from stof.errors import KernelError, UnsupportedError
-from stof.kernels.implementation import BackwardCall
+from stof.kernels.implementation import BackwardCall, tensors_of
 from stof.layout import Layout, LayoutConfig
 from stof.masks import Mask, transposed
 from stof.masks.tensors import DenseMask
@@ -34,6 +36,11 @@ class PlanGradients:
         self._failed: dict[tuple[str, BackwardTiling], str] = {}
         self._geometries: dict[bool, MaskGeometry] = {}
         self.calls: dict[Hashable, BackwardCall] = {}
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that are held: layouts, and what was prepared from them."""
+        held = [tensor for layout in list(self._layouts.values()) for tensor in layout.tensors().values()]
+        return held + [tensor for prepared in list(self._prepared.values()) for tensor in tensors_of(prepared)]
 
     def choices(self, call: CallSpec) -> list[tuple[str, BackwardTiling]]:
         """Return the implementations that can compute the gradients of a call, with tile sizes, best first.

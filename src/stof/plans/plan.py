@@ -383,12 +383,14 @@ class Plan(Numbered):
         return statistics(self.layout)
 
     def bytes(self) -> int:
-        """Return the bytes of all layouts, of everything prepared from them, and of tensors that the mask holds."""
+        """Return the bytes of all layouts, of what is prepared from them, and of tensors that the mask holds."""
         # list() copies: another thread may add an entry meanwhile.
         layouts = list(self._layouts.values()) + ([] if self._layout is None else [self._layout])
         tensors = [tensor for layout in layouts for tensor in layout.tensors().values()]
         for prepared in list(self._prepared.values()):
             tensors += tensors_of(prepared)
+        if self.gradients is not None:
+            tensors += self.gradients.tensors()
         copies = [] if self.mask is None else self.mask.copies()
         held = sum(copy.untyped_storage().nbytes() for copy in copies)
         return held + sum(t.numel() * t.element_size() for t in tensors)
