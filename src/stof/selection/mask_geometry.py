@@ -10,7 +10,7 @@ import torch
 
 from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.build.host_first import host_mask
-from stof.layout.orders.search import RowOrders
+from stof.layout.orders.search import RowOrders, fitting_orders
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
 
@@ -54,11 +54,7 @@ class LayoutGeometry(Geometry):
 
 
 class MaskGeometry(Geometry):
-    """Answers by looking at the mask, on any device; every layout can be built. Arguments as for `build_layout`.
-
-    Attributes:
-        orders: the mask's row orders.
-    """
+    """Answers by looking at the mask, on any device; every layout can be built. Arguments as for `build_layout`."""
 
     def __init__(
         self,
@@ -72,12 +68,21 @@ class MaskGeometry(Geometry):
     ) -> None:
         self.mask, self.q_len, self.kv_len = mask, q_len, kv_len
         self.batch, self.heads, self.device = batch, heads, torch.device(device)
-        on_host = host_mask(mask, q_len, kv_len, mask.dims(batch, heads, device), self.device)
-        # The mask that is evaluated, and where.
-        self._mask, self._place = (mask, self.device) if on_host is None else (on_host, torch.device("cpu"))
-        self.orders = RowOrders(self._mask, q_len, kv_len, batch=batch, heads=heads, device=self._place)
-        self.row_orders = self.orders.names
+        self.row_orders = fitting_orders(mask, q_len)
         self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
+
+    @functools.cached_property
+    def _evaluated(self) -> tuple[Mask, torch.device]:
+        """The mask that is evaluated, and where; decided when it is first evaluated, since a copy waits for the GPU."""
+        sizes = self.mask.dims(self.batch, self.heads, self.device)
+        on_host = host_mask(self.mask, self.q_len, self.kv_len, sizes, self.device)
+        return (self.mask, self.device) if on_host is None else (on_host, torch.device("cpu"))
+
+    @functools.cached_property
+    def orders(self) -> RowOrders:
+        """The mask's row orders."""
+        mask, place = self._evaluated
+        return RowOrders(mask, self.q_len, self.kv_len, batch=self.batch, heads=self.heads, device=place)
 
     def found_order(self) -> str | None:
         return self.orders.found()
@@ -100,5 +105,6 @@ class MaskGeometry(Geometry):
 
     def _by(self, function: Callable[..., T], what: object, row_order: str | None) -> T:
         """`build_layout` or `survey` of the mask."""
-        sizes: dict[str, Any] = {"batch": self.batch, "heads": self.heads, "device": self._place}
-        return function(self._mask, self.q_len, self.kv_len, what, **sizes, row_order=self.orders.rows(row_order))
+        mask, place = self._evaluated
+        sizes: dict[str, Any] = {"batch": self.batch, "heads": self.heads, "device": place}
+        return function(mask, self.q_len, self.kv_len, what, **sizes, row_order=self.orders.rows(row_order))
