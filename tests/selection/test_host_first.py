@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
-def nothing_evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_first, "_evaluated", {})
-    yield
 
 
 def host_mask(mask: Mask, length: int, sizes: tuple[int, int] = (1, 1), device: torch.device = CUDA) -> Mask | None:
