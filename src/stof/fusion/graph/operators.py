@@ -14,7 +14,7 @@ from stof.fusion.graph.nodes import fake_value, op_name
 from stof.fusion.graph.symbolic_shapes import Values, size_hint
 
 
-class Kind(Enum):
+class Kind(str, Enum):
     """What an operator is, whatever its spelling in the graph."""
 
     LINEAR = "linear"
@@ -32,6 +32,9 @@ class Kind(Enum):
     def compute_intensive(self) -> bool:
         """The paper's CI class (GEMMs inside); everything else is MI, bound by memory."""
         return self in (Kind.LINEAR, Kind.ATTENTION, Kind.MATMUL)
+
+    def __str__(self) -> str:
+        return self.value
 
 
 # Names as `op_name` returns them.
