@@ -1,9 +1,10 @@
-"""Backward kernels to compile for GPUs that are not there."""
+"""Backward kernels compiled for GPUs that are not there: python -m tests.kernels.backward_cases."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,8 @@ from stof.kernels.triton import backward
 from stof.kernels.triton.backward_tiles import prepare_backward
 from stof.layout import LayoutConfig, build_layout
 from stof.masks.tensors import as_mask
+from stof.selection import CallSpec
+from stof.selection.backward_tilings import triton_tilings
 from tests.kernels.assemble import Compiled, Recorded, assemble
 
 Q_LEN, KV_LEN, HEADS = 384, 640, 4
@@ -108,4 +111,30 @@ def compile_backward(case: BackwardCase, launch: Recorded, arch: int) -> Compile
 
 
 def backward_cases() -> Iterator[BackwardCase]:
-    raise NotImplementedError
+    """Each tile size that plans choose, with options and gathered columns in the first."""
+    for head_dim, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (256, torch.float16), (64, torch.float32)):
+        call = CallSpec("cuda", dtype, head_dim, head_dim, HEADS, HEADS, compute_capability=(8, 0))
+        for place, tiling in enumerate(triton_tilings(call)):
+            assert tiling.dq_layout is not None
+            assert tiling.dkv_layout is not None
+            assert tiling.dq is not None
+            assert tiling.dkv is not None
+            dq = (tiling.dq_layout.block_m, tiling.dq_layout.block_n, tiling.dq)
+            dkv = (tiling.dkv_layout.block_m, tiling.dkv_layout.block_n, tiling.dkv)
+            case = BackwardCase("backward", dtype, head_dim, dq, dkv, archs=(90,) if place == 0 else (80,))
+            yield case
+            if place == 0 and dtype == torch.bfloat16:
+                yield replace(case, options=True, kv_heads=2)
+                yield replace(case, slab=1)
+
+
+def main() -> None:
+    """Print one JSON object for each kernel."""
+    for case in backward_cases():
+        for launch in case.launches():
+            for arch in case.archs:
+                print(json.dumps(asdict(compile_backward(case, launch, arch))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,8 +28,8 @@ class BackwardTiling:
 
 # Tiles of a row block that one program goes through; the row block of a global token has more, and is split.
 _SPLIT = 32
-# (rows, columns, warps) of dQ, and of dK and dV, by head_dim class. Registers and spilled bytes for sm_90: `python -m
-# tests.kernels.compile_kernels`. The last of each class needs the least shared memory.
+# (rows, columns, warps) of dQ, and of dK and dV, by head_dim class. Registers and spilled bytes: `python -m
+# tests.kernels.backward_cases`. The last of each class needs the least shared memory.
 _TILES: dict[int, tuple[tuple[tuple[int, int, int], tuple[int, int, int]], ...]] = {
     64: (((128, 64, 8), (128, 64, 8)), ((64, 64, 4), (64, 64, 4)), ((32, 32, 4), (32, 32, 4))),
     128: (((128, 64, 8), (64, 64, 8)), ((64, 32, 4), (64, 32, 4)), ((32, 32, 4), (32, 32, 4))),
@@ -38,9 +38,9 @@ _TILES: dict[int, tuple[tuple[tuple[int, int, int], tuple[int, int, int]], ...]]
 
 
 def triton_tilings(call: CallSpec) -> tuple[BackwardTiling, ...]:
-    """Tile sizes to try: float32 takes twice the registers and memory, and begins with the second."""
+    """Tile sizes to try: in float32 all but the smallest spill."""
     tiles = _TILES[head_dim_class(call.head_dim, call.value_dim)]
-    return tuple(_tiling(dq, dkv) for dq, dkv in tiles[call.dtype.itemsize > 2 :])
+    return tuple(_tiling(dq, dkv) for dq, dkv in tiles[-1 if call.dtype.itemsize > 2 else 0 :])
 
 
 def _tiling(dq: tuple[int, int, int], dkv: tuple[int, int, int]) -> BackwardTiling:
