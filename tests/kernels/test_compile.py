@@ -41,7 +41,7 @@ SPILLS = {
     "hopper fp8": (32, 0),
     "row-wise": (0, 0),
     "fill": (0, 64),
-    "layout": (0, 48),
+    "layout": (32, 48),
 }
 # Shared memory a program may have.
 LIMITS = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
