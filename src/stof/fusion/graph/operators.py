@@ -15,7 +15,7 @@ from stof.fusion.graph.symbolic_shapes import Values, size_hint
 from stof.fusion.graph.weight_only_quant import QuantizedWeight
 
 
-class Kind(Enum):
+class Kind(str, Enum):
     """What an operator is, whatever its spelling in the graph."""
 
     LINEAR = "linear"
@@ -28,6 +28,8 @@ class Kind(Enum):
     ROTARY = "rotary"
     RESIDUAL = "residual"
     OTHER = "other"
+
+    __str__ = str.__str__  # as `enum.StrEnum` of Python 3.11 has it
 
     @property
     def compute_intensive(self) -> bool:
@@ -95,7 +97,7 @@ class Operator:
             return self.activation
         if self.kind is Kind.OTHER:
             return op_name(self.root) or _full_name(self.root.target).rpartition(".")[2]
-        return f"{self.activation} gate" if self.kind is Kind.GATE else self.kind.value
+        return f"{self.activation} gate" if self.kind is Kind.GATE else str(self.kind)
 
     @property
     def is_stof_attention(self) -> bool:
@@ -116,7 +118,7 @@ class Operator:
         Symbolic sizes count at the values of `at`, else at those of the call that is being compiled.
         """
         shapes = tuple(_form(node, at) for node in (*self.inputs, self.weight, self.bias))
-        own: tuple[Any, ...] = (self.kind.value, self.activation, self.eps, self.transposed)
+        own: tuple[Any, ...] = (str(self.kind), self.activation, self.eps, self.transposed)
         if self.kind is Kind.OTHER:
             own += (op_name(self.root) or _full_name(self.root.target),)
         if self.quantized is not None:
